@@ -1,0 +1,1 @@
+"""JupyterHub: seats from pools (spawner mixin, pools, service)."""

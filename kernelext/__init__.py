@@ -1,0 +1,1 @@
+"""The IPython extension: gate, magics, memory limits, displays."""

@@ -1,0 +1,1 @@
+"""The only event loop: turns the world into events and carries effects out."""

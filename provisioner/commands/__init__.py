@@ -1,0 +1,1 @@
+"""The jupyter gpu command."""

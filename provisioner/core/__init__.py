@@ -1,0 +1,1 @@
+"""The arbiter: pure decisions, events in, effects out."""

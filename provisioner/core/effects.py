@@ -1,0 +1,134 @@
+"""Everything the arbiter can ask its driver (broker or simulator) to do."""
+
+from dataclasses import dataclass
+
+from provisioner.core.model import LeaseState
+
+__all__ = [
+    "Declined",
+    "Effect",
+    "Granted",
+    "LeaseAdmitted",
+    "LeaseEnded",
+    "LeaseRefused",
+    "LookAgain",
+    "Recorded",
+    "Resume",
+    "StateChanged",
+    "Suspend",
+    "TicketsChanged",
+    "WakeAt",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """Base of all effects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAdmitted(Effect):
+    """The request was accepted; the lease is unattached."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRefused(Effect):
+    """The request was refused: a code, and a sentence that says what was asked, what there is and what to do."""
+
+    lease_id: str
+    reason: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined(Effect):
+    """A request about an existing lease (suspend, want) cannot be met now."""
+
+    lease_id: str
+    reason: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted(Effect):
+    """The lease is resident on the device: open the gate."""
+
+    lease_id: str
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspend(Effect):
+    """Suspend the lease; answer with `SuspendFinished` carrying the same operation id and generation."""
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    device_id: str
+    host_mib: int  # reserved on the host for what will be saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(Effect):
+    """Resume the lease on the device, where `reserve_mib` are reserved for it; answer with `ResumeFinished`."""
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    device_id: str
+    from_device_id: str | None  # the device it was checkpointed on
+    reserve_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAgain(Effect):
+    """The lease is quarantined: find out the truth and answer with `TruthFound` when it is known."""
+
+    lease_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEnded(Effect):
+    """The lease is over (released or expired): forget it."""
+
+    lease_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChanged(Effect):
+    """For the ledger and for listeners."""
+
+    lease_id: str
+    old: LeaseState | None
+    new: LeaseState
+    generation: int
+    device_id: str | None
+    saved_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded(Effect):
+    """A line of the lease's story."""
+
+    lease_id: str
+    at_ms: int
+    reason: str  # machine-readable, e.g. "suspend.idle", "suspend.needed-by", "wait.busy-neighbour"
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TicketsChanged(Effect):
+    """The queue of a pool changed (order, reasons or expected waits): waiting cells may want to redraw."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt(Effect):
+    """Send `Tick` at this time; replaces the previous one. None: no tick needed."""
+
+    at_ms: int | None

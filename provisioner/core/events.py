@@ -1,0 +1,217 @@
+"""Everything that can happen, as data. `at_ms` is the time of the event; the arbiter has no other clock.
+
+Times never go back for the arbiter: an earlier `at_ms` than the last one counts as the last one.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+
+__all__ = [
+    "Attached",
+    "BusyChanged",
+    "DeviceLost",
+    "DeviceSeen",
+    "Event",
+    "HostMemorySeen",
+    "LeaseMeasured",
+    "LeaseRecovered",
+    "LeaseReleased",
+    "LeaseRequested",
+    "Operator",
+    "PoolConfigured",
+    "ProcessExited",
+    "ResumeFinished",
+    "ResumeOutcome",
+    "SuspendFinished",
+    "SuspendOutcome",
+    "SuspendRequested",
+    "Tick",
+    "TruthFound",
+    "Unwanted",
+    "Wanted",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSeen(Event):
+    """A device is there (also again after it was lost) and strangers hold `stranger_mib` of it."""
+
+    device: DeviceSpec
+    stranger_mib: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLost(Event):
+    """A device fell off the bus or answers nothing: it admits nobody until seen again."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfigured(Event):
+    """A pool's policy, new or changed."""
+
+    pool: PoolSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemorySeen(Event):
+    """Host memory that suspended state may take in all, MiB: what is saved already counts against it."""
+
+    budget_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequested(Event):
+    """A new lease. Answered by `LeaseAdmitted` or `LeaseRefused`. `needs_reservation`: an ungated kernel wants its ticket now."""
+
+    spec: LeaseSpec
+    needs_reservation: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecovered(Event):
+    """A broker that starts tells what it found to be true of a lease of its ledger. Never refused: truth may over-commit a device."""
+
+    spec: LeaseSpec
+    state: LeaseState  # unattached, unarmed, resident, suspended or quarantined
+    generation: int
+    device_id: str | None = None
+    saved_mib: int = 0
+    busy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached(Event):
+    """A live process stands behind the lease (unattached -> unarmed, or resident if it holds a reservation already)."""
+
+    lease_id: str
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExited(Event):
+    """The kernel process is gone: whatever the lease held is free at once; the lease becomes unattached."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReleased(Event):
+    """The lease is over. A second release is ignored."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted(Event):
+    """The kernel needs the GPU: files a ticket unless the lease is resident (then `Granted` again)."""
+
+    lease_id: str
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unwanted(Event):
+    """Nobody waits any more (interrupt, client gone): the ticket is withdrawn; a resume under way is finished all the same."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyChanged(Event):
+    """The set of busy messages became non-empty or empty."""
+
+    lease_id: str
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseMeasured(Event):
+    """Device memory that the lease's process tree uses now, MiB; `armed` = it has a CUDA context."""
+
+    lease_id: str
+    used_mib: int
+    armed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendRequested(Event):
+    """Somebody asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
+
+    lease_id: str
+
+
+class SuspendOutcome(StrEnum):
+    """What became of a suspend."""
+
+    SAVED = "saved"  # checkpointed: saved_mib in host memory
+    NOTHING_TO_SAVE = "nothing-to-save"  # no CUDA context: the reservation is given back, lease unarmed
+    ABORTED = "aborted"  # rolled back (became busy, gate did not close, lock timed out): resident
+    REFUSED = "refused"  # cannot be checkpointed: resident, and not tried again for a while
+    UNKNOWN = "unknown"  # quarantine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendFinished(Event):
+    """The answer to `Suspend`. Stale (operation or generation differ) answers are ignored and recorded."""
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    outcome: SuspendOutcome
+    saved_mib: int = 0
+    sentence: str = ""
+
+
+class ResumeOutcome(StrEnum):
+    """What became of a resume."""
+
+    RESTORED = "restored"  # resident
+    NOT_STARTED = "not-started"  # the device turned out not to have the room: still suspended, ticket kept
+    UNKNOWN = "unknown"  # quarantine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFinished(Event):
+    """The answer to `Resume`."""
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    outcome: ResumeOutcome
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruthFound(Event):
+    """The answer to `LookAgain`: what a quarantined lease really is (resident, suspended, unarmed, unattached)."""
+
+    lease_id: str
+    generation: int
+    state: LeaseState
+    device_id: str | None = None
+    saved_mib: int = 0
+
+
+class Operator(StrEnum):
+    """Who asked, for the story."""
+
+    KERNEL = "kernel"
+    USER = "user"
+    ADMIN = "admin"
+    BROKER = "broker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(Event):
+    """Time passed; sent when the last `WakeAt` is due (early and extra ticks do no harm)."""

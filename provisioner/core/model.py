@@ -1,0 +1,112 @@
+"""Plain data the arbiter reasons about. Integers only: memory in MiB, fractions in milli-GPU, time in milliseconds.
+
+Nothing here has behaviour beyond validation of itself; the decisions are in `arbiter`, the legal moves in `transitions`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+__all__ = [
+    "HOLDING",
+    "DeviceSpec",
+    "LeaseSpec",
+    "LeaseState",
+    "LeaseView",
+    "PoolSpec",
+    "TicketView",
+]
+
+
+class LeaseState(StrEnum):
+    """Where a lease stands; `transitions.TABLE` says which moves are legal."""
+
+    UNATTACHED = "unattached"  # no live process; holds no device memory; expires after the pool's time to live
+    UNARMED = "unarmed"  # a live process without a CUDA context and without a reservation
+    RESIDENT = "resident"  # holds a reservation on its device
+    SUSPENDING = "suspending"  # a suspend operation is under way; reservation still held
+    SUSPENDED = "suspended"  # saved_mib lie in host memory; no reservation on any device
+    RESUMING = "resuming"  # a resume operation is under way; reservation already held
+    QUARANTINED = "quarantined"  # the truth is unknown; reservation (device and host) kept until somebody has looked
+    ENDED = "ended"
+
+
+HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
+"""States whose reservation counts against the device (a quarantined lease only if it has a device)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """A device as the arbiter knows it.
+
+    `memory_mib` is the whole memory; `overhead_mib` is what no lease may have (driver, margin).
+    """
+
+    device_id: str  # UUID
+    name: str
+    memory_mib: int
+    overhead_mib: int = 0
+
+    @property
+    def leasable_mib(self) -> int:
+        """Memory that leases may hold together, MiB."""
+        return max(0, self.memory_mib - self.overhead_mib)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """Devices with one policy. Durations in milliseconds."""
+
+    name: str
+    devices: tuple[str, ...]  # device ids; a device is in one pool
+    fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # on offer; empty = any from 1 to 1000
+    oversubscription_milli: int | None = None  # sum of requests over capacity, in thousandths; None = unlimited
+    idle_after_ms: int | None = 300_000  # suspend when idle this long; 0 = at once; None = only when somebody needs the room
+    min_residency_ms: int = 10_000  # a busy lease is not preempted before
+    unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
+    retry_refused_ms: int = 30_000  # a lease whose suspend was refused or aborted is not chosen as a victim again before this
+    max_passed_over: int = 8  # K of law 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSpec:
+    """What a kernel asks for. `reserve_mib` is the reservation a resident lease holds: everything its process tree may use."""
+
+    lease_id: str
+    pool: str
+    owner: str  # the user it counts for
+    fraction_milli: int
+    reserve_mib: int
+    priority: int = 0
+    gated: bool = True  # our extension guards its cells: it may start without a reservation and be suspended without losing a race
+    label: str = ""  # for people: kernel or notebook name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseView:
+    """A read-only picture of one lease, for status and for the ledger."""
+
+    spec: LeaseSpec
+    state: LeaseState
+    generation: int  # grows at every state change; an operation's answer with an old one is stale
+    device_id: str | None  # where the reservation is (HOLDING), else the device it was last on
+    saved_mib: int  # in host memory while suspended; reserved for it while suspending
+    used_mib: int  # last measured use on the device
+    busy: bool
+    since_ms: int  # when it entered this state
+    last_active_ms: int
+    operation_id: int | None
+    reason: str  # reason code of the last change
+    sentence: str  # the same for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TicketView:
+    """A place in the queue. `position` counts from 1 within the pool."""
+
+    lease_id: str
+    position: int
+    asked_ms: int
+    passed_over: int
+    reason: str  # why it waits, machine-readable
+    sentence: str  # why it waits, for people
+    blockers: tuple[str, ...] = field(default=())  # lease ids it waits for

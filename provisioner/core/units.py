@@ -1,0 +1,80 @@
+"""Human units at the edges, integers inside: `20GiB` to MiB, `5m` to milliseconds, `1/4` to milli-GPU."""
+
+import re
+from fractions import Fraction
+
+__all__ = ["format_duration", "format_fraction", "format_memory", "parse_duration_ms", "parse_fraction_milli", "parse_memory_mib"]
+
+_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB|MB|GB|TB|M|G|T)?\s*", re.IGNORECASE)
+_MIB_PER = {"mib": 1, "gib": 1024, "tib": 1024 * 1024, "m": 1, "g": 1024, "t": 1024 * 1024}
+_BYTES_PER = {"mb": 10**6, "gb": 10**9, "tb": 10**12}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", re.IGNORECASE)
+_MS_PER = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_LONGEST = 64
+
+
+def parse_memory_mib(text: str | int) -> int:
+    """Return MiB, rounded down. A bare number is MiB. Raises ValueError with what is allowed."""
+    allowed = "allowed: a positive size such as 512MiB, 20GiB or 20GB"
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise ValueError(f"memory {text!r} is not a size; {allowed}")
+    match = _MEMORY.fullmatch(str(text)) if len(str(text)) <= _LONGEST else None
+    if match is None:
+        raise ValueError(f"memory {str(text)[:_LONGEST]!r} is not a size; {allowed}")
+    number, unit = Fraction(match[1]), (match[2] or "MiB").lower()
+    mib = number * _MIB_PER[unit] if unit in _MIB_PER else number * _BYTES_PER[unit] / 2**20
+    if int(mib) < 1:
+        raise ValueError(f"memory {text!r} is less than 1 MiB; {allowed}")
+    return int(mib)
+
+
+def parse_duration_ms(text: str | int) -> int:
+    """Return milliseconds. A bare number is seconds. Raises ValueError with what is allowed."""
+    allowed = "allowed: a duration such as 30s, 5m, 2h or 0"
+    if isinstance(text, bool) or not isinstance(text, (str, int)):
+        raise ValueError(f"duration {text!r} is not a duration; {allowed}")
+    match = _DURATION.fullmatch(str(text)) if len(str(text)) <= _LONGEST else None
+    if match is None:
+        raise ValueError(f"duration {str(text)[:_LONGEST]!r} is not a duration; {allowed}")
+    return int(Fraction(match[1]) * _MS_PER[(match[2] or "s").lower()])
+
+
+def parse_fraction_milli(value: str | float) -> int:
+    """Return milli-GPU in 1..1000 from 0.25, "1/4", "0.25" or "250m". Raises ValueError with what is allowed."""
+    allowed = 'allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"'
+    text = str(value).strip()
+    if isinstance(value, bool) or len(text) > _LONGEST:
+        raise ValueError(f"fraction {text[:_LONGEST]!r} is not a fraction; {allowed}")
+    try:
+        milli = Fraction(text[:-1]) if text.endswith("m") else Fraction(text) * 1000
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"fraction {text!r} is not a fraction; {allowed}") from None
+    if not 0 < milli <= 1000:
+        raise ValueError(f"fraction {text!r} is out of range; {allowed}")
+    return max(1, int(milli))
+
+
+def format_memory(mib: int) -> str:
+    """Return `512 MiB` or `1.5 GiB`."""
+    if mib < 1024:
+        return f"{mib} MiB"
+    return f"{mib / 1024:.1f}".removesuffix(".0") + " GiB"
+
+
+def format_duration(ms: int) -> str:
+    """Return `350 ms`, `4.2 s`, `3 min` or `1 h 20 min`."""
+    if ms < 1000:
+        return f"{ms} ms"
+    if ms < 60_000:
+        return f"{ms / 1000:.1f}".removesuffix(".0") + " s"
+    minutes = ms // 60_000
+    hours, minutes = divmod(minutes, 60)
+    return f"{minutes} min" if not hours else f"{hours} h" + (f" {minutes} min" if minutes else "")
+
+
+def format_fraction(milli: int) -> str:
+    """Return `1/4` where the fraction is a common one, else `0.23`; `1` is a whole GPU."""
+    fraction = Fraction(milli, 1000)
+    if fraction == 1:
+        return "1"
+    return f"{fraction.numerator}/{fraction.denominator}" if fraction.denominator <= 16 else f"{milli / 1000:g}"

@@ -1,0 +1,1 @@
+"""The boundary to devices: one interface, the simulated GPU, NVIDIA's, and the checkpoint worker."""

@@ -1,0 +1,122 @@
+"""The boundary to devices: what the broker may ask of a GPU, whichever kind it is.
+
+Two halves: a `Monitor` (quick reads, used by the broker) and a `Checkpointer` (drives other processes' CUDA state, used by the
+checkpoint worker alone). The NVIDIA and the simulated implementation behave alike, error codes included.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+__all__ = ["Checkpointer", "DeviceInfo", "DeviceUse", "GPUError", "GPUErrorCode", "Monitor", "ProcessState", "ProcessUse"]
+
+
+class GPUErrorCode(StrEnum):
+    """Driver errors that decide what happens next (CUDA's numbers in FACTS of the driver's documentation)."""
+
+    OUT_OF_MEMORY = "out-of-memory"  # 2
+    NOT_INITIALIZED = "not-initialized"  # 3: not a CUDA process
+    OPERATING_SYSTEM = "operating-system"  # 304
+    ILLEGAL_STATE = "illegal-state"  # 401
+    NOT_READY = "not-ready"  # 600: lock timed out, process still running
+    NOT_PERMITTED = "not-permitted"  # 800
+    NOT_SUPPORTED = "not-supported"  # 801
+    NO_SUCH_PROCESS = "no-such-process"
+    WRONG_IDENTITY = "wrong-identity"  # the pid is alive but is another process
+    NO_SUCH_DEVICE = "no-such-device"
+    DEVICE_LOST = "device-lost"
+    WORKER_HUNG = "worker-hung"  # the worker did not answer in time and was replaced
+    WORKER_DIED = "worker-died"
+    UNKNOWN = "unknown"
+
+
+class GPUError(Exception):
+    """A device operation failed. `code` decides, the message explains."""
+
+    def __init__(self, code: GPUErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ProcessState(StrEnum):
+    """CUDA's checkpoint state of a process, and what lies beyond CUDA's enumeration."""
+
+    NO_CONTEXT = "no-context"  # not a CUDA process (or none yet)
+    RUNNING = "running"  # 0
+    LOCKED = "locked"  # 1
+    CHECKPOINTED = "checkpointed"  # 2
+    FAILED = "failed"  # 3
+    CHECKPOINTING = "checkpointing"  # 4, newer drivers
+    RESTORING = "restoring"  # 5, newer drivers
+    GONE = "gone"  # no such process
+    UNKNOWN = "unknown"  # a state this version does not know
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """One device. Memory in MiB."""
+
+    device_id: str  # UUID
+    index: int
+    name: str
+    memory_mib: int
+    simulated: bool
+    checkpointable: bool
+    why_not: str = ""  # a sentence, if not checkpointable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessUse:
+    """Device memory charged to one process, context included, MiB."""
+
+    pid: int
+    used_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """What a device holds now, MiB."""
+
+    device_id: str
+    used_mib: int
+    processes: tuple[ProcessUse, ...]
+
+
+class Monitor(Protocol):
+    """Reads devices. Methods block for at most milliseconds on healthy hardware; the broker calls them off its loop."""
+
+    @property
+    def kind(self) -> str:
+        """`simulated` or `nvidia`."""
+
+    def devices(self) -> list[DeviceInfo]:
+        """Return the devices there are; an empty list is an ordinary answer. Raises GPUError."""
+
+    def use(self, device_id: str) -> DeviceUse:
+        """Return who uses the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
+
+    def kernel_environment(self, device_id: str | None) -> dict[str, str]:
+        """Return the environment variables a kernel needs to see this device (None: no device yet, but it may get one)."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Checkpointer(Protocol):
+    """Drives the CUDA state of other processes. Every call blocks; only the checkpoint worker makes them, one at a time."""
+
+    def state(self, pid: int) -> ProcessState:
+        """Return what the driver says of the process. Raises GPUError."""
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        """RUNNING -> LOCKED. Raises GPUError NOT_READY when work did not drain in time (still RUNNING)."""
+
+    def checkpoint(self, pid: int) -> None:
+        """LOCKED -> CHECKPOINTED: device memory moves to host memory. Raises GPUError; the process may then be unsound."""
+
+    def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
+        """CHECKPOINTED -> LOCKED; `moves` maps old to new device ids. Out of memory here is fatal to the process."""
+
+    def unlock(self, pid: int) -> None:
+        """LOCKED -> RUNNING. Raises GPUError."""

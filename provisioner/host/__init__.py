@@ -1,0 +1,1 @@
+"""The boundary to the operating system: process identity, process trees, memory headroom."""

@@ -1,0 +1,1 @@
+"""What outlives the broker: leases, operations, history."""

@@ -1,0 +1,1 @@
+"""What crosses the broker's socket: typed messages, errors and limits. Standard library only."""

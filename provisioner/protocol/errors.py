@@ -1,0 +1,116 @@
+"""Errors that cross the socket: one tree, each with a stable code, an HTTP status and a sentence a person can act on."""
+
+from typing import ClassVar
+
+__all__ = [
+    "BadRequestError",
+    "BrokerUnavailableError",
+    "ConflictError",
+    "ForbiddenError",
+    "FractionalGPUError",
+    "InternalBrokerError",
+    "NoRoomError",
+    "NotFoundError",
+    "RequestTooLargeError",
+    "UnauthorizedError",
+    "error_from_reply",
+]
+
+
+class FractionalGPUError(Exception):
+    """Base of everything this project raises to its users. `reason` refines the class's `code`."""
+
+    code: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or self.code
+
+
+class BadRequestError(FractionalGPUError):
+    """What was sent cannot be understood or is not allowed; sending it again changes nothing."""
+
+    code = "bad-request"
+    status = 400
+
+
+class UnauthorizedError(FractionalGPUError):
+    """The token is missing or not the lease's."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class ForbiddenError(FractionalGPUError):
+    """The peer may not do this."""
+
+    code = "forbidden"
+    status = 403
+
+
+class NotFoundError(FractionalGPUError):
+    """No such lease, pool or route (or one the peer may not see)."""
+
+    code = "not-found"
+    status = 404
+
+
+class ConflictError(FractionalGPUError):
+    """Not possible in the lease's present state."""
+
+    code = "conflict"
+    status = 409
+
+
+class RequestTooLargeError(FractionalGPUError):
+    """The request exceeds a limit."""
+
+    code = "too-large"
+    status = 413
+
+
+class NoRoomError(FractionalGPUError):
+    """There is no GPU for this now: the sentence says what was asked, what there is and what to do."""
+
+    code = "no-room"
+    status = 409
+
+
+class InternalBrokerError(FractionalGPUError):
+    """The broker failed; its log says why."""
+
+    code = "internal"
+    status = 500
+
+
+class BrokerUnavailableError(FractionalGPUError):
+    """No broker answers and none could be started (raised by clients, never sent)."""
+
+    code = "broker-unavailable"
+    status = 503
+
+
+_BY_CODE: dict[str, type[FractionalGPUError]] = {
+    cls.code: cls
+    for cls in (
+        BadRequestError,
+        UnauthorizedError,
+        ForbiddenError,
+        NotFoundError,
+        ConflictError,
+        RequestTooLargeError,
+        NoRoomError,
+        InternalBrokerError,
+        BrokerUnavailableError,
+    )
+}
+
+
+def error_from_reply(payload: object, status: int) -> FractionalGPUError:
+    """Rebuild the error from a reply's JSON `{"error": {"code", "reason", "message"}}`; anything else is an InternalBrokerError."""
+    error = payload.get("error") if isinstance(payload, dict) else None
+    if not isinstance(error, dict):
+        return InternalBrokerError(f"the broker answered {status} without an explanation")
+    cls = _BY_CODE.get(str(error.get("code")), InternalBrokerError)
+    return cls(str(error.get("message", "")), reason=str(error.get("reason", "")))

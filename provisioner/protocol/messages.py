@@ -1,0 +1,223 @@
+"""Messages of the lease API: HTTP + JSON on a UNIX socket. Standard library only, so that kernels import it for nothing.
+
+The broker decodes requests strictly (unknown field, wrong type, too long: one error); clients read replies leniently, so that a
+newer broker may say more.
+
+Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authorization: Bearer TOKEN` for a lease's own routes):
+
+    GET    /v1/ping                        -> Pong
+    POST   /v1/leases       LeaseRequest   -> LeaseReply          a new lease; never queues
+    GET    /v1/leases/L                    -> LeaseStatus
+    DELETE /v1/leases/L                    -> Done                idempotent
+    POST   /v1/leases/L/attach AttachRequest -> LeaseStatus       the process behind it, and its Jupyter connection
+    POST   /v1/leases/L/detach             -> Done                the process is gone or about to be replaced (restart)
+    POST   /v1/leases/L/acquire AcquireRequest -> stream of Progress lines (NDJSON), the last one `granted` or `refused`
+    POST   /v1/leases/L/suspend            -> LeaseStatus         waits until it is suspended or refused
+    POST   /v1/leases/L/resume             -> LeaseStatus         waits until it is resident or refused
+    POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
+    POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
+    GET    /v1/status                      -> HostStatus
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = [
+    "AcquireRequest",
+    "AttachRequest",
+    "DeviceStatus",
+    "Done",
+    "GateAnswer",
+    "GateCommand",
+    "GateHello",
+    "GateVerb",
+    "HostStatus",
+    "LeaseReply",
+    "LeaseRequest",
+    "LeaseStatus",
+    "Pong",
+    "Progress",
+    "ProgressKind",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    """Who answers."""
+
+    version: str
+    protocol: int
+    pid: int
+    simulated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest:
+    """A kernel's wish. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device)."""
+
+    fraction_milli: int
+    pool: str = "default"
+    memory_mib: int | None = None
+    devices: int = 1
+    priority: int = 0
+    kernel_id: str = ""
+    label: str = ""  # for people
+    gated: bool = True  # the extension will be loaded: no reservation is needed before the first cell
+    wait_ms: int = 0  # ungated only: how long the broker may make room (bounded by it) before it refuses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReply:
+    """The lease and what its kernel needs. The caller writes `token` to a file of mode 0600 and passes on its path."""
+
+    lease_id: str
+    token: str
+    reserve_mib: int
+    device_id: str | None  # known only if reserved already
+    simulated: bool
+    environment: dict[str, str] = field(default_factory=dict)  # for the kernel, except socket, lease and token file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachRequest:
+    """The process behind a lease and its Jupyter connection (contents, not a path). The broker verifies all of it."""
+
+    pid: int
+    start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
+    boot_id: str
+    connection: dict[str, Any]  # Jupyter's connection file: ip, ports, transport, key (text), signature_scheme
+    language: str = "python"
+    ipykernel: bool = True  # subscribe to the prefix `kernel.` only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Nothing more to say."""
+
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseStatus:
+    """One lease for people and programs. Memory in MiB, ages in milliseconds."""
+
+    lease_id: str
+    state: str
+    pool: str
+    owner: str
+    label: str
+    kernel_id: str
+    pid: int | None
+    fraction_milli: int
+    reserve_mib: int
+    used_mib: int
+    saved_mib: int
+    device_id: str | None
+    device_name: str
+    simulated: bool
+    busy: bool
+    gated: bool
+    age_ms: int  # in this state
+    reason: str
+    sentence: str
+    position: int | None = None  # place in the queue
+    suspends: int = 0
+    resumes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireRequest:
+    """I need the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket."""
+
+    urgent: bool = False
+    wait_ms: int = 3_600_000
+
+
+class ProgressKind(StrEnum):
+    """What a line of an acquire stream says."""
+
+    WAITING = "waiting"
+    GRANTED = "granted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A line of an acquire stream. `environment` comes with `granted`: variables that bind the process to its device."""
+
+    kind: str
+    reason: str = ""
+    sentence: str = ""
+    position: int | None = None
+    device_id: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class GateVerb(StrEnum):
+    """What the broker asks of the gate."""
+
+    CLOSE = "close"  # shut the gate if no cell runs: answer `closed` or `busy`
+    SHRINK = "shrink"  # give cached device memory back, on the idle main loop: answer `done` or `busy`
+    OPEN = "open"  # cells may run; carries the environment of the device
+    NOTICE = "notice"  # show a sentence at the next cell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateCommand:
+    """A line of the gate stream. A command with `number` wants an answer that repeats it; an empty verb is a keep-alive."""
+
+    verb: str = ""
+    number: int = 0
+    sentence: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateHello:
+    """The extension introduces itself; `open` is what its gate is now and `armed` whether a framework was seen loaded."""
+
+    version: str
+    open: bool
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateAnswer:
+    """The extension's answer. `number` 0 is a pulse. `word`: closed, busy, done, open or pulse."""
+
+    number: int
+    word: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStatus:
+    """One device. Memory in MiB: `used` by anybody, `reserved` by leases, `stranger` by processes of no lease."""
+
+    device_id: str
+    index: int
+    name: str
+    pool: str
+    memory_mib: int
+    leasable_mib: int
+    used_mib: int
+    reserved_mib: int
+    stranger_mib: int
+    over_committed: bool
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStatus:
+    """Everything a person wants at a glance (a uid sees only its own leases; device sums include all)."""
+
+    version: str
+    pid: int
+    simulated: bool
+    socket: str
+    host_budget_mib: int
+    host_saved_mib: int
+    devices: list[DeviceStatus]
+    leases: list[LeaseStatus]
+    pools: dict[str, list[int]] = field(default_factory=dict)  # name -> fractions on offer, milli-GPU

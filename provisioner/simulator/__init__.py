@@ -1,0 +1,1 @@
+"""Drives the arbiter in virtual time."""
