@@ -1,0 +1,201 @@
+"""Who a process is, so that a reused pid is never taken for the process it replaced.
+
+The rules:
+- An identity is (boot id, pid, start time): a pid alone names whoever has it now.
+- Only thread-group leaders have an identity here: the kernel answers for a thread id in /proc as if it were a process.
+- A zombie is not alive: its memory, its CUDA state included, is gone. (A leader that left its threads behind looks like
+  one, but is not: the threads keep the memory.)
+- Before something is done to a process by pid, hold its pidfd and check the identity again: then the pid cannot be
+  reused in between.
+- What cannot be read is not guessed: PermissionError is passed on, and only "no such process" counts as dead.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+__all__ = [
+    "PROC",
+    "ProcessIdentity",
+    "ProcessStat",
+    "boot_id",
+    "environment_value",
+    "identify",
+    "is_alive",
+    "open_pidfd",
+    "owner_uid",
+    "read_environment",
+    "read_stat",
+]
+
+PROC: Final = Path("/proc")
+_DEAD_STATES: Final = frozenset("ZXx")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProcessIdentity:
+    """One incarnation of a process. `start_time` is in clock ticks since boot (field 22 of /proc/PID/stat)."""
+
+    boot_id: str
+    pid: int
+    start_time: int
+
+    def to_dict(self) -> dict[str, str | int]:
+        """Return plain data for a message or a ledger."""
+        return {"boot_id": self.boot_id, "pid": self.pid, "start_time": self.start_time}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, object]) -> Self:
+        """Rebuild what `to_dict` gave. Raises ValueError that names the field that is missing or of the wrong type."""
+        boot, pid, start = (data.get(name) for name in ("boot_id", "pid", "start_time"))
+        if not isinstance(boot, str) or not boot:
+            raise ValueError(f"a process identity needs boot_id, a non-empty text; got {boot!r}")
+        if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
+            raise ValueError(f"a process identity needs pid, a positive integer; got {pid!r}")
+        if not isinstance(start, int) or isinstance(start, bool) or start < 0:
+            raise ValueError(f"a process identity needs start_time, clock ticks since boot; got {start!r}")
+        return cls(boot, pid, start)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStat:
+    """The fields of /proc/PID/stat that matter here. `start_time` in clock ticks since boot."""
+
+    pid: int
+    comm: str
+    state: str
+    ppid: int
+    session: int
+    threads: int
+    start_time: int
+
+    @property
+    def dead(self) -> bool:
+        """Whether it is a zombie or gone already."""
+        return self.state in _DEAD_STATES and self.threads <= 1
+
+
+def boot_id(*, proc: Path = PROC) -> str:
+    """Return the id of this boot of the machine; it changes with every boot. Raises OSError."""
+    return (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
+    """Return the parsed /proc/PID/stat. Raises ProcessLookupError when there is no such process."""
+    raw = _read(pid, "stat", proc)
+    try:
+        return _parse_stat(raw)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{proc}/{pid}/stat has an unexpected form: {raw[:200]!r}") from error
+
+
+def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
+    """Return the identity of the process that has this pid now.
+
+    Raises ProcessLookupError when there is none (a zombie is none), ValueError when the number is a thread's.
+    """
+    if pid <= 0:
+        raise ProcessLookupError(f"{pid} is not a process id: process ids are positive")
+    stat = read_stat(pid, proc=proc)
+    if stat.dead:
+        raise ProcessLookupError(f"process {pid} ({stat.comm}) has exited")
+    group = _thread_group(pid, proc)
+    if group != pid:
+        raise ValueError(f"{pid} is a thread of process {group}, not a process: give the process id {group}")
+    return ProcessIdentity(boot_id(proc=proc), pid, stat.start_time)
+
+
+def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
+    """Return whether exactly this incarnation runs: same boot, same start time, no zombie. Raises PermissionError."""
+    try:
+        stat = read_stat(identity.pid, proc=proc)
+    except ProcessLookupError:
+        return False
+    return stat.start_time == identity.start_time and not stat.dead and boot_id(proc=proc) == identity.boot_id
+
+
+def owner_uid(pid: int, *, proc: Path = PROC) -> int:
+    """Return the real uid of the process (the owner of /proc/PID is root for processes that may not be traced).
+
+    Raises ProcessLookupError.
+    """
+    return int(_status_field(pid, b"Uid", proc).split()[0])
+
+
+def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
+    """Return the environment the process was started with. Raises ProcessLookupError, PermissionError.
+
+    A process may have overwritten it since: it is a hint about a stranger, never a proof.
+    """
+    return _split_environment(_read(pid, "environ", proc))
+
+
+def environment_value(pid: int, name: str, *, proc: Path = PROC) -> str | None:
+    """Return one variable of the environment the process was started with, None if it was not set.
+
+    Raises ProcessLookupError, PermissionError.
+    """
+    return read_environment(pid, proc=proc).get(name)
+
+
+def open_pidfd(identity: ProcessIdentity) -> int:
+    """Return a descriptor that becomes readable when the process exits; the caller closes it.
+
+    Raises ProcessLookupError when the process is gone or the pid is another process's now.
+    """
+    descriptor = os.pidfd_open(identity.pid)
+    # The pid could have been reused before the descriptor was open; from here on it cannot be.
+    try:
+        alive = is_alive(identity)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if not alive:
+        os.close(descriptor)
+        raise ProcessLookupError(f"process {identity.pid}, started at tick {identity.start_time}, is gone")
+    return descriptor
+
+
+def _read(pid: int, name: str, proc: Path) -> bytes:
+    try:
+        return (proc / str(pid) / name).read_bytes()
+    except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has the id {pid}") from None
+
+
+def _parse_stat(raw: bytes) -> ProcessStat:
+    # comm may hold spaces and parentheses: it ends at the last ")".
+    start, end = raw.index(b"("), raw.rindex(b")")
+    fields = raw[end + 1 :].split()
+    return ProcessStat(
+        pid=int(raw[:start]),
+        comm=raw[start + 1 : end].decode("utf-8", "backslashreplace"),
+        state=fields[0].decode("ascii"),
+        ppid=int(fields[1]),
+        session=int(fields[3]),
+        threads=int(fields[17]),
+        start_time=int(fields[19]),
+    )
+
+
+def _thread_group(pid: int, proc: Path) -> int:
+    return int(_status_field(pid, b"Tgid", proc))
+
+
+def _status_field(pid: int, name: bytes, proc: Path) -> bytes:
+    for line in _read(pid, "status", proc).splitlines():
+        key, _, value = line.partition(b":")
+        if key == name:
+            return value.strip()
+    raise ValueError(f"{proc}/{pid}/status has no field {name.decode()}")
+
+
+def _split_environment(raw: bytes) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry in raw.split(b"\0"):
+        name, separator, value = entry.partition(b"=")
+        if separator:
+            # The first of two equal names is the one getenv() returns.
+            found.setdefault(os.fsdecode(name), os.fsdecode(value))
+    return found
