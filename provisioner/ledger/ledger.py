@@ -1,0 +1,258 @@
+"""The broker's memory: one SQLite file, one writer.
+
+- A write is on the disk when its method returns (WAL, synchronous=FULL); inside `transaction()`, when the block ends.
+- The journal is intent -> act -> observe -> done: `begin` before the first act, `step` before each further one,
+  `finish` after. What is open after a crash says what may have happened; nothing is replayed.
+- Any thread may call; a lock lets one in at a time and keeps the others out of an open transaction.
+- A lease that has ended stays ended, and its secrets (connection, token) are erased with it.
+- Every failure is a LedgerError; after one, nothing of the failed write or transaction is there.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from os import PathLike, close
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from provisioner.core.model import LeaseSpec, LeaseState
+from provisioner.ledger import opening
+from provisioner.ledger.records import LeaseRecord, LedgerError, OperationRecord, RecordError, StoryLine
+
+__all__ = ["Ledger"]
+
+_SAVE_LEASE = """
+INSERT INTO leases (
+    lease_id, spec, state, generation, device_id, saved_mib, uid, kernel_id, token_sha256, boot_id, pid, start_time,
+    connection, language, ipykernel, created_ms, suspends, resumes
+) VALUES (
+    :lease_id, :spec, :state, :generation, :device_id, :saved_mib, :uid, :kernel_id, :token_sha256, :boot_id, :pid,
+    :start_time, :connection, :language, :ipykernel, :created_ms, :suspends, :resumes
+)
+ON CONFLICT (lease_id) DO UPDATE SET
+    spec = excluded.spec, state = excluded.state, generation = excluded.generation, device_id = excluded.device_id,
+    saved_mib = excluded.saved_mib, uid = excluded.uid, kernel_id = excluded.kernel_id,
+    token_sha256 = excluded.token_sha256, boot_id = excluded.boot_id, pid = excluded.pid,
+    start_time = excluded.start_time, connection = excluded.connection, language = excluded.language, ipykernel = excluded.ipykernel,
+    created_ms = excluded.created_ms, suspends = excluded.suspends, resumes = excluded.resumes
+WHERE leases.ended_ms IS NULL
+"""
+_END_LEASE = """
+UPDATE leases SET ended_ms = ?, end_reason = ?, state = ?, connection = '', token_sha256 = ''
+WHERE lease_id = ? AND ended_ms IS NULL
+"""
+_BEGIN = """
+INSERT INTO operations (operation_id, lease_id, generation, kind, device_id, phase, begun_ms, phase_ms, pids, saved_mib)
+VALUES (:operation_id, :lease_id, :generation, :kind, :device_id, :phase, :begun_ms, :begun_ms, :pids, :saved_mib)
+"""
+_STEP = """
+UPDATE operations
+SET phase = :phase, phase_ms = :at_ms, pids = coalesce(:pids, pids), saved_mib = coalesce(:saved_mib, saved_mib)
+WHERE operation_id = :operation_id AND finished_ms IS NULL
+"""
+_OPEN_OPERATIONS = """
+SELECT operation_id, lease_id, generation, kind, device_id, phase, begun_ms, pids, saved_mib
+FROM operations WHERE finished_ms IS NULL ORDER BY operation_id
+"""
+# An open operation keeps its ended lease: its row would go too, and with it what may have happened.
+_PRUNE_LEASES = """
+DELETE FROM leases
+WHERE ended_ms < ? AND lease_id NOT IN (SELECT lease_id FROM operations WHERE finished_ms IS NULL)
+"""
+_STORY = """
+SELECT at_ms, reason, sentence
+FROM (SELECT * FROM story WHERE lease_id = ? ORDER BY line_id DESC LIMIT ?) ORDER BY line_id
+"""
+
+
+class Ledger:
+    """The open ledger. Make one with `Ledger.open`; use it as a context manager or call `close`."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
+        self.path = path
+        self._connection: sqlite3.Connection | None = connection
+        self._lock_descriptor = lock
+        self._mutex = threading.RLock()
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> Self:
+        """Open the ledger, or make a new one if there is no file; its folder is made with mode 0700.
+
+        Raises LedgerError if the file is in use, unreadable, corrupt, empty, foreign or newer than this program, and
+        leaves it as it was.
+        """
+        path = Path(path)
+        lock = opening.lock(path)
+        try:
+            connection = opening.connect(path)
+        except LedgerError:
+            close(lock)
+            raise
+        return cls(path, connection, lock)
+
+    def close(self) -> None:
+        """Close the file and let the next broker in. A second call does nothing."""
+        with self._mutex:
+            if self._connection is None:
+                return
+            connection, self._connection = self._connection, None
+            try:
+                connection.close()
+            except sqlite3.Error as error:
+                raise opening.say(
+                    self.path, f"could not be closed: {error}", "see what is wrong with its disk"
+                ) from error
+            finally:
+                close(self._lock_descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Group writes: all are on the disk when the block ends; none, if it raises. A nested one joins the outer one."""
+        with self._mutex:
+            connection = self._require()
+            if connection.in_transaction:
+                yield
+                return
+            with self._explained():
+                connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                with self._explained():
+                    connection.execute("COMMIT")
+            finally:
+                self._roll_back(connection)
+
+    # Leases
+
+    def save_lease(self, record: LeaseRecord) -> None:
+        """Insert the lease or replace what is recorded of it. Raises RecordError for one that has ended."""
+        lease_id = record.spec.lease_id
+        if record.state is LeaseState.ENDED:
+            raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
+        row = {name: getattr(record, name) for name in LeaseRecord.__dataclass_fields__}
+        row |= {"lease_id": lease_id, "spec": msgspec.json.encode(record.spec).decode(), "state": record.state.value}
+        with self.transaction():
+            if self._write(_SAVE_LEASE, row) == 0:
+                raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
+
+    def live_leases(self) -> list[LeaseRecord]:
+        """Return the leases that have not ended, oldest first. Raises LedgerError if a row makes no sense."""
+        rows = self._read("SELECT * FROM leases WHERE ended_ms IS NULL ORDER BY created_ms, lease_id")
+        return [self._lease(row) for row in rows]
+
+    def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
+        """Record that the lease is over and erase its secrets. One that is unknown or over already is left alone."""
+        self._write(_END_LEASE, (at_ms, reason, LeaseState.ENDED.value, lease_id))
+
+    # Operations
+
+    def begin(self, operation: OperationRecord) -> None:
+        """Record the intent. Raises RecordError if the id was used, the lease is not saved or has an open one."""
+        with self.transaction():
+            try:
+                self._write(_BEGIN, asdict(operation))
+            except RecordError as error:
+                raise RecordError(
+                    f"operation {operation.operation_id} ({operation.kind}) on lease {operation.lease_id} cannot begin: "
+                    f"{error}; it needs a saved lease without an open operation, a fresh id and the kind suspend or resume"
+                ) from error
+            self._write("UPDATE counters SET value = max(value, ?) WHERE name = 'operation'", (operation.operation_id,))
+
+    def step(
+        self, operation_id: int, phase: str, *, at_ms: int, pids: str | None = None, saved_mib: int | None = None
+    ) -> None:
+        """Record that a phase is about to be entered (None: as before). Raises RecordError if it is not open."""
+        values = {"operation_id": operation_id, "phase": phase, "at_ms": at_ms, "pids": pids, "saved_mib": saved_mib}
+        if self._write(_STEP, values) == 0:
+            raise RecordError(f"operation {operation_id} cannot enter {phase!r}: no such operation is open")
+
+    def finish(self, operation_id: int, outcome: str, at_ms: int) -> None:
+        """Record how the operation ended. Raises RecordError if it is not open."""
+        statement = "UPDATE operations SET finished_ms = ?, outcome = ? WHERE operation_id = ? AND finished_ms IS NULL"
+        if self._write(statement, (at_ms, outcome, operation_id)) == 0:
+            raise RecordError(f"operation {operation_id} cannot finish as {outcome!r}: no such operation is open")
+
+    def open_operations(self) -> list[OperationRecord]:
+        """Return the operations that were begun and not finished, oldest first."""
+        return [OperationRecord(**dict(row)) for row in self._read(_OPEN_OPERATIONS)]
+
+    def next_operation_id(self) -> int:
+        """Return a number greater than any operation's ever begun, pruned ones too. Asking does not use it up."""
+        (row,) = self._read("SELECT value + 1 AS next FROM counters WHERE name = 'operation'")
+        return int(row["next"])
+
+    # Stories
+
+    def record(self, lease_id: str, at_ms: int, reason: str, sentence: str) -> None:
+        """Add a line to the lease's story. The lease need not be saved: refusals have stories too."""
+        self._write(
+            "INSERT INTO story (lease_id, at_ms, reason, sentence) VALUES (?, ?, ?, ?)",
+            (lease_id, at_ms, reason, sentence),
+        )
+
+    def story(self, lease_id: str, limit: int = 200) -> list[StoryLine]:
+        """Return the last `limit` lines in the order in which they were recorded."""
+        return [StoryLine(**dict(row)) for row in self._read(_STORY, (lease_id, max(0, limit)))]
+
+    def prune(self, before_ms: int) -> None:
+        """Forget ended leases, finished operations and lines from before. Live leases and open operations stay."""
+        with self.transaction():
+            self._write(_PRUNE_LEASES, (before_ms,))
+            self._write("DELETE FROM operations WHERE finished_ms < ?", (before_ms,))
+            self._write("DELETE FROM story WHERE at_ms < ?", (before_ms,))
+        self._read("PRAGMA incremental_vacuum")
+
+    # The file
+
+    def _require(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise LedgerError(f"the ledger {self.path} is closed; open it again to use it")
+        return self._connection
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.IntegrityError, OverflowError) as error:
+            raise RecordError(str(error)) from error
+        except sqlite3.Error as error:
+            remedy = "nothing of this change was kept; check the disk and its free room, then start the broker again"
+            raise opening.say(self.path, f"cannot be used: {error}", remedy) from error
+
+    def _roll_back(self, connection: sqlite3.Connection) -> None:
+        if connection.in_transaction:
+            with self._explained():
+                connection.execute("ROLLBACK")
+
+    def _write(self, statement: str, values: Mapping[str, Any] | tuple[Any, ...]) -> int:
+        """Run one statement, in the open transaction or in its own, and return how many rows it touched."""
+        with self.transaction(), self._explained():
+            return self._require().execute(statement, values).rowcount
+
+    def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
+        with self._mutex, self._explained():
+            cursor = self._require().cursor()
+            cursor.row_factory = sqlite3.Row
+            return cursor.execute(statement, values).fetchall()
+
+    def _lease(self, row: sqlite3.Row) -> LeaseRecord:
+        values = {name: row[name] for name in LeaseRecord.__dataclass_fields__}
+        try:
+            values["spec"] = msgspec.json.decode(row["spec"], type=LeaseSpec)
+            values["state"] = LeaseState(row["state"])
+        except (msgspec.DecodeError, ValueError) as error:
+            raise opening.say(self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}") from error
+        return LeaseRecord(**(values | {"ipykernel": bool(row["ipykernel"])}))

@@ -1,0 +1,215 @@
+"""Opening the ledger's file, with suspicion.
+
+- A file that is there is either a sound ledger or an error. It is never replaced, repaired or emptied; a file of zero
+  bytes is an error too, because we never leave one behind: a new ledger is built under another name and moved into place
+  when it is whole.
+- A write-ahead log without its database is an error: somebody took the database away, and an empty one would hide that.
+- One broker at a time: an advisory lock on `<file>.lock`, kept until `close`. It goes when the process dies.
+- The file holds Jupyter's signing keys: it is ours alone (0600), in a folder that nobody else can write.
+"""
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import stat
+from pathlib import Path
+
+from provisioner.ledger import schema
+from provisioner.ledger.records import LedgerError
+
+__all__ = ["connect", "lock", "say"]
+
+_MAGIC = b"SQLite format 3\x00"
+_HEADER_BYTES = 100
+_BUSY_S = 5.0  # somebody looks into the file with another tool
+_REMEDY = (
+    "it was left as it is: put a backup in its place, or shut down the kernels that it knows and move it away "
+    "(with its -wal) to begin a new one"
+)
+
+
+def say(path: Path, wrong: str, remedy: str = _REMEDY) -> LedgerError:
+    """Return the error: which file, what is wrong, what to do."""
+    return LedgerError(f"the ledger {path} {wrong}; {remedy}")
+
+
+def lock(path: Path) -> int:
+    """Make the folder if need be, take the lock beside `path` and return its descriptor. Raises LedgerError."""
+    _check_folder(path)
+    beside = path.with_name(path.name + ".lock")
+    try:
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise say(
+            path, f"cannot be locked: {beside.name}: {error.strerror}", "check the folder's owner and mode"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        os.close(descriptor)
+        who = f"pid {holder}" if holder.isdigit() else "another process"
+        raise say(path, f"is in use by {who}", "stop that broker first, or give this one another state_dir") from None
+    except OSError as error:
+        os.close(descriptor)
+        raise say(path, f"cannot be locked: {error.strerror}", "keep the state_dir on a local disk") from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+    return descriptor
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a sound ledger, or make a new one where there is none. The lock must be held. Raises LedgerError."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        _create(path)
+    except OSError as error:
+        raise say(path, f"cannot be looked at: {error.strerror}", "check the owner and mode of its folder") from error
+    else:
+        _check_file(path, found)
+    connection = _connect(path)
+    try:
+        _check_contents(path, connection)
+        _prepare(path, connection)
+    except LedgerError:
+        connection.close()
+        raise
+    except sqlite3.Error as error:
+        connection.close()
+        raise say(path, f"cannot be read: {error}") from error
+    return connection
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open without creating: `mode=rw` fails on a missing file."""
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    try:
+        return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise say(path, f"cannot be opened: {error}") from error
+
+
+def _check_folder(path: Path) -> None:
+    folder = path.parent
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise say(path, f"has no usable folder: {folder}: {error.strerror}", "choose another state_dir") from error
+    if found.st_uid not in {0, os.geteuid()}:
+        raise say(
+            path, f"is in a folder of uid {found.st_uid}", "choose a state_dir that belongs to the broker's own user"
+        )
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        raise say(
+            path,
+            f"is in a folder that others can write (mode {found.st_mode & 0o777:04o})",
+            f"run: chmod go-w {folder}",
+        )
+
+
+def _check_file(path: Path, found: os.stat_result) -> None:
+    """Check a file before SQLite touches it: kind, owner, mode, that it can be written, and whose it says it is."""
+    if not stat.S_ISREG(found.st_mode):
+        kind = (
+            "a directory" if stat.S_ISDIR(found.st_mode) else "a link" if stat.S_ISLNK(found.st_mode) else "not a file"
+        )
+        raise say(path, f"is {kind}, not a regular file", "move it away or choose another state_dir")
+    if found.st_uid != os.geteuid():
+        raise say(
+            path,
+            f"belongs to uid {found.st_uid}, not to uid {os.geteuid()}",
+            "start the broker as that user or choose another state_dir",
+        )
+    if found.st_mode & 0o022:
+        raise say(
+            path,
+            f"could be written by others (mode {found.st_mode & 0o777:04o})",
+            f"if its contents can be trusted, run: chmod 600 {path}",
+        )
+    # The lock is ours, so nobody else in this process has the file open: closing this descriptor drops no lock of SQLite's.
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise say(
+            path,
+            f"cannot be opened for writing: {error.strerror}",
+            "check its owner and mode, and that its disk is writable",
+        ) from error
+    try:
+        os.fchmod(descriptor, 0o600)
+        header = os.pread(descriptor, _HEADER_BYTES, 0)
+    except OSError as error:
+        raise say(path, f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    if not header:
+        raise say(path, "is empty (zero bytes)")
+    if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
+        raise say(path, "is not a ledger (or its beginning is destroyed)")
+    if int.from_bytes(header[68:72], "big") != schema.APPLICATION_ID:
+        raise say(path, "is a database of another program", "choose another state_dir")
+
+
+def _check_contents(path: Path, connection: sqlite3.Connection) -> None:
+    version, newest = schema.read_version(connection), schema.newest_version()
+    if version > newest:
+        raise say(
+            path,
+            f"was written by a newer version (schema {version}, this one knows up to {newest})",
+            "install that version again, or give this one another state_dir",
+        )
+    if version < 1:
+        raise say(path, "has no schema version")
+    (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if verdict != "ok":
+        raise say(path, f"is corrupt: {' '.join(str(verdict).split())}")
+    if connection.execute("PRAGMA foreign_key_check").fetchone() is not None:
+        raise say(path, "is corrupt: an operation belongs to no lease")
+
+
+def _prepare(path: Path, connection: sqlite3.Connection) -> None:
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise say(path, "is on a file system without write-ahead logging", "keep the state_dir on a local disk")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    schema.migrate(connection)
+    tables = {str(name) for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if missing := sorted(schema.TABLES - tables):
+        raise say(path, f"is corrupt: it lacks the table {missing[0]}")
+
+
+def _create(path: Path) -> None:
+    """Build a new ledger under another name, then move it into place: a crash leaves either none or a whole one."""
+    if path.with_name(path.name + "-wal").exists():
+        raise say(
+            path,
+            "is gone but its write-ahead log is still there",
+            "put the database back, or move the -wal file away to begin anew",
+        )
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
+            leftover.unlink(missing_ok=True)
+        os.close(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        with contextlib.closing(_connect(unfinished)) as connection:
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
+            connection.execute("PRAGMA synchronous = FULL")
+            schema.migrate(connection)
+        unfinished.rename(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise say(
+            path, f"cannot be created: {error.strerror}", "check the folder's owner and mode and the room on its disk"
+        ) from error
+    except sqlite3.Error as error:
+        raise say(path, f"cannot be created: {error}", "check the room on its disk") from error

@@ -1,0 +1,109 @@
+"""The ledger's tables and how they came to be.
+
+`MIGRATIONS[n]` turns schema n-1 into schema n; a new file runs all of them, an old file the ones it lacks. To change the
+tables, add a function, never edit one that has been released. Each runs inside the transaction that raises the version.
+
+The file says whose it is (`application_id`) and how old its tables are (`user_version`), where SQLite has room for that.
+"""
+
+import sqlite3
+from collections.abc import Callable
+
+__all__ = ["APPLICATION_ID", "MIGRATIONS", "TABLES", "migrate", "newest_version", "read_version"]
+
+APPLICATION_ID = 0x6A667067  # "jfpg"
+
+TABLES = frozenset({"leases", "operations", "story", "counters"})
+
+
+def _version_1(connection: sqlite3.Connection) -> None:
+    """Leases, operations, stories. No STRICT tables: the SQLite of some living distributions is too old for them."""
+    for statement in (
+        """
+        CREATE TABLE leases (
+            lease_id     TEXT PRIMARY KEY NOT NULL,
+            spec         TEXT NOT NULL,
+            state        TEXT NOT NULL,
+            generation   INTEGER NOT NULL,
+            device_id    TEXT,
+            saved_mib    INTEGER NOT NULL,
+            uid          INTEGER NOT NULL,
+            kernel_id    TEXT NOT NULL,
+            token_sha256 TEXT NOT NULL,
+            boot_id      TEXT NOT NULL,
+            pid          INTEGER,
+            start_time   INTEGER,
+            connection   TEXT NOT NULL,
+            language     TEXT NOT NULL,
+            ipykernel    INTEGER NOT NULL,
+            created_ms   INTEGER NOT NULL,
+            suspends     INTEGER NOT NULL,
+            resumes      INTEGER NOT NULL,
+            ended_ms     INTEGER,
+            end_reason   TEXT
+        )
+        """,
+        "CREATE INDEX leases_by_end ON leases (ended_ms)",
+        """
+        CREATE TABLE operations (
+            operation_id INTEGER PRIMARY KEY NOT NULL,
+            lease_id     TEXT NOT NULL REFERENCES leases (lease_id) ON DELETE CASCADE,
+            generation   INTEGER NOT NULL,
+            kind         TEXT NOT NULL CHECK (kind IN ('suspend', 'resume')),
+            device_id    TEXT NOT NULL,
+            phase        TEXT NOT NULL,
+            begun_ms     INTEGER NOT NULL,
+            phase_ms     INTEGER NOT NULL,
+            pids         TEXT NOT NULL,
+            saved_mib    INTEGER NOT NULL,
+            finished_ms  INTEGER,
+            outcome      TEXT
+        )
+        """,
+        # One lease, one operation at a time: the file itself refuses a second one.
+        "CREATE UNIQUE INDEX operations_open ON operations (lease_id) WHERE finished_ms IS NULL",
+        "CREATE INDEX operations_by_lease ON operations (lease_id)",
+        # Lines may be about leases that were refused and so never saved: no foreign key.
+        """
+        CREATE TABLE story (
+            line_id  INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL,
+            lease_id TEXT NOT NULL,
+            at_ms    INTEGER NOT NULL,
+            reason   TEXT NOT NULL,
+            sentence TEXT NOT NULL
+        )
+        """,
+        "CREATE INDEX story_by_lease ON story (lease_id, line_id)",
+        "CREATE INDEX story_by_time ON story (at_ms)",
+        # Operation ids stay used after their rows are pruned.
+        "CREATE TABLE counters (name TEXT PRIMARY KEY NOT NULL, value INTEGER NOT NULL)",
+        "INSERT INTO counters (name, value) VALUES ('operation', 0)",
+    ):
+        connection.execute(statement)
+
+
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _version_1}
+
+
+def newest_version() -> int:
+    """Return the schema version that this program writes."""
+    return max(MIGRATIONS)
+
+
+def read_version(connection: sqlite3.Connection) -> int:
+    """Return the schema version of an open file. Raises sqlite3.Error."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring the tables to the newest version, or, after an error or a crash, not at all. Raises sqlite3.Error."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for version in range(read_version(connection) + 1, newest_version() + 1):
+            MIGRATIONS[version](connection)
+            connection.execute(f"PRAGMA user_version = {version}")
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
