@@ -1,0 +1,286 @@
+"""The client of the lease API, for kernels, provisioners, spawners and commands. Standard library only, synchronous.
+
+Rules:
+
+- Every error is one of `provisioner.protocol.errors`; BrokerUnavailableError when nothing answers, the connection
+  breaks or a wait takes too long.
+- A client may be used by several threads at once. Each call has its own connection while it lasts; finished ones are
+  kept and used again.
+- A kept connection that the broker has closed meanwhile is noticed before use; if it breaks under an idempotent
+  call, the call is made once more.
+- An interrupt (KeyboardInterrupt, a generator that is closed) closes the connection it interrupts: the broker sees
+  the hang-up, and withdraws a ticket.
+- After a fork the child makes connections of its own and leaves its parent's alone.
+- Replies are read leniently: unknown fields are ignored, so that a newer broker may say more.
+"""
+
+import json
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import MISSING, asdict, fields
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+from provisioner.protocol.errors import BrokerUnavailableError, InternalBrokerError, error_from_reply
+from provisioner.protocol.limits import MAX_WAIT_S
+from provisioner.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    DeviceStatus,
+    GateAnswer,
+    GateCommand,
+    GateHello,
+    HostStatus,
+    LeaseReply,
+    LeaseRequest,
+    LeaseStatus,
+    Pong,
+    Progress,
+    ProgressKind,
+)
+from provisioner.wire import Connection, decode_json
+
+__all__ = ["BrokerClient"]
+
+_KEPT_CONNECTIONS = 2
+_NO_BODY: dict[str, Any] = {}
+
+Message = TypeVar("Message")
+
+
+class BrokerClient:
+    """Speaks to the broker at `socket_path`; nothing is opened before the first call.
+
+    `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds, in seconds, each wait for an
+    answer, except where the call
+    waits for the GPU itself; those calls say so.
+    """
+
+    def __init__(self, socket_path: str, *, token: str | None = None, timeout_s: float = 30.0) -> None:
+        self.socket_path = socket_path
+        self.token = token
+        self.timeout_s = timeout_s
+        self._idle: deque[Connection] = deque()  # append and pop are atomic: no lock that a fork could leave locked
+        self._active: set[Connection] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._close_kept()
+
+    def ping(self) -> Pong:
+        """Who answers."""
+        return _decode(Pong, self._call("GET", "/v1/ping"))
+
+    def status(self) -> HostStatus:
+        """Devices, pools and the leases that this user may see."""
+        return _decode(HostStatus, self._call("GET", "/v1/status"))
+
+    def create_lease(self, request: LeaseRequest) -> LeaseReply:
+        """Ask for a new lease; waits `request.wait_ms` longer than usual, for that long the broker may make room.
+
+        Raises NoRoomError.
+        """
+        timeout_s = self.timeout_s + request.wait_ms / 1000
+        return _decode(
+            LeaseReply, self._call("POST", "/v1/leases", asdict(request), timeout_s=timeout_s, idempotent=False)
+        )
+
+    def lease(self, lease_id: str) -> LeaseStatus:
+        """One lease. Raises NotFoundError."""
+        return _decode(LeaseStatus, self._call("GET", _route(lease_id)))
+
+    def release(self, lease_id: str) -> None:
+        """End a lease. A lease that has ended already is no error."""
+        self._call("DELETE", _route(lease_id))
+
+    def attach(self, lease_id: str, request: AttachRequest) -> LeaseStatus:
+        """Tell which process stands behind the lease, and how to listen to it."""
+        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "attach"), asdict(request)))
+
+    def detach(self, lease_id: str) -> None:
+        """Tell that the process is gone or about to be replaced."""
+        self._call("POST", _route(lease_id, "detach"))
+
+    def suspend(self, lease_id: str) -> LeaseStatus:
+        """Suspend now; returns when it is done, up to an hour later.
+
+        Raises ConflictError with the reason when it is refused.
+        """
+        return _decode(
+            LeaseStatus, self._call("POST", _route(lease_id, "suspend"), timeout_s=MAX_WAIT_S + self.timeout_s)
+        )
+
+    def resume(self, lease_id: str) -> LeaseStatus:
+        """Bring the lease back; waits in the queue, up to an hour.
+
+        Raises ConflictError or NoRoomError with the reason when it is refused.
+        """
+        return _decode(
+            LeaseStatus, self._call("POST", _route(lease_id, "resume"), timeout_s=MAX_WAIT_S + self.timeout_s)
+        )
+
+    def acquire(self, lease_id: str, request: AcquireRequest) -> Iterator[Progress]:
+        """Yield what the broker says while this lease waits for the GPU; the last line is `granted` or `refused`.
+
+        Closing the generator, or an interrupt in it, hangs up, which withdraws the ticket. Waits `request.wait_ms`
+        and `timeout_s` at most for
+        each line. Raises BrokerUnavailableError when the broker goes away before the last line.
+        """
+        timeout_s = self.timeout_s + request.wait_ms / 1000
+        with closing(self._stream(_route(lease_id, "acquire"), asdict(request), timeout_s)) as stream:
+            for payload in stream:
+                progress = _decode(Progress, payload)
+                yield progress
+                if progress.kind in {ProgressKind.GRANTED, ProgressKind.REFUSED}:
+                    return
+        raise BrokerUnavailableError(
+            f"the GPU broker at {self.socket_path} hung up before it answered", reason="hung-up"
+        )
+
+    def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
+        """Yield the broker's commands for this kernel's gate; between them it blocks without limit.
+
+        Keep-alives have an empty verb.
+
+        Ends when the broker ends the stream. `close` from another thread wakes it: it then raises
+        BrokerUnavailableError.
+        """
+        with closing(self._stream(_route(lease_id, "gate"), asdict(hello), None)) as stream:
+            for payload in stream:
+                yield _decode(GateCommand, payload)
+
+    def answer(self, lease_id: str, answer: GateAnswer) -> None:
+        """Answer one command of the gate, or pulse."""
+        self._call("POST", _route(lease_id, "answer"), asdict(answer))
+
+    def close(self) -> None:
+        """Close kept connections and wake every call that is under way (it raises BrokerUnavailableError).
+
+        The client may be used again.
+        """
+        for connection in list(self._active):
+            connection.abort()
+        self._close_kept()
+
+    def _call(
+        self,
+        method: str,
+        target: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotent: bool = True,
+    ) -> object:
+        """Make one call and return the decoded reply."""
+        if body is None and method == "POST":
+            body = _NO_BODY
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        kept = self._idle_connection() if idempotent else None
+        if kept is not None:
+            kept.set_timeout(timeout_s)
+            try:
+                return self._exchange(kept, method, target, body)
+            except BrokerUnavailableError as error:
+                if kept.answered or error.reason == "timeout":
+                    raise
+        return self._exchange(Connection(self.socket_path, timeout_s), method, target, body)
+
+    def _exchange(self, connection: Connection, method: str, target: str, body: Mapping[str, Any] | None) -> object:
+        reusable = False
+        self._active.add(connection)
+        try:
+            self._send(connection, method, target, body)
+            payload = _payload(connection)
+            reusable = connection.keeps_alive
+        finally:  # whatever interrupts, a half-used connection does not survive
+            self._active.discard(connection)
+            if reusable and len(self._idle) < _KEPT_CONNECTIONS:
+                self._idle.append(connection)
+            else:
+                connection.close()
+        if connection.status >= 300:
+            raise error_from_reply(payload, connection.status)
+        return payload
+
+    def _stream(self, target: str, body: Mapping[str, Any], timeout_s: float | None) -> Generator[object, None, None]:
+        """Yield the decoded lines of a streamed reply."""
+        connection = Connection(self.socket_path, self.timeout_s)
+        self._active.add(connection)
+        try:
+            self._send(connection, "POST", target, body)
+            connection.set_timeout(timeout_s)
+            connection.read_head()
+            if connection.status >= 300:
+                raise error_from_reply(decode_json(connection.read_body()), connection.status)
+            for line in connection.lines():
+                payload = decode_json(line)
+                if isinstance(payload, dict) and "error" in payload:
+                    raise error_from_reply(payload, 500)
+                yield payload
+        finally:
+            self._active.discard(connection)
+            connection.close()
+
+    def _send(self, connection: Connection, method: str, target: str, body: Mapping[str, Any] | None) -> None:
+        encoded = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        connection.send(method, target, self.token, encoded)
+
+    def _close_kept(self) -> None:
+        while (kept := self._take_kept()) is not None:
+            kept.close()
+
+    def _take_kept(self) -> Connection | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _idle_connection(self) -> Connection | None:
+        while (connection := self._take_kept()) is not None:
+            if connection.is_idle():
+                return connection
+            connection.close()
+        return None
+
+
+def _payload(connection: Connection) -> object:
+    connection.read_head()
+    body = connection.read_body()
+    if connection.status >= 300 and not body.lstrip().startswith(b"{"):
+        return None  # somebody else's error page: the status alone speaks
+    return decode_json(body) if body else {}
+
+
+def _route(lease_id: str, action: str = "") -> str:
+    route = f"/v1/leases/{quote(lease_id, safe='')}"
+    return f"{route}/{action}" if action else route
+
+
+def _decode(message: type[Message], payload: object) -> Message:
+    """Build a message from a reply, ignoring what this version does not know."""
+    if not isinstance(payload, dict):
+        raise InternalBrokerError(f"the broker's answer is not a {message.__name__}")
+    known: dict[str, Any] = {}
+    for field in fields(message):  # type: ignore[arg-type]
+        if field.name in payload:
+            known[field.name] = payload[field.name]
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise InternalBrokerError(
+                f"the broker's answer lacks {field.name!r} of {message.__name__}: is it of another version?"
+            )
+    if message is HostStatus:
+        known["devices"] = [_decode(DeviceStatus, each) for each in _list(known["devices"])]
+        known["leases"] = [_decode(LeaseStatus, each) for each in _list(known["leases"])]
+    return message(**known)
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise InternalBrokerError("the broker's answer has something else where a list belongs")
+    return value

@@ -1,0 +1,272 @@
+"""Where the broker's socket is, and a broker on it if nobody serves there yet.
+
+Rules:
+
+- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if it exists, else one in the user's Jupyter runtime
+  folder.
+- Connection keys are handed to whoever serves the socket, so its folder must belong to this user or root and nobody
+  else may write to it.
+- A broker that is not there is started, except for a system service's socket, which its administrator starts. Two
+  starters at once are fine:
+  the command ends well when *a* broker serves, whoever won.
+- The start command is what the last broker wrote into `broker.json` beside the socket, so that a kernel in another
+  environment
+  starts the broker of the environment that installed it; else this interpreter's own.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from jupyter_core.paths import jupyter_runtime_dir
+
+from provisioner.client import BrokerClient
+from provisioner.protocol.errors import BrokerUnavailableError
+from provisioner.protocol.limits import PROTOCOL_VERSION
+
+__all__ = ["SYSTEM_SOCKET", "ensure_broker", "runtime_dir", "socket_path"]
+
+SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
+_LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
+_LONGEST_COMPLAINT = 2000
+
+
+def runtime_dir() -> Path:
+    """Return the folder for sockets and token files, created with mode 0700.
+
+    Raises BrokerUnavailableError if it is somebody else's.
+    """
+    folder = Path(jupyter_runtime_dir()) / "gpu"
+    _make_private(folder)
+    return folder
+
+
+def socket_path() -> str:
+    """Return the path of the broker's socket, at most 100 bytes.
+
+    Raises BrokerUnavailableError with what is wrong with it.
+    """
+    named = os.environ.get("JUPYTER_GPU_SOCKET", "")
+    if named:
+        if len(os.fsencode(named)) > _LONGEST_PATH:
+            raise BrokerUnavailableError(
+                f"JUPYTER_GPU_SOCKET={named} is longer than {_LONGEST_PATH} bytes, which UNIX sockets do not allow; "
+                "choose a shorter path"
+            )
+        return named
+    if Path(SYSTEM_SOCKET).exists():
+        return SYSTEM_SOCKET
+    path = str(runtime_dir() / "broker.sock")
+    return path if len(os.fsencode(path)) <= _LONGEST_PATH else _short_path(path)
+
+
+def ensure_broker(
+    socket: str | None = None,
+    *,
+    token: str | None = None,
+    timeout_s: float = 30.0,
+) -> BrokerClient:
+    """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if nobody answers there.
+
+    `timeout_s` bounds, in seconds, the start as well as each of the client's calls. Blocks: from an event loop, call
+    it in a thread.
+    Raises BrokerUnavailableError with what a person can do about it.
+    """
+    path = socket if socket is not None else socket_path()
+    _check_folder(path)
+    client = BrokerClient(path, token=token, timeout_s=timeout_s)
+    try:
+        if not _answers(client):
+            _start(path, timeout_s)
+            client.ping()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _answers(client: BrokerClient) -> bool:
+    """Whether a broker that this client understands serves.
+
+    Only "nobody there" is False; a broker that hangs or refuses us is an error.
+    """
+    try:
+        pong = client.ping()
+    except BrokerUnavailableError as error:
+        if error.reason in {"no-broker", "hung-up"} and not isinstance(error.__cause__, PermissionError):
+            return False
+        raise
+    if pong.protocol != PROTOCOL_VERSION:
+        raise BrokerUnavailableError(
+            f"the GPU broker at {client.socket_path} (version {pong.version}) speaks protocol {pong.protocol}, this "
+            "side speaks "
+            f"{PROTOCOL_VERSION}; install the same version of jupyter-fractional-gpu on both sides and restart the "
+            "older one"
+        )
+    return True
+
+
+def _start(path: str, timeout_s: float) -> None:
+    """Run the start command until it says that a broker serves."""
+    if _is_system(path):
+        raise BrokerUnavailableError(
+            f"the GPU broker at {path} is a system service and does not run; "
+            "an administrator starts it (systemctl status jupyter-gpu)"
+        )
+    argv, environment = _start_command(path)
+    with tempfile.TemporaryFile() as complaint:  # not a pipe: the broker may keep its end open
+        try:
+            process = subprocess.Popen(
+                argv,
+                env={**os.environ, **environment, "JUPYTER_GPU_SOCKET": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=complaint,
+                start_new_session=True,  # a Ctrl-C in the notebook or the terminal is not meant for the broker
+            )
+        except OSError as error:
+            raise BrokerUnavailableError(
+                f"the GPU broker could not be started: {argv[0]}: {error.strerror}; if that environment was removed, "
+                f"delete {_settings_path(path)}"
+            ) from error
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise BrokerUnavailableError(
+                f"the GPU broker did not start to serve at {path} within {timeout_s:g} s; run `jupyter gpu broker` "
+                "to see why"
+            ) from None
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if code != 0:
+            raise BrokerUnavailableError(_last_sentence(complaint.fileno(), code))
+
+
+def _last_sentence(descriptor: int, code: int) -> str:
+    size = os.fstat(descriptor).st_size
+    text = os.pread(descriptor, _LONGEST_COMPLAINT, max(0, size - _LONGEST_COMPLAINT)).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if lines:
+        return lines[-1]
+    return f"the GPU broker could not be started (exit code {code}); run `jupyter gpu broker` to see why"
+
+
+def _settings_path(path: str) -> Path:
+    return Path(path).with_name("broker.json")
+
+
+def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
+    """Return argv and extra environment of the start command."""
+    default = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", path]
+    settings = _settings_path(path)
+    try:
+        descriptor = os.open(settings, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return default, {}
+    except OSError as error:
+        raise BrokerUnavailableError(
+            f"{settings} cannot be read ({error.strerror}); delete it and try again"
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        if not _is_trusted(os.fstat(file.fileno())):
+            raise BrokerUnavailableError(
+                f"{settings} says how to start the GPU broker, but others could have written it: it must be a plain "
+                "file "
+                "that belongs to you or root and that only its owner may write to; delete it or repair its mode"
+            )
+        text = file.read(64 * 1024)
+    try:
+        content = json.loads(text)
+        argv, environment = content["argv"], content.get("env", {})
+        sound = bool(argv) and all(
+            isinstance(word, str) for word in [*argv, *environment.keys(), *environment.values()]
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        sound = False
+    if not sound:
+        raise BrokerUnavailableError(
+            f'{settings} is not of the form {{"argv": ["..."], "env": {{"NAME": "value"}}}}; delete it and try again'
+        )
+    return list(argv), dict(environment)
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_uid in {os.geteuid(), 0}
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
+
+
+def _is_system(path: str) -> bool:
+    """Whether the socket is a system service's: under /run, but not in a user's own part of it."""
+    real = Path(os.path.realpath(path))
+    return real.is_relative_to("/run") and not real.is_relative_to("/run/user")
+
+
+def _check_folder(path: str) -> None:
+    """Refuse a socket where somebody else could have put it.
+
+    Root alone writes below /run, so service users may own folders there.
+    """
+    folder = Path(path).absolute().parent
+    if _is_system(path):
+        return
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise BrokerUnavailableError(
+            f"the folder of the GPU broker's socket, {folder}, cannot be used: {error.strerror}"
+        ) from error
+    if status.st_uid not in {os.geteuid(), 0}:
+        raise BrokerUnavailableError(
+            f"the folder of the GPU broker's socket, {folder}, belongs to another user (uid {status.st_uid}); "
+            "set JUPYTER_GPU_SOCKET to a path in a folder of your own, or under /run for a system service"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BrokerUnavailableError(
+            f"others may write to the folder of the GPU broker's socket, {folder} (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}); "
+            "set JUPYTER_GPU_SOCKET to a path in a folder that only you can write to"
+        )
+
+
+def _make_private(folder: Path) -> None:
+    """Create the folder with mode 0700; an existing one must be ours, and is made private."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            if stat.S_IMODE(status.st_mode) & 0o077:
+                folder.chmod(0o700)
+            return
+    except OSError as error:
+        raise BrokerUnavailableError(
+            f"the folder {folder} for the GPU broker cannot be made: {error.strerror}"
+        ) from error
+    raise BrokerUnavailableError(
+        f"{folder} is not a folder of this user (uid {os.geteuid()}), and so not a place for the GPU broker's socket "
+        "and tokens; "
+        "remove it, or set JUPYTER_RUNTIME_DIR to a folder of your own"
+    )
+
+
+def _short_path(path: str) -> str:
+    """Return a socket path in a short private folder derived from `path`, the same for everybody who derives it."""
+    name = f"jupyter-gpu-{os.geteuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+    for parent in (tempfile.gettempdir(), "/tmp"):  # noqa: S108 - the folder is checked to be ours and private
+        short = Path(parent) / name / "broker.sock"
+        if len(os.fsencode(str(short))) <= _LONGEST_PATH:
+            _make_private(short.parent)
+            return str(short)
+    raise AssertionError("a path in /tmp is short")
