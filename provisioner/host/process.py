@@ -2,9 +2,10 @@
 
 The rules:
 - An identity is (boot id, pid, start time): a pid alone names whoever has it now.
-- Only thread-group leaders have an identity here: the kernel answers for a thread id in /proc as if it were a process.
-- A zombie is not alive: its memory, its CUDA state included, is gone. (A leader that left its threads behind looks like
-  one, but is not: the threads keep the memory.)
+- Only thread-group leaders have an identity here: the kernel answers for a thread id in /proc as if it were a
+  process.
+- A zombie is not alive: its memory, its CUDA state included, is gone. (A leader that left its threads behind looks
+  like one, but is not: the threads keep the memory.)
 - Before something is done to a process by pid, hold its pidfd and check the identity again: then the pid cannot be
   reused in between.
 - What cannot be read is not guessed: PermissionError is passed on, and only "no such process" counts as dead.
@@ -25,12 +26,16 @@ __all__ = [
     "is_alive",
     "open_pidfd",
     "owner_uid",
+    "parse_environment",
+    "parse_stat",
+    "parse_uid",
     "read_environment",
     "read_stat",
 ]
 
 PROC: Final = Path("/proc")
 _DEAD_STATES: Final = frozenset("ZXx")
+_PF_KTHREAD: Final = 0x00200000
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -67,6 +72,7 @@ class ProcessStat:
     state: str
     ppid: int
     session: int
+    kernel_thread: bool
     threads: int
     start_time: int
 
@@ -76,6 +82,41 @@ class ProcessStat:
         return self.state in _DEAD_STATES and self.threads <= 1
 
 
+def parse_stat(raw: bytes) -> ProcessStat:
+    """Parse /proc/PID/stat. Raises ValueError when it has another form than the kernel gives it."""
+    try:
+        # comm may hold spaces and parentheses: it ends at the last ")".
+        start, end = raw.index(b"("), raw.rindex(b")")
+        fields = raw[end + 1 :].split()
+        return ProcessStat(
+            pid=int(raw[:start]),
+            comm=raw[start + 1 : end].decode("utf-8", "backslashreplace"),
+            state=fields[0].decode("ascii"),
+            ppid=int(fields[1]),
+            session=int(fields[3]),
+            kernel_thread=bool(int(fields[6]) & _PF_KTHREAD),
+            threads=int(fields[17]),
+            start_time=int(fields[19]),
+        )
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"/proc/PID/stat has an unexpected form: {raw[:200]!r}") from error
+
+
+def parse_uid(status: bytes) -> int:
+    """Return the real uid that /proc/PID/status tells. Raises ValueError when it tells none."""
+    return int(_status_field(status, b"Uid").split()[0])
+
+
+def parse_environment(raw: bytes) -> dict[str, str]:
+    """Parse /proc/PID/environ; the first of two equal names counts, as it does for getenv()."""
+    found: dict[str, str] = {}
+    for entry in raw.split(b"\0"):
+        name, separator, value = entry.partition(b"=")
+        if separator:
+            found.setdefault(os.fsdecode(name), os.fsdecode(value))
+    return found
+
+
 def boot_id(*, proc: Path = PROC) -> str:
     """Return the id of this boot of the machine; it changes with every boot. Raises OSError."""
     return (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -83,11 +124,7 @@ def boot_id(*, proc: Path = PROC) -> str:
 
 def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
     """Return the parsed /proc/PID/stat. Raises ProcessLookupError when there is no such process."""
-    raw = _read(pid, "stat", proc)
-    try:
-        return _parse_stat(raw)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{proc}/{pid}/stat has an unexpected form: {raw[:200]!r}") from error
+    return parse_stat(_read(pid, "stat", proc))
 
 
 def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
@@ -120,7 +157,7 @@ def owner_uid(pid: int, *, proc: Path = PROC) -> int:
 
     Raises ProcessLookupError.
     """
-    return int(_status_field(pid, b"Uid", proc).split()[0])
+    return parse_uid(_read(pid, "status", proc))
 
 
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
@@ -128,7 +165,7 @@ def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
 
     A process may have overwritten it since: it is a hint about a stranger, never a proof.
     """
-    return _split_environment(_read(pid, "environ", proc))
+    return parse_environment(_read(pid, "environ", proc))
 
 
 def environment_value(pid: int, name: str, *, proc: Path = PROC) -> str | None:
@@ -164,38 +201,13 @@ def _read(pid: int, name: str, proc: Path) -> bytes:
         raise ProcessLookupError(f"no process has the id {pid}") from None
 
 
-def _parse_stat(raw: bytes) -> ProcessStat:
-    # comm may hold spaces and parentheses: it ends at the last ")".
-    start, end = raw.index(b"("), raw.rindex(b")")
-    fields = raw[end + 1 :].split()
-    return ProcessStat(
-        pid=int(raw[:start]),
-        comm=raw[start + 1 : end].decode("utf-8", "backslashreplace"),
-        state=fields[0].decode("ascii"),
-        ppid=int(fields[1]),
-        session=int(fields[3]),
-        threads=int(fields[17]),
-        start_time=int(fields[19]),
-    )
-
-
 def _thread_group(pid: int, proc: Path) -> int:
-    return int(_status_field(pid, b"Tgid", proc))
+    return int(_status_field(_read(pid, "status", proc), b"Tgid"))
 
 
-def _status_field(pid: int, name: bytes, proc: Path) -> bytes:
-    for line in _read(pid, "status", proc).splitlines():
+def _status_field(status: bytes, name: bytes) -> bytes:
+    for line in status.splitlines():
         key, _, value = line.partition(b":")
         if key == name:
             return value.strip()
-    raise ValueError(f"{proc}/{pid}/status has no field {name.decode()}")
-
-
-def _split_environment(raw: bytes) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for entry in raw.split(b"\0"):
-        name, separator, value = entry.partition(b"=")
-        if separator:
-            # The first of two equal names is the one getenv() returns.
-            found.setdefault(os.fsdecode(name), os.fsdecode(value))
-    return found
+    raise ValueError(f"/proc/PID/status has no field {name.decode()}: {status[:200]!r}")

@@ -1,0 +1,176 @@
+"""How much host memory a process may still take before the system or its control groups stop it.
+
+The rules:
+- What is saved from a device lands in the process's own memory: it counts against every control group above that
+  process.
+- The answer is the smallest of what the system has available and what each limit on the way to the root leaves, each
+  less a margin: a process that fills its limit to the last byte is killed by its next allocation.
+- Memory that the kernel takes back without writing (inactive file cache) is not counted as used. Swap is not counted
+  as room.
+- Version 1 and version 2 of control groups are read, also side by side. Where the group's path cannot be seen below
+  the mount (a container that shows only a part of the hierarchy), the mounted part's own limit is what is known and
+  counts.
+- A limit that exists but cannot be read is an error, never "no limit".
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple
+
+from provisioner.host.process import PROC
+
+__all__ = ["Headroom", "headroom", "memory_pressure", "system_headroom"]
+
+_MIB: Final = 1024 * 1024
+_MARGIN_PARTS: Final = 50  # 2 %: page tables and what the process allocates meanwhile
+_MARGIN_LEAST_MIB: Final = 64
+_OCTAL: Final = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Headroom:
+    """Room for `mib` MiB more, never negative. `limited_by` says for people which limit binds."""
+
+    mib: int
+    limited_by: str
+
+
+class _Mount(NamedTuple):
+    version: int
+    root: PurePosixPath
+    point: Path
+
+
+def system_headroom(*, proc: Path = PROC) -> Headroom:
+    """Return the room in the system's memory. Raises OSError, and ValueError for an unexpected /proc/meminfo."""
+    fields = {}
+    for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        fields[name] = value.split()
+    try:
+        total, available = (int(fields[name][0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"{proc}/meminfo does not tell MemTotal and MemAvailable in kB") from error
+    return _room(total, available, "the system's memory")
+
+
+def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
+    """Return how much more memory the process may take, MiB.
+
+    Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
+    """
+    return min([system_headroom(proc=proc), *_group_headrooms(pid, proc)])
+
+
+def memory_pressure(*, proc: Path = PROC) -> float | None:
+    """Return the share of the last 10 s in which some process waited for memory, percent; None if nobody can tell."""
+    try:
+        text = (proc / "pressure/memory").read_text(encoding="ascii")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.EOPNOTSUPP:  # built in, but switched off
+            return None
+        raise
+    found = re.search(r"^some avg10=(\d+\.\d+)", text, re.MULTILINE)
+    return float(found[1]) if found else None
+
+
+def _room(limit: int, left: int, name: str) -> Headroom:
+    margin = max(_MARGIN_LEAST_MIB * _MIB, limit // _MARGIN_PARTS)
+    return Headroom(max(0, left - margin) // _MIB, name)
+
+
+def _group_headrooms(pid: int, proc: Path) -> Iterator[Headroom]:
+    paths = _group_paths(pid, proc)
+    for mount in _mounts(proc):
+        if mount.version in paths:
+            for folder in _ancestors(mount, paths[mount.version]):
+                yield from _limits_v2(folder) if mount.version == 2 else _limits_v1(folder)
+
+
+def _group_paths(pid: int, proc: Path) -> dict[int, PurePosixPath]:
+    """Return the path of the process's group by version of the hierarchy that may account its memory."""
+    try:
+        text = os.fsdecode((proc / str(pid) / "cgroup").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has the id {pid}") from None
+    paths: dict[int, PurePosixPath] = {}
+    for line in text.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            paths[2] = PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            paths[1] = PurePosixPath(path)
+    return paths
+
+
+def _mounts(proc: Path) -> list[_Mount]:
+    """Return where the hierarchies are mounted for us; one mount of each root is enough."""
+    found: dict[tuple[int, PurePosixPath], _Mount] = {}
+    for line in os.fsdecode((proc / "self/mountinfo").read_bytes()).splitlines():
+        before, separator, after = line.partition(" - ")
+        kind, _source, options = (*after.split(" ", 2), "", "")[:3]
+        version = {"cgroup2": 2, "cgroup": 1}.get(kind, 0) if separator else 0
+        if version == 2 or (version == 1 and "memory" in options.split(",")):
+            root, point = (_unescape(field) for field in before.split(" ")[3:5])
+            mount = _Mount(version, PurePosixPath(root), Path(point))
+            found.setdefault((version, mount.root), mount)
+    return list(found.values())
+
+
+def _unescape(field: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
+
+
+def _ancestors(mount: _Mount, path: PurePosixPath) -> list[Path]:
+    """Return the folders from the group up to the mount, of those that can be seen; always the mount itself."""
+    if ".." in path.parts or not path.is_relative_to(mount.root):
+        return [mount.point]
+    below = path.relative_to(mount.root)
+    return [mount.point / part for part in (below, *below.parents)]
+
+
+def _limits_v2(folder: Path) -> Iterator[Headroom]:
+    # Past memory.high a process is throttled until it hardly moves: for saving gigabytes that is a limit too.
+    limits = [limit for limit in (_bytes(folder / "memory.max"), _bytes(folder / "memory.high")) if limit is not None]
+    used = _bytes(folder / "memory.current")
+    if limits and used is not None:
+        yield _left(folder, min(limits), used, "inactive_file")
+
+
+def _limits_v1(folder: Path) -> Iterator[Headroom]:
+    limit, used = _bytes(folder / "memory.limit_in_bytes"), _bytes(folder / "memory.usage_in_bytes")
+    # "No limit" is written as a number near 2^63 there; it never binds before the system does.
+    if limit is not None and used is not None:
+        yield _left(folder, limit, used, "total_inactive_file")
+
+
+def _left(folder: Path, limit: int, used: int, reclaimable: str) -> Headroom:
+    used -= min(used, _stat(folder / "memory.stat", reclaimable))
+    return _room(limit, limit - used, f"the memory limit of control group {folder} ({limit // _MIB} MiB)")
+
+
+def _bytes(file: Path) -> int | None:
+    """Return the number in the file; None for "max" and where the file does not exist (no such controller here)."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return None if text == "max" else int(text)
+
+
+def _stat(file: Path, name: str) -> int:
+    try:
+        text = file.read_text(encoding="ascii")
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0

@@ -1,0 +1,34 @@
+"""Who is at the other end of a UNIX socket, as the kernel vouches for it.
+
+- The pid, uid and gid are those of the moment when the peer connected (or, for a listening peer, listened). The uid
+and gid stay true for ever; the pid may since have been passed on to another process, so it is a hint until
+identified.
+"""
+
+import socket
+import struct
+from typing import Final, NamedTuple
+
+__all__ = ["PeerCredentials", "peer_credentials"]
+
+_UCRED: Final = struct.Struct("iII")
+
+
+class PeerCredentials(NamedTuple):
+    """The peer's process, user and group. `pid` is 0 when the peer is in a pid namespace that we cannot see into."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_credentials(sock: socket.socket) -> PeerCredentials:
+    """Return who connected. Raises ValueError if the socket is not UNIX or not connected, OSError if closed."""
+    if sock.family != socket.AF_UNIX:
+        raise ValueError(
+            f"only UNIX sockets carry peer credentials; this one is {socket.AddressFamily(sock.family).name}"
+        )
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid == 0xFFFFFFFF:  # what the kernel says of a socket that nobody connected
+        raise ValueError("this UNIX socket has no peer: it is not connected")
+    return PeerCredentials(pid, uid, gid)

@@ -1,0 +1,141 @@
+"""Which processes belong to a kernel.
+
+The rules:
+- A tree is the root, its descendants, the members of the sessions that any of them leads, and processes of the
+  root's user that carry the marker (the lease's id) in the environment they were started with; and the same again
+  for what these bring in.
+- One pass over /proc serves any number of trees. What exits during the pass is left out; what starts during it may
+  be missed, so whoever needs certainty (a new CUDA process after a lock) scans again.
+- A process is read through a descriptor of its folder in /proc, which stays with that process: facts of two
+  processes that had the same pid one after the other are never mixed.
+- An environment that may not be read carries no marker.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from provisioner.host.process import PROC, ProcessIdentity, boot_id, parse_environment, parse_stat, parse_uid
+
+__all__ = ["Snapshot", "process_tree", "scan"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    identity: ProcessIdentity
+    ppid: int
+    session: int
+    uid: int
+    marker: str | None
+
+
+class Snapshot:
+    """All processes at about one moment. Cut trees from it with `tree`."""
+
+    def __init__(self, boot: str, seen: Iterable[_Seen], marker_name: str | None) -> None:
+        self._boot = boot
+        self._by_pid: Mapping[int, _Seen] = {process.identity.pid: process for process in seen}
+        self._marker_name = marker_name
+        self._below: dict[int, list[_Seen]] = defaultdict(list)
+        self._marked: dict[str, list[_Seen]] = defaultdict(list)
+        for process in self._by_pid.values():
+            self._below[process.ppid].append(process)
+            if process.session not in (process.ppid, process.identity.pid):
+                self._below[process.session].append(process)
+            if process.marker is not None:
+                self._marked[process.marker].append(process)
+
+    def __len__(self) -> int:
+        return len(self._by_pid)
+
+    def __contains__(self, identity: ProcessIdentity) -> bool:
+        found = self._by_pid.get(identity.pid)
+        return found is not None and found.identity == identity
+
+    def tree(
+        self,
+        root: ProcessIdentity,
+        marker: tuple[str, str] | None = None,
+        *,
+        uid: int | None = None,
+        apart: Collection[ProcessIdentity] = (),
+    ) -> list[ProcessIdentity]:
+        """Return the tree of `root`, oldest first.
+
+        A root that is gone may have left processes behind, marked ones and members of its session; as its number may
+        have been another's since, they count only if they are `uid`'s (None: the living root's own user). `apart` are
+        the roots of other trees: neither they nor what lies only below them is part of this one. Raises ValueError when
+        the snapshot was taken without the marker's variable.
+        """
+        if marker is not None and marker[0] != self._marker_name:
+            raise ValueError(f"this snapshot looked for {self._marker_name}, not for {marker[0]}: scan with that name")
+        if root.boot_id != self._boot:
+            return []
+        at_pid = self._by_pid.get(root.pid)
+        queue: list[_Seen] = []
+        if at_pid is None:
+            queue += [process for process in self._below.get(root.pid, []) if process.uid == uid]
+        elif at_pid.identity == root:
+            uid = at_pid.uid if uid is None else uid
+            queue.append(at_pid)
+        if marker is not None:
+            queue += [process for process in self._marked.get(marker[1], []) if process.uid == uid]
+        stop = {process for process in apart if process != root}
+        found: set[ProcessIdentity] = set()
+        while queue:
+            process = queue.pop()
+            if process.identity not in found and process.identity not in stop:
+                found.add(process.identity)
+                queue += self._below.get(process.identity.pid, [])
+        return sorted(found, key=lambda identity: (identity.start_time, identity.pid))
+
+
+def scan(marker_name: str | None = None, *, proc: Path = PROC) -> Snapshot:
+    """Look at every process once, and at the variable `marker_name` of each one's environment. Raises OSError."""
+    boot = boot_id(proc=proc)
+    pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
+    seen = (_look(pid, boot, marker_name, proc) for pid in pids)
+    return Snapshot(boot, (process for process in seen if process is not None), marker_name)
+
+
+def process_tree(root: ProcessIdentity, marker: tuple[str, str] | None = None) -> list[ProcessIdentity]:
+    """Return the tree of one process, oldest first; `marker` is a variable and its value.
+
+    Raises OSError when /proc cannot be read.
+    """
+    return scan(None if marker is None else marker[0]).tree(root, marker)
+
+
+def _look(pid: int, boot: str, marker_name: str | None, proc: Path) -> _Seen | None:
+    try:
+        folder = os.open(proc / str(pid), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    try:
+        stat = parse_stat(_read_at(folder, "stat"))
+        if stat.dead or stat.kernel_thread:
+            return None
+        marker = None if marker_name is None else _marker(folder, marker_name)
+        uid = parse_uid(_read_at(folder, "status"))
+    except (FileNotFoundError, ProcessLookupError):
+        return None  # it exited while it was looked at
+    finally:
+        os.close(folder)
+    return _Seen(ProcessIdentity(boot, pid, stat.start_time), stat.ppid, stat.session, uid, marker)
+
+
+def _marker(folder: int, name: str) -> str | None:
+    try:
+        raw = _read_at(folder, "environ")
+    except PermissionError:
+        return None
+    # Most environments do not name it at all: looking for the bytes first is far cheaper than parsing.
+    return parse_environment(raw).get(name) if os.fsencode(name) in raw else None
+
+
+def _read_at(folder: int, name: str) -> bytes:
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        return file.read()
