@@ -38,8 +38,9 @@ ON CONFLICT (lease_id) DO UPDATE SET
     spec = excluded.spec, state = excluded.state, generation = excluded.generation, device_id = excluded.device_id,
     saved_mib = excluded.saved_mib, uid = excluded.uid, kernel_id = excluded.kernel_id,
     token_sha256 = excluded.token_sha256, boot_id = excluded.boot_id, pid = excluded.pid,
-    start_time = excluded.start_time, connection = excluded.connection, language = excluded.language, ipykernel = excluded.ipykernel,
-    created_ms = excluded.created_ms, suspends = excluded.suspends, resumes = excluded.resumes
+    start_time = excluded.start_time, connection = excluded.connection, language = excluded.language,
+    ipykernel = excluded.ipykernel, created_ms = excluded.created_ms, suspends = excluded.suspends,
+    resumes = excluded.resumes
 WHERE leases.ended_ms IS NULL
 """
 _END_LEASE = """
@@ -120,7 +121,7 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Group writes: all are on the disk when the block ends; none, if it raises. A nested one joins the outer one."""
+        """Group writes: all are on the disk when the block ends; none, if it raises. Nested ones join the outer one."""
         with self._mutex:
             connection = self._require()
             if connection.in_transaction:
@@ -167,7 +168,7 @@ class Ledger:
             except RecordError as error:
                 raise RecordError(
                     f"operation {operation.operation_id} ({operation.kind}) on lease {operation.lease_id} cannot begin: "
-                    f"{error}; it needs a saved lease without an open operation, a fresh id and the kind suspend or resume"
+                    f"{error}; it needs a saved lease with no open one, a new id and the kind suspend or resume"
                 ) from error
             self._write("UPDATE counters SET value = max(value, ?) WHERE name = 'operation'", (operation.operation_id,))
 

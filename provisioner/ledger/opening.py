@@ -1,8 +1,8 @@
 """Opening the ledger's file, with suspicion.
 
 - A file that is there is either a sound ledger or an error. It is never replaced, repaired or emptied; a file of zero
-  bytes is an error too, because we never leave one behind: a new ledger is built under another name and moved into place
-  when it is whole.
+  bytes is an error too, because we never leave one behind: a new ledger is built under another name and moved into
+  place when it is whole.
 - A write-ahead log without its database is an error: somebody took the database away, and an empty one would hide that.
 - One broker at a time: an advisory lock on `<file>.lock`, kept until `close`. It goes when the process dies.
 - The file holds Jupyter's signing keys: it is ours alone (0600), in a folder that nobody else can write.
@@ -129,7 +129,7 @@ def _check_file(path: Path, found: os.stat_result) -> None:
             f"could be written by others (mode {found.st_mode & 0o777:04o})",
             f"if its contents can be trusted, run: chmod 600 {path}",
         )
-    # The lock is ours, so nobody else in this process has the file open: closing this descriptor drops no lock of SQLite's.
+    # The lock is ours, so this process has the file open nowhere else: closing it here drops no lock of SQLite's.
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:

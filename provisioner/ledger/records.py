@@ -15,7 +15,7 @@ class LedgerError(Exception):
 
 
 class RecordError(LedgerError):
-    """The file is sound, but what was asked does not fit what it says (unknown operation, ended lease). Nothing changed."""
+    """The file is sound, but what was asked does not fit what it says (unknown operation, ended lease)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

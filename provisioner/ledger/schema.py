@@ -1,9 +1,11 @@
 """The ledger's tables and how they came to be.
 
-`MIGRATIONS[n]` turns schema n-1 into schema n; a new file runs all of them, an old file the ones it lacks. To change the
-tables, add a function, never edit one that has been released. Each runs inside the transaction that raises the version.
+`MIGRATIONS[n]` turns schema n-1 into schema n; a new file runs all of them, an old file the ones it lacks. To change
+the tables, add a function, never edit one that has been released. Each runs inside the transaction that raises the
+version.
 
-The file says whose it is (`application_id`) and how old its tables are (`user_version`), where SQLite has room for that.
+The file says whose it is (`application_id`) and how old its tables are (`user_version`), where SQLite has
+room for that.
 """
 
 import sqlite3

@@ -1,0 +1,71 @@
+"""Leases and operations to keep, and a fresh place to keep them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provisioner.core.model import LeaseSpec, LeaseState
+from provisioner.ledger import LeaseRecord, Ledger, OperationRecord
+
+_LEASE = LeaseRecord(
+    spec=LeaseSpec(
+        lease_id="a", pool="default", owner="ada", fraction_milli=250, reserve_mib=20_480, label="Notizbuch é"
+    ),
+    state=LeaseState.RESIDENT,
+    generation=7,
+    device_id="GPU-1",
+    saved_mib=0,
+    uid=1000,
+    kernel_id="k-1",
+    token_sha256="ab" * 32,
+    boot_id="boot-1",
+    pid=4321,
+    start_time=99_999_999_999,
+    connection='{"key": "secret"}',
+    language="python",
+    ipykernel=True,
+    created_ms=1_750_000_000_000,
+    suspends=3,
+    resumes=2,
+)
+_OPERATION = OperationRecord(
+    operation_id=1,
+    lease_id="a",
+    generation=7,
+    kind="suspend",
+    device_id="GPU-1",
+    phase="gate",
+    begun_ms=1_750_000_000_500,
+    pids="[4321]",
+    saved_mib=0,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "ledger.db"
+
+
+@pytest.fixture
+def ledger(path: Path) -> Iterator[Ledger]:
+    with Ledger.open(path) as ledger:
+        yield ledger
+
+
+@pytest.fixture
+def make_lease() -> Callable[..., LeaseRecord]:
+    def make(lease_id: str = "a", **changes: Any) -> LeaseRecord:  # noqa: ANN401 -- any field of the record
+        return replace(_LEASE, spec=replace(_LEASE.spec, lease_id=lease_id), **changes)
+
+    return make
+
+
+@pytest.fixture
+def make_operation() -> Callable[..., OperationRecord]:
+    def make(operation_id: int = 1, **changes: Any) -> OperationRecord:  # noqa: ANN401 -- any field of the record
+        return replace(_OPERATION, operation_id=operation_id, **changes)
+
+    return make

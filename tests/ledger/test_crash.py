@@ -1,0 +1,56 @@
+"""What was acknowledged is there after the writer was killed, however it was interrupted."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from provisioner.ledger import Ledger
+
+_WRITER = """
+import sys
+from provisioner.core.model import LeaseSpec, LeaseState
+from provisioner.ledger import LeaseRecord, Ledger, OperationRecord
+ledger = Ledger.open(sys.argv[1])
+number = ledger.next_operation_id() - 1
+while True:
+    number += 1
+    lease_id = f"lease {number}"
+    spec = LeaseSpec(lease_id=lease_id, pool="default", owner="ada", fraction_milli=250, reserve_mib=100)
+    with ledger.transaction():
+        ledger.save_lease(LeaseRecord(
+            spec=spec, state=LeaseState.RESIDENT, generation=1, device_id="GPU-1", saved_mib=0, uid=0, kernel_id="",
+            token_sha256="", boot_id="", pid=None, start_time=None, connection="", language="python", ipykernel=True,
+            created_ms=number, suspends=0, resumes=0,
+        ))
+        ledger.begin(OperationRecord(
+            operation_id=number, lease_id=lease_id, generation=1, kind="suspend", device_id="GPU-1", phase="gate",
+            begun_ms=number, pids="[]", saved_mib=0,
+        ))
+    ledger.record(lease_id, number, "test", "x" * 500)
+    sys.stdout.write(f"{number}\\n")
+    sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("acknowledged", [0, 1, 150])
+def test_everything_acknowledged_survives_a_kill(path: Path, acknowledged: int) -> None:
+    seen: list[int] = []
+    for _ in range(3):
+        writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        seen += [int(writer.stdout.readline()) for _ in range(acknowledged)]
+        writer.send_signal(signal.SIGKILL)
+        seen += map(int, writer.stdout.read().split())
+        writer.stdout.close()
+        assert writer.wait(30) == -signal.SIGKILL
+
+        with Ledger.open(path) as ledger:
+            leases = [lease.created_ms for lease in ledger.live_leases()]
+            operations = [operation.operation_id for operation in ledger.open_operations()]
+            assert leases == operations == list(range(1, len(leases) + 1))
+            assert set(seen) <= set(leases)
+            assert ledger.next_operation_id() == len(leases) + 1
+            assert all(ledger.story(f"lease {number}") for number in seen)

@@ -1,0 +1,233 @@
+"""What is written comes back, and what cannot be true is refused."""
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from provisioner.core.model import LeaseState
+from provisioner.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, RecordError, StoryLine
+
+MakeLease = Callable[..., LeaseRecord]
+MakeOperation = Callable[..., OperationRecord]
+
+
+def test_leases_survive_a_restart_field_for_field(path: Path, make_lease: MakeLease) -> None:
+    resident = make_lease("b", created_ms=2)
+    bare = make_lease("c", created_ms=1, device_id=None, pid=None, start_time=None, connection="", ipykernel=False)
+    with Ledger.open(path) as ledger:
+        ledger.save_lease(resident)
+        ledger.save_lease(bare)
+    with Ledger.open(path) as ledger:
+        assert ledger.live_leases() == [bare, resident]
+
+
+def test_saving_again_replaces_every_field(ledger: Ledger, make_lease: MakeLease) -> None:
+    ledger.save_lease(make_lease())
+    changed = LeaseRecord(
+        spec=replace(
+            make_lease().spec, owner="bob", fraction_milli=500, reserve_mib=1, priority=9, gated=False, label=""
+        ),
+        state=LeaseState.SUSPENDED,
+        generation=8,
+        device_id="GPU-2",
+        saved_mib=77,
+        uid=1,
+        kernel_id="k-2",
+        token_sha256="cd" * 32,
+        boot_id="boot-2",
+        pid=5,
+        start_time=6,
+        connection="{}",
+        language="julia",
+        ipykernel=False,
+        created_ms=7,
+        suspends=8,
+        resumes=9,
+    )
+    ledger.save_lease(changed)
+    assert ledger.live_leases() == [changed]
+
+
+def test_an_ended_lease_stays_ended_and_its_secrets_are_erased(
+    ledger: Ledger, path: Path, make_lease: MakeLease
+) -> None:
+    ledger.save_lease(make_lease())
+    ledger.end_lease("a", 5, "released")
+    ledger.end_lease("a", 6, "expired")
+    ledger.end_lease("never seen", 6, "expired")
+    assert ledger.live_leases() == []
+    with pytest.raises(RecordError, match="lease a has ended"):
+        ledger.save_lease(make_lease())
+    with pytest.raises(RecordError, match="end_lease"):
+        ledger.save_lease(make_lease("b", state=LeaseState.ENDED))
+    ledger.close()
+    with sqlite3.connect(path) as reader:
+        rows = reader.execute("SELECT ended_ms, end_reason, connection, token_sha256, state FROM leases").fetchall()
+    reader.close()
+    assert rows == [(5, "released", "", "", "ended")]
+
+
+def test_an_operation_is_open_from_intent_to_outcome(
+    ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation
+) -> None:
+    ledger.save_lease(make_lease())
+    ledger.begin(make_operation())
+    ledger.step(1, "lock", at_ms=2)
+    assert ledger.open_operations() == [make_operation(phase="lock")]
+    ledger.step(1, "checkpoint", at_ms=3, pids="[1, 2]", saved_mib=512)
+    assert ledger.open_operations() == [make_operation(phase="checkpoint", pids="[1, 2]", saved_mib=512)]
+    ledger.finish(1, "saved", 4)
+    assert ledger.open_operations() == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"operation_id": 1},
+        {"operation_id": 2},
+        {"operation_id": 3, "lease_id": "nobody"},
+        {"operation_id": 4, "lease_id": "b", "kind": "reboot"},
+        {"operation_id": 2**64, "lease_id": "b"},
+    ],
+    ids=["id used", "lease has one open", "no such lease", "no such kind", "id too big"],
+)
+def test_an_operation_that_cannot_be_is_refused(
+    ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation, changes: dict[str, object]
+) -> None:
+    ledger.save_lease(make_lease())
+    ledger.save_lease(make_lease("b"))
+    ledger.begin(make_operation())
+    with pytest.raises(RecordError, match=f"operation {changes['operation_id']} .* cannot begin"):
+        ledger.begin(make_operation(**changes))
+    assert ledger.open_operations() == [make_operation()]
+    assert ledger.next_operation_id() == 2
+
+
+def test_only_open_operations_move(ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation) -> None:
+    ledger.save_lease(make_lease())
+    ledger.begin(make_operation())
+    ledger.finish(1, "saved", 4)
+    with pytest.raises(RecordError, match="operation 1 cannot enter 'lock'"):
+        ledger.step(1, "lock", at_ms=5)
+    with pytest.raises(RecordError, match="operation 1 cannot finish as 'aborted'"):
+        ledger.finish(1, "aborted", 5)
+    with pytest.raises(RecordError, match="operation 9 cannot finish"):
+        ledger.finish(9, "saved", 5)
+
+
+def test_operation_ids_are_never_used_twice_even_after_pruning(
+    path: Path, make_lease: MakeLease, make_operation: MakeOperation
+) -> None:
+    with Ledger.open(path) as ledger:
+        assert ledger.next_operation_id() == 1
+        ledger.save_lease(make_lease())
+        ledger.begin(make_operation(41))
+        ledger.finish(41, "saved", 10)
+        ledger.prune(before_ms=11)
+    with Ledger.open(path) as ledger:
+        assert ledger.next_operation_id() == 42
+
+
+def test_a_story_is_told_in_order_and_from_its_end(ledger: Ledger) -> None:
+    for at_ms in (30, 10, 20):
+        ledger.record("a", at_ms, f"r{at_ms}", f"It was {at_ms}.")
+        ledger.record("b", at_ms, "other", "Another lease.")
+    lines = [StoryLine(at_ms=at, reason=f"r{at}", sentence=f"It was {at}.") for at in (30, 10, 20)]
+    assert ledger.story("a") == lines
+    assert ledger.story("a", limit=2) == lines[1:]
+    assert ledger.story("a", limit=0) == []
+    assert ledger.story("a", limit=-1) == []
+    assert ledger.story("nobody") == []
+
+
+def test_pruning_forgets_what_is_over_and_nothing_else(
+    ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation
+) -> None:
+    for lease_id in ("live", "over", "over late", "over in doubt"):
+        ledger.save_lease(make_lease(lease_id))
+        ledger.record(lease_id, 5, "r", "early")
+        ledger.record(lease_id, 15, "r", "late")
+    ledger.begin(make_operation(1, lease_id="live", begun_ms=1))
+    ledger.finish(1, "saved", 9)
+    ledger.begin(make_operation(2, lease_id="live", begun_ms=9))
+    ledger.begin(make_operation(3, lease_id="over in doubt", begun_ms=2))
+    ledger.end_lease("over", 9, "released")
+    ledger.end_lease("over late", 10, "released")
+    ledger.end_lease("over in doubt", 9, "released")
+    ledger.prune(before_ms=10)
+    assert [lease.spec.lease_id for lease in ledger.live_leases()] == ["live"]
+    assert [operation.operation_id for operation in ledger.open_operations()] == [2, 3]
+    assert [line.sentence for line in ledger.story("live")] == ["late"]
+    ended = ledger._read("SELECT lease_id FROM leases WHERE ended_ms IS NOT NULL ORDER BY lease_id")
+    assert [row["lease_id"] for row in ended] == ["over in doubt", "over late"]
+    assert [row["operation_id"] for row in ledger._read("SELECT operation_id FROM operations")] == [2, 3]
+
+
+def test_a_transaction_is_kept_whole_or_not_at_all(ledger: Ledger, make_lease: MakeLease) -> None:
+    def half_of_it() -> None:
+        with ledger.transaction():
+            ledger.save_lease(make_lease("x"))
+            with ledger.transaction():
+                ledger.record("x", 1, "r", "s")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        half_of_it()
+    assert ledger.live_leases() == []
+    assert ledger.story("x") == []
+    with ledger.transaction():
+        ledger.save_lease(make_lease("x"))
+        ledger.record("x", 1, "r", "s")
+    assert len(ledger.live_leases()) == len(ledger.story("x")) == 1
+
+
+def test_a_write_that_was_refused_and_caught_does_not_spoil_its_transaction(
+    ledger: Ledger, make_lease: MakeLease, make_operation: MakeOperation
+) -> None:
+    with ledger.transaction():
+        ledger.save_lease(make_lease())
+        with pytest.raises(RecordError):
+            ledger.begin(make_operation(1, lease_id="nobody"))
+    assert ledger.live_leases() == [make_lease()]
+    assert ledger.open_operations() == []
+
+
+def test_another_thread_waits_for_the_end_of_a_transaction(ledger: Ledger) -> None:
+    about_to_read, seen = threading.Event(), list[int]()
+
+    def read() -> None:
+        about_to_read.set()
+        seen.append(len(ledger.story("a")))
+
+    reader = threading.Thread(target=read)
+    with ledger.transaction():
+        ledger.record("a", 1, "r", "first")
+        reader.start()
+        assert about_to_read.wait(10)
+        ledger.record("a", 2, "r", "second")
+    reader.join(10)
+    assert seen == [2]
+
+
+def test_a_closed_ledger_says_so(path: Path) -> None:
+    ledger = Ledger.open(path)
+    ledger.close()
+    ledger.close()
+    with pytest.raises(LedgerError, match=f"{path} is closed"):
+        ledger.live_leases()
+    with pytest.raises(LedgerError, match="is closed"):
+        ledger.record("a", 1, "r", "s")
+
+
+def test_an_entry_that_makes_no_sense_stops_the_reader(path: Path, ledger: Ledger, make_lease: MakeLease) -> None:
+    ledger.save_lease(make_lease())
+    ledger._write("UPDATE leases SET state = 'asleep'", ())
+    with pytest.raises(LedgerError, match=rf"{path} has an unreadable entry for lease a: 'asleep'"):
+        ledger.live_leases()
+    ledger._write("UPDATE leases SET state = 'resident', spec = '{\"lease_id\": 3}'", ())
+    with pytest.raises(LedgerError, match="unreadable entry for lease a: "):
+        ledger.live_leases()

@@ -1,0 +1,280 @@
+"""An existing file is a sound ledger or an error; it is never replaced, repaired or emptied."""
+
+import json
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from provisioner.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, opening, schema
+
+_NOBODY = 65534
+_OPEN_AS = """
+import os, sys
+from provisioner.ledger import Ledger, LedgerError
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setresgid(*[int(sys.argv[2])] * 3)
+    os.setresuid(*[int(sys.argv[2])] * 3)
+try:
+    Ledger.open(sys.argv[1])
+except LedgerError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def kept(path: Path, make_lease: Callable[..., LeaseRecord]) -> Path:
+    """Return the path of a closed ledger with something in it."""
+    with Ledger.open(path) as ledger:
+        for number in range(200):
+            ledger.save_lease(make_lease(f"lease {number}"))
+    return path
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """Yield a folder that an unprivileged process reaches and that belongs to it (the tests may run as root)."""
+    with tempfile.TemporaryDirectory() as name:
+        if os.geteuid() == 0:
+            os.chown(name, _NOBODY, _NOBODY)
+        yield Path(name)
+
+
+def _unprivileged_open(path: Path) -> str:
+    """Open the ledger in a process that file modes stop, and return what it says."""
+    command = [sys.executable, "-c", _OPEN_AS, str(path), str(_NOBODY)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def _assert_refused_untouched(path: Path, message: str) -> None:
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match=message) as caught:
+        Ledger.open(path)
+    assert str(path) in str(caught.value)
+    assert path.read_bytes() == before
+
+
+def test_a_new_ledger_is_private_and_whole(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.record("a", 1, "r", "s")
+        modes = {child.name: stat.S_IMODE(child.stat().st_mode) for child in path.parent.iterdir()}
+        assert modes == dict.fromkeys(("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db.lock"), 0o600)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    with closing(sqlite3.connect(path)) as reader:
+        assert reader.execute("PRAGMA user_version").fetchone() == (schema.newest_version(),)
+        assert reader.execute("PRAGMA application_id").fetchone() == (schema.APPLICATION_ID,)
+
+
+def test_writes_are_synchronous_and_foreign_keys_are_on(ledger: Ledger) -> None:
+    pragmas = {name: ledger._read(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous", "foreign_keys")}
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+
+
+def test_garbage_is_refused(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(os.urandom(4096))
+    _assert_refused_untouched(path, "is not a ledger")
+
+
+def test_an_empty_file_is_refused_not_filled(path: Path) -> None:
+    path.parent.mkdir()
+    path.touch()
+    _assert_refused_untouched(path, r"is empty \(zero bytes\); it was left as it is: put a backup")
+
+
+def test_a_destroyed_page_is_found_before_it_is_believed(kept: Path) -> None:
+    with closing(sqlite3.connect(kept)) as reader:
+        (root,) = reader.execute("SELECT rootpage FROM sqlite_master WHERE name = 'leases'").fetchone()
+        (size,) = reader.execute("PRAGMA page_size").fetchone()
+    with kept.open("r+b") as file:
+        file.seek((root - 1) * size)
+        file.write(b"\xa5" * size)
+    _assert_refused_untouched(kept, "is corrupt: |cannot be read: database disk image is malformed")
+
+
+@pytest.mark.parametrize("keep", [50, 100, 4096, 20_000])
+def test_a_truncated_ledger_is_refused(kept: Path, keep: int) -> None:
+    assert kept.stat().st_size > keep
+    os.truncate(kept, keep)
+    _assert_refused_untouched(kept, "is not a ledger|cannot be read: |is corrupt: ")
+
+
+def test_a_database_of_another_program_is_refused(path: Path) -> None:
+    path.parent.mkdir()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE cookies (x)")
+    path.chmod(0o600)
+    _assert_refused_untouched(path, "is a database of another program; choose another state_dir")
+
+
+def test_a_ledger_of_a_newer_version_is_refused(kept: Path) -> None:
+    with closing(sqlite3.connect(kept)) as writer:
+        writer.execute(f"PRAGMA user_version = {schema.newest_version() + 1}")
+    newest = schema.newest_version()
+    _assert_refused_untouched(kept, rf"newer version \(schema {newest + 1}, this one knows up to {newest}\)")
+
+
+def test_a_ledger_without_a_version_is_refused(kept: Path) -> None:
+    with closing(sqlite3.connect(kept)) as writer:
+        writer.execute("PRAGMA user_version = 0")
+    _assert_refused_untouched(kept, "has no schema version")
+
+
+def test_a_ledger_that_lacks_a_table_is_refused(kept: Path) -> None:
+    with closing(sqlite3.connect(kept)) as writer:
+        writer.execute("DROP TABLE story")
+    _assert_refused_untouched(kept, "lacks the table story")
+
+
+def test_an_operation_without_its_lease_is_found(kept: Path, make_operation: Callable[..., OperationRecord]) -> None:
+    with Ledger.open(kept) as ledger:
+        ledger.begin(make_operation(lease_id="lease 1"))
+    with closing(sqlite3.connect(kept)) as writer:
+        writer.execute("DELETE FROM leases WHERE lease_id = 'lease 1'")
+        writer.commit()
+    _assert_refused_untouched(kept, "an operation belongs to no lease")
+
+
+def test_a_directory_in_its_place_is_refused(path: Path) -> None:
+    path.mkdir(parents=True)
+    with pytest.raises(LedgerError, match="is a directory, not a regular file"):
+        Ledger.open(path)
+
+
+def test_a_link_in_its_place_is_not_followed(path: Path, kept: Path) -> None:
+    link = path.with_name("link.db")
+    link.symlink_to(kept)
+    with pytest.raises(LedgerError, match=r"link\.db is a link, not a regular file"):
+        Ledger.open(link)
+
+
+def test_a_file_where_the_folder_should_be_is_refused(path: Path) -> None:
+    path.parent.touch()
+    with pytest.raises(LedgerError, match=r"has no usable folder: .*choose another state_dir"):
+        Ledger.open(path)
+
+
+def test_a_log_without_its_database_is_not_begun_anew(kept: Path) -> None:
+    kept.with_name("ledger.db-wal").write_bytes(b"committed work")
+    kept.unlink()
+    with pytest.raises(LedgerError, match="is gone but its write-ahead log is still there"):
+        Ledger.open(kept)
+    assert not kept.exists()
+
+
+def test_a_folder_or_file_that_others_can_write_is_refused(kept: Path) -> None:
+    kept.chmod(0o666)
+    with pytest.raises(LedgerError, match=r"could be written by others \(mode 0666\).*chmod 600"):
+        Ledger.open(kept)
+    kept.chmod(0o600)
+    kept.parent.chmod(0o777)
+    with pytest.raises(LedgerError, match=r"in a folder that others can write \(mode 0777\).*chmod go-w"):
+        Ledger.open(kept)
+
+
+def test_a_file_that_others_can_read_is_closed_to_them(kept: Path) -> None:
+    kept.chmod(0o644)
+    Ledger.open(kept).close()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+
+
+def test_a_read_only_file_is_refused(kept: Path, public_folder: Path) -> None:
+    path = public_folder / "ledger.db"
+    path.write_bytes(kept.read_bytes())
+    path.chmod(0o400)
+    if os.geteuid() == 0:
+        os.chown(path, _NOBODY, _NOBODY)
+    assert "cannot be opened for writing: Permission denied; check its owner and mode" in _unprivileged_open(path)
+
+
+def test_a_read_only_folder_is_refused(public_folder: Path) -> None:
+    public_folder.chmod(0o500)
+    said = _unprivileged_open(public_folder / "ledger.db")
+    public_folder.chmod(0o700)
+    assert said.endswith("cannot be locked: ledger.db.lock: Permission denied; check the folder's owner and mode")
+
+
+def test_a_ledger_of_another_user_is_refused(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(LedgerError, match=f"belongs to uid {owner}, not to uid {owner + 1}"):
+        opening._check_file(kept, kept.lstat())
+
+
+def test_a_second_opener_is_told_who_holds_it(path: Path) -> None:
+    with Ledger.open(path), pytest.raises(LedgerError, match=f"in use by pid {os.getpid()}; stop that broker"):
+        Ledger.open(path)
+    Ledger.open(path).close()
+
+
+def test_a_refused_opener_leaves_the_lock_free(path: Path) -> None:
+    path.parent.mkdir()
+    path.touch()
+    for _ in range(2):
+        _assert_refused_untouched(path, "is empty")
+
+
+def test_an_unfinished_new_ledger_is_built_again(path: Path) -> None:
+    path.parent.mkdir()
+    path.with_name(".ledger.db.new").write_bytes(b"half of it")
+    with Ledger.open(path) as ledger:
+        assert ledger.live_leases() == []
+    assert not path.with_name(".ledger.db.new").exists()
+
+
+def test_an_old_ledger_is_migrated_and_keeps_its_leases(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_a_note(connection: sqlite3.Connection) -> None:
+        connection.execute("ALTER TABLE leases ADD COLUMN note TEXT NOT NULL DEFAULT 'migrated'")
+
+    monkeypatch.setitem(schema.MIGRATIONS, 2, add_a_note)
+    with Ledger.open(kept) as ledger:
+        assert len(ledger.live_leases()) == 200
+        assert ledger._read("SELECT DISTINCT note FROM leases")[0]["note"] == "migrated"
+        assert ledger._read("PRAGMA user_version")[0][0] == 2
+    Ledger.open(kept).close()
+
+
+def test_a_migration_that_fails_changes_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_half_way(connection: sqlite3.Connection) -> None:
+        connection.execute("DROP TABLE story")
+        connection.execute("SELECT * FROM nowhere")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(schema.MIGRATIONS, 2, fail_half_way)
+        with pytest.raises(LedgerError, match="cannot be read: no such table: nowhere"):
+            Ledger.open(kept)
+    with Ledger.open(kept) as ledger:
+        assert ledger._read("PRAGMA user_version")[0][0] == 1
+        assert ledger.story("a") == []
+
+
+def test_the_table_of_migrations_has_no_gap() -> None:
+    assert sorted(schema.MIGRATIONS) == list(range(1, schema.newest_version() + 1))
+
+
+def test_a_file_system_without_a_write_ahead_log_is_refused(path: Path) -> None:
+    """SQLite answers the journal mode that it kept instead; a database in memory does so, too."""
+    with (
+        closing(sqlite3.connect(":memory:")) as connection,
+        pytest.raises(LedgerError, match="keep the state_dir on a local"),
+    ):
+        opening._prepare(path, connection)
+
+
+def test_a_full_disk_is_reported_and_nothing_is_kept(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.record("a", 1, "r", "kept")
+        ledger._read(f"PRAGMA max_page_count = {ledger._read('PRAGMA page_count')[0][0]}")
+        with pytest.raises(
+            LedgerError, match="cannot be used: database or disk is full; nothing of this change was kept"
+        ):
+            ledger.record("a", 2, "r", json.dumps("x" * 100_000))
+        assert [line.sentence for line in ledger.story("a")] == ["kept"]
