@@ -1,0 +1,225 @@
+"""Promises of provisioner.host.tree, with real families of processes and, for scale and races, a made-up /proc."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from provisioner.host import tree as tree_module
+from provisioner.host.process import ProcessIdentity, identify
+from provisioner.host.tree import process_tree, scan
+
+MARKER = "JUPYTER_GPU_LEASE"
+
+# Starts a child, one in a session of its own, and an orphan (its parent leaves at once); prints their pids and waits.
+FAMILY = """
+import os, subprocess, sys
+wait = [sys.executable, "-c", "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"]
+def start(**options):
+    process = subprocess.Popen(wait, stdin=sys.stdin, stdout=subprocess.PIPE, text=True, **options)
+    return process, int(process.stdout.readline())
+child, child_pid = start()
+session, session_pid = start(start_new_session=True)
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, str(start()[1]).encode())
+    os._exit(0)
+os.wait()
+print(child_pid, session_pid, int(os.read(read, 20)), flush=True)
+sys.stdin.read()
+"""
+
+
+class Family:
+    """A root with its kin; closing its standard input ends them all."""
+
+    def __init__(self, *, session: bool, environment: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FAMILY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=session,
+            env={**os.environ, **environment},
+        )
+        assert self.process.stdout is not None
+        self.child, self.in_new_session, self.orphan = map(int, self.process.stdout.readline().split())
+        self.root = identify(self.process.pid)
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+@pytest.fixture
+def family() -> Iterator[Callable[..., Family]]:
+    families: list[Family] = []
+
+    def start(*, session: bool = True, **environment: str) -> Family:
+        families.append(Family(session=session, environment=environment))
+        return families[-1]
+
+    yield start
+    for one in families:
+        one.close()
+
+
+def pids(identities: list[ProcessIdentity]) -> list[int]:
+    return [identity.pid for identity in identities]
+
+
+def test_descendants_and_members_of_the_session_belong_to_the_tree(family: Callable[..., Family]) -> None:
+    one = family()
+    tree = process_tree(one.root)
+    assert set(pids(tree)) == {one.root.pid, one.child, one.in_new_session, one.orphan}
+    assert tree[0] == one.root
+    assert [identity.start_time for identity in tree] == sorted(identity.start_time for identity in tree)
+
+
+def test_an_orphan_outside_of_the_session_is_found_by_its_marker_only(family: Callable[..., Family]) -> None:
+    one = family(session=False, **{MARKER: "lease-1"})
+    assert one.orphan not in pids(process_tree(one.root))
+    assert one.orphan in pids(process_tree(one.root, (MARKER, "lease-1")))
+    assert one.orphan not in pids(process_tree(one.root, (MARKER, "lease-2")))
+
+
+def test_a_tree_holds_nothing_of_another(family: Callable[..., Family]) -> None:
+    one, two = family(**{MARKER: "lease-1"}), family(**{MARKER: "lease-2"})
+    snapshot = scan(MARKER)
+    first, second = (snapshot.tree(a.root, (MARKER, lease)) for a, lease in ((one, "lease-1"), (two, "lease-2")))
+    assert not set(first) & set(second)
+    assert len(first) == len(second) == 4
+    assert os.getpid() not in pids(first)
+
+
+def test_marked_processes_of_another_user_do_not_count(family: Callable[..., Family]) -> None:
+    one = family(session=False, **{MARKER: "lease-1"})
+    tree = scan(MARKER).tree(one.root, (MARKER, "lease-1"), uid=os.getuid() + 1)
+    assert one.orphan not in pids(tree)
+    assert one.child in pids(tree)  # a descendant, whoever owns it
+
+
+def test_what_a_dead_root_left_behind_is_found_for_its_user(family: Callable[..., Family]) -> None:
+    one = family(**{MARKER: "lease-1"})
+    one.process.kill()
+    one.process.wait()
+    snapshot = scan(MARKER)
+    assert set(pids(snapshot.tree(one.root, uid=os.getuid()))) == {one.child, one.orphan}
+    marked = snapshot.tree(one.root, (MARKER, "lease-1"), uid=os.getuid())
+    assert set(pids(marked)) == {one.child, one.in_new_session, one.orphan}
+    assert snapshot.tree(one.root, (MARKER, "lease-1")) == []
+
+
+def test_a_reused_pid_brings_in_nothing(family: Callable[..., Family]) -> None:
+    one = family()
+    earlier = ProcessIdentity(one.root.boot_id, one.root.pid, one.root.start_time - 1)
+    other_boot = ProcessIdentity("another-boot", one.root.pid, one.root.start_time)
+    assert process_tree(earlier) == []
+    assert process_tree(other_boot) == []
+
+
+def test_a_root_below_another_keeps_its_own_tree(family: Callable[..., Family]) -> None:
+    one = family()
+    inner = identify(one.in_new_session)
+    snapshot = scan()
+    assert inner in snapshot
+    assert inner not in snapshot.tree(one.root, apart=[inner])
+    assert snapshot.tree(inner, apart=[one.root, inner]) == [inner]
+
+
+def test_a_snapshot_without_the_marker_refuses_to_answer_about_it() -> None:
+    with pytest.raises(ValueError, match="scan with that name"):
+        scan("OTHER").tree(identify(os.getpid()), (MARKER, "x"))
+
+
+# ---- a made-up /proc -------------------------------------------------------------------------------------------------
+
+
+def make_process(
+    proc: Path, pid: int, ppid: int, *, session: int = 1, state: str = "S", environ: bytes = b"", flags: int = 0
+) -> None:
+    folder = proc / str(pid)
+    folder.mkdir()
+    numbers = f"{ppid} {session} {session} 0 -1 {flags} 1 2 3 4 5 6 7 8 20 0 1 0 {pid * 10} 1000 50"
+    (folder / "stat").write_text(f"{pid} (a (b) {state} {numbers}")
+    (folder / "status").write_text(f"Name:\ta\nTgid:\t{pid}\nUid:\t1000\t1000\t1000\t1000\n")
+    (folder / "environ").write_bytes(environ)
+
+
+def pid_of(folder: int) -> str:
+    return Path(f"/proc/self/fd/{folder}").readlink().name
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    folder = tmp_path / "sys/kernel/random"
+    folder.mkdir(parents=True)
+    (folder / "boot_id").write_text("boot\n")
+    (tmp_path / "self").mkdir()
+    return tmp_path
+
+
+def test_one_scan_serves_two_hundred_kernels(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(200):
+        root = 1000 + 10 * number
+        environ = b"HOME=/\0" + f"{MARKER}=lease-{number}".encode() + b"\0"
+        make_process(proc, root, 1, session=root, environ=environ)
+        make_process(proc, root + 1, root, session=root, environ=environ)
+        make_process(proc, root + 2, 1, session=root + 2, environ=environ)
+    read = list[str]()
+    real = tree_module._read_at
+
+    def count(folder: int, name: str) -> bytes:
+        read.append(name)
+        return real(folder, name)
+
+    monkeypatch.setattr(tree_module, "_read_at", count)
+    snapshot = scan(MARKER, proc=proc)
+    for number in range(200):
+        root = 1000 + 10 * number
+        tree = snapshot.tree(ProcessIdentity("boot", root, root * 10), (MARKER, f"lease-{number}"))
+        assert pids(tree) == [root, root + 1, root + 2]
+    assert len(snapshot) == 600
+    assert len(read) == 3 * 600  # each process was looked at once, however many trees were cut
+
+
+@pytest.mark.parametrize("vanishes", ["stat", "environ", "status"])
+def test_a_process_that_exits_while_it_is_looked_at_is_left_out(
+    proc: Path, monkeypatch: pytest.MonkeyPatch, vanishes: str
+) -> None:
+    make_process(proc, 10, 1)
+    make_process(proc, 11, 10)
+    real = tree_module._read_at
+
+    def read(folder: int, name: str) -> bytes:
+        if name == vanishes and pid_of(folder) == "11":
+            shutil.rmtree(proc / "11")
+        return real(folder, name)
+
+    monkeypatch.setattr(tree_module, "_read_at", read)
+    assert pids(scan(MARKER, proc=proc).tree(ProcessIdentity("boot", 10, 100))) == [10]
+
+
+def test_zombies_and_kernel_threads_are_left_out_and_pid_two_is_nobody_special(proc: Path) -> None:
+    make_process(proc, 2, 1)
+    make_process(proc, 10, 2)
+    make_process(proc, 11, 10, state="Z")
+    make_process(proc, 12, 10, flags=0x00200040)
+    assert pids(scan(proc=proc).tree(ProcessIdentity("boot", 2, 20))) == [2, 10]
+
+
+def test_an_unreadable_environment_carries_no_marker(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_process(proc, 10, 1, environ=f"{MARKER}=x\0".encode())
+    make_process(proc, 11, 1, environ=f"{MARKER}=x\0".encode())
+    real = tree_module._read_at
+
+    def read(folder: int, name: str) -> bytes:
+        if name == "environ" and pid_of(folder) == "11":
+            raise PermissionError(13, "not yours")
+        return real(folder, name)
+
+    monkeypatch.setattr(tree_module, "_read_at", read)
+    assert pids(scan(MARKER, proc=proc).tree(ProcessIdentity("boot", 10, 100), (MARKER, "x"))) == [10]
