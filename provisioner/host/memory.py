@@ -87,10 +87,12 @@ def _room(limit: int, left: int, name: str) -> Headroom:
 
 def _group_headrooms(pid: int, proc: Path) -> Iterator[Headroom]:
     paths = _group_paths(pid, proc)
-    for mount in _mounts(proc):
-        if mount.version in paths:
-            for folder in _ancestors(mount, paths[mount.version]):
-                yield from _limits_v2(folder) if mount.version == 2 else _limits_v1(folder)
+    mounts = _mounts(proc)
+    for version, path in paths.items():
+        here = [mount for mount in mounts if mount.version == version]
+        showing = [mount for mount in here if _shows(mount, path)]
+        for folder in {folder for mount in showing or here for folder in _ancestors(mount, path)}:
+            yield from _limits_v2(folder) if version == 2 else _limits_v1(folder)
 
 
 def _group_paths(pid: int, proc: Path) -> dict[int, PurePosixPath]:
@@ -127,9 +129,13 @@ def _unescape(field: str) -> str:
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
 
 
+def _shows(mount: _Mount, path: PurePosixPath) -> bool:
+    return ".." not in path.parts and path.is_relative_to(mount.root)
+
+
 def _ancestors(mount: _Mount, path: PurePosixPath) -> list[Path]:
     """Return the folders from the group up to the mount, of those that can be seen; always the mount itself."""
-    if ".." in path.parts or not path.is_relative_to(mount.root):
+    if not _shows(mount, path):
         return [mount.point]
     below = path.relative_to(mount.root)
     return [mount.point / part for part in (below, *below.parents)]
