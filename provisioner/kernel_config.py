@@ -1,0 +1,95 @@
+"""What a kernelspec asks for: the `config` of its `kernel_provisioner` stanza, checked before anything is started.
+
+jupyter_client hands the stanza to the provisioner's constructor and lets misspelt keys pass in silence; here every
+key and value is
+looked at, and what is wrong becomes one sentence that names the key, the value and what is allowed.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from provisioner.core.units import parse_fraction_milli, parse_memory_mib
+from provisioner.protocol.errors import BadRequestError
+
+__all__ = ["CONFIG_KEYS", "KernelConfig", "check_pool_name", "parse_kernel_config"]
+
+CONFIG_KEYS = ("pool", "fraction", "memory", "devices", "priority")
+_POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
+_PRIORITIES = range(-1000, 1001)
+_SHOWN = 80  # characters of a bad value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """A checked wish. Fraction in milli-GPU; memory in MiB, None for the fraction's share of the device."""
+
+    pool: str
+    fraction_milli: int
+    memory_mib: int | None = None
+    priority: int = 0
+
+
+def check_pool_name(name: object) -> str:
+    """Return the name of a pool, which is also part of a kernelspec's folder name. Raises BadRequestError."""
+    if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
+        raise BadRequestError(
+            f"pool {_shown(name)} is not a pool's name; allowed: up to 63 letters, digits, dots, dashes and "
+            "underscores, "
+            "a letter or digit first"
+        )
+    return name
+
+
+def parse_kernel_config(stanza: Mapping[str, object], *, default_pool: str, default_fraction: str) -> KernelConfig:
+    """Check a stanza's config.
+
+    Raises BadRequestError: one sentence with the key, what was given and what is allowed.
+    """
+    for key in stanza:
+        if key not in CONFIG_KEYS:
+            near = get_close_matches(str(key), CONFIG_KEYS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise BadRequestError(
+                f"kernel_provisioner config has the unknown key {_shown(key)}; {hint}allowed: {', '.join(CONFIG_KEYS)}"
+            )
+    try:
+        fraction_milli = parse_fraction_milli(_scalar(stanza.get("fraction", default_fraction)))
+        memory_mib = parse_memory_mib(_size(stanza["memory"])) if stanza.get("memory") is not None else None
+    except ValueError as error:
+        raise BadRequestError(f"kernel_provisioner config: {error}") from None
+    devices = stanza.get("devices", 1)
+    if isinstance(devices, bool) or devices != 1:
+        raise BadRequestError(
+            f"kernel_provisioner config: devices is {_shown(devices)}; this version gives one device, use 1"
+        )
+    return KernelConfig(
+        pool=check_pool_name(stanza.get("pool", default_pool)),
+        fraction_milli=fraction_milli,
+        memory_mib=memory_mib,
+        priority=_priority(stanza.get("priority", 0)),
+    )
+
+
+def _priority(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in _PRIORITIES:
+        raise BadRequestError(
+            f"kernel_provisioner config: priority is {_shown(value)}; allowed: a whole number from "
+            f"{_PRIORITIES.start} to {_PRIORITIES.stop - 1}, higher goes first"
+        )
+    return value
+
+
+def _scalar(value: object) -> str | float:
+    """Keep lists and such out of the parser, whose error then names the value."""
+    return value if isinstance(value, (str, int, float)) else repr(value)[:_SHOWN]
+
+
+def _size(value: object) -> str | int:
+    return value if isinstance(value, (str, int)) else repr(value)[:_SHOWN]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,0 +1,223 @@
+"""One kernel's lease as its provisioner handles it: taken, kept over a restart, given back; with its token file.
+
+Synchronous: run it in a thread.
+
+Rules:
+
+- Whatever fails half way leaves no lease and no token file behind (and what a killed server leaves behind, the
+  broker lets expire).
+- A kernel with our extension keeps its lease over a restart. One without must know its device before its process
+  starts, and the old
+  reservation ends with the old process: it gets a new lease.
+- Giving back starts no broker: if none serves, it learns from the kernel's end when it is back.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from provisioner.client import BrokerClient
+from provisioner.discovery import ensure_broker, runtime_dir
+from provisioner.protocol.errors import ForbiddenError, FractionalGPUError, NotFoundError, UnauthorizedError
+from provisioner.protocol.messages import AttachRequest, LeaseRequest
+
+__all__ = [
+    "KernelLease",
+    "attach_request",
+    "environment_with",
+    "environment_without",
+    "recall_lease",
+    "renew_lease",
+    "take_lease",
+]
+
+_SHORT_S = 5.0  # calls at a kernel's end: prompt, or given up
+_OF_A_LEASE = (
+    "JUPYTER_GPU_LEASE",
+    "JUPYTER_GPU_TOKEN_FILE",
+    "JUPYTER_GPU_NOTICE",
+    "JUPYTER_GPU_MEMORY_MIB",
+    "JUPYTER_GPU_SIMULATED_DIR",
+    "JUPYTER_GPU_SIMULATED_DEVICE",
+)
+_FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLease:
+    """A lease that this server's kernel holds."""
+
+    lease_id: str
+    token: str = field(repr=False)
+    token_file: Path
+    socket: str
+    reserve_mib: int
+    gated: bool
+    environment: Mapping[str, str]
+
+    def attach(self, request: AttachRequest) -> None:
+        """Tell the broker which process it is. Raises the errors of the protocol."""
+        with BrokerClient(self.socket, token=self.token) as client:
+            client.attach(self.lease_id, request)
+
+    def detach(self) -> None:
+        """Tell the broker that the process is gone. Raises the errors of the protocol."""
+        with BrokerClient(self.socket, token=self.token, timeout_s=_SHORT_S) as client:
+            client.detach(self.lease_id)
+
+    def release(self) -> None:
+        """End the lease and remove the token file. Raises the errors of the protocol, after the file is gone."""
+        with contextlib.suppress(OSError):
+            self.token_file.unlink()
+        with (
+            BrokerClient(self.socket, token=self.token, timeout_s=_SHORT_S) as client,
+            contextlib.suppress(NotFoundError),
+        ):
+            client.release(self.lease_id)
+
+    def to_info(self) -> dict[str, Any]:
+        """Return what `recall_lease` needs, without the token itself."""
+        return {
+            "lease_id": self.lease_id,
+            "token_file": str(self.token_file),
+            "socket": self.socket,
+            "reserve_mib": self.reserve_mib,
+            "gated": self.gated,
+            "environment": dict(self.environment),
+        }
+
+    def is_frozen(self) -> bool:
+        """Whether the process cannot be relied on to run its exit, because its CUDA state is away or about to go."""
+        with BrokerClient(self.socket, token=self.token, timeout_s=_SHORT_S) as client:
+            return client.lease(self.lease_id).state in _FROZEN_STATES
+
+
+def take_lease(request: LeaseRequest, *, timeout_s: float) -> KernelLease:
+    """Take a new lease from the broker, which is started if need be.
+
+    `timeout_s` bounds the start and each call, seconds.
+
+    Raises the errors of the protocol: NoRoomError, BadRequestError (no such pool or fraction), BrokerUnavailableError.
+    """
+    with ensure_broker(timeout_s=timeout_s) as client:
+        reply = client.create_lease(request)
+        try:
+            token_file = _write_token(reply.lease_id, reply.token)
+        except FractionalGPUError:
+            client.token = reply.token
+            client.release(reply.lease_id)
+            raise
+    return KernelLease(
+        lease_id=reply.lease_id,
+        token=reply.token,
+        token_file=token_file,
+        socket=client.socket_path,
+        reserve_mib=reply.reserve_mib,
+        gated=request.gated,
+        environment=reply.environment,
+    )
+
+
+def renew_lease(lease: KernelLease, request: LeaseRequest, *, timeout_s: float) -> KernelLease:
+    """Return a lease for the next process of the same kernel: the same one where possible. Raises as `take_lease`."""
+    with ensure_broker(lease.socket, token=lease.token, timeout_s=timeout_s) as client:
+        if lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
+            if lease.token_file.exists():
+                return lease
+            return replace(lease, token_file=_write_token(lease.lease_id, lease.token))
+    with contextlib.suppress(NotFoundError, UnauthorizedError, ForbiddenError):
+        lease.release()
+    return take_lease(request, timeout_s=timeout_s)
+
+
+def recall_lease(info: Mapping[str, Any]) -> KernelLease:
+    """Return the lease that `to_info` described. Raises FractionalGPUError if the token file is gone or unreadable."""
+    path = Path(info["token_file"])
+    try:
+        token = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
+    return KernelLease(
+        lease_id=info["lease_id"],
+        token=token,
+        token_file=path,
+        socket=info["socket"],
+        reserve_mib=info["reserve_mib"],
+        gated=info["gated"],
+        environment=info["environment"],
+    )
+
+
+def _is_free_to_attach(client: BrokerClient, lease_id: str) -> bool:
+    """Whether the broker still knows the lease; if it believes in its old process, it is told that this is gone."""
+    try:
+        status = client.lease(lease_id)
+        if status.state == "ended":
+            return False
+        if status.pid is not None:
+            client.detach(lease_id)
+    except (NotFoundError, UnauthorizedError, ForbiddenError):
+        return False
+    return True
+
+
+def _write_token(lease_id: str, token: str) -> Path:
+    if not _SAFE_NAME.fullmatch(lease_id):
+        raise FractionalGPUError(f"the broker gave the lease a name that cannot be a file's: {lease_id[:80]!r}")
+    path = runtime_dir() / f"{lease_id}-{secrets.token_hex(4)}.token"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(token)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise FractionalGPUError(
+            f"the lease's token cannot be written to {path} ({error.strerror}); free space there or set "
+            "JUPYTER_RUNTIME_DIR"
+        ) from error
+    return path
+
+
+def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:
+    """Describe a process that this one has started (and not yet waited for, so that the pid is surely its own)."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    start_time = int(stat.rpartition(")")[2].split()[19])  # field 22; the name in field 2 may contain anything
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
+    return AttachRequest(
+        pid=pid,
+        start_time=start_time,
+        boot_id=boot_id,
+        connection=contents,
+        language=language,
+        ipykernel=ipykernel,
+    )
+
+
+def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the kernel's environment with its lease in it.
+
+    Nothing is left of a lease that this server may itself run under.
+    """
+    clean = {name: value for name, value in environment.items() if name not in _OF_A_LEASE}
+    return {
+        **clean,
+        **lease.environment,
+        "JUPYTER_GPU_SOCKET": lease.socket,
+        "JUPYTER_GPU_LEASE": lease.lease_id,
+        "JUPYTER_GPU_TOKEN_FILE": str(lease.token_file),
+        "JUPYTER_GPU_MEMORY_MIB": str(lease.reserve_mib),
+    }
+
+
+def environment_without(notice: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a kernel that gets no GPU; `notice` says why at its first cell."""
+    clean = {name: value for name, value in environment.items() if name not in _OF_A_LEASE}
+    return {**clean, "CUDA_VISIBLE_DEVICES": "", "JUPYTER_GPU_NOTICE": notice}

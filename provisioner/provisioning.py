@@ -1,0 +1,310 @@
+"""The jupyter_client provisioner: a kernel that starts with a lease on a fraction of a GPU.
+
+Rules:
+
+- The event loop never waits for the broker: every call to it runs in a thread.
+- What a kernelspec asks for is checked before anything is started. What is wrong at a first start is raised as one
+  sentence, for
+  JupyterLab's dialog; a *re*start never fails for reasons of the GPU (after a failed one Jupyter lists the kernel as
+  idle for ever):
+  the kernel then starts without a GPU, and says why at its first cell.
+- The process is attached to its lease in `launch_kernel`, before jupyter_client watches the process: when that fails
+  at a first start, the
+  process is killed and nothing restarts it.
+- A lease ends in `cleanup(restart=False)` only, which may be called twice, or never: the broker sees processes end
+  by itself.
+- As the default provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) it also gets kernelspecs that never asked for a
+  GPU: where no broker
+  can be had they start as they always did.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from subprocess import Popen
+from typing import Any
+
+from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from traitlets import Float, Unicode, default
+
+from provisioner.kernel_command import EXTENSION_ARGUMENT, KernelPlan, plan_kernel
+from provisioner.kernel_config import KernelConfig, parse_kernel_config
+from provisioner.kernel_lease import (
+    KernelLease,
+    attach_request,
+    environment_with,
+    environment_without,
+    recall_lease,
+    renew_lease,
+    take_lease,
+)
+from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from provisioner.protocol.limits import MAX_NAME
+from provisioner.protocol.messages import LeaseRequest
+
+__all__ = ["FractionalGPUProvisioner"]
+
+# the rest of the keywords is the stanza's
+_OF_JUPYTER = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
+_WAIT_UNGATED_MS = 10_000  # a person waits before the launcher for so long
+_SIGNS_OF_NVIDIA = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
+
+
+class FractionalGPUProvisioner(LocalProvisioner):
+    """Starts local kernels with a lease.
+
+    One instance belongs to one kernel manager and is used by one event loop at a time.
+
+    The keywords that a kernelspec's `config` brings are pool, fraction, memory, devices and priority.
+    """
+
+    process: Popen[bytes] | None
+
+    default_pool: Unicode[str, str | bytes] = Unicode(
+        config=True,
+        help="""The pool of kernels whose kernelspec names none.
+
+        The environment variable JUPYTER_GPU_DEFAULT_POOL sets it too.
+
+        Example: c.FractionalGPUProvisioner.default_pool = "teaching"
+        """,
+    )
+    default_fraction: Unicode[str, str | bytes] = Unicode(
+        config=True,
+        help="""The fraction of kernels whose kernelspec names none.
+
+        The environment variable JUPYTER_GPU_DEFAULT_FRACTION sets it too.
+
+        Example: c.FractionalGPUProvisioner.default_fraction = "1/8"
+        """,
+    )
+    broker_timeout: Float[float, int | float] = Float(
+        30.0,
+        config=True,
+        help="""How long the broker may take to start or to answer, in seconds.
+
+        Example: c.FractionalGPUProvisioner.broker_timeout = 60
+        """,
+    )
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - jupyter_client's signature
+        self._stanza = {name: kwargs.pop(name) for name in list(kwargs) if name not in _OF_JUPYTER}
+        super().__init__(**kwargs)
+        self._lease: KernelLease | None = None  # what is held, over restarts too
+        self._launching: KernelLease | None = None  # what the process that is about to start gets
+        self._plan = KernelPlan(is_ipykernel=False, gated=False)
+        self._is_restart = False
+
+    @default("default_pool")
+    def _default_pool_default(self) -> str:
+        return os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
+
+    @default("default_fraction")
+    def _default_fraction_default(self) -> str:
+        return os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION") or "1/4"
+
+    async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
+        """Check the stanza, take or renew the lease, and put it into the command and the environment.
+
+        Raises FractionalGPUError with one sentence, at a first start only. Cancelled, it may leave a lease that
+        nobody has: without a
+        process the broker lets it expire.
+        """
+        config = self._config()
+        environment = dict(kwargs.get("env") or os.environ)
+        folder = os.fspath(kwargs.get("cwd") or Path.cwd())
+        with_spec = self._spec_environment(environment)
+        self._plan = await asyncio.to_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
+        request = self._request(config, environment)
+        lease, notice = await self._obtain(request)
+        self._launching = lease
+        managed = lease is not None or bool(notice)
+        if managed and self._plan.gated and EXTENSION_ARGUMENT not in self.kernel_spec.argv:
+            kwargs["extra_arguments"] = [*kwargs.get("extra_arguments", ()), EXTENSION_ARGUMENT]
+        try:
+            launch = await super().pre_launch(**kwargs)
+        except BaseException:
+            if not self._is_restart:
+                await self._give_back()
+            raise
+        if managed and self._plan.gated:
+            launch["cmd"] = self._plan.command(launch["cmd"])
+        if lease is not None:
+            launch["env"] = environment_with(lease, launch["env"])
+        elif notice:
+            launch["env"] = environment_without(notice, launch["env"])
+        return launch
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:  # noqa: ANN401 - see above
+        """Start the process and attach it to its lease.
+
+        Raises FractionalGPUError at a first start if the broker does not take it: the process is killed first, and
+        the lease given back.
+        """
+        connection = await super().launch_kernel(cmd, **kwargs)
+        lease = self._launching
+        if lease is not None:
+            try:
+                await asyncio.to_thread(self._attach, lease, connection)
+            except FractionalGPUError as error:
+                await self._stop_unattached()
+                if not self._is_restart:
+                    await self._give_back()
+                    raise type(error)(_sentence(error), reason=error.reason) from error
+                notice = self._explain(error)
+                connection = await super().launch_kernel(
+                    cmd, **{**kwargs, "env": environment_without(notice, kwargs["env"])}
+                )
+            except BaseException:
+                await self._stop_unattached()
+                if not self._is_restart:
+                    await self._give_back()
+                raise
+        self._is_restart = True
+        return connection
+
+    async def terminate(self, restart: bool = False) -> None:
+        """Ask the process to end; one whose CUDA state is suspended could not run its exit and is killed at once."""
+        if await self._is_frozen():
+            await self.kill(restart=restart)
+        else:
+            await super().terminate(restart=restart)
+
+    async def cleanup(self, restart: bool = False) -> None:
+        """Detach the process (restart) or end the lease. A broker that does not answer is logged, not raised."""
+        try:
+            if not restart:
+                self._is_restart = False
+                await self._give_back()
+            elif self._lease is not None:
+                await asyncio.to_thread(self._lease.detach)
+        except FractionalGPUError as error:
+            self.log.warning("The GPU broker did not hear of the end of kernel %s: %s", self.kernel_id, error)
+        finally:
+            await super().cleanup(restart=restart)
+
+    async def get_provisioner_info(self) -> dict[str, Any]:
+        """Return what another process needs to take over, the lease's id and the path of its token included."""
+        info = await super().get_provisioner_info()
+        if self._lease is not None:
+            info["gpu_lease"] = self._lease.to_info()
+        return info
+
+    async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
+        """Take over what `get_provisioner_info` returned.
+
+        A lease whose token file is gone is logged and not taken over.
+        """
+        await super().load_provisioner_info(provisioner_info)
+        info = provisioner_info.get("gpu_lease")
+        if info is None:
+            return
+        try:
+            self._lease = await asyncio.to_thread(recall_lease, info)
+        except FractionalGPUError as error:
+            self.log.warning("Kernel %s runs on without its GPU lease being managed here: %s", self.kernel_id, error)
+        else:
+            self._is_restart = True
+
+    @property
+    def _was_asked_for(self) -> bool:
+        """Whether the kernelspec names us (rather than nobody, and we are the default)."""
+        return "provisioner_name" in ((self.kernel_spec.metadata or {}).get("kernel_provisioner") or {})
+
+    def _config(self) -> KernelConfig:
+        try:
+            return parse_kernel_config(
+                self._stanza, default_pool=self.default_pool, default_fraction=self.default_fraction
+            )
+        except FractionalGPUError as error:
+            raise type(error)(f"Kernel {self.kernel_spec.display_name!r}: {_sentence(error)}") from None
+
+    def _spec_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment with the kernelspec's own variables, as jupyter_client will build it."""
+        own = {
+            name: Template(value).safe_substitute(environment) for name, value in (self.kernel_spec.env or {}).items()
+        }
+        return {**environment, **own}
+
+    def _request(self, config: KernelConfig, environment: Mapping[str, str]) -> LeaseRequest:
+        label = environment.get("JPY_SESSION_NAME") or self.kernel_spec.display_name or "kernel"
+        return LeaseRequest(
+            fraction_milli=config.fraction_milli,
+            pool=config.pool,
+            memory_mib=config.memory_mib,
+            priority=config.priority,
+            kernel_id=self.kernel_id or "",
+            label=label[-MAX_NAME:],  # of a path the end says most
+            gated=self._plan.gated,
+            wait_ms=0 if self._plan.gated else _WAIT_UNGATED_MS,
+        )
+
+    async def _obtain(self, request: LeaseRequest) -> tuple[KernelLease | None, str]:
+        """Return the lease, or None and why the kernel starts without (empty: it starts as if we were not there)."""
+        try:
+            if self._lease is None:
+                self._lease = await asyncio.to_thread(take_lease, request, timeout_s=self.broker_timeout)
+            else:
+                self._lease = await asyncio.to_thread(renew_lease, self._lease, request, timeout_s=self.broker_timeout)
+        except FractionalGPUError as error:
+            if self._is_restart:
+                return None, self._explain(error)
+            if self._was_asked_for:
+                raise type(error)(_sentence(error), reason=error.reason) from error
+            if isinstance(error, BrokerUnavailableError) and not _has_gpu():
+                self.log.warning("Kernel %s starts as an ordinary one, without a GPU lease: %s", self.kernel_id, error)
+                return None, ""
+            return None, self._explain(error)
+        return self._lease, ""
+
+    def _explain(self, error: FractionalGPUError) -> str:
+        """Log that the kernel gets no GPU, and return the sentence for its first cell."""
+        self.log.warning("Kernel %s starts without a GPU: %s", self.kernel_id, error)
+        return f"This kernel was started without a GPU: {_sentence(error)}. Restart the kernel to try again."
+
+    def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
+        """Attach the process that was just started (in a thread)."""
+        process = self.process
+        code = None if process is None else process.poll()
+        if process is None or code is not None:
+            raise FractionalGPUError(
+                f"the kernel's process ended right after its start (exit code {code}); see the server's log"
+            )
+        language = self.kernel_spec.language or ""
+        ipykernel = self._plan.is_ipykernel
+        lease.attach(attach_request(process.pid, dict(connection), language=language, ipykernel=ipykernel))
+
+    async def _stop_unattached(self) -> None:
+        """Kill a process that the broker did not take."""
+        await self.kill()
+        await self.wait()
+
+    async def _give_back(self) -> None:
+        """End the lease, if one is held; a second call finds none."""
+        lease, self._lease, self._launching = self._lease, None, None
+        if lease is not None:
+            try:
+                await asyncio.to_thread(lease.release)
+            except FractionalGPUError as error:
+                self.log.warning("The GPU lease of kernel %s could not be given back: %s", self.kernel_id, error)
+
+    async def _is_frozen(self) -> bool:
+        if self._lease is None or self.process is None:
+            return False
+        try:
+            return await asyncio.to_thread(self._lease.is_frozen)
+        except FractionalGPUError:
+            return False  # unknown: the usual way, which ends in a kill as well
+
+
+def _has_gpu() -> bool:
+    """Whether the machine has NVIDIA devices that a kernel without a lease could get at."""
+    return any(Path(sign).exists() for sign in _SIGNS_OF_NVIDIA)
+
+
+def _sentence(error: FractionalGPUError) -> str:
+    """Return the message on one line and without percent signs, which JupyterLab's dialog shows doubled."""
+    return " ".join(str(error).replace("%", " percent").split()).removesuffix(".")
