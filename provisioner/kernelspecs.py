@@ -1,0 +1,300 @@
+"""Kernelspecs for fractions: one launcher entry for each pool and fraction, such as "Python 3 · 1/4 GPU".
+
+Rules:
+
+- Each is copied from a base kernelspec: its interpreter, environment, language and what it says about itself
+  (`supported_encryption`,
+  `kernel_protocol_version`, `debugger`), without which servers that require encryption refuse it.
+- The folder is named `fractional-gpu-<pool>-<milli>`; what is listed and removed is told by the stanza inside, never
+  by the name alone.
+- A folder appears whole or not at all; one that we did not make is never touched.
+- A base whose interpreter can import our extension is started in the form that a folder beside the notebook cannot
+  shadow; any other
+  kernel (another language, an environment without the extension) keeps its command: it then holds its reservation
+  from its start.
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
+from jupyter_core.paths import jupyter_path
+
+from provisioner.core.units import format_fraction
+from provisioner.kernel_command import find_ipykernel, launch_argv, plan_kernel
+from provisioner.kernel_config import check_pool_name
+from provisioner.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
+
+__all__ = ["PROVISIONER_NAME", "InstalledSpec", "install", "list_installed", "remove", "spec_name"]
+
+PROVISIONER_NAME = "fractional-gpu-provisioner"
+_NAME_PREFIX = "fractional-gpu-"
+_MADE_BY = "jupyter-fractional-gpu"  # marks our folders in the stanza's neighbourhood
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledSpec:
+    """A kernelspec of ours. `gated`: the extension will load in its kernels."""
+
+    name: str
+    display_name: str
+    folder: Path
+    pool: str
+    fraction_milli: int
+    gated: bool
+    simulated: bool
+
+
+def spec_name(pool: str, fraction_milli: int) -> str:
+    """Return the kernelspec's name. Jupyter compares such names without case. Raises BadRequestError."""
+    return f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{_check_milli(fraction_milli)}"
+
+
+def install(
+    pool: str,
+    fractions_milli: Sequence[int],
+    *,
+    prefix: str | None = None,
+    user: bool = False,
+    directory: str | None = None,
+    base: str = "python3",
+    simulated: bool = False,
+) -> list[InstalledSpec]:
+    """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
+
+    Where: for this `user`, below a `prefix` (as in PREFIX/share/jupyter/kernels), or into a `directory` of
+    kernelspecs; below the
+    environment's own prefix if none is said. Raises BadRequestError (what was asked makes no sense), NotFoundError
+    (no such base) and
+    FractionalGPUError (the folder cannot be written to, or holds somebody else's kernelspec).
+    """
+    names = {milli: spec_name(pool, milli) for milli in fractions_milli}
+    if not names:
+        raise BadRequestError("no fraction was given; give at least one, such as 1/4")
+    base_spec = _base_spec(base)
+    target = _target_folder(prefix=prefix, user=user, directory=directory)
+    argv, gated = _argv(base_spec)
+    installed = []
+    for milli, name in names.items():
+        content = _content(base_spec, argv, pool=pool, milli=milli, gated=gated, simulated=simulated)
+        folder = target / name
+        _refuse_foreign(folder, pool)
+        _write_folder(folder, content, logo(milli))
+        installed.append(_describe(folder, content))
+    return installed
+
+
+def list_installed(
+    *,
+    prefix: str | None = None,
+    user: bool = False,
+    directory: str | None = None,
+) -> list[InstalledSpec]:
+    """Return our kernelspecs in the place that is named (as for `install`), else wherever Jupyter looks."""
+    if prefix is not None or user or directory is not None:
+        places = [_target_folder(prefix=prefix, user=user, directory=directory)]
+    else:
+        places = [Path(place) for place in jupyter_path("kernels")]
+    found: dict[str, InstalledSpec] = {}
+    for place in places:
+        for folder in sorted(place.glob(f"{_NAME_PREFIX}*")):
+            content = _read_ours(folder)
+            if content is not None:
+                found.setdefault(folder.name, _describe(folder, content))  # the first place wins, as for Jupyter
+    return sorted(found.values(), key=lambda spec: (spec.pool, spec.fraction_milli))
+
+
+def remove(
+    names: Sequence[str] | None = None,
+    *,
+    prefix: str | None = None,
+    user: bool = False,
+    directory: str | None = None,
+) -> list[InstalledSpec]:
+    """Remove kernelspecs by name (None: all of ours) and return what was removed. Running kernels are not touched.
+
+    Raises NotFoundError before anything is removed if a name is not one of ours, FractionalGPUError if a folder
+    cannot be removed.
+    """
+    ours = {spec.name: spec for spec in list_installed(prefix=prefix, user=user, directory=directory)}
+    wanted = list(ours) if names is None else list(names)
+    for name in wanted:
+        if name not in ours:
+            there = ", ".join(ours) or "none"
+            raise NotFoundError(
+                f"{name!r} is not an installed kernelspec of jupyter-fractional-gpu; installed: {there}"
+            )
+    for name in wanted:
+        try:
+            shutil.rmtree(ours[name].folder)
+        except OSError as error:
+            raise FractionalGPUError(f"{ours[name].folder} cannot be removed: {error.strerror}") from error
+    return [ours[name] for name in wanted]
+
+
+def logo(milli: int) -> str:
+    """Return an SVG that shows the share as a slice of a disc, from the top, clockwise."""
+    if milli >= 1000:
+        share = '<circle cx="32" cy="32" r="26" fill="#2f9e44"/>'
+    else:
+        angle = 2 * math.pi * milli / 1000
+        x, y = 32 + 26 * math.sin(angle), 32 - 26 * math.cos(angle)
+        large = int(milli > 500)
+        share = f'<path d="M32 32V6A26 26 0 {large} 1 {x:.2f} {y:.2f}Z" fill="#2f9e44"/>'
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64" width="64" height="64">'
+        '<circle cx="32" cy="32" r="29" fill="#f1f3f5" stroke="#495057" stroke-width="3"/>'
+        f"{share}</svg>\n"
+    )
+
+
+def _check_milli(milli: object) -> int:
+    if isinstance(milli, bool) or not isinstance(milli, int) or not 1 <= milli <= 1000:
+        raise BadRequestError(f"fraction {milli!r} is out of range; allowed: 1 to 1000 thousandths of a GPU")
+    return milli
+
+
+def _base_spec(base: str) -> KernelSpec:
+    manager = KernelSpecManager()
+    try:
+        spec = manager.get_kernel_spec(base)
+    except NoSuchKernel:
+        there = ", ".join(sorted(manager.find_kernel_specs())) or "none"
+        raise NotFoundError(f"there is no kernelspec {base!r} to copy from; installed: {there}") from None
+    if "kernel_provisioner" in (spec.metadata or {}):
+        raise BadRequestError(
+            f"kernelspec {base!r} cannot be copied from: a kernel provisioner starts it already; name a plain one, "
+            "such as python3"
+        )
+    return spec
+
+
+def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> Path:
+    if (prefix is not None) + user + (directory is not None) > 1:
+        raise BadRequestError("prefix, user and directory each name the place of kernelspecs; give one of them")
+    if directory is not None:
+        return Path(directory).expanduser().absolute()
+    if user:
+        return Path(KernelSpecManager().user_kernel_dir)
+    return Path(prefix if prefix is not None else sys.prefix).expanduser().absolute() / "share" / "jupyter" / "kernels"
+
+
+def _argv(base: KernelSpec) -> tuple[list[str], bool]:
+    """Return the command and whether the extension will load in it."""
+    argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
+    found = find_ipykernel(argv)
+    if found is None:
+        return argv, False
+    if not Path(argv[0]).is_absolute():
+        # `python` means the server's own for jupyter_client; other servers that see this kernelspec would take theirs.
+        is_ours = argv[0] in {
+            "python",
+            f"python{sys.version_info[0]}",
+            f"python{sys.version_info[0]}.{sys.version_info[1]}",
+        }
+        argv[0] = sys.executable if is_ours else shutil.which(argv[0]) or argv[0]
+    environment = {**os.environ, **(base.env or {})}
+    plan = plan_kernel(argv, environment, str(Path(base.resource_dir)))
+    return (launch_argv(argv, found), True) if plan.gated else (argv, False)
+
+
+def _content(
+    base: KernelSpec, argv: list[str], *, pool: str, milli: int, gated: bool, simulated: bool
+) -> dict[str, Any]:
+    """Build kernel.json."""
+    metadata = {
+        **(base.metadata or {}),
+        "kernel_provisioner": {
+            "provisioner_name": PROVISIONER_NAME,
+            "config": {"pool": pool, "fraction": f"{milli}m"},
+        },
+        _MADE_BY: {"pool": pool, "fraction_milli": milli, "gated": gated, "simulated": simulated},
+    }
+    content: dict[str, Any] = {
+        "argv": argv,
+        "display_name": _display_name(base, pool=pool, milli=milli, simulated=simulated),
+        "language": base.language,
+        "interrupt_mode": base.interrupt_mode,
+        "metadata": metadata,
+    }
+    if base.env:
+        content["env"] = dict(base.env)
+    if base.kernel_protocol_version:
+        content["kernel_protocol_version"] = base.kernel_protocol_version
+    return content
+
+
+def _display_name(base: KernelSpec, *, pool: str, milli: int, simulated: bool) -> str:
+    kernel = (base.display_name or "Kernel").replace(" (ipykernel)", "")
+    words = f"{kernel} · {format_fraction(milli)} GPU"
+    if pool != "default":
+        words += f" · {pool}"
+    return words + (" (simulated)" if simulated else "")
+
+
+def _read_ours(folder: Path) -> Mapping[str, Any] | None:
+    """Return the kernel.json of a folder that we made, else None."""
+    try:
+        content = json.loads((folder / "kernel.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    mark = content.get("metadata", {}).get(_MADE_BY) if isinstance(content, dict) else None
+    return content if isinstance(mark, dict) else None
+
+
+def _refuse_foreign(folder: Path, pool: str) -> None:
+    """Refuse to replace what we did not make, or what another pool made whose name differs in case only."""
+    if not os.path.lexists(folder):
+        return
+    content = _read_ours(folder)
+    if content is None:
+        raise FractionalGPUError(
+            f"{folder} exists and was not made by jupyter-fractional-gpu; remove or rename it, or install elsewhere"
+        )
+    other = content["metadata"][_MADE_BY].get("pool")
+    if other != pool:
+        raise FractionalGPUError(
+            f"{folder} belongs to pool {other!r}, and Jupyter does not tell it from {pool!r}; rename one of the pools"
+        )
+
+
+def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
+    """Put a whole folder in place; an older one of ours is replaced."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+            fresh = Path(scratch) / "new"
+            fresh.mkdir(mode=0o755)
+            (fresh / "kernel.json").write_text(
+                json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+            (fresh / "logo-svg.svg").write_text(svg, encoding="utf-8")
+            if folder.exists():
+                folder.rename(Path(scratch) / "old")
+            fresh.rename(folder)
+    except OSError as error:
+        raise FractionalGPUError(
+            f"the kernelspec {folder.name} cannot be written to {folder.parent} ({error.strerror}); "
+            "install for your user (--user) or into a folder that you may write to"
+        ) from error
+
+
+def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
+    mark = content["metadata"][_MADE_BY]
+    return InstalledSpec(
+        name=folder.name,
+        display_name=str(content.get("display_name", folder.name)),
+        folder=folder,
+        pool=str(mark.get("pool", "")),
+        fraction_milli=int(mark.get("fraction_milli", 0)),
+        gated=bool(mark.get("gated")),
+        simulated=bool(mark.get("simulated")),
+    )

@@ -1,0 +1,332 @@
+"""A broker for tests of the other side: real HTTP on a real UNIX socket, in threads of the test, with no GPU behind it.
+
+It keeps leases in a dict and can be told to misbehave: `fail` answers a route with an error, `hang_up` closes the
+connection under a
+request, `held` makes a route wait. Tests wait for what it saw with `wait_for`, never by sleeping.
+"""
+
+import json
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Self
+
+from provisioner.protocol.errors import FractionalGPUError, NotFoundError, UnauthorizedError
+from provisioner.protocol.limits import PROTOCOL_VERSION
+from provisioner.protocol.messages import HostStatus, LeaseReply, LeaseStatus, Pong, Progress
+
+__all__ = ["DEADLINE_S", "Call", "FakeBroker", "FakeLease"]
+
+DEADLINE_S = 60.0
+
+
+@dataclass
+class FakeLease:
+    """What the fake knows of a lease."""
+
+    request: dict[str, Any]
+    token: str
+    state: str = "unattached"
+    attach: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request that came in.
+
+    `route` is `create`, `lease`, `release`, `ping`, `status` or the action behind a lease's id.
+    """
+
+    route: str
+    lease_id: str
+    body: dict[str, Any]
+    connection: int
+
+
+class FakeBroker:
+    """Serves on `path` between `start` and `stop`. Everything public may be used from the test's thread."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.leases: dict[str, FakeLease] = {}
+        self.calls: list[Call] = []
+        self.fail: dict[str, FractionalGPUError] = {}
+        self.hang_up: dict[str, int] = {}  # route -> how many requests to hang up on
+        self.held: dict[str, threading.Event] = {}  # route -> set to let it go on
+        self.extra: dict[str, Any] = {}  # fields that this version does not know, added to every reply
+        self.environment: dict[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
+        self.progress: list[Progress] = [Progress(kind="granted", environment={"CUDA_VISIBLE_DEVICES": "GPU-0"})]
+        self.gate_bytes: list[bytes] = []  # sent as one chunk each on the gate stream, which then stays open
+        self.protocol = PROTOCOL_VERSION
+        self.connections = 0
+        self.hung_up: list[str] = []  # routes whose stream the client left
+        self._changed = threading.Condition()
+        self._sockets: set[socket.socket] = set()
+        self._server: _Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Serve."""
+        self._server = _Server(self)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop serving and cut every connection."""
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self.drop_connections()
+            for event in self.held.values():
+                event.set()
+            self._server.server_close()
+            self._thread.join()
+            self._server = self._thread = None
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)  # noqa: PTH108 - a socket, by its name
+
+    def drop_connections(self) -> None:
+        """Close every open connection, as a broker does with idle ones."""
+        with self._changed:
+            sockets = list(self._sockets)
+        for each in sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self.wait_for(lambda: not self._sockets)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Return when the condition holds; it is looked at after everything that happens here."""
+        with self._changed:
+            assert self._changed.wait_for(condition, DEADLINE_S), f"did not happen; calls: {self.routes()}"
+
+    def routes(self) -> list[str]:
+        """The routes called, in order."""
+        return [call.route for call in self.calls]
+
+    def bodies(self, route: str) -> list[dict[str, Any]]:
+        """What was sent to a route."""
+        return [call.body for call in self.calls if call.route == route]
+
+    def only_lease(self) -> tuple[str, FakeLease]:
+        """The one lease that has not ended."""
+        ((lease_id, lease),) = [(name, each) for name, each in self.leases.items() if each.state != "ended"]
+        return lease_id, lease
+
+    @contextmanager
+    def connected(self, connection: socket.socket) -> Iterator[int]:
+        with self._changed:
+            self.connections += 1
+            number = self.connections
+            self._sockets.add(connection)
+        try:
+            yield number
+        finally:
+            with self._changed:
+                self._sockets.discard(connection)
+                self._changed.notify_all()
+
+    def note(self, call: Call) -> None:
+        with self._changed:
+            self.calls.append(call)
+            self._changed.notify_all()
+
+    def note_hang_up(self, route: str) -> None:
+        with self._changed:
+            self.hung_up.append(route)
+            self._changed.notify_all()
+
+    def takes_hang_up(self, route: str) -> bool:
+        with self._changed:
+            left = self.hang_up.get(route, 0)
+            self.hang_up[route] = left - 1
+            return left > 0
+
+    def answer(self, call: Call, token: str) -> dict[str, Any]:
+        """Carry out one call that is no stream. Raises what is to be answered as an error."""
+        if call.route in self.fail:
+            raise self.fail[call.route]
+        match call.route:
+            case "ping":
+                return asdict(Pong(version="0", protocol=self.protocol, pid=os.getpid(), simulated=True))
+            case "status":
+                leases = [self._status(lease_id) for lease_id in self.leases]
+                return asdict(_host_status(self.path, leases))
+            case "create":
+                return asdict(self._create(call.body))
+        lease = self.leases.get(call.lease_id)
+        if lease is None or (lease.state == "ended" and call.route != "release"):
+            raise NotFoundError(f"there is no lease {call.lease_id}")
+        if token != lease.token:
+            raise UnauthorizedError("the token is not the lease's")
+        with self._changed:
+            self._move(lease, call)
+            self._changed.notify_all()
+        if call.route in {"lease", "attach", "suspend", "resume"}:
+            return asdict(self._status(call.lease_id))
+        return {"ok": True}
+
+    def _move(self, lease: FakeLease, call: Call) -> None:
+        states = {
+            "attach": "unarmed" if lease.request["gated"] else "resident",
+            "detach": "unattached",
+            "release": "ended",
+            "suspend": "suspended",
+            "resume": "resident",
+        }
+        lease.state = states.get(call.route, lease.state)
+        if call.route == "attach":
+            lease.attach = call.body
+        if call.route == "detach":
+            lease.attach = {}
+
+    def _create(self, request: dict[str, Any]) -> LeaseReply:
+        with self._changed:
+            lease_id, token = f"lease-{len(self.leases) + 1}", f"token-{len(self.leases) + 1}"
+            self.leases[lease_id] = FakeLease(request=request, token=token)
+            self._changed.notify_all()
+        return LeaseReply(
+            lease_id=lease_id,
+            token=token,
+            reserve_mib=2048,
+            device_id=None,
+            simulated=True,
+            environment=self.environment,
+        )
+
+    def _status(self, lease_id: str) -> LeaseStatus:
+        lease = self.leases[lease_id]
+        return LeaseStatus(
+            lease_id=lease_id,
+            state=lease.state,
+            pool=lease.request["pool"],
+            owner="me",
+            label=lease.request["label"],
+            kernel_id=lease.request["kernel_id"],
+            pid=lease.attach.get("pid"),
+            fraction_milli=lease.request["fraction_milli"],
+            reserve_mib=2048,
+            used_mib=0,
+            saved_mib=0,
+            device_id=None,
+            device_name="",
+            simulated=True,
+            busy=False,
+            gated=lease.request["gated"],
+            age_ms=0,
+            reason="",
+            sentence="",
+        )
+
+
+def _host_status(path: str, leases: list[LeaseStatus]) -> HostStatus:
+    return HostStatus(
+        version="0",
+        pid=os.getpid(),
+        simulated=True,
+        socket=path,
+        host_budget_mib=1024,
+        host_saved_mib=0,
+        devices=[],
+        leases=leases,
+        pools={"default": [250]},
+    )
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = False
+    block_on_close = True
+    request_queue_size = 64
+
+    def __init__(self, broker: FakeBroker) -> None:
+        self.broker = broker
+        super().__init__(broker.path, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def handle(self) -> None:
+        with self.server.broker.connected(self.connection) as self.number, suppress(ConnectionError):
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
+        """Say nothing: pytest shows what matters."""
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self._serve()
+
+    def do_DELETE(self) -> None:
+        self._serve()
+
+    def _call(self) -> Call:
+        length = int(self.headers.get("Content-Length", 0))
+        body = json.loads(self.rfile.read(length)) if length else {}
+        words = self.path.strip("/").split("/")
+        if words[1] != "leases":
+            return Call(words[1], "", body, self.number)
+        if len(words) == 2:
+            return Call("create", "", body, self.number)
+        plain = "release" if self.command == "DELETE" else "lease"
+        return Call(words[3] if len(words) > 3 else plain, words[2], body, self.number)
+
+    def _serve(self) -> None:
+        broker = self.server.broker
+        call = self._call()
+        broker.note(call)
+        if call.route in broker.held:
+            broker.held[call.route].wait(DEADLINE_S)
+        if broker.takes_hang_up(call.route):
+            self.close_connection = True
+            return
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        try:
+            payload = broker.answer(call, token)
+        except FractionalGPUError as error:
+            self._reply(error.status, {"error": {"code": error.code, "reason": error.reason, "message": str(error)}})
+            return
+        if call.route in {"acquire", "gate"}:
+            self._stream(call.route)
+        else:
+            self._reply(200, {**payload, **broker.extra})
+
+    def _reply(self, status: int, payload: dict[str, Any]) -> None:
+        body = json.dumps(payload).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _stream(self, route: str) -> None:
+        broker = self.server.broker
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        if route == "acquire":
+            pieces = [json.dumps(asdict(line)).encode() + b"\n" for line in broker.progress]
+        else:
+            pieces = broker.gate_bytes
+        for piece in pieces:
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        if pieces and route == "acquire" and broker.progress[-1].kind in {"granted", "refused"}:
+            self.wfile.write(b"0\r\n\r\n")
+            return
+        self.connection.recv(1)  # until the client hangs up
+        self.close_connection = True
+        broker.note_hang_up(route)
