@@ -1,0 +1,93 @@
+"""Reading the simulated devices: the `Monitor` of the simulated host."""
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUError, GPUErrorCode, ProcessUse
+from provisioner.gpu.simulated.processes import processes_of, reap, settle_if_abandoned
+from provisioner.gpu.simulated.store import MIB, SimulatedHostError, Store
+
+__all__ = ["SimulatedMonitor", "open_store", "translated"]
+
+_Result = TypeVar("_Result")
+
+
+def open_store(directory: str | Path) -> Store:
+    """Open the host for a driver. Raises GPUError (NOT_INITIALIZED) when there is none."""
+    try:
+        return Store(directory)
+    except SimulatedHostError as error:
+        raise GPUError(GPUErrorCode.NOT_INITIALIZED, str(error)) from error
+
+
+def translated(function: Callable[[], _Result]) -> _Result:
+    """Call it; trouble with the host's folder becomes the driver's OPERATING_SYSTEM."""
+    try:
+        return function()
+    except (OSError, sqlite3.Error, SimulatedHostError) as error:
+        raise GPUError(GPUErrorCode.OPERATING_SYSTEM, f"the simulated GPU host failed: {error}") from error
+
+
+class SimulatedMonitor:
+    """Reads the devices of a simulated host. Raises GPUError NOT_INITIALIZED when there is none in the folder."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._store = open_store(directory)
+
+    @property
+    def kind(self) -> str:
+        """Always `simulated`."""
+        return "simulated"
+
+    def devices(self) -> list[DeviceInfo]:
+        """Return the devices; a lost one is listed and says so. Raises GPUError."""
+        return [
+            DeviceInfo(
+                device_id=device.device_id,
+                index=device.index,
+                name=device.name,
+                memory_mib=device.memory_mib,
+                simulated=True,
+                checkpointable=not device.lost,
+                why_not="the device is lost" if device.lost else "",
+            )
+            for device in translated(self._store.devices)
+        ]
+
+    def use(self, device_id: str) -> DeviceUse:
+        """Return who uses the device, MiB rounded up. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
+        return translated(lambda: self._use(device_id))
+
+    def kernel_environment(self, device_id: str | None) -> dict[str, str]:
+        """Return where the simulated host is and, once there is one, the device."""
+        environment = {"JUPYTER_GPU_SIMULATED_DIR": str(self._store.directory)}
+        if device_id is not None:
+            environment["JUPYTER_GPU_SIMULATED_DEVICE"] = device_id
+        return environment
+
+    def close(self) -> None:
+        """Close the database. Idempotent."""
+        self._store.close()
+
+    def _use(self, device_id: str) -> DeviceUse:
+        found = [device for device in self._store.devices() if device.device_id == device_id]
+        if not found:
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
+        if found[0].lost:
+            raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")
+        reap(self._store)
+        for process in processes_of(self._store):
+            if process.phase in ("saving", "restoring"):
+                settle_if_abandoned(self._store, process.key)
+        holding = [process for process in processes_of(self._store) if process.holds == device_id]
+        return DeviceUse(
+            device_id=device_id,
+            used_mib=_mib(sum(process.n_bytes for process in holding)),
+            processes=tuple(ProcessUse(pid=process.pid, used_mib=_mib(process.n_bytes)) for process in holding),
+        )
+
+
+def _mib(n_bytes: int) -> int:
+    return -(-n_bytes // MIB)
