@@ -1,0 +1,205 @@
+"""Reads NVIDIA devices through NVML. It never creates a CUDA context and needs no privileges.
+
+- No library, no driver or no device is an ordinary answer: `devices()` is empty and `why_none` says why. It is asked
+  anew each time, so a driver that is loaded later is found.
+- A device that fell off the bus is left out of `devices()`, and `use()` of it raises DEVICE_LOST.
+- A device's memory is what processes can have: what the driver keeps for itself is neither in the total nor in the
+  use.
+- Devices are named by UUID; an index is for people and may change with every boot.
+- Where NVML does not tell what a process uses (some virtual machines and containers do not), the processes it does
+  not tell of share what is used and accounted for by nobody, in equal parts: exact for one process, a guess for
+  more.
+"""
+
+import importlib
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Final
+
+from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUError, GPUErrorCode, ProcessUse
+from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+
+__all__ = ["NvidiaMonitor"]
+
+_MIB: Final = 1024 * 1024
+
+# NVML's return codes, which are part of its binary interface and do not change.
+_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND = 2, 3, 4, 6
+_DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND = 9, 12, 13
+_GPU_IS_LOST, _RESET_REQUIRED, _OPERATING_SYSTEM, _VERSION_MISMATCH = 15, 16, 17, 18
+_ARGUMENT_VERSION_MISMATCH, _GPU_NOT_FOUND = 25, 28
+
+_CODES: Final[Mapping[int, GPUErrorCode]] = {
+    _INVALID_ARGUMENT: GPUErrorCode.NO_SUCH_DEVICE,
+    _NOT_FOUND: GPUErrorCode.NO_SUCH_DEVICE,
+    _GPU_NOT_FOUND: GPUErrorCode.NO_SUCH_DEVICE,
+    _GPU_IS_LOST: GPUErrorCode.DEVICE_LOST,
+    _RESET_REQUIRED: GPUErrorCode.DEVICE_LOST,
+    _NO_PERMISSION: GPUErrorCode.NOT_PERMITTED,
+    _NOT_SUPPORTED: GPUErrorCode.NOT_SUPPORTED,
+    _FUNCTION_NOT_FOUND: GPUErrorCode.NOT_SUPPORTED,
+    _OPERATING_SYSTEM: GPUErrorCode.OPERATING_SYSTEM,
+}
+
+_WHY_NONE: Final[Mapping[int, str]] = {
+    _LIBRARY_NOT_FOUND: "NVIDIA's driver is not installed (there is no libnvidia-ml.so.1)",
+    _DRIVER_NOT_LOADED: "NVIDIA's driver is installed but its kernel module is not loaded: `nvidia-smi` may tell more",
+    _VERSION_MISMATCH: "NVIDIA's driver was updated and the old kernel module is still loaded: reboot",
+    _NO_PERMISSION: "the device files /dev/nvidia* may not be opened: add this user to the group that owns them",
+}
+
+_UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
+
+
+class NvidiaMonitor:
+    """The `Monitor` of NVIDIA devices. Methods may be called from any thread.
+
+    `nvml` stands in for pynvml in tests, `bindings` for what tells whether the checkpoint calls can be made.
+    """
+
+    def __init__(self, *, nvml: ModuleType | None = None, bindings: Callable[[], str] = why_no_bindings) -> None:
+        self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
+        self._bindings = bindings
+        self._starting = threading.Lock()
+        self._started = False
+        self._why_none = ""
+        self._warnings: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """`nvidia`."""
+        return "nvidia"
+
+    @property
+    def why_none(self) -> str:
+        """Why the last `devices()` was empty, a sentence; empty if it was not."""
+        return self._why_none
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What an administrator should know of the driver that the last `devices()` saw, sentences."""
+        return self._warnings
+
+    def devices(self) -> list[DeviceInfo]:
+        """Return the devices that answer, by index. Raises GPUError when the driver is there but fails."""
+        if not self._start():
+            return []
+        try:
+            version: str = self._nvml.nvmlSystemGetDriverVersion()
+            count: int = self._nvml.nvmlDeviceGetCount()
+        except self._nvml.NVMLError as error:
+            raise self._error(error, "listing the devices") from error
+        self._warnings = driver_warnings(version)
+        refusal = driver_refusal(version) or self._bindings()
+        found = [device for index in range(count) if (device := self._describe(index, refusal)) is not None]
+        if found:
+            self._why_none = ""
+        elif count:
+            self._why_none = f"none of the {count} NVIDIA devices answers: see `dmesg` and `nvidia-smi`"
+        else:
+            self._why_none = "NVIDIA's driver is loaded but sees no device"
+        return found
+
+    def use(self, device_id: str) -> DeviceUse:
+        """Return who uses the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, NOT_PERMITTED and others)."""
+        if not self._start():
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
+            _, used = self._memory(handle)
+            by_pid: dict[int, int | None] = {}
+            for process in [*self._nvml.nvmlDeviceGetComputeRunningProcesses(handle), *self._graphics(handle)]:
+                # One that computes and draws is in both lists with all that it uses.
+                known = [one for one in (by_pid.get(process.pid), process.usedGpuMemory) if one is not None]
+                by_pid[process.pid] = max(known, default=None)
+        except self._nvml.NVMLError as error:
+            raise self._error(error, f"reading device {device_id}") from error
+        return DeviceUse(device_id=device_id, used_mib=-(-used // _MIB), processes=_shares(by_pid, used))
+
+    def kernel_environment(self, device_id: str | None) -> dict[str, str]:
+        """Return what makes a kernel see this device only; without one it sees none."""
+        return {"CUDA_VISIBLE_DEVICES": device_id or ""}
+
+    def close(self) -> None:
+        """Give NVML back. Idempotent; a later call starts it again."""
+        with self._starting:
+            if self._started:
+                self._started = False
+                self._nvml.nvmlShutdown()
+
+    def _start(self) -> bool:
+        with self._starting:
+            if not self._started:
+                try:
+                    self._nvml.nvmlInit()
+                except self._nvml.NVMLError as error:
+                    self._why_none = _WHY_NONE.get(error.value, f"NVIDIA's driver does not start: {error}")
+                    return False
+                self._started = True
+            return True
+
+    def _describe(self, index: int, refusal: str) -> DeviceInfo | None:
+        """Return the device; None for one that does not answer or may not be used from here."""
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            total, _ = self._memory(handle)
+            why_not = self._why_not(handle) or refusal
+            return DeviceInfo(
+                device_id=self._nvml.nvmlDeviceGetUUID(handle),
+                index=index,
+                name=self._nvml.nvmlDeviceGetName(handle),
+                memory_mib=total // _MIB,
+                simulated=False,
+                checkpointable=not why_not,
+                why_not=why_not,
+            )
+        except self._nvml.NVMLError as error:
+            if error.value in (_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION):
+                return None
+            raise self._error(error, f"reading the device with index {index}") from error
+
+    def _why_not(self, handle: object) -> str:
+        try:
+            current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
+        except self._nvml.NVMLError as error:
+            if error.value in _UNAVAILABLE:  # most devices have no such mode
+                return ""
+            raise
+        if current:
+            return "the device is in MIG mode, in which the driver cannot checkpoint: switch it off, or share without suspending"
+        return ""
+
+    def _memory(self, handle: object) -> tuple[int, int]:
+        """Return what processes can have and what they have, bytes."""
+        try:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=self._nvml.nvmlMemory_v2)
+            total, used = memory.total - memory.reserved, memory.used
+        except self._nvml.NVMLError as error:
+            if error.value not in _UNAVAILABLE:
+                raise
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            total, used = memory.total, memory.used
+        return int(total), int(used)
+
+    def _graphics(self, handle: object) -> list[object]:
+        try:
+            return list(self._nvml.nvmlDeviceGetGraphicsRunningProcesses(handle))
+        except self._nvml.NVMLError as error:
+            if error.value in _UNAVAILABLE:
+                return []
+            raise
+
+    def _error(self, error: Exception, doing: str) -> GPUError:
+        number = getattr(error, "value", None)
+        code = _CODES.get(number, GPUErrorCode.UNKNOWN) if isinstance(number, int) else GPUErrorCode.UNKNOWN
+        return GPUError(code, f"{doing} failed: {error} (NVML error {number})")
+
+
+def _shares(by_pid: Mapping[int, int | None], used: int) -> tuple[ProcessUse, ...]:
+    unknown = sum(one is None for one in by_pid.values())
+    rest = max(0, used - sum(one for one in by_pid.values() if one is not None))
+    guess = rest // unknown if unknown else 0
+    return tuple(
+        ProcessUse(pid=pid, used_mib=-(-(guess if one is None else one) // _MIB)) for pid, one in sorted(by_pid.items())
+    )

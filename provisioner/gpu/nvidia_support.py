@@ -1,0 +1,75 @@
+"""What of NVIDIA's driver and bindings this project can work with, as tables and sentences.
+
+- The checkpoint calls came with driver 570 (CUDA 12.8); moving to another device came with driver 580 (CUDA 13.0).
+- Some driver releases are reported to lose state or to hang. Those that may lose a kernel are refused; others only
+  get a warning.
+"""
+
+import platform
+import re
+from importlib import metadata
+from typing import Final
+
+__all__ = [
+    "INSTALL_BINDINGS",
+    "MOVING_CUDA_VERSION",
+    "driver_refusal",
+    "driver_warnings",
+    "why_no_bindings",
+]
+
+INSTALL_BINDINGS: Final = "pip install 'jupyter-fractional-gpu[cuda]'"
+MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion tells it: 1000 * major + 10 * minor
+
+_FIRST_DRIVER: Final = 570
+_FIRST_BINDINGS: Final = (12, 8)
+
+# A release matches a version that is equal to it or goes on with a dot: "610.57" matches "610.57" and "610.57.02".
+_REFUSED: Final = {
+    "610.57": "locking a process is reported to crash it",
+}
+_WARNED: Final = {
+    "595.71": "killing a process that was restored from a checkpoint on disk is reported to hang the host",
+}
+
+
+def driver_refusal(version: str) -> str:
+    """Return why this driver's release cannot be trusted with checkpoints, a sentence; empty if it can."""
+    major = re.match(r"\d+", version)
+    if major is None:
+        return f"the NVIDIA driver tells the version {version!r}, which cannot be understood"
+    if int(major[0]) < _FIRST_DRIVER:
+        return f"the NVIDIA driver {version} cannot checkpoint: install {_FIRST_DRIVER} or newer"
+    reason = _matching(version, _REFUSED)
+    return f"with the NVIDIA driver {version} {reason}: install another release" if reason else ""
+
+
+def driver_warnings(version: str, *, machine: str | None = None) -> tuple[str, ...]:
+    """Return what an administrator should know of this driver on this kind of machine (`platform.machine()`), sentences."""
+    warnings = []
+    reason = _matching(version, _WARNED)
+    if reason:
+        warnings.append(f"with the NVIDIA driver {version} {reason}")
+    machine = platform.machine() if machine is None else machine
+    if machine not in ("x86_64", "AMD64"):
+        warnings.append(
+            f"NVIDIA's driver supports checkpoints on few machines of the kind {machine}: try it before use"
+        )
+    return tuple(warnings)
+
+
+def why_no_bindings() -> str:
+    """Return why the CUDA bindings cannot be used, a sentence that says what to do; empty if they can. Imports nothing."""
+    try:
+        version = metadata.version("cuda-bindings")
+    except metadata.PackageNotFoundError:
+        return f"the Python package cuda-bindings is not installed: {INSTALL_BINDINGS}"
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < _FIRST_BINDINGS:
+        first = ".".join(map(str, _FIRST_BINDINGS))
+        return f"cuda-bindings {version} has no checkpoint calls, {first} is needed: {INSTALL_BINDINGS} --upgrade"
+    return ""
+
+
+def _matching(version: str, table: dict[str, str]) -> str:
+    return next((why for release, why in table.items() if f"{version}.".startswith(f"{release}.")), "")
