@@ -1,0 +1,294 @@
+"""HTTP on the UNIX socket: decode strictly, ask the service, encode. Every failure is one JSON error with a stable code."""
+
+import asyncio
+import http
+import logging
+import os
+import time
+from collections import Counter
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from tornado import httputil, iostream, web
+from tornado.httpserver import HTTPServer
+
+from provisioner.broker.decode import decode
+from provisioner.broker.service import Peer, Service
+from provisioner.broker.status import host_status
+from provisioner.host.peers import peer_credentials
+from provisioner.protocol.errors import (
+    BadRequestError,
+    FractionalGPUError,
+    InternalBrokerError,
+    NotFoundError,
+    RequestTooLargeError,
+    UnauthorizedError,
+)
+from provisioner.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES, PULSE_S
+from provisioner.protocol.messages import AcquireRequest, AttachRequest, Done, GateAnswer, GateHello, LeaseRequest
+
+__all__ = ["make_server"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
+_IDLE_CONNECTION_S = 3600.0
+_BODY_S = 10.0  # a body that does not arrive within this is a slow-loris
+
+
+class _Handler(web.RequestHandler):
+    """What all routes share."""
+
+    peer: Peer
+
+    def initialize(self, service: Service, socket_path: str) -> None:
+        self.service = service
+        self.socket_path = socket_path
+
+    def prepare(self) -> None:
+        self.service.broker.last_use_s = time.monotonic()
+        connection: Any = self.request.connection
+        credentials = peer_credentials(connection.stream.socket)
+        admin = credentials.uid in (0, os.getuid())
+        self.peer = Peer(credentials=credentials, token=self._token(), admin=admin)
+
+    def _token(self) -> str | None:
+        header = self.request.headers.get("Authorization")
+        if header is None:
+            return None
+        scheme, _, token = header.partition(" ")
+        if scheme != "Bearer" or not token:
+            raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
+        return token
+
+    def take(self, kind: type[T]) -> T:
+        """Decode the body."""
+        return decode(self.request.body, kind)
+
+    def reply(self, message: object) -> None:
+        """Answer with a message."""
+        self.set_header("Content-Type", "application/json")
+        self.finish(msgspec.json.encode(message))
+
+    async def line(self, message: object) -> None:
+        """Write one line of a stream. Raises StreamClosedError when the peer hung up."""
+        self.write(msgspec.json.encode(message) + b"\n")
+        await self.flush()
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Turn any failure into the one JSON shape."""
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        if not isinstance(error, FractionalGPUError):
+            error = _error_for(status_code)
+        self.set_status(error.status)
+        self.reply({"error": {"code": error.code, "reason": error.reason, "message": str(error)}})
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        """Log what is our fault with its traceback, and what is the peer's in a line."""
+        if isinstance(value, FractionalGPUError | web.HTTPError):
+            log.info("%s %s refused: %s", self.request.method, self.request.path, str(value).replace("\n", " ")[:500])
+        elif not isinstance(value, iostream.StreamClosedError):
+            log.error("%s %s failed", self.request.method, self.request.path, exc_info=(typ, value, tb))
+
+
+def _error_for(status: int) -> FractionalGPUError:
+    if status == http.HTTPStatus.NOT_FOUND:
+        return NotFoundError(
+            "there is no such route; the routes are in provisioner/protocol/messages.py", reason="unknown-route"
+        )
+    if status == http.HTTPStatus.METHOD_NOT_ALLOWED:
+        return BadRequestError("this route does not take that method", reason="bad-method")
+    if status == http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        return RequestTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    if 400 <= status < 500:
+        return BadRequestError("the request is malformed")
+    return InternalBrokerError("the broker failed; its log says why")
+
+
+class _Missing(_Handler):
+    def prepare(self) -> None:
+        raise NotFoundError(
+            "there is no such route; the routes are in provisioner/protocol/messages.py", reason="unknown-route"
+        )
+
+
+class _Ping(_Handler):
+    def get(self) -> None:
+        self.reply(self.service.ping())
+
+
+class _Status(_Handler):
+    def get(self) -> None:
+        uid = None if self.peer.admin else self.peer.credentials.uid
+        self.reply(host_status(self.service.broker, self.socket_path, uid))
+
+
+class _Leases(_Handler):
+    async def post(self) -> None:
+        self.reply(await self.service.create(self.peer, self.take(LeaseRequest)))
+
+
+class _Lease(_Handler):
+    def get(self, lease_id: str) -> None:
+        self.reply(self.service.status_of(self.service.find(self.peer, lease_id)))
+
+    def delete(self, lease_id: str) -> None:
+        try:
+            kernel = self.service.find(self.peer, lease_id)
+        except NotFoundError:
+            pass  # released before: a second release is no error
+        else:
+            self.service.release(kernel)
+        self.reply(Done())
+
+
+class _Attach(_Handler):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id, own=True)
+        self.reply(await self.service.attach(self.peer, kernel, self.take(AttachRequest)))
+
+
+class _Detach(_Handler):
+    def post(self, lease_id: str) -> None:
+        self.service.detach(self.service.find(self.peer, lease_id, own=True))
+        self.reply(Done())
+
+
+class _Suspend(_Handler):
+    async def post(self, lease_id: str) -> None:
+        self.reply(await self.service.suspend(self.service.find(self.peer, lease_id)))
+
+
+class _Stream(_Handler):
+    """A route whose work ends when the peer hangs up."""
+
+    def on_connection_close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+    _work: asyncio.Task[None] | None = None
+
+    async def run(self, work: "asyncio.Task[None]") -> None:
+        """Run until done or hung up."""
+        self._work = work
+        try:
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.result()
+        except iostream.StreamClosedError:
+            pass
+        finally:
+            work.cancel()
+
+
+class _Resume(_Stream):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id)
+
+        async def work() -> None:
+            self.reply(await self.service.resume(kernel))
+
+        await self.run(asyncio.create_task(work()))
+
+
+class _Acquire(_Stream):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id, own=True)
+        request = self.take(AcquireRequest)
+
+        async def work() -> None:
+            async with aclosing(self.service.acquire(kernel, request)) as stream:
+                async for progress in stream:
+                    await self.line(progress)
+
+        await self.run(asyncio.create_task(work()))
+
+
+class _Gate(_Stream):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id, own=True)
+        link = self.service.connect_gate(kernel, self.take(GateHello))
+
+        async def work() -> None:
+            while (command := await link.next(PULSE_S)) is not None:
+                await self.line(command)
+
+        try:
+            await self.run(asyncio.create_task(work()))
+        finally:
+            self.service.disconnect_gate(kernel, link)
+
+
+class _Answer(_Handler):
+    def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id, own=True)
+        self.service.answer(kernel, self.take(GateAnswer))
+        self.reply(Done())
+
+
+class _Server(HTTPServer):
+    """Counts connections per uid and turns away whoever has too many."""
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        self._count: Counter[int] = Counter()
+        self._uids: dict[object, int] = {}
+        super().initialize(*args, **kwargs)
+
+    def handle_stream(self, stream: iostream.IOStream, address: tuple[Any, ...]) -> None:
+        try:
+            uid = peer_credentials(stream.socket).uid
+        except OSError:
+            stream.close()
+            return
+        if self._count[uid] >= MAX_CONNECTIONS_PER_UID:
+            log.warning("user %d has %d connections open: one more is turned away", uid, MAX_CONNECTIONS_PER_UID)
+            stream.close()
+            return
+        self._count[uid] += 1
+        self._uids[stream] = uid
+        super().handle_stream(stream, address)
+
+    def on_close(self, server_conn: object) -> None:
+        uid = self._uids.pop(getattr(server_conn, "stream", None), None)
+        if uid is not None:
+            self._count[uid] -= 1
+        super().on_close(server_conn)
+
+
+def make_server(service: Service, socket_path: str) -> HTTPServer:
+    """Return the server, not yet listening."""
+    shared = {"service": service, "socket_path": socket_path}
+    application = web.Application(
+        [
+            ("/v1/ping", _Ping, shared),
+            ("/v1/status", _Status, shared),
+            ("/v1/leases", _Leases, shared),
+            (_LEASE, _Lease, shared),
+            (_LEASE + "/attach", _Attach, shared),
+            (_LEASE + "/detach", _Detach, shared),
+            (_LEASE + "/acquire", _Acquire, shared),
+            (_LEASE + "/suspend", _Suspend, shared),
+            (_LEASE + "/resume", _Resume, shared),
+            (_LEASE + "/gate", _Gate, shared),
+            (_LEASE + "/answer", _Answer, shared),
+        ],
+        default_handler_class=_Missing,
+        default_handler_args=shared,
+        log_function=_log_request,
+    )
+    return _Server(
+        application,
+        max_header_size=MAX_HEADER_BYTES,
+        max_body_size=MAX_BODY_BYTES,
+        max_buffer_size=MAX_BODY_BYTES * 2,
+        idle_connection_timeout=_IDLE_CONNECTION_S,
+        body_timeout=_BODY_S,
+    )
+
+
+def _log_request(handler: web.RequestHandler) -> None:
+    request: httputil.HTTPServerRequest = handler.request
+    log.debug(
+        "%s %s -> %d in %.1f ms", request.method, request.path, handler.get_status(), request.request_time() * 1000
+    )

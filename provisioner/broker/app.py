@@ -1,0 +1,224 @@
+"""The broker as a process: one per socket, found or started by whoever needs it.
+
+A file lock beside the socket makes two starters end up with one broker; claims on the devices make two brokers of different sockets
+(or users) keep off each other's devices. `broker.json` beside the socket says how to start this broker again after a crash.
+Started with `detach`, the broker is a fresh process in a session of its own, with nothing of the starter's lease in its environment
+(the starter may be a kernel), and the starter learns through a pipe whether somebody serves or what went wrong.
+"""
+
+import asyncio
+import fcntl
+import json
+import logging
+import logging.handlers
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from provisioner.broker.backend import BackendError, open_backend
+from provisioner.broker.run import Run, device_specs
+from provisioner.client import BrokerClient
+from provisioner.config import ConfigError, load
+from provisioner.discovery import socket_path
+from provisioner.gpu.interface import GPUError
+from provisioner.host.claims import DeviceClaim, DeviceClaimedError
+from provisioner.ledger.ledger import Ledger
+from provisioner.ledger.records import LedgerError
+from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
+
+__all__ = ["BrokerOptions", "run_broker", "run_detached"]
+
+log = logging.getLogger("provisioner.broker")
+
+_OTHER_PATIENCE_S = 30.0
+_RESTART_ENVIRONMENT = ("JUPYTER_", "PYTHON", "XDG_")
+_NOT_INHERITED = (
+    "JUPYTER_GPU_LEASE",
+    "JUPYTER_GPU_TOKEN_FILE",
+    "JUPYTER_GPU_NOTICE",
+    "JUPYTER_GPU_MEMORY_MIB",
+    "JUPYTER_GPU_DEVICE_MIB",
+    "JUPYTER_GPU_SIMULATED_DEVICE",
+    "JPY_PARENT_PID",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerOptions:
+    """What `jupyter gpu broker` was told; None means the configured or default value."""
+
+    socket: str | None = None
+    config_file: str | None = None
+    simulate: str | None = None
+    detach: bool = False
+    idle_exit: str | None = None
+    state_dir: str | None = None
+    log_level: str | None = None
+
+
+def run_broker(options: BrokerOptions) -> int:
+    """Serve until told to stop, or with `detach` start a process that does. Returns the exit status; failures go to stderr."""
+    socket = options.socket or socket_path()
+    config_file = str(Path(options.config_file).absolute()) if options.config_file else None  # we change folders
+    options = replace(
+        options,
+        config_file=config_file,
+        socket=socket,
+        simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
+    )
+    Path(socket).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if options.detach:
+        return _detach(replace(options, detach=False), socket)
+    sentence = _serve(options, socket, ready=None)
+    if sentence:
+        sys.stderr.write(f"jupyter gpu broker: {sentence}\n")
+        return 1
+    return 0
+
+
+def run_detached(argument: str) -> int:
+    """Entry of the process that `detach` starts: JSON of the options and the descriptor to report to."""
+    given = json.loads(argument)
+    report = os.fdopen(int(given.pop("ready_fd")), "w")
+    options = BrokerOptions(**given)
+    socket = options.socket or socket_path()
+    sentence = _serve(options, socket, ready=report)
+    if sentence:
+        log.error("%s", sentence)
+        if not report.closed:
+            report.write(sentence)
+    if not report.closed:
+        report.close()
+    return 1 if sentence else 0
+
+
+def _detach(options: BrokerOptions, socket: str) -> int:
+    reader, writer = os.pipe()
+    argument = json.dumps({**asdict(options), "ready_fd": writer})
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    log_file = os.open(
+        Path(socket).with_name("broker.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "provisioner.broker", argument],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=log_file,
+            pass_fds=(writer,),
+            start_new_session=True,
+            cwd="/",
+        )
+    finally:
+        os.close(writer)
+        os.close(log_file)
+    with os.fdopen(reader) as report:
+        said = report.read().strip()
+    if said == "ready":
+        process.returncode = 0  # it lives on by itself; nobody here waits for it
+        return 0
+    process.wait()
+    where = Path(socket).with_name("broker.err")
+    sys.stderr.write(f"jupyter gpu broker: {said or f'the broker ended at once; {where} may say why'}\n")
+    return 1
+
+
+def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
+    """Return "" after an orderly end, else the sentence that says why there is no broker."""
+    with ExitStack() as stack:
+        lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _leave_it_to_the_other(socket, ready)
+        try:
+            settings = load(options.config_file, _overrides(options))
+            _set_up_logging(settings.log_level, socket, to_file=ready is not None)
+            backend = stack.enter_context(open_backend(options.simulate, socket))
+            specs = device_specs(settings, backend)
+            for spec in specs:
+                stack.enter_context(DeviceClaim.claim(spec.device_id))
+            state_dir = settings.state_dir or Path(socket).parent
+            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            ledger = Ledger.open(state_dir / ("ledger-simulated.sqlite" if backend.simulated else "ledger.sqlite"))
+            _restart_file(options, socket)
+            run = Run(settings=settings, backend=backend, specs=specs, ledger=ledger, socket=socket, ready=ready)
+            leases_live = asyncio.run(run.main())
+            if not leases_live:
+                backend.remove_if_unused()
+                Path(socket).with_name("broker.json").unlink(missing_ok=True)
+        except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
+            return str(error)
+        except OSError as error:
+            return f"the broker cannot run on {socket}: {error}"
+    return ""
+
+
+def _overrides(options: BrokerOptions) -> dict[str, str]:
+    given = {"idle_exit": options.idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _leave_it_to_the_other(socket: str, ready: TextIO | None) -> str:
+    """Another broker holds the lock: fine if it serves, or is about to."""
+    deadline = time.monotonic() + _OTHER_PATIENCE_S
+    while True:
+        try:
+            with closing(BrokerClient(socket, timeout_s=5)) as client:
+                pong = client.ping()
+        except BrokerUnavailableError as error:
+            if time.monotonic() > deadline:
+                return f"another broker holds {socket}.lock but does not answer: {error}"
+            time.sleep(0.05)
+            continue
+        if ready is None:
+            return f"a broker (process {pong.pid}) serves on {socket} already; stop that one first, or choose another --socket"
+        ready.write("ready")
+        return ""
+
+
+def _set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
+    handler: logging.Handler = logging.StreamHandler()
+    if to_file:
+        path = Path(socket).with_name("broker.log")
+        handler = logging.handlers.RotatingFileHandler(path, maxBytes=10_000_000, backupCount=3)
+        path.chmod(0o600)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(level)
+    logging.getLogger("tornado").setLevel(logging.WARNING)
+
+
+def _restart_file(options: BrokerOptions, socket: str) -> None:
+    """Write how to start this broker again, for whoever finds it gone."""
+    argument = {name: value for name, value in asdict(options).items() if value is not None}
+    content = {
+        "argv": [
+            sys.executable,
+            "-P",
+            "-m",
+            "provisioner.broker",
+            "--detach",
+            json.dumps({**argument, "socket": socket}),
+        ],
+        "env": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_RESTART_ENVIRONMENT) and name not in _NOT_INHERITED
+        },
+    }
+    path = Path(socket).with_name("broker.json")
+    fresh = path.with_suffix(f".{os.getpid()}")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(content, file)
+    fresh.rename(path)

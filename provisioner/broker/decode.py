@@ -1,0 +1,57 @@
+"""Strict decoding of what strangers send: exact fields, exact types, bounded strings. Any bytes give a message or BadRequestError."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import msgspec
+
+from provisioner.protocol.errors import BadRequestError, RequestTooLargeError
+from provisioner.protocol.limits import MAX_STRING
+
+__all__ = ["decode"]
+
+T = TypeVar("T")
+_DEEPEST = 8
+_LONGEST_LIST = 4096
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Decode one request. Raises BadRequestError that names the field, or RequestTooLargeError."""
+    try:
+        raw = msgspec.json.decode(body or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise BadRequestError(f"the body is {type(raw).__name__}; allowed: an object with {_fields_text(kind)}")
+    unknown = sorted(set(raw) - _fields(kind))
+    if unknown:
+        raise BadRequestError(f"unknown field {unknown[0][:80]!r}; allowed: {_fields_text(kind)}")
+    _bound(raw, "$", 0)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(str(error)) from None
+
+
+def _fields(kind: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(kind))
+
+
+def _fields_text(kind: type[Any]) -> str:
+    return ", ".join(sorted(_fields(kind))) or "no fields"
+
+
+def _bound(value: object, path: str, depth: int) -> None:
+    if depth > _DEEPEST:
+        raise RequestTooLargeError(f"{path} is nested deeper than {_DEEPEST} levels")
+    if isinstance(value, str):
+        if len(value) > MAX_STRING:
+            raise RequestTooLargeError(f"{path} has {len(value)} characters; allowed: {MAX_STRING}")
+        if "\0" in value:
+            raise BadRequestError(f"{path} contains a NUL character")
+    elif isinstance(value, dict | list):
+        if len(value) > _LONGEST_LIST:
+            raise RequestTooLargeError(f"{path} has {len(value)} entries; allowed: {_LONGEST_LIST}")
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            _bound(item, f"{path}.{str(key)[:80]}", depth + 1)

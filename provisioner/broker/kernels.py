@@ -1,0 +1,82 @@
+"""What the broker keeps in memory about each lease beside the arbiter's view: the process, its Jupyter line, its extension."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from provisioner.broker.gate import GateLink
+from provisioner.broker.iopub import IOPubWatch
+from provisioner.host.process import ProcessIdentity, open_pidfd
+
+__all__ = ["Kernel"]
+
+
+@dataclass(eq=False, kw_only=True)
+class Kernel:
+    """One lease's world. Everything here is rebuilt from the ledger, /proc and the driver when a broker starts."""
+
+    lease_id: str
+    uid: int
+    token_sha256: str
+    kernel_id: str = ""
+    created_ms: int = 0  # wall clock
+    suspends: int = 0
+    resumes: int = 0
+    identity: ProcessIdentity | None = None
+    connection: str = ""  # the checked connection contents, JSON
+    language: str = ""
+    ipykernel: bool = True
+    watch: IOPubWatch | None = None
+    link: GateLink | None = None
+    waiting: int = 0  # open acquire streams
+    declined: tuple[str, str] | None = None  # the arbiter's last refusal (reason, sentence), until read
+    wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
+    executing_since_s: float | None = None
+    _pidfd: int | None = None
+    _change: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def change(self) -> asyncio.Event:
+        """Return the event of the next change. Take it before looking at the state, then wait for it: no change is missed."""
+        return self._change
+
+    def notify(self) -> None:
+        """Wake everybody who waits for a change."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def take_declined(self) -> tuple[str, str] | None:
+        """Return the arbiter's last refusal (reason, sentence) once."""
+        declined, self.declined = self.declined, None
+        return declined
+
+    def watch_process(self, identity: ProcessIdentity, exited: Callable[[], None]) -> None:
+        """Hold the process's pidfd and call `exited` on the loop when it ends. Raises ProcessLookupError if it has ended already."""
+        self.forget_process()
+        pidfd = open_pidfd(identity)
+        self.identity, self._pidfd = identity, pidfd
+        asyncio.get_running_loop().add_reader(pidfd, exited)
+
+    def forget_process(self) -> None:
+        """Give up the pidfd, the IOPub subscription and the extension's line of a process that is gone or replaced."""
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        self.identity = None
+        self.connection = ""
+        self.executing_since_s = None
+        self.wanted_by_broker = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the kernel uses, or may be about to use, the GPU. A live kernel nobody watches is in doubt, hence busy."""
+        if self.identity is None:
+            return False
+        return self.waiting > 0 or self.watch is None or self.watch.busy

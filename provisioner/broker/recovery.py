@@ -1,0 +1,94 @@
+"""What a broker does first: find out what has become of the leases of the one before it.
+
+Nothing is replayed. For each lease of the ledger, /proc says whether its process lives and the driver says what it is; half-done work
+is undone where that is safe, and what cannot be known is quarantined.
+"""
+
+import json
+import logging
+from functools import partial
+
+from provisioner.broker.broker import Broker, now_ms, wall_ms
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.swaps import Swaps, Truth
+from provisioner.core.events import LeaseRecovered
+from provisioner.core.model import HOLDING, LeaseState
+from provisioner.host.process import ProcessIdentity, is_alive
+from provisioner.ledger.ledger import Ledger
+from provisioner.ledger.records import LeaseRecord
+
+__all__ = ["recover"]
+
+log = logging.getLogger(__name__)
+
+
+async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
+    """Bring every live lease of the ledger back into the arbiter. Pools and devices must be known to it already."""
+    operations = {operation.lease_id: operation for operation in ledger.open_operations()}
+    for record in ledger.live_leases():
+        kernel = _kernel(record)
+        broker.kernels[kernel.lease_id] = kernel
+        operation = operations.pop(record.spec.lease_id, None)
+        saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
+        truth = await swaps.truth(kernel, record.device_id, saved_mib)
+        state, device_id, saved_mib = _believe(record, truth, saved_mib)
+        identity = kernel.identity if state is not LeaseState.UNATTACHED else None
+        kernel.identity = None
+        log.info("lease %s: found %s (was %s)", kernel.lease_id[:8], state, record.state)
+        broker.dispatch(
+            LeaseRecovered(
+                at_ms=now_ms(),
+                spec=record.spec,
+                state=state,
+                generation=record.generation + 1,
+                device_id=device_id,
+                saved_mib=saved_mib,
+                busy=identity is not None,  # nobody has looked yet
+            )
+        )
+        if identity is not None:
+            try:
+                broker.follow(kernel, identity, record.connection)
+            except ProcessLookupError:
+                kernel.identity = identity
+                broker.process_gone(kernel, identity)
+        if operation is not None:
+            broker.writer.submit(partial(ledger.finish, operation.operation_id, f"found {state}", wall_ms()))
+        broker.save(kernel)
+    for orphan in operations.values():
+        broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
+
+
+def _kernel(record: LeaseRecord) -> Kernel:
+    kernel = Kernel(
+        lease_id=record.spec.lease_id,
+        uid=record.uid,
+        token_sha256=record.token_sha256,
+        kernel_id=record.kernel_id,
+        created_ms=record.created_ms,
+        suspends=record.suspends,
+        resumes=record.resumes,
+        language=record.language,
+        ipykernel=record.ipykernel,
+    )
+    if record.pid is not None and record.start_time is not None:
+        identity = ProcessIdentity(record.boot_id, record.pid, record.start_time)
+        kernel.identity = identity if is_alive(identity) and _has_connection(record) else None
+    return kernel
+
+
+def _has_connection(record: LeaseRecord) -> bool:
+    return bool(record.connection) and isinstance(json.loads(record.connection), dict)
+
+
+def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:
+    """Return state, device and saved MiB for the arbiter."""
+    if truth is None:
+        return LeaseState.QUARANTINED, record.device_id, saved_mib
+    if truth.state is LeaseState.UNARMED and record.state in HOLDING and record.device_id is not None:
+        # It had a reservation and its gate may be open, so it may create a context at any moment: the reservation stays.
+        return LeaseState.RESIDENT, record.device_id, 0
+    if truth.state is LeaseState.RESIDENT:
+        device_id = truth.device_id or record.device_id
+        return (LeaseState.RESIDENT, device_id, 0) if device_id else (LeaseState.QUARANTINED, None, saved_mib)
+    return truth.state, truth.device_id or record.device_id, truth.saved_mib

@@ -1,0 +1,158 @@
+"""One life of a broker, from an open ledger to an orderly end."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket as socket_module
+import time
+from pathlib import Path
+from typing import TextIO
+
+from tornado.netutil import bind_unix_socket
+
+from provisioner.broker.api import make_server
+from provisioner.broker.backend import Backend
+from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.recovery import recover
+from provisioner.broker.service import Service
+from provisioner.broker.swaps import Swaps, SwapTimes
+from provisioner.broker.watch import Watcher
+from provisioner.broker.writer import LedgerWriter
+from provisioner.config import Settings
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.events import DeviceSeen, PoolConfigured
+from provisioner.core.model import DeviceSpec
+from provisioner.core.units import format_memory
+from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host.memory import system_headroom
+from provisioner.ledger.ledger import Ledger
+
+__all__ = ["Run", "device_specs"]
+
+log = logging.getLogger(__name__)
+
+_SOCKET_MODE_OWN = 0o600
+_SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
+
+
+def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
+    """Return the devices that this broker manages. Raises ConfigError for one that is configured but not there."""
+    overhead_mib = settings.overhead_mib(simulated=backend.simulated)
+    return settings.managed(
+        [
+            DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib, overhead_mib=overhead_mib)
+            for one in backend.devices
+        ]
+    )
+
+
+class Run:
+    """Everything that lives as long as the broker serves."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        backend: Backend,
+        specs: tuple[DeviceSpec, ...],
+        ledger: Ledger,
+        socket: str,
+        ready: TextIO | None,
+    ) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._specs = {spec.device_id: spec for spec in specs}
+        total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+        self._host_budget_mib = settings.host_budget_mib(total_mib)
+        self._ledger = ledger
+        self._socket = socket
+        self._ready = ready
+        self._stop = asyncio.Event()
+
+    async def main(self) -> bool:
+        """Serve until SIGTERM, SIGINT or idle exit. Returns whether leases live on (their kernels do, too)."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started us may go
+        worker = WorkerLink(self._backend.name)
+        await worker.start()
+        times = SwapTimes(
+            gate_s=self._settings.gate_timeout_ms / 1000,
+            lock_s=self._settings.lock_timeout_ms / 1000,
+            checkpoint_s=self._settings.checkpoint_deadline_ms / 1000,
+        )
+        swaps = Swaps(self._backend.monitor, worker, times)
+        arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id())
+        broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
+        watcher = Watcher(broker, self._specs, self._host_budget)
+        self._introduce(broker)
+        await recover(broker, swaps, self._ledger)
+        await watcher.sample()
+        server = make_server(Service(broker, self._settings), self._socket)
+        server.add_socket(self._bind())
+        self._say_ready()
+        tasks = [asyncio.create_task(watcher.run()), asyncio.create_task(self._stop_when_unused(broker))]
+        try:
+            await self._until_stopped(tasks)
+        finally:
+            server.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._remove_socket()
+            await server.close_all_connections()
+            leases_live = bool(broker.kernels)
+            await broker.close()
+            await worker.close()
+        log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
+        return leases_live
+
+    def _introduce(self, broker: Broker) -> None:
+        devices = self._backend.devices
+        broker.devices = {device.device_id: device for device in devices if device.device_id in self._specs}
+        for spec in self._specs.values():
+            broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))
+            log.info("device %s: %s, %s", spec.device_id, spec.name, format_memory(spec.memory_mib))
+        everything = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
+        for pool in self._settings.pool_specs(everything):
+            broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
+
+    def _host_budget(self, saved_mib: int) -> int:
+        """What suspended state may take: the configured budget, and no more than there is."""
+        return min(self._host_budget_mib, saved_mib + system_headroom().mib)
+
+    def _bind(self) -> socket_module.socket:
+        service = os.getuid() == 0 and Path(self._socket).parent == Path("/run/jupyter-gpu")
+        return bind_unix_socket(self._socket, mode=_SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN)
+
+    def _remove_socket(self) -> None:
+        Path(self._socket).unlink(missing_ok=True)
+
+    def _say_ready(self) -> None:
+        log.info("serving on %s", self._socket)
+        if self._ready is not None:
+            self._ready.write("ready")
+            self._ready.close()
+
+    async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Return when told to stop; raise what a task of ours raised, for a broker without eyes must not go on."""
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            stop.cancel()
+
+    async def _stop_when_unused(self, broker: Broker) -> None:
+        limit_ms = self._settings.idle_exit_ms
+        if limit_ms is None:
+            await asyncio.Event().wait()
+            return
+        while broker.kernels or (time.monotonic() - broker.last_use_s) * 1000 < limit_ms:
+            left_s = limit_ms / 1000 - (time.monotonic() - broker.last_use_s)
+            await asyncio.sleep(max(0.2, min(left_s, 5.0)))
+        log.info("nobody needed the broker for a while: it stops")
+        self._stop.set()

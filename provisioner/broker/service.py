@@ -1,0 +1,447 @@
+"""What the lease API does, apart from HTTP: each method is one route, with its checks.
+
+What a client says of itself is verified: a pid must have the peer's uid, the start time it stated and the lease id in its environment;
+a connection must be loopback. Who may do what: a token opens its lease's own routes; without one a uid steers its own leases; root
+and the broker's own uid steer all. A lease that the peer may not see is "not found".
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import pwd
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+from provisioner import __version__
+from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
+from provisioner.broker.gate import GateLink
+from provisioner.broker.iopub import connection_from_json
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.status import lease_status
+from provisioner.broker.swaps import LEASE_VARIABLE
+from provisioner.config.settings import Settings
+from provisioner.core.effects import LeaseRefused
+from provisioner.core.events import (
+    Attached,
+    BusyChanged,
+    LeaseReleased,
+    LeaseRequested,
+    SuspendRequested,
+    Unwanted,
+    Wanted,
+)
+from provisioner.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec
+from provisioner.core.units import format_duration, format_memory
+from provisioner.host.peers import PeerCredentials
+from provisioner.host.process import ProcessIdentity, boot_id, environment_value, identify, owner_uid
+from provisioner.protocol.errors import (
+    BadRequestError,
+    ConflictError,
+    ForbiddenError,
+    NoRoomError,
+    NotFoundError,
+    RequestTooLargeError,
+    UnauthorizedError,
+)
+from provisioner.protocol.limits import MAX_LEASES_PER_UID, MAX_NAME, MAX_WAIT_S
+from provisioner.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    GateAnswer,
+    GateHello,
+    GateVerb,
+    LeaseReply,
+    LeaseRequest,
+    LeaseStatus,
+    Pong,
+    Progress,
+    ProgressKind,
+)
+
+__all__ = ["Peer", "Service"]
+
+log = logging.getLogger(__name__)
+
+_IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
+_SETTLED = frozenset(
+    {LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Who asks: credentials from the socket, and the token if one was sent."""
+
+    credentials: PeerCredentials
+    token: str | None
+    admin: bool
+
+
+class Service:
+    """The routes' work. One per broker."""
+
+    def __init__(self, broker: Broker, settings: Settings) -> None:
+        self.broker = broker
+        self.settings = settings
+
+    def ping(self) -> Pong:
+        """Say who answers."""
+        return Pong(version=__version__, protocol=1, pid=os.getpid(), simulated=self.broker.monitor.kind == "simulated")
+
+    # -- leases ----------------------------------------------------------------------------------------------------------------
+
+    async def create(self, peer: Peer, request: LeaseRequest) -> LeaseReply:
+        """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires by itself."""
+        broker, uid = self.broker, peer.credentials.uid
+        if sum(kernel.uid == uid for kernel in broker.kernels.values()) >= MAX_LEASES_PER_UID:
+            raise RequestTooLargeError(
+                f"user {_user(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down"
+            )
+        spec = self._spec(peer, request)
+        token = secrets.token_urlsafe(32)
+        kernel = Kernel(
+            lease_id=spec.lease_id,
+            uid=uid,
+            token_sha256=token_digest(token),
+            kernel_id=request.kernel_id,
+            created_ms=wall_ms(),
+        )
+        broker.kernels[spec.lease_id] = kernel
+        event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=not spec.gated)
+        for effect in broker.dispatch(event):
+            if isinstance(effect, LeaseRefused) and effect.lease_id == spec.lease_id:
+                del broker.kernels[spec.lease_id]
+                raise NoRoomError(effect.sentence, reason=effect.reason)
+        record = broker.record(kernel)
+        if record is not None:
+            await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
+        device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
+        return LeaseReply(
+            lease_id=spec.lease_id,
+            token=token,
+            reserve_mib=spec.reserve_mib,
+            device_id=device_id,
+            simulated=broker.monitor.kind == "simulated",
+            environment=broker.environment(spec.lease_id, device_id),
+        )
+
+    def _spec(self, peer: Peer, request: LeaseRequest) -> LeaseSpec:
+        """Check the request against the pools. Raises BadRequestError that names the field, the value and what is allowed."""
+        pools = self.broker.arbiter.pools()
+        pool = pools.get(request.pool)
+        if pool is None:
+            names = ", ".join(sorted(pools)) or "none: this broker manages no devices"
+            raise BadRequestError(
+                f"there is no pool {request.pool[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool"
+            )
+        if not 1 <= request.fraction_milli <= 1000:
+            raise BadRequestError(
+                f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction"
+            )
+        if request.devices != 1:
+            raise BadRequestError(
+                f"devices is {request.devices}; allowed: 1 (this version gives a lease one device)",
+                reason="bad-devices",
+            )
+        if not -1000 <= request.priority <= 1000:
+            raise BadRequestError(f"priority is {request.priority}; allowed: -1000 to 1000", reason="bad-priority")
+        for field in ("kernel_id", "label"):
+            if len(getattr(request, field)) > MAX_NAME:
+                raise RequestTooLargeError(
+                    f"{field} has {len(getattr(request, field))} characters; allowed: {MAX_NAME}"
+                )
+        return LeaseSpec(
+            lease_id=secrets.token_hex(12),
+            pool=pool.name,
+            owner=_user(peer.credentials.uid),
+            fraction_milli=request.fraction_milli,
+            reserve_mib=self._reserve_mib(pool, request),
+            priority=request.priority,
+            gated=request.gated,
+            label=request.label or request.kernel_id,
+        )
+
+    def _reserve_mib(self, pool: PoolSpec, request: LeaseRequest) -> int:
+        sizes = [device.leasable_mib for device in self.broker.arbiter.devices() if device.device_id in pool.devices]
+        if not sizes:
+            raise NoRoomError(
+                f"pool {pool.name!r} has no device now; `jupyter gpu status` shows the devices", reason="no-device"
+            )
+        if request.memory_mib is None:
+            return max(1, min(sizes) * request.fraction_milli // 1000)
+        if request.memory_mib < 1:
+            raise BadRequestError(f"memory_mib is {request.memory_mib}; allowed: 1 or more", reason="bad-memory")
+        if request.memory_mib > max(sizes):
+            raise BadRequestError(
+                f"memory of {format_memory(request.memory_mib)} was asked, but the largest device of pool {pool.name!r} "
+                f"can give {format_memory(max(sizes))}; ask for that or less",
+                reason="larger-than-device",
+            )
+        return request.memory_mib
+
+    async def _reserve_now(self, kernel: Kernel, wait_ms: int) -> str:
+        """Wait a bounded time for the reservation of a kernel that must have it before it starts."""
+        limit_ms = max(0, min(wait_ms, 60_000))
+        try:
+            async with asyncio.timeout(limit_ms / 1000):
+                while True:
+                    change, view = kernel.change(), self.broker.arbiter.lease(kernel.lease_id)
+                    if view is None:
+                        raise NoRoomError("the lease was released while it waited")
+                    if view.device_id is not None and view.state in (LeaseState.UNATTACHED, LeaseState.RESIDENT):
+                        return view.device_id
+                    await change.wait()
+        except TimeoutError:
+            ticket = self.broker.arbiter.ticket(kernel.lease_id)
+            why = ticket.sentence if ticket is not None else "every device is in use"
+            self.release(kernel)
+            raise NoRoomError(
+                f"no GPU became free within {format_duration(limit_ms)}: {why}; try again later, or with a smaller fraction"
+            ) from None
+
+    def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
+        """Return the lease's kernel if the peer may steer it; `own` routes need the lease's token.
+
+        Raises NotFoundError, UnauthorizedError or ForbiddenError.
+        """
+        kernel = self.broker.kernels.get(lease_id)
+        if kernel is None or not (peer.admin or peer.credentials.uid == kernel.uid):
+            raise NotFoundError(
+                f"there is no lease {lease_id[:MAX_NAME]!r} of yours; `jupyter gpu status` lists them",
+                reason="unknown-lease",
+            )
+        if peer.token is not None and not hmac.compare_digest(token_digest(peer.token), kernel.token_sha256):
+            raise UnauthorizedError("the token is not this lease's", reason="foreign-token")
+        if own and peer.token is None:
+            raise UnauthorizedError(
+                "this needs the lease's token, in the header `Authorization: Bearer TOKEN`", reason="no-token"
+            )
+        return kernel
+
+    def status_of(self, kernel: Kernel) -> LeaseStatus:
+        """Return the lease as it is."""
+        view = self.broker.arbiter.lease(kernel.lease_id)
+        if view is None:
+            raise NotFoundError("the lease is over", reason="unknown-lease")
+        return lease_status(self.broker, kernel, view)
+
+    def release(self, kernel: Kernel) -> None:
+        """End the lease. What its process still holds on a device counts as a stranger's until it is gone."""
+        self.broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id))
+
+    async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
+        """Put a process behind the lease. Raises BadRequestError or ForbiddenError with what does not fit."""
+        identity = self._verified(peer, kernel, request)
+        try:
+            connection_from_json(request.connection)
+        except ValueError as error:
+            raise BadRequestError(str(error), reason="bad-connection") from None
+        if kernel.identity is not None and kernel.identity != identity:
+            self.broker.process_gone(kernel, kernel.identity)
+        kernel.language, kernel.ipykernel = request.language[:MAX_NAME], request.ipykernel
+        if kernel.identity is None:
+            gated = self._view(kernel).spec.gated
+            self.broker.dispatch(Attached(at_ms=now_ms(), lease_id=kernel.lease_id, gated=gated))
+            try:
+                self.broker.follow(kernel, identity, json.dumps(request.connection))
+            except ProcessLookupError:
+                self.broker.process_gone(kernel, identity)
+                raise BadRequestError(f"process {request.pid} has ended", reason="no-process") from None
+            if not gated:
+                self.broker.want_for(kernel)  # its reservation may have been lost with an earlier broker
+        record = self.broker.record(kernel)
+        if record is not None:
+            await self.broker.writer.run(partial(self.broker.writer.ledger.save_lease, record))
+        return self.status_of(kernel)
+
+    @staticmethod
+    def _verified(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
+        try:
+            identity = identify(request.pid)
+            uid = owner_uid(request.pid)
+            lease_id = environment_value(request.pid, LEASE_VARIABLE)
+        except (ProcessLookupError, ValueError) as error:
+            raise BadRequestError(
+                f"pid {request.pid} is not a process that can hold a lease: {error}", reason="no-process"
+            ) from None
+        except PermissionError:
+            raise ForbiddenError(f"the broker may not look at process {request.pid}", reason="no-permission") from None
+        stated = ProcessIdentity(request.boot_id, request.pid, request.start_time)
+        if identity != stated or request.boot_id != boot_id():
+            raise BadRequestError(
+                f"pid {request.pid} is another process than the one stated (start time differs)",
+                reason="wrong-identity",
+            )
+        if uid != kernel.uid or (uid != peer.credentials.uid and not peer.admin):
+            raise ForbiddenError(f"process {request.pid} belongs to another user", reason="wrong-uid")
+        if lease_id != kernel.lease_id:
+            raise ForbiddenError(f"process {request.pid} was not started for this lease", reason="wrong-lease")
+        return identity
+
+    def detach(self, kernel: Kernel) -> None:
+        """The process is gone or about to be replaced: free what it held, keep the lease."""
+        if kernel.identity is not None:
+            self.broker.process_gone(kernel, kernel.identity)
+
+    # -- having the GPU -----------------------------------------------------------------------------------------------------------
+
+    async def acquire(self, kernel: Kernel, request: AcquireRequest) -> AsyncGenerator[Progress, None]:
+        """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket."""
+        broker = self.broker
+        deadline_s = time.monotonic() + max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
+        kernel.waiting += 1
+        try:
+            self._tell_busy(kernel)
+            kernel.take_declined()
+            broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=request.urgent))
+            told: Progress | None = None
+            while True:
+                change, queue = kernel.change(), broker.queue_changed
+                progress = self._progress(kernel, deadline_s)
+                if progress != told:
+                    yield progress
+                    told = progress
+                if progress.kind != ProgressKind.WAITING:
+                    return
+                await _any_of(change, queue, max(0.0, deadline_s - time.monotonic()))
+        finally:
+            kernel.waiting -= 1
+            view = broker.arbiter.lease(kernel.lease_id)
+            if kernel.waiting == 0 and view is not None:
+                if view.state is not LeaseState.RESIDENT:
+                    broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
+                broker.look_at_use(kernel)
+
+    def _progress(self, kernel: Kernel, deadline_s: float) -> Progress:
+        view = self.broker.arbiter.lease(kernel.lease_id)
+        if view is None:
+            return Progress(
+                kind=ProgressKind.REFUSED,
+                reason="lease-over",
+                sentence="the lease of this kernel is over: restart the kernel",
+            )
+        if view.state is LeaseState.RESIDENT:
+            return Progress(
+                kind=ProgressKind.GRANTED,
+                reason=view.reason,
+                sentence=view.sentence,
+                device_id=view.device_id,
+                environment=self.broker.environment(kernel.lease_id, view.device_id),
+            )
+        if (declined := kernel.take_declined()) is not None:
+            return Progress(kind=ProgressKind.REFUSED, reason=declined[0], sentence=declined[1])
+        ticket = self.broker.arbiter.ticket(kernel.lease_id)
+        reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
+        if time.monotonic() >= deadline_s:
+            return Progress(
+                kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
+            )
+        return Progress(
+            kind=ProgressKind.WAITING,
+            reason=reason,
+            sentence=sentence,
+            position=ticket.position if ticket is not None else None,
+        )
+
+    async def suspend(self, kernel: Kernel) -> LeaseStatus:
+        """Suspend the lease and return when it is. Raises ConflictError if it is not suspended. Cancelled: it goes on."""
+        view = self._view(kernel)
+        if view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
+            return self.status_of(kernel)
+        if view.state is LeaseState.RESIDENT:
+            await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
+            kernel.take_declined()
+            self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id))
+            if (declined := kernel.take_declined()) is not None:
+                raise ConflictError(declined[1], reason=declined[0])
+        # A suspend that has to wait for the swap channel starts later: until then the lease is still resident.
+        await self._until(kernel, lambda: self._view(kernel).state in _SETTLED, None)
+        view = self._view(kernel)
+        if view.state not in (LeaseState.SUSPENDED, LeaseState.UNARMED):
+            raise ConflictError(f"the kernel was not suspended: {view.sentence}", reason=view.reason)
+        return self.status_of(kernel)
+
+    async def resume(self, kernel: Kernel) -> LeaseStatus:
+        """Make the lease resident and return when it is. Raises ConflictError. Cancelled: the ticket is withdrawn."""
+        if self._view(kernel).state is LeaseState.UNATTACHED:
+            raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
+        last = Progress(kind=ProgressKind.REFUSED)
+        async with aclosing(self.acquire(kernel, AcquireRequest())) as stream:
+            async for progress in stream:
+                last = progress
+        if last.kind != ProgressKind.GRANTED:
+            raise ConflictError(last.sentence, reason=last.reason)
+        return self.status_of(kernel)
+
+    async def _until(self, kernel: Kernel, condition: Callable[[], bool], patience_s: float | None) -> None:
+        """Wait until the condition holds or the patience is over."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while True:
+                    change = kernel.change()
+                    if condition():
+                        return
+                    await change.wait()
+        except TimeoutError:
+            return
+
+    def _view(self, kernel: Kernel) -> LeaseView:
+        view = self.broker.arbiter.lease(kernel.lease_id)
+        if view is None:
+            raise NotFoundError("the lease is over", reason="unknown-lease")
+        return view
+
+    def _tell_busy(self, kernel: Kernel) -> None:
+        view = self.broker.arbiter.lease(kernel.lease_id)
+        if view is not None and not view.busy and kernel.busy:
+            self.broker.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=True))
+
+    # -- the extension's line -----------------------------------------------------------------------------------------------------
+
+    def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
+        """Take the extension's line; a newer one replaces an older one. The gate is set to what the lease is."""
+        if kernel.link is not None:
+            kernel.link.close()
+        link = kernel.link = GateLink(time.monotonic())
+        view = self._view(kernel)
+        if view.state is LeaseState.RESIDENT and not hello.open:
+            link.send(GateVerb.OPEN, environment=self.broker.environment(kernel.lease_id, view.device_id))
+        elif hello.open and view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
+            link.send(GateVerb.CLOSE)
+        self.broker.look_at_use(kernel)
+        return link
+
+    def disconnect_gate(self, kernel: Kernel, link: GateLink) -> None:
+        """The extension hung up."""
+        link.close()
+        if kernel.link is link:
+            kernel.link = None
+            self.broker.look_at_use(kernel)
+
+    @staticmethod
+    def answer(kernel: Kernel, answer: GateAnswer) -> None:
+        """Take an answer or a pulse."""
+        if kernel.link is not None:
+            kernel.link.take(answer, time.monotonic())
+
+
+async def _any_of(first: asyncio.Event, second: asyncio.Event, patience_s: float) -> None:
+    tasks = [asyncio.create_task(first.wait()), asyncio.create_task(second.wait())]
+    try:
+        await asyncio.wait(tasks, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"

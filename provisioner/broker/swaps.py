@@ -1,0 +1,336 @@
+"""Suspending and resuming one kernel: the order of steps, and the way back from each.
+
+The rules:
+- The driver says what is true; the ledger only says what was meant.
+- Up to the checkpoint every failure rolls back (unlock in reverse order, open the gate): ABORTED if the moment was wrong,
+  REFUSED if this process cannot be checkpointed. The checkpoint is the point of no return: after it only forward, or UNKNOWN.
+- The order of a suspend: close the gate, nobody busy, host memory, shrink, lock every CUDA process of the tree, look again
+  (IOPub, newcomers), checkpoint, see that it is true.
+- The order of a resume: see that the room is really free, restore, unlock, see that it is true. A restore without room kills
+  the process, so it is never tried to find out.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from provisioner.broker.kernels import Kernel
+from provisioner.core.effects import Resume
+from provisioner.core.events import ResumeOutcome, SuspendOutcome
+from provisioner.core.model import LeaseState
+from provisioner.core.units import format_memory
+from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessState
+from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host.memory import headroom
+from provisioner.host.process import ProcessIdentity, is_alive
+from provisioner.host.tree import process_tree
+from provisioner.protocol.messages import GateVerb
+
+__all__ = ["LEASE_VARIABLE", "StepError", "SwapTimes", "Swaps", "Truth"]
+
+log = logging.getLogger(__name__)
+
+LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
+_SHRINK_TIMEOUT_S = 10.0
+_HOST_MARGIN_MIB = 64
+
+Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
+"""Writes a step of an operation durably: phase, processes, MiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapTimes:
+    """How long each step may take, seconds."""
+
+    gate_s: float
+    lock_s: float
+    checkpoint_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What a kernel really is. `state` is unattached, unarmed, resident or suspended."""
+
+    state: LeaseState
+    device_id: str | None = None
+    saved_mib: int = 0
+
+
+class StepError(Exception):
+    """A step before the point of no return failed; the way back has been taken by whoever catches it."""
+
+    def __init__(self, outcome: SuspendOutcome, sentence: str) -> None:
+        super().__init__(sentence)
+        self.outcome = outcome
+
+
+class Swaps:
+    """Carries out one operation at a time with the checkpoint worker."""
+
+    def __init__(self, monitor: Monitor, worker: WorkerLink, times: SwapTimes) -> None:
+        self._monitor = monitor
+        self._worker = worker
+        self._times = times
+
+    # -- suspend ----------------------------------------------------------------------------------------------------------
+
+    async def suspend(self, kernel: Kernel, journal: Journal) -> tuple[SuspendOutcome, int, str]:
+        """Return the outcome, the MiB saved and a sentence. Cancellation may leave locks behind: only at the broker's end."""
+        locked: list[ProcessIdentity] = []
+        try:
+            gated = await self._close_gate(kernel)
+            use = await self._cuda_use(kernel)
+            if not use:
+                if gated:
+                    return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
+                raise StepError(  # noqa: TRY301 - the way back is the same for every step
+                    SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
+                )
+            await self._check_host_memory(use)
+            if gated:
+                await self._shrink(kernel)
+                use = await self._cuda_use(kernel)
+            await journal("locking", use, 0)
+            await self._lock_all(use, locked)
+            await self._look_again(kernel, locked)
+            use = await self._cuda_use(kernel) or use
+        except StepError as error:
+            await self._unlock(locked)
+            return error.outcome, 0, str(error)
+        except GPUError as error:
+            await self._unlock(locked)
+            return SuspendOutcome.REFUSED, 0, f"the driver refused before anything was saved: {error}"
+        saved_mib = sum(use.values())
+        await journal("checkpointing", use, saved_mib)
+        return await self._checkpoint_all(locked, saved_mib)
+
+    async def _close_gate(self, kernel: Kernel) -> bool:
+        """Return whether our extension keeps cells out from now on. Raises StepError if a cell runs."""
+        gated = False
+        if kernel.link is not None:
+            word = await kernel.link.ask(GateVerb.CLOSE, self._times.gate_s)
+            if word == "":
+                raise StepError(SuspendOutcome.ABORTED, "the kernel's extension did not answer in time")
+            if word != "closed":
+                raise StepError(SuspendOutcome.ABORTED, "a cell began to run")
+            gated = True
+        self._check_idle(kernel)
+        return gated
+
+    @staticmethod
+    def _check_idle(kernel: Kernel) -> None:
+        if kernel.identity is None or not is_alive(kernel.identity):
+            raise StepError(SuspendOutcome.ABORTED, "the kernel process ended")
+        if kernel.busy:
+            raise StepError(SuspendOutcome.ABORTED, "the kernel became busy")
+
+    async def _check_host_memory(self, use: dict[ProcessIdentity, int]) -> None:
+        for identity, used_mib in use.items():
+            room = await asyncio.to_thread(headroom, identity.pid)
+            if room.mib < used_mib + _HOST_MARGIN_MIB:
+                raise StepError(
+                    SuspendOutcome.REFUSED,
+                    f"{format_memory(used_mib)} would have to be saved in host memory, "
+                    f"where {format_memory(max(0, room.mib))} are left (limited by {room.limited_by})",
+                )
+
+    async def _shrink(self, kernel: Kernel) -> None:
+        """Have cached memory given back on the idle main loop. Not answering means that the main loop is not idle."""
+        if kernel.link is None:
+            raise StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
+        if await kernel.link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S) != "done":
+            raise StepError(SuspendOutcome.ABORTED, "the kernel's main loop was not idle")
+
+    async def _lock_all(self, use: dict[ProcessIdentity, int], locked: list[ProcessIdentity]) -> None:
+        for identity in use:
+            try:
+                await self._worker.lock(identity, int(self._times.lock_s * 1000))
+            except GPUError as error:
+                if error.code is GPUErrorCode.NOT_READY:
+                    raise StepError(SuspendOutcome.ABORTED, f"process {identity.pid} has GPU work under way") from error
+                raise
+            locked.append(identity)
+
+    async def _look_again(self, kernel: Kernel, locked: list[ProcessIdentity]) -> None:
+        self._check_idle(kernel)
+        newcomers = [identity for identity in await self._states(kernel) if identity not in locked]
+        if newcomers:
+            raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} began to use CUDA meanwhile")
+        self._check_idle(kernel)
+
+    async def _unlock(self, locked: list[ProcessIdentity]) -> None:
+        for identity in reversed(locked):
+            try:
+                await self._worker.unlock(identity)
+            except GPUError as error:
+                log.warning("process %d could not be unlocked after a suspend was given up: %s", identity.pid, error)
+
+    async def _checkpoint_all(self, locked: list[ProcessIdentity], saved_mib: int) -> tuple[SuspendOutcome, int, str]:
+        done: list[ProcessIdentity] = []
+        try:
+            for identity in locked:
+                await self._worker.checkpoint(identity, self._times.checkpoint_s)
+                done.append(identity)
+                state = await self._worker.state(identity)
+                if state is not ProcessState.CHECKPOINTED:
+                    lie = f"the driver says {state} after a checkpoint that it called done"
+                    return await self._after_failed_checkpoint(locked, GPUError(GPUErrorCode.UNKNOWN, lie))
+        except GPUError as error:
+            return await self._after_failed_checkpoint(locked, error)
+        return SuspendOutcome.SAVED, saved_mib, f"{format_memory(saved_mib)} saved in host memory"
+
+    async def _after_failed_checkpoint(
+        self, locked: list[ProcessIdentity], error: GPUError
+    ) -> tuple[SuspendOutcome, int, str]:
+        """Go back if every process is still locked with its memory on the device; else nobody knows."""
+        try:
+            states = [await self._worker.state(identity) for identity in locked]
+        except GPUError as again:
+            return (
+                SuspendOutcome.UNKNOWN,
+                0,
+                f"the checkpoint failed ({error}) and the driver does not say what is true ({again})",
+            )
+        if all(state in (ProcessState.LOCKED, ProcessState.RUNNING) for state in states):
+            await self._unlock([one for one, state in zip(locked, states, strict=True) if state is ProcessState.LOCKED])
+            return SuspendOutcome.REFUSED, 0, f"the driver could not checkpoint it: {error}"
+        return SuspendOutcome.UNKNOWN, 0, f"the checkpoint failed half way: {error}"
+
+    # -- resume -----------------------------------------------------------------------------------------------------------
+
+    async def resume(
+        self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal
+    ) -> tuple[ResumeOutcome, str]:
+        """Return the outcome and a sentence. Cancellation may leave a half-done resume: only at the broker's end."""
+        try:
+            states = await self._states(kernel)
+            free_mib = await self._free_mib(effect.device_id)
+        except GPUError as error:
+            return ResumeOutcome.NOT_STARTED, f"the driver does not answer: {error}"
+        if free_mib < saved_mib:
+            return (
+                ResumeOutcome.NOT_STARTED,
+                f"the device has {format_memory(free_mib)} free, {format_memory(saved_mib)} are needed",
+            )
+        saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
+        moves = (
+            {effect.from_device_id: effect.device_id} if effect.from_device_id not in (None, effect.device_id) else None
+        )
+        await journal("restoring", saved, saved_mib)
+        try:
+            for identity in saved:
+                await self._worker.restore(identity, moves, self._times.checkpoint_s)
+            for identity in await self._states(kernel):
+                if await self._worker.state(identity) is ProcessState.LOCKED:
+                    await self._worker.unlock(identity)
+            states = await self._states(kernel)
+        except GPUError as error:
+            return await self._after_failed_restore(kernel, error)
+        if all(state is ProcessState.RUNNING for state in states.values()):
+            return ResumeOutcome.RESTORED, f"{format_memory(saved_mib)} restored"
+        return ResumeOutcome.UNKNOWN, f"after the restore the driver says {', '.join(sorted(set(states.values())))}"
+
+    async def _after_failed_restore(self, kernel: Kernel, error: GPUError) -> tuple[ResumeOutcome, str]:
+        try:
+            states = await self._states(kernel)
+        except GPUError as again:
+            return (
+                ResumeOutcome.UNKNOWN,
+                f"the restore failed ({error}) and the driver does not say what is true ({again})",
+            )
+        if states and all(state is ProcessState.CHECKPOINTED for state in states.values()):
+            return ResumeOutcome.NOT_STARTED, f"the driver could not restore it: {error}"
+        return ResumeOutcome.UNKNOWN, f"the restore failed half way: {error}"
+
+    # -- truth ------------------------------------------------------------------------------------------------------------
+
+    async def truth(self, kernel: Kernel, device_id: str | None, saved_mib: int) -> Truth | None:
+        """Find out what the kernel is, undoing half-done work where that is safe. None: still unknown; look again later."""
+        if kernel.identity is None or not is_alive(kernel.identity):
+            return Truth(state=LeaseState.UNATTACHED)
+        try:
+            states = await self._states(kernel)
+            if ProcessState.CHECKPOINTED in states.values() and set(states.values()) != {ProcessState.CHECKPOINTED}:
+                await self._restore_rest(kernel, states, device_id, saved_mib)
+            elif ProcessState.LOCKED in states.values():
+                await self._unlock([one for one, state in states.items() if state is ProcessState.LOCKED])
+            states = await self._states(kernel)
+            use = await self._cuda_use(kernel)
+            home = await self._home(kernel) or device_id
+        except GPUError as error:
+            log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
+            return None
+        kinds = set(states.values())
+        if not kinds:
+            return Truth(state=LeaseState.UNARMED)
+        if kinds == {ProcessState.CHECKPOINTED}:
+            return Truth(state=LeaseState.SUSPENDED, device_id=device_id, saved_mib=max(saved_mib, sum(use.values())))
+        if kinds == {ProcessState.RUNNING}:
+            return Truth(state=LeaseState.RESIDENT, device_id=home)
+        return None
+
+    async def _restore_rest(
+        self, kernel: Kernel, states: dict[ProcessIdentity, ProcessState], device_id: str | None, saved_mib: int
+    ) -> None:
+        """Some processes of the tree are saved and some are not: bring them all back, if the device has the room for certain."""
+        if (
+            not set(states.values()) <= {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
+            or device_id is None
+        ):
+            return
+        if await self._free_mib(device_id) < saved_mib:
+            return
+        for identity, state in states.items():
+            if state is ProcessState.CHECKPOINTED:
+                await self._worker.restore(identity, None, self._times.checkpoint_s)
+        for identity in await self._states(kernel):
+            if await self._worker.state(identity) is ProcessState.LOCKED:
+                await self._worker.unlock(identity)
+
+    # -- looking ----------------------------------------------------------------------------------------------------------
+
+    async def _tree(self, kernel: Kernel) -> list[ProcessIdentity]:
+        if kernel.identity is None:
+            return []
+        return await asyncio.to_thread(process_tree, kernel.identity, (LEASE_VARIABLE, kernel.lease_id))
+
+    async def _states(self, kernel: Kernel) -> dict[ProcessIdentity, ProcessState]:
+        """Return the CUDA state of every process of the tree that has one. Raises GPUError."""
+        states: dict[ProcessIdentity, ProcessState] = {}
+        for identity in await self._tree(kernel):
+            try:
+                state = await self._worker.state(identity)
+            except GPUError as error:
+                if error.code in (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY):
+                    continue  # it ended while we looked
+                raise
+            if state not in (ProcessState.NO_CONTEXT, ProcessState.GONE):
+                states[identity] = state
+        return states
+
+    async def _cuda_use(self, kernel: Kernel) -> dict[ProcessIdentity, int]:
+        """Return the device memory, MiB, of every CUDA process of the tree (0 where no device counts it). Raises GPUError."""
+        states = await self._states(kernel)
+        used: dict[int, int] = {}
+        for device in await asyncio.to_thread(self._monitor.devices):
+            for process in (await asyncio.to_thread(self._monitor.use, device.device_id)).processes:
+                used[process.pid] = used.get(process.pid, 0) + process.used_mib
+        return {identity: used.get(identity.pid, 0) for identity in states}
+
+    async def _home(self, kernel: Kernel) -> str | None:
+        """Return the device that holds most of the kernel's memory. Raises GPUError."""
+        pids = {identity.pid for identity in await self._tree(kernel)}
+        best: tuple[int, str] | None = None
+        for device in await asyncio.to_thread(self._monitor.devices):
+            use = await asyncio.to_thread(self._monitor.use, device.device_id)
+            mine = sum(process.used_mib for process in use.processes if process.pid in pids)
+            if mine and (best is None or mine > best[0]):
+                best = (mine, device.device_id)
+        return best[1] if best else None
+
+    async def _free_mib(self, device_id: str) -> int:
+        for device in await asyncio.to_thread(self._monitor.devices):
+            if device.device_id == device_id:
+                return device.memory_mib - (await asyncio.to_thread(self._monitor.use, device_id)).used_mib
+        raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} is not there")

@@ -1,0 +1,158 @@
+"""The broker's eyes: who uses which device, how much host memory is left, and which kernels wait in silence."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.swaps import LEASE_VARIABLE
+from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, LeaseMeasured
+from provisioner.core.model import HOLDING, DeviceSpec, LeaseState
+from provisioner.gpu.interface import DeviceUse, GPUError, GPUErrorCode
+from provisioner.host.process import ProcessIdentity
+from provisioner.host.tree import Snapshot, scan
+from provisioner.protocol.limits import PULSE_S
+
+__all__ = ["Watcher"]
+
+log = logging.getLogger(__name__)
+
+_BUSY_INTERVAL_S = 2.0
+_QUIET_INTERVAL_S = 10.0
+_MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
+_HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    uses: dict[str, DeviceUse | None]  # None: lost
+    snapshot: Snapshot | None
+
+
+class Watcher:
+    """Samples until cancelled. `host_budget(saved_mib)` returns what suspended state may take in all, MiB."""
+
+    def __init__(self, broker: Broker, devices: dict[str, DeviceSpec], host_budget: Callable[[int], int]) -> None:
+        self._broker = broker
+        self._devices = devices
+        self._host_budget = host_budget
+        self._strangers: dict[str, int | None] = {}
+        self._measured: dict[str, tuple[int, bool]] = {}
+        self._budget_mib: int | None = None
+
+    async def run(self) -> None:
+        """Sample for ever."""
+        while True:
+            await self.sample()
+            self.relieve_silent()
+            await asyncio.sleep(_BUSY_INTERVAL_S if self._broker.kernels else _QUIET_INTERVAL_S)
+
+    async def sample(self) -> None:
+        """Look once and tell the arbiter what changed; a look that a state change overtook is thrown away."""
+        self._tell_host_budget()
+        for _attempt in range(3):
+            before = self._broker.changes
+            sample = await asyncio.to_thread(self._look, {identity.pid for _, identity in self._live()})
+            if self._broker.changes == before:
+                self._tell(sample)
+                return
+
+    def _live(self) -> list[tuple[Kernel, ProcessIdentity]]:
+        return [(kernel, kernel.identity) for kernel in self._broker.kernels.values() if kernel.identity is not None]
+
+    def _look(self, known: set[int]) -> _Sample:
+        """In a thread: read every device; scan /proc only if a process other than a kernel itself uses one."""
+        uses: dict[str, DeviceUse | None] = {}
+        for device_id in self._devices:
+            try:
+                uses[device_id] = self._broker.monitor.use(device_id)
+            except GPUError as error:
+                if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
+                    log.warning("device %s could not be read: %s", device_id, error)
+                uses[device_id] = None
+        others = any(process.pid not in known for use in uses.values() if use for process in use.processes)
+        return _Sample(uses=uses, snapshot=scan(LEASE_VARIABLE) if others else None)
+
+    def _tell(self, sample: _Sample) -> None:
+        broker = self._broker
+        lease_of = self._lease_of(sample.snapshot)
+        on_device: dict[tuple[str, str], int] = {}
+        for device_id, use in sample.uses.items():
+            if use is None:
+                self._tell_stranger(device_id, None)
+                continue
+            broker.used_mib[device_id] = use.used_mib
+            for process in use.processes:
+                key = (lease_of.get(process.pid, ""), device_id)
+                on_device[key] = on_device.get(key, 0) + process.used_mib
+        for kernel in list(broker.kernels.values()):
+            self._tell_lease(
+                kernel, {device: mib for (lease, device), mib in on_device.items() if lease == kernel.lease_id}
+            )
+        for device_id, use in sample.uses.items():
+            if use is not None:
+                charged = sum(process.used_mib for process in use.processes)
+                self._tell_stranger(device_id, charged - self._covered(device_id, on_device))
+
+    def _lease_of(self, snapshot: Snapshot | None) -> dict[int, str]:
+        lease_of: dict[int, str] = {}
+        for kernel, identity in self._live():
+            if snapshot is not None:
+                for member in snapshot.tree(identity, (LEASE_VARIABLE, kernel.lease_id)):
+                    lease_of.setdefault(member.pid, kernel.lease_id)
+            lease_of[identity.pid] = kernel.lease_id
+        return lease_of
+
+    def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
+        """What leases use within their reservations; what goes past one counts as a stranger's, because nothing else covers it."""
+        covered = 0
+        for (lease_id, device), mib in on_device.items():
+            view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
+            if view is not None and view.state in HOLDING and view.device_id == device_id:
+                covered += min(mib, view.spec.reserve_mib)
+        return covered
+
+    def _tell_lease(self, kernel: Kernel, used: dict[str, int]) -> None:
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.UNARMED):
+            self._measured.pop(kernel.lease_id, None)
+            return
+        measured = (sum(used.values()), bool(used))
+        if self._measured.get(kernel.lease_id) != measured:
+            self._measured[kernel.lease_id] = measured
+            self._broker.dispatch(
+                LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured[0], armed=measured[1])
+            )
+
+    def _tell_stranger(self, device_id: str, stranger_mib: int | None) -> None:
+        if device_id in self._strangers and self._strangers[device_id] == stranger_mib:
+            return
+        self._strangers[device_id] = stranger_mib
+        if stranger_mib is None:
+            log.error("device %s is lost", device_id)
+            self._broker.dispatch(DeviceLost(at_ms=now_ms(), device_id=device_id))
+        else:
+            seen = DeviceSeen(at_ms=now_ms(), device=self._devices[device_id], stranger_mib=stranger_mib)
+            self._broker.dispatch(seen)
+
+    def _tell_host_budget(self) -> None:
+        budget_mib = max(0, self._host_budget(self._broker.arbiter.host_saved_mib))
+        if self._budget_mib is None or abs(budget_mib - self._budget_mib) >= _HOST_STEP_MIB:
+            self._budget_mib = budget_mib
+            self._broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=budget_mib))
+
+    def relieve_silent(self) -> None:
+        """A suspended kernel that stays busy, or whose extension stopped pulsing, gets a ticket: nobody is left blocked for ever."""
+        now_s = time.monotonic()
+        for kernel, view in self._broker.views():
+            if view.state is not LeaseState.SUSPENDED or kernel.waiting:
+                continue
+            link = kernel.link
+            silent = link is not None and now_s - link.last_pulse_s > 4 * PULSE_S
+            exempt = link is not None and link.exempt
+            long = kernel.executing_since_s is not None and now_s - kernel.executing_since_s > _MOMENT_S
+            if silent or (long and not exempt):
+                self._broker.want_for(kernel)

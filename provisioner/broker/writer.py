@@ -1,0 +1,87 @@
+"""Ledger writes off the loop, in order, and grouped: what is handed over while one transaction is being written goes into the next."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from provisioner.ledger.ledger import Ledger
+from provisioner.ledger.records import LedgerError, RecordError
+
+__all__ = ["LedgerWriter"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    act: Callable[[], None]
+    done: asyncio.Future[None]
+
+
+class LedgerWriter:
+    """The only user of an open ledger. One thread, one writer."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+        self._pending: list[_Write] = []
+        self._flushing: asyncio.Task[None] | None = None
+
+    def submit(self, act: Callable[[], None]) -> None:
+        """Write soon, after everything handed over before. A failure is logged: what is true is asked of the driver anyway."""
+        self._enqueue(act).add_done_callback(_log_failure)
+
+    async def run(self, act: Callable[[], None]) -> None:
+        """Write and return when it is on the disk. Raises LedgerError. Cancellation does not take the write back."""
+        await asyncio.shield(self._enqueue(act))
+
+    async def close(self) -> None:
+        """Write what is pending and close the ledger."""
+        while self._flushing is not None:
+            await self._flushing
+        await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.close)
+        self._thread.shutdown()
+
+    def _enqueue(self, act: Callable[[], None]) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending.append(_Write(act, done))
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+        return done
+
+    async def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._pending:
+            group, self._pending = self._pending, []
+            try:
+                failures = await loop.run_in_executor(self._thread, self._write, [write.act for write in group])
+            except LedgerError as error:
+                failures = [error] * len(group)
+            for write, failure in zip(group, failures, strict=True):
+                if write.done.cancelled():
+                    continue
+                if failure is None:
+                    write.done.set_result(None)
+                else:
+                    write.done.set_exception(failure)
+        self._flushing = None
+
+    def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
+        failures: list[LedgerError | None] = []
+        with self.ledger.transaction():
+            for act in acts:
+                try:
+                    act()
+                except RecordError as error:  # this one did not fit; it changed nothing, and the others stand
+                    failures.append(error)
+                else:
+                    failures.append(None)
+        return failures
+
+
+def _log_failure(done: asyncio.Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        log.error("the ledger was not written: %s", error)

@@ -1,0 +1,353 @@
+"""A private world for end-to-end tests: Jupyter's folders, a simulated host, a broker that starts by itself, and nothing left behind."""
+
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import websocket
+
+from provisioner.broker.backend import simulated_folder
+from provisioner.client import BrokerClient
+from provisioner.gpu.simulated.host import SimulatedHostError, destroy
+from provisioner.kernelspecs import install
+from provisioner.protocol.errors import BrokerUnavailableError
+from provisioner.protocol.messages import HostStatus, LeaseStatus
+
+T = TypeVar("T")
+
+__all__ = ["Notebook", "Reply", "Server", "World", "new_world", "until"]
+
+DEADLINE_S = 60.0
+
+
+def until(ask: Callable[[], T | None], what: str, *, deadline_s: float = DEADLINE_S) -> T:
+    """Ask another process again and again until it answers something true. Only for facts that nothing signals."""
+    end = time.monotonic() + deadline_s
+    pause = 0.005
+    while True:
+        answer = ask()
+        if answer:
+            return answer
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.1)
+
+
+class World:
+    """Folders, environment and the socket of one test. `environment` is what processes started by the test are given."""
+
+    def __init__(self, folder: Path, simulate: str) -> None:
+        self.folder = folder
+        self.socket = str(folder / "run" / "broker.sock")
+        self.simulate = simulate
+        self.kernels_dir = folder / "data" / "kernels"
+        self.notebooks = folder / "notebooks"
+        for name in ("data", "run", "config", "home", "notebooks", "ipython"):
+            (folder / name).mkdir(mode=0o700)
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "IPYTHON", "JPY_"))
+        }
+        self.environment = {
+            **kept,
+            "HOME": str(folder / "home"),
+            "IPYTHONDIR": str(folder / "ipython"),
+            "JUPYTER_DATA_DIR": str(folder / "data"),
+            "JUPYTER_RUNTIME_DIR": str(folder / "run"),
+            "JUPYTER_CONFIG_DIR": str(folder / "config"),
+            "JUPYTER_PATH": str(folder / "data"),
+            "JUPYTER_GPU_SOCKET": self.socket,
+            "JUPYTER_GPU_SIMULATE": simulate,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+
+    def configure(self, text: str) -> None:
+        """Write the broker's config file; takes effect with the next broker."""
+        (self.folder / "config" / "jupyter_gpu_config.py").write_text(text)
+
+    def install(self, *fractions_milli: int, pool: str = "default") -> list[str]:
+        """Install kernelspecs into this world and return their names."""
+        return [spec.name for spec in install(pool, fractions_milli, directory=str(self.kernels_dir), simulated=True)]
+
+    # -- the broker ------------------------------------------------------------------------------------------------------
+
+    @property
+    def simulated_folder(self) -> Path:
+        """Where the simulated host lives."""
+        return simulated_folder(self.socket)
+
+    @contextmanager
+    def client(self) -> Iterator[BrokerClient]:
+        """A client of the broker that runs (it is not started)."""
+        client = BrokerClient(self.socket)
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def start_broker(self) -> None:
+        """Start a broker as a provisioner would, and return when it serves."""
+        subprocess.run(
+            [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", self.socket],
+            env=self.environment,
+            check=True,
+        )
+
+    def broker_pid(self) -> int | None:
+        """The pid of the broker that serves, if any."""
+        with self.client() as client, suppress(BrokerUnavailableError):
+            return client.ping().pid
+        return None
+
+    def kill_broker(self) -> None:
+        """SIGKILL the broker and return when it is gone."""
+        pid = self.broker_pid()
+        assert pid is not None, "no broker runs"
+        self.end(pid, signal.SIGKILL)
+
+    @staticmethod
+    def end(pid: int, number: int) -> None:
+        """Signal a process and wait (pidfd) until it has ended."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        try:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+            with select.epoll() as poll:
+                poll.register(pidfd, select.EPOLLIN)
+                assert poll.poll(DEADLINE_S), f"process {pid} did not end"
+        finally:
+            os.close(pidfd)
+
+    def status(self) -> HostStatus:
+        """What the broker says of the host."""
+        with self.client() as client:
+            return client.status()
+
+    def lease(self, kernel_id: str) -> LeaseStatus:
+        """The lease of a kernel."""
+        found = [lease for lease in self.status().leases if lease.kernel_id == kernel_id]
+        assert len(found) == 1, f"{len(found)} leases of kernel {kernel_id}"
+        return found[0]
+
+    def await_state(self, kernel_id: str, state: str) -> LeaseStatus:
+        """Wait until the kernel's lease is in that state."""
+
+        def ask() -> LeaseStatus | None:
+            lease = self.lease(kernel_id)
+            return lease if lease.state == state else None
+
+        return until(ask, f"kernel {kernel_id} becomes {state}")
+
+    def log(self) -> str:
+        """The broker's log so far."""
+        path = Path(self.socket).with_name("broker.log")
+        return path.read_text() if path.exists() else ""
+
+    def close(self) -> None:
+        """Stop the broker and remove everything; fails if a process is left that still uses the simulated host."""
+        pid = self.broker_pid()
+        if pid is not None:
+            self.end(pid, signal.SIGTERM)
+        folder = self.simulated_folder
+        if folder.exists():
+            with suppress(FileNotFoundError):
+                until(lambda: self._destroyed(folder), "the simulated host has no users")
+        shutil.rmtree(self.folder)
+
+    @staticmethod
+    def _destroyed(folder: Path) -> bool:
+        try:
+            destroy(folder)
+        except SimulatedHostError:
+            return not folder.exists()
+        return True
+
+
+@contextmanager
+def new_world(simulate: str = "1x1GiB") -> Iterator[World]:
+    """A world that ends with the block. Its path is short: UNIX sockets allow 107 bytes."""
+    world = World(Path(tempfile.mkdtemp(prefix="jfg-")), simulate)
+    try:
+        yield world
+    except BaseException:
+        sys.stderr.write(f"\n--- the broker's log ---\n{world.log()[-20000:]}\n")
+        raise
+    finally:
+        world.close()
+
+
+class Server:
+    """A real Jupyter server in a process of its own, driven over HTTP and websockets."""
+
+    def __init__(self, world: World, *arguments: str) -> None:
+        self.world = world
+        self.token = secrets.token_hex(16)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "jupyter_server",
+                "--no-browser",
+                "--allow-root",
+                "--ServerApp.port=0",
+                f"--IdentityProvider.token={self.token}",
+                f"--ServerApp.root_dir={world.notebooks}",
+                *arguments,
+            ],
+            env=world.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=(world.folder / "server.err").open("ab"),
+        )
+        info = world.folder / "run" / f"jpserver-{self.process.pid}.json"
+        self.url: str = until(lambda: self._address(info), "the server writes its address")
+
+    @staticmethod
+    def _address(info: Path) -> str | None:
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            return str(json.loads(info.read_text())["url"])
+        return None
+
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401 - JSON
+        """One REST call; raises urllib's HTTPError."""
+        request = urllib.request.Request(  # noqa: S310 - loopback
+            self.url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            method=method,
+            headers={"Authorization": f"token {self.token}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310
+            text = reply.read()
+        return json.loads(text) if text else None
+
+    def start(self, kernelspec: str) -> "Notebook":
+        """Start a kernel and connect to it as a notebook does."""
+        kernel = self.request("POST", "api/kernels", {"name": kernelspec, "path": ""})
+        return Notebook(self, kernel["id"])
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End the server and reap it."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        self.process.wait(DEADLINE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Reply:
+    """What one cell answered."""
+
+    def __init__(self) -> None:
+        self.status = ""
+        self.error = ""
+        self.text = ""  # stdout and stderr
+        self.data: list[dict[str, Any]] = []  # display data and results, updates included, in order
+
+
+class Notebook:
+    """One kernel over its websocket. `run` sends a cell and waits for it; `send` does not wait."""
+
+    def __init__(self, server: Server, kernel_id: str) -> None:
+        self.server = server
+        self.kernel_id = kernel_id
+        self.session = uuid.uuid4().hex
+        address = server.url.replace("http", "ws", 1) + f"api/kernels/{kernel_id}/channels?session_id={self.session}"
+        self.socket = websocket.create_connection(
+            address, header=[f"Authorization: token {server.token}"], timeout=DEADLINE_S
+        )
+
+    def send(self, code: str, *, silent: bool = False) -> str:
+        """Send a cell and return its message id."""
+        msg_id = uuid.uuid4().hex
+        content = {
+            "code": code,
+            "silent": silent,
+            "store_history": not silent,
+            "allow_stdin": False,
+            "stop_on_error": True,
+        }
+        self._send("shell", "execute_request", msg_id, content)
+        return msg_id
+
+    def _send(self, channel: str, kind: str, msg_id: str, content: Mapping[str, Any]) -> None:
+        header = {
+            "msg_id": msg_id,
+            "msg_type": kind,
+            "username": "test",
+            "session": self.session,
+            "version": "5.3",
+            "date": "",
+        }
+        message = {"header": header, "parent_header": {}, "metadata": {}, "content": content, "channel": channel}
+        self.socket.send(json.dumps(message))
+
+    def messages(self, msg_id: str) -> Iterator[dict[str, Any]]:
+        """Every message about this one, until both its reply and its idle status were seen."""
+        replied = idle = False
+        while not (replied and idle):
+            message = json.loads(self.socket.recv())
+            if message.get("parent_header", {}).get("msg_id") != msg_id:
+                continue
+            yield message
+            replied = replied or message["header"]["msg_type"].endswith("_reply")
+            idle = idle or message["content"].get("execution_state") == "idle"
+
+    def wait(self, msg_id: str) -> Reply:
+        """Wait for the cell's end."""
+        reply = Reply()
+        for message in self.messages(msg_id):
+            kind, content = message["header"]["msg_type"], message["content"]
+            if kind == "stream":
+                reply.text += content["text"]
+            elif kind in ("display_data", "update_display_data", "execute_result"):
+                reply.data.append(content["data"])
+            elif kind == "execute_reply":
+                reply.status = content["status"]
+                if reply.status == "error":
+                    reply.error = f"{content['ename']}: {content['evalue']}"
+        return reply
+
+    def run(self, code: str) -> Reply:
+        """Run a cell to its end, whatever that is."""
+        return self.wait(self.send(code))
+
+    def must(self, code: str) -> Reply:
+        """Run a cell that has to succeed."""
+        reply = self.run(code)
+        assert reply.status == "ok", f"{code!r} ended with {reply.status} {reply.error}\n{reply.text}"
+        return reply
+
+    def interrupt(self) -> None:
+        """Interrupt the kernel as the notebook's button does."""
+        self.server.request("POST", f"api/kernels/{self.kernel_id}/interrupt")
+
+    def restart(self) -> None:
+        """Restart the kernel."""
+        self.server.request("POST", f"api/kernels/{self.kernel_id}/restart")
+
+    def shut_down(self) -> None:
+        """Shut the kernel down."""
+        self.server.request("DELETE", f"api/kernels/{self.kernel_id}")
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.close()
