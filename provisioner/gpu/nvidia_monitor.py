@@ -49,6 +49,10 @@ _WHY_NONE: Final[Mapping[int, str]] = {
     _NO_PERMISSION: "the device files /dev/nvidia* may not be opened: add this user to the group that owns them",
 }
 
+# A device that answers so is left out, so that it does not hide the others. The last is a device that shares the system's
+# memory and has no size of its own: there is nothing to give fractions of.
+_LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NOT_SUPPORTED})
+
 _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
 
 
@@ -96,7 +100,10 @@ class NvidiaMonitor:
         if found:
             self._why_none = ""
         elif count:
-            self._why_none = f"none of the {count} NVIDIA devices answers: see `dmesg` and `nvidia-smi`"
+            self._why_none = (
+                f"none of the {count} NVIDIA devices can be used: they do not answer, are not this user's, or have no "
+                "memory of their own; `nvidia-smi` and `dmesg` tell more"
+            )
         else:
             self._why_none = "NVIDIA's driver is loaded but sees no device"
         return found
@@ -140,7 +147,7 @@ class NvidiaMonitor:
             return True
 
     def _describe(self, index: int, refusal: str) -> DeviceInfo | None:
-        """Return the device; None for one that does not answer or may not be used from here."""
+        """Return the device; None for one that is left out."""
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
             total, _ = self._memory(handle)
@@ -155,7 +162,7 @@ class NvidiaMonitor:
                 why_not=why_not,
             )
         except self._nvml.NVMLError as error:
-            if error.value in (_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION):
+            if error.value in _LEFT_OUT:
                 return None
             raise self._error(error, f"reading the device with index {index}") from error
 

@@ -1,0 +1,109 @@
+"""A double of `pynvml` that behaves as the library is known to, failures included. It knows nothing of the code under test."""
+
+import uuid
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+GIB = 1024**3
+MIB = 1024**2
+
+INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, FUNCTION_NOT_FOUND = 2, 3, 4, 6, 13
+GPU_IS_LOST, UNKNOWN = 15, 999
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(f"NVML says {value}")
+        self.value = value
+
+
+@dataclass
+class FakeGPU:
+    """`processes` and `drawing` map pids to bytes, None where the library does not tell."""
+
+    uuid: str = field(default_factory=lambda: f"GPU-{uuid.uuid4()}")
+    name: str = "NVIDIA H100 80GB HBM3"
+    total: int = 80 * GIB
+    reserved: int = 500 * MIB
+    used: int = 0
+    mig: int | None = None  # None: a device without that mode
+    processes: dict[int, int | None] = field(default_factory=dict)
+    drawing: dict[int, int | None] = field(default_factory=dict)
+    fails: dict[str, int] = field(default_factory=dict)  # call -> error number
+
+
+class FakeNVML(ModuleType):
+    """The library; `fails` maps calls to error numbers, for the library here and for one device there. Handles are devices."""
+
+    NVMLError = NVMLError
+    nvmlMemory_v2 = 0x02000028  # noqa: N815 - the library's spelling
+
+    def __init__(self, *gpus: FakeGPU, version: str = "580.65.06") -> None:
+        super().__init__("fake_nvml")
+        self.gpus = list(gpus)
+        self.version = version
+        self.fails: dict[str, int] = {}
+        self.started = 0
+
+    def _enter(self, call: str, gpu: FakeGPU | None = None) -> None:
+        number = self.fails.get(call) or (gpu.fails.get(call) or gpu.fails.get("*") if gpu else None)
+        if number:
+            raise NVMLError(number)
+        if call != "nvmlInit" and not self.started:
+            raise NVMLError(1)
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self._enter("nvmlInit")
+        self.started += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self._enter("nvmlShutdown")
+        self.started -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        self._enter("nvmlSystemGetDriverVersion")
+        return self.version
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetCount")
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGPU:  # noqa: N802
+        self._enter("nvmlDeviceGetHandleByIndex", self.gpus[index])
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, device_id: str) -> FakeGPU:  # noqa: N802
+        for gpu in self.gpus:
+            if gpu.uuid == device_id:
+                self._enter("nvmlDeviceGetHandleByUUID", gpu)
+                return gpu
+        raise NVMLError(NOT_FOUND if device_id.startswith("GPU-") else INVALID_ARGUMENT)
+
+    def nvmlDeviceGetUUID(self, gpu: FakeGPU) -> str:  # noqa: N802
+        self._enter("nvmlDeviceGetUUID", gpu)
+        return gpu.uuid
+
+    def nvmlDeviceGetName(self, gpu: FakeGPU) -> str:  # noqa: N802
+        self._enter("nvmlDeviceGetName", gpu)
+        return gpu.name
+
+    def nvmlDeviceGetMigMode(self, gpu: FakeGPU) -> list[int]:  # noqa: N802
+        self._enter("nvmlDeviceGetMigMode", gpu)
+        if gpu.mig is None:
+            raise NVMLError(NOT_SUPPORTED)
+        return [gpu.mig, gpu.mig]
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGPU, version: int | None = None) -> SimpleNamespace:  # noqa: N802
+        if version is None:  # the old form counts the reserved part as used
+            self._enter("nvmlDeviceGetMemoryInfo", gpu)
+            return SimpleNamespace(total=gpu.total, used=gpu.used + gpu.reserved)
+        self._enter("nvmlDeviceGetMemoryInfo_v2", gpu)
+        return SimpleNamespace(total=gpu.total, reserved=gpu.reserved, used=gpu.used)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGPU) -> list[SimpleNamespace]:  # noqa: N802
+        self._enter("nvmlDeviceGetComputeRunningProcesses", gpu)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes.items()]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, gpu: FakeGPU) -> list[SimpleNamespace]:  # noqa: N802
+        self._enter("nvmlDeviceGetGraphicsRunningProcesses", gpu)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.drawing.items()]

@@ -1,0 +1,274 @@
+"""Promises of NvidiaMonitor and of the tables it relies on, against a double of NVML."""
+
+from collections.abc import Callable
+from importlib import metadata
+
+import pytest
+
+from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessUse
+from provisioner.gpu.nvidia import NvidiaMonitor
+from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from tests.gpu_nvidia.fake_nvml import (
+    FUNCTION_NOT_FOUND,
+    GIB,
+    GPU_IS_LOST,
+    MIB,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    UNKNOWN,
+    FakeGPU,
+    FakeNVML,
+)
+
+
+def monitor_of(nvml: FakeNVML, *, bindings: str = "") -> NvidiaMonitor:
+    return NvidiaMonitor(nvml=nvml, bindings=lambda: bindings)
+
+
+def fails(code: GPUErrorCode, match: str, call: Callable[[], object]) -> None:
+    with pytest.raises(GPUError, match=match) as caught:
+        call()
+    assert caught.value.code is code
+
+
+def test_it_is_a_monitor() -> None:
+    monitor: Monitor = monitor_of(FakeNVML())
+    assert monitor.kind == "nvidia"
+
+
+def test_devices_are_described_by_uuid_with_the_memory_that_processes_can_have() -> None:
+    gpus = [FakeGPU(), FakeGPU(name="NVIDIA A10", total=24 * GIB, reserved=0, mig=0)]
+    monitor = monitor_of(FakeNVML(*gpus))
+    first, second = monitor.devices()
+    assert (first.device_id, first.index, first.name) == (gpus[0].uuid, 0, "NVIDIA H100 80GB HBM3")
+    assert (first.memory_mib, first.simulated, first.checkpointable, first.why_not) == (81920 - 500, False, True, "")
+    assert (second.index, second.memory_mib, second.checkpointable) == (1, 24 * 1024, True)
+    assert monitor.why_none == ""
+
+
+@pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, 25])
+def test_the_old_form_of_memory_is_read_where_the_new_is_missing(number: int) -> None:
+    gpu = FakeGPU(used=GIB, fails={"nvmlDeviceGetMemoryInfo_v2": number})
+    monitor = monitor_of(FakeNVML(gpu))
+    assert monitor.devices()[0].memory_mib == 81920
+    assert monitor.use(gpu.uuid).used_mib == 1024 + 500
+
+
+# ---- no device -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (12, "not installed"),
+        (9, "kernel module is not loaded"),
+        (18, "reboot"),
+        (4, "group that owns them"),
+        (999, "does not start: NVML says 999"),
+    ],
+)
+def test_without_a_driver_there_are_no_devices_and_a_sentence_says_why(number: int, sentence: str) -> None:
+    nvml = FakeNVML(FakeGPU())
+    nvml.fails["nvmlInit"] = number
+    monitor = monitor_of(nvml)
+    assert monitor.devices() == []
+    assert sentence in monitor.why_none
+    fails(GPUErrorCode.NO_SUCH_DEVICE, sentence, lambda: monitor.use(nvml.gpus[0].uuid))
+    monitor.close()
+
+
+def test_a_driver_that_is_loaded_later_is_found() -> None:
+    nvml = FakeNVML(FakeGPU())
+    nvml.fails["nvmlInit"] = 9
+    monitor = monitor_of(nvml)
+    assert monitor.devices() == []
+    nvml.fails.clear()
+    assert len(monitor.devices()) == 1
+    assert monitor.why_none == ""
+
+
+def test_a_driver_without_a_device_says_so() -> None:
+    monitor = monitor_of(FakeNVML())
+    assert monitor.devices() == []
+    assert "sees no device" in monitor.why_none
+
+
+def test_a_device_that_is_lost_forbidden_or_without_memory_of_its_own_does_not_hide_the_others() -> None:
+    lost, forbidden, sound = FakeGPU(fails={"*": GPU_IS_LOST}), FakeGPU(fails={"*": NO_PERMISSION}), FakeGPU()
+    integrated = FakeGPU(fails={"nvmlDeviceGetMemoryInfo": NOT_SUPPORTED, "nvmlDeviceGetMemoryInfo_v2": NOT_SUPPORTED})
+    nvml = FakeNVML(lost, forbidden, integrated, sound)
+    monitor = monitor_of(nvml)
+    assert [device.device_id for device in monitor.devices()] == [sound.uuid]
+    sound.fails["*"] = GPU_IS_LOST
+    assert monitor.devices() == []
+    assert "none of the 4 NVIDIA devices can be used" in monitor.why_none
+
+
+@pytest.mark.parametrize(
+    "call", ["nvmlSystemGetDriverVersion", "nvmlDeviceGetCount", "nvmlDeviceGetName", "nvmlDeviceGetMigMode"]
+)
+def test_a_failure_to_list_is_an_error_not_an_absence(call: str) -> None:
+    nvml = FakeNVML(FakeGPU())
+    nvml.fails[call] = UNKNOWN
+    fails(GPUErrorCode.UNKNOWN, r"failed: NVML says 999 \(NVML error 999\)", monitor_of(nvml).devices)
+
+
+# ---- what can be checkpointed ----------------------------------------------------------------------------------------
+
+
+def why_not(*gpus: FakeGPU, version: str = "580.65.06", bindings: str = "") -> str:
+    device = monitor_of(FakeNVML(*gpus, version=version), bindings=bindings).devices()[0]
+    assert device.checkpointable is not bool(device.why_not)
+    return device.why_not
+
+
+def test_a_device_in_mig_mode_cannot_be_checkpointed() -> None:
+    assert "MIG mode" in why_not(FakeGPU(mig=1), version="535.1")
+
+
+@pytest.mark.parametrize("version", ["535.183.01", "555.42", "569.99"])
+def test_an_old_driver_cannot_checkpoint(version: str) -> None:
+    assert f"driver {version} cannot checkpoint: install 570 or newer" in why_not(FakeGPU(), version=version)
+
+
+@pytest.mark.parametrize("version", ["610.57", "610.57.02"])
+def test_a_driver_release_that_crashes_processes_is_refused(version: str) -> None:
+    assert "reported to crash it" in why_not(FakeGPU(), version=version)
+
+
+@pytest.mark.parametrize("version", ["570.00", "580.65.06", "595.71.05", "610.570", "610.58", "700.1"])
+def test_other_drivers_are_accepted(version: str) -> None:
+    assert driver_refusal(version) == ""
+
+
+def test_a_version_that_cannot_be_read_is_refused() -> None:
+    assert "'new'" in driver_refusal("new")
+
+
+def test_without_the_bindings_devices_are_shared_but_not_checkpointed() -> None:
+    assert why_not(FakeGPU(), bindings="pip install it") == "pip install it"
+
+
+def test_warnings_are_kept_for_the_administrator() -> None:
+    monitor = monitor_of(FakeNVML(FakeGPU(), version="595.71.05"))
+    assert not monitor.warnings
+    assert monitor.devices()[0].checkpointable
+    assert "hang the host" in monitor.warnings[0]
+    assert driver_warnings("580.65.06", machine="x86_64") == ()
+    assert "kind aarch64" in driver_warnings("580.65.06", machine="aarch64")[0]
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        ("12.8.0", ""),
+        ("13.5.0", ""),
+        ("12.6.2", "12.8 is needed: pip install"),
+        ("strange", "pip install"),
+        (None, "not installed"),
+    ],
+)
+def test_the_bindings_version_decides_without_importing_them(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, sentence: str
+) -> None:
+    def answer(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", answer)
+    told = why_no_bindings()
+    assert sentence in told
+    assert bool(told) is bool(sentence)
+
+
+# ---- use -------------------------------------------------------------------------------------------------------------
+
+
+def test_use_tells_what_each_process_has_rounded_up() -> None:
+    gpu = FakeGPU(used=3 * GIB + 1, processes={7: GIB + 1, 5: 2 * GIB})
+    use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
+    assert (use.device_id, use.used_mib) == (gpu.uuid, 3 * 1024 + 1)
+    assert use.processes == (ProcessUse(pid=5, used_mib=2048), ProcessUse(pid=7, used_mib=1025))
+
+
+def test_a_process_that_computes_and_draws_counts_once() -> None:
+    gpu = FakeGPU(used=GIB, processes={5: GIB}, drawing={5: GIB, 6: None})
+    use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
+    assert use.processes == (ProcessUse(pid=5, used_mib=1024), ProcessUse(pid=6, used_mib=0))
+
+
+@pytest.mark.parametrize(
+    ("processes", "shares"),
+    [
+        ({5: None}, {5: 4096}),
+        ({5: None, 6: GIB}, {5: 3072, 6: 1024}),
+        ({5: None, 6: None}, {5: 2048, 6: 2048}),
+        ({5: None, 6: 5 * GIB}, {5: 0, 6: 5120}),
+    ],
+)
+def test_what_nvml_does_not_tell_is_shared_by_those_it_does_not_tell_of(
+    processes: dict[int, int | None], shares: dict[int, int]
+) -> None:
+    gpu = FakeGPU(used=4 * GIB, processes=processes)
+    use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
+    assert {one.pid: one.used_mib for one in use.processes} == shares
+
+
+@pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+def test_a_device_that_cannot_draw_is_no_error(number: int) -> None:
+    gpu = FakeGPU(used=GIB, processes={5: GIB}, fails={"nvmlDeviceGetGraphicsRunningProcesses": number})
+    assert len(monitor_of(FakeNVML(gpu)).use(gpu.uuid).processes) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (2, GPUErrorCode.NO_SUCH_DEVICE),
+        (3, GPUErrorCode.NOT_SUPPORTED),
+        (4, GPUErrorCode.NOT_PERMITTED),
+        (6, GPUErrorCode.NO_SUCH_DEVICE),
+        (13, GPUErrorCode.NOT_SUPPORTED),
+        (15, GPUErrorCode.DEVICE_LOST),
+        (16, GPUErrorCode.DEVICE_LOST),
+        (17, GPUErrorCode.OPERATING_SYSTEM),
+        (28, GPUErrorCode.NO_SUCH_DEVICE),
+        (999, GPUErrorCode.UNKNOWN),
+    ],
+)
+@pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByUUID", "nvmlDeviceGetComputeRunningProcesses"])
+def test_each_error_has_its_code(call: str, number: int, code: GPUErrorCode) -> None:
+    gpu = FakeGPU(fails={call: number})
+    fails(code, f"reading device {gpu.uuid} failed", lambda: monitor_of(FakeNVML(gpu)).use(gpu.uuid))
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetGraphicsRunningProcesses"])
+def test_a_device_lost_half_way_is_told(call: str) -> None:
+    gpu = FakeGPU(fails={call: GPU_IS_LOST})
+    fails(GPUErrorCode.DEVICE_LOST, "reading", lambda: monitor_of(FakeNVML(gpu)).use(gpu.uuid))
+
+
+@pytest.mark.parametrize("device_id", ["GPU-other", "other"])
+def test_a_device_that_is_not_there_is_told(device_id: str) -> None:
+    fails(GPUErrorCode.NO_SUCH_DEVICE, device_id, lambda: monitor_of(FakeNVML(FakeGPU())).use(device_id))
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_sees_its_device_only_and_without_one_it_sees_none() -> None:
+    monitor = monitor_of(FakeNVML())
+    assert monitor.kernel_environment("GPU-1") == {"CUDA_VISIBLE_DEVICES": "GPU-1"}
+    assert monitor.kernel_environment(None) == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_the_library_is_started_once_and_given_back_once() -> None:
+    nvml = FakeNVML(FakeGPU(used=MIB))
+    monitor = monitor_of(nvml)
+    monitor.devices()
+    monitor.use(nvml.gpus[0].uuid)
+    assert nvml.started == 1
+    monitor.close()
+    monitor.close()
+    assert nvml.started == 0
+    assert monitor.use(nvml.gpus[0].uuid).used_mib == 1
