@@ -72,8 +72,9 @@ class Connection:
         """Whether a kept-alive connection can carry another request: still open, ours, and nothing unasked in it."""
         if self.pid != os.getpid():
             return False
+        self._socket.settimeout(0)  # with a timeout Python would wait for it before it looks; the next call sets its own
         try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
         except OSError:
