@@ -1,0 +1,284 @@
+"""The client speaks the lease API, keeps its connections honest, and turns every failure into one of our errors."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Generator
+from typing import cast
+
+import pytest
+
+from provisioner.client import BrokerClient
+from provisioner.protocol.errors import (
+    BadRequestError,
+    BrokerUnavailableError,
+    ConflictError,
+    ForbiddenError,
+    FractionalGPUError,
+    InternalBrokerError,
+    NoRoomError,
+    NotFoundError,
+    RequestTooLargeError,
+    UnauthorizedError,
+)
+from provisioner.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    GateAnswer,
+    GateCommand,
+    GateHello,
+    LeaseRequest,
+    Progress,
+)
+from tests.support.fake_broker import DEADLINE_S, FakeBroker
+
+REQUEST = LeaseRequest(fraction_milli=250, kernel_id="k", label="notebook.ipynb")
+HELLO = GateHello(version="1", open=True, busy=False)
+ATTACH = AttachRequest(pid=1, start_time=2, boot_id="b", connection={"key": "k", "shell_port": 1})
+
+
+def test_a_lease_lives_from_creation_to_release(broker: FakeBroker, client: BrokerClient) -> None:
+    reply = client.create_lease(REQUEST)
+    assert (reply.lease_id, reply.token, reply.environment) == ("lease-1", "token-1", {"CUDA_VISIBLE_DEVICES": ""})
+    assert client.attach("lease-1", ATTACH).state == "unarmed"
+    assert client.lease("lease-1").pid == 1
+    assert client.suspend("lease-1").state == "suspended"
+    assert client.resume("lease-1").state == "resident"
+    client.answer("lease-1", GateAnswer(number=3, word="closed"))
+    client.detach("lease-1")
+    client.release("lease-1")
+    client.release("lease-1")
+    assert broker.leases["lease-1"].state == "ended"
+    assert broker.bodies("create")[0]["label"] == "notebook.ipynb"
+    assert broker.bodies("attach")[0]["connection"] == {"key": "k", "shell_port": 1}
+    assert broker.bodies("answer")[0] == {"number": 3, "word": "closed", "detail": ""}
+
+
+def test_status_brings_leases_as_messages(broker: FakeBroker, client: BrokerClient) -> None:
+    client.create_lease(REQUEST)
+    status = client.status()
+    assert [lease.lease_id for lease in status.leases] == ["lease-1"]
+    assert status.pools == {"default": [250]}
+    assert status.socket == broker.path
+
+
+def test_what_a_newer_broker_says_more_is_ignored(broker: FakeBroker, client: BrokerClient) -> None:
+    broker.extra = {"mood": "good"}
+    assert client.ping().pid == os.getpid()
+
+
+def test_lease_ids_are_escaped(broker: FakeBroker, client: BrokerClient) -> None:
+    with pytest.raises(NotFoundError):
+        client.lease("../status?x=\r\nHost: evil")
+    assert [call.lease_id for call in broker.calls] == ["..%2Fstatus%3Fx%3D%0D%0AHost%3A%20evil"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BadRequestError("no", reason="bad-fraction"),
+        UnauthorizedError("no"),
+        ForbiddenError("no"),
+        NotFoundError("no"),
+        ConflictError("no", reason="busy"),
+        RequestTooLargeError("no"),
+        NoRoomError("asked for 1, there is none"),
+        InternalBrokerError("no"),
+    ],
+    ids=lambda error: error.code,
+)
+def test_an_error_comes_back_as_it_was_raised(
+    broker: FakeBroker, client: BrokerClient, error: FractionalGPUError
+) -> None:
+    broker.fail["ping"] = error
+    with pytest.raises(type(error)) as caught:
+        client.ping()
+    assert type(caught.value) is type(error)
+    assert str(caught.value) == str(error)
+    assert caught.value.reason == error.reason
+
+
+def test_an_error_leaves_the_connection_usable(broker: FakeBroker, client: BrokerClient) -> None:
+    broker.fail["ping"] = ConflictError("no")
+    with pytest.raises(ConflictError):
+        client.ping()
+    client.status()
+    assert broker.connections == 1
+
+
+def test_calls_of_one_thread_share_a_connection(broker: FakeBroker, client: BrokerClient) -> None:
+    for _ in range(5):
+        client.ping()
+    assert broker.connections == 1
+
+
+def test_a_connection_that_the_broker_closed_meanwhile_is_replaced(broker: FakeBroker, client: BrokerClient) -> None:
+    client.ping()
+    broker.drop_connections()
+    client.ping()
+    assert broker.connections == 2
+    assert broker.routes() == ["ping", "ping"]
+
+
+def test_a_kept_connection_that_breaks_under_an_idempotent_call_is_retried_once(
+    broker: FakeBroker, client: BrokerClient
+) -> None:
+    client.ping()
+    broker.hang_up["ping"] = 1
+    assert client.ping().simulated
+    assert broker.routes() == ["ping", "ping", "ping"]
+    broker.hang_up["ping"] = 2
+    with pytest.raises(BrokerUnavailableError, match="closed the connection"):
+        client.ping()
+    assert broker.routes().count("ping") == 5
+
+
+def test_a_lease_is_never_asked_for_twice(broker: FakeBroker, client: BrokerClient) -> None:
+    client.ping()
+    broker.hang_up["create"] = 1
+    with pytest.raises(BrokerUnavailableError):
+        client.create_lease(REQUEST)
+    assert broker.routes() == ["ping", "create"]
+
+
+def test_a_broker_that_does_not_answer_is_given_up_and_not_asked_again(broker: FakeBroker) -> None:
+    broker.held["status"] = threading.Event()
+    with BrokerClient(broker.path, timeout_s=0.05) as client:
+        client.ping()
+        with pytest.raises(BrokerUnavailableError, match=r"did not answer within 0\.05 s"):
+            client.status()
+        assert broker.routes() == ["ping", "status"]
+        broker.held["status"].set()
+        assert client.ping().protocol == 1
+
+
+def test_nobody_at_the_socket_says_what_to_do(broker: FakeBroker, client: BrokerClient) -> None:
+    broker.stop()
+    with pytest.raises(BrokerUnavailableError, match="jupyter gpu broker"):
+        client.ping()
+
+
+def test_threads_do_not_wait_for_each_other(broker: FakeBroker, client: BrokerClient) -> None:
+    broker.held["status"] = threading.Event()
+    thread = threading.Thread(target=client.status)
+    thread.start()
+    broker.wait_for(lambda: "status" in broker.routes())
+    client.ping()
+    broker.held["status"].set()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_an_interrupt_leaves_no_half_used_connection_behind(broker: FakeBroker, client: BrokerClient) -> None:
+    client.ping()
+    broker.held["status"] = threading.Event()
+
+    def interrupt() -> None:
+        broker.wait_for(lambda: "status" in broker.routes())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        client.status()
+    interrupter.join()
+    broker.held["status"].set()
+    assert client.ping().pid == os.getpid()  # and not the status that was asked for before
+    assert broker.connections == 2
+
+
+def test_a_forked_child_leaves_its_parents_connection_alone(broker: FakeBroker, client: BrokerClient) -> None:
+    client.ping()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads; the child uses none
+        child = os.fork()
+    if child == 0:
+        try:
+            client.ping()
+            client.close()
+        except BaseException:  # noqa: BLE001 - a forked test process must not go on
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    client.ping()
+    assert [call.connection for call in broker.calls] == [1, 2, 1]
+
+
+def test_acquire_tells_how_the_wait_goes_and_ends_with_the_grant(broker: FakeBroker, client: BrokerClient) -> None:
+    client.create_lease(REQUEST)
+    waiting = Progress(kind="waiting", reason="queue", sentence="2 kernels before you", position=3)
+    granted = Progress(kind="granted", environment={"CUDA_VISIBLE_DEVICES": "GPU-1"}, device_id="GPU-1")
+    broker.progress = [waiting, granted]
+    assert list(client.acquire("lease-1", AcquireRequest(urgent=True))) == [waiting, granted]
+    assert broker.bodies("acquire") == [{"urgent": True, "wait_ms": 3_600_000}]
+
+
+def test_leaving_acquire_hangs_up(broker: FakeBroker, client: BrokerClient) -> None:
+    client.create_lease(REQUEST)
+    broker.progress = [Progress(kind="waiting", position=1)]
+    stream = cast("Generator[Progress, None, None]", client.acquire("lease-1", AcquireRequest()))
+    assert next(stream).position == 1
+    stream.close()
+    broker.wait_for(lambda: broker.hung_up == ["acquire"])
+
+
+def test_acquire_that_is_cut_is_no_grant(broker: FakeBroker, client: BrokerClient) -> None:
+    client.create_lease(REQUEST)
+    broker.progress = [Progress(kind="waiting", position=1)]
+    stream = client.acquire("lease-1", AcquireRequest())
+    next(stream)
+    broker.drop_connections()
+    with pytest.raises(BrokerUnavailableError):
+        next(stream)
+
+
+def test_a_refused_stream_raises_the_error(broker: FakeBroker, client: BrokerClient) -> None:
+    client.create_lease(REQUEST)
+    broker.fail["acquire"] = ConflictError("the lease has no process", reason="unattached")
+    with pytest.raises(ConflictError, match="no process"):
+        next(client.acquire("lease-1", AcquireRequest()))
+
+
+def test_gate_commands_come_whole_however_they_are_cut(broker: FakeBroker, client: BrokerClient) -> None:
+    client.create_lease(REQUEST)
+    broker.gate_bytes = [b'{"verb":""}\n{"verb":"clo', b'se","number":7,', b'"news":1}\n{"verb":"open","number":8}\n']
+    stream = client.gate("lease-1", HELLO)
+    assert [next(stream), next(stream), next(stream)] == [
+        GateCommand(),
+        GateCommand(verb="close", number=7),
+        GateCommand(verb="open", number=8),
+    ]
+    assert broker.bodies("gate") == [{"version": "1", "open": True, "busy": False}]
+
+
+def test_close_wakes_a_thread_that_waits_at_the_gate(broker: FakeBroker, client: BrokerClient) -> None:
+    client.create_lease(REQUEST)
+    broker.gate_bytes = [b'{"verb":""}\n']
+    reached, outcome = threading.Event(), list[BaseException]()
+
+    def listen() -> None:
+        try:
+            for _ in client.gate("lease-1", HELLO):
+                reached.set()
+        except BrokerUnavailableError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    assert reached.wait(DEADLINE_S)
+    client.close()
+    thread.join(DEADLINE_S)
+    assert len(outcome) == 1
+    broker.wait_for(lambda: broker.hung_up == ["gate"])
+
+
+def test_importing_the_client_loads_nothing_that_a_kernel_has_not() -> None:
+    code = (
+        "import sys, ipykernel.kernelapp; before = set(sys.modules); import provisioner.client; "
+        "print([m for m in sorted(set(sys.modules) - before) if m.split('.')[0] != 'provisioner'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
