@@ -34,7 +34,8 @@ __all__ = ["SYSTEM_SOCKET", "ensure_broker", "runtime_dir", "socket_path"]
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
-_LONGEST_COMPLAINT = 2000
+_LONGEST_COMPLAINT = 2000  # bytes
+_LONGEST_SETTINGS = 64 * 1024  # bytes
 
 
 def runtime_dir() -> Path:
@@ -175,14 +176,15 @@ def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
         raise BrokerUnavailableError(
             f"{settings} cannot be read ({error.strerror}); delete it and try again"
         ) from error
-    with os.fdopen(descriptor, "rb") as file:
-        if not _is_trusted(os.fstat(file.fileno())):
+    try:
+        if not _is_trusted(os.fstat(descriptor)):
             raise BrokerUnavailableError(
                 f"{settings} says how to start the GPU broker, but others could have written it: it must be a plain "
-                "file "
-                "that belongs to you or root and that only its owner may write to; delete it or repair its mode"
+                "file that belongs to you or root and that only its owner may write to; delete it or repair its mode"
             )
-        text = file.read(64 * 1024)
+        text = os.read(descriptor, _LONGEST_SETTINGS)
+    finally:
+        os.close(descriptor)
     try:
         content = json.loads(text)
         argv, environment = content["argv"], content.get("env", {})

@@ -1,0 +1,263 @@
+"""The broker is found where it should be, started when nobody serves, and trusted only where nobody else could have put it."""
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from provisioner import discovery
+from provisioner.discovery import ensure_broker, runtime_dir, socket_path
+from provisioner.protocol.errors import BrokerUnavailableError, ForbiddenError
+from tests.support.fake_broker import FakeBroker
+
+SOMEBODY = 54321
+
+
+@pytest.fixture(autouse=True)
+def home(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(short_path / "rt"))
+    monkeypatch.delenv("JUPYTER_GPU_SOCKET", raising=False)
+    monkeypatch.setattr(discovery, "SYSTEM_SOCKET", str(short_path / "no-system.sock"))
+    return short_path
+
+
+def make_foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the path somebody else's, or us somebody else where that takes root."""
+    if os.geteuid() == 0:
+        os.chown(path, SOMEBODY, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+
+
+def write_settings(folder: Path, code: str, *arguments: str) -> None:
+    """Let the broker of this folder be started by a little Python."""
+    (folder / "broker.json").write_text(
+        json.dumps({"argv": [sys.executable, "-c", code, *arguments], "env": {"A": "1"}})
+    )
+    (folder / "broker.json").chmod(0o600)
+
+
+@contextmanager
+def started_on_demand(folder: Path) -> Iterator[tuple[FakeBroker, list[int]]]:
+    """A broker that comes up when the start command runs; yields it and the list of the starts."""
+    broker, starts, path = FakeBroker(str(folder / "b.sock")), list[int](), str(folder / "control")
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); assert s.recv(1) == b'k'"
+    write_settings(folder, code, path)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def serve_starts() -> None:
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4)
+                    if int.from_bytes(peer, sys.byteorder) == os.getpid():
+                        return  # the test is over
+                    if not starts:
+                        broker.start()
+                    starts.append(1)
+                    connection.sendall(b"k")
+
+        thread = threading.Thread(target=serve_starts)
+        thread.start()
+        try:
+            yield broker, starts
+        finally:
+            with socket.socket(socket.AF_UNIX) as last:
+                last.connect(path)
+            thread.join()
+            broker.stop()
+
+
+def test_the_environment_names_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", "/somewhere/b.sock")
+    assert socket_path() == "/somewhere/b.sock"
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", "/" + "x" * 120)
+    with pytest.raises(BrokerUnavailableError, match="longer than 100 bytes"):
+        socket_path()
+
+
+def test_a_system_service_comes_before_a_users_own(home: Path) -> None:
+    (home / "no-system.sock").touch()
+    assert socket_path() == str(home / "no-system.sock")
+
+
+def test_a_users_own_socket_is_in_a_private_folder(home: Path) -> None:
+    assert socket_path() == str(home / "rt" / "gpu" / "broker.sock")
+    assert (home / "rt" / "gpu").stat().st_mode & 0o777 == 0o700
+    (home / "rt" / "gpu").chmod(0o755)
+    assert runtime_dir().stat().st_mode & 0o777 == 0o700
+
+
+def test_a_path_too_long_for_a_socket_gets_a_short_private_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(home / ("x" * 100)))
+    path = Path(socket_path())
+    assert path.parent.parent == home
+    assert len(str(path)) <= 100
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert socket_path() == str(path)
+    path.parent.rmdir()
+    path.parent.symlink_to(home)
+    with pytest.raises(BrokerUnavailableError, match="is not a folder of this user"):
+        socket_path()
+
+
+def test_a_runtime_folder_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_foreign(runtime_dir(), monkeypatch)
+    with pytest.raises(BrokerUnavailableError, match="is not a folder of this user"):
+        runtime_dir()
+
+
+def test_a_socket_folder_of_somebody_else_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home / "theirs"
+    folder.mkdir()
+    make_foreign(folder, monkeypatch)
+    with pytest.raises(BrokerUnavailableError, match="belongs to another user"):
+        ensure_broker(str(folder / "b.sock"))
+
+
+def test_a_socket_folder_that_others_may_write_to_is_refused(home: Path) -> None:
+    home.chmod(0o777)
+    with pytest.raises(BrokerUnavailableError, match="others may write"):
+        ensure_broker(str(home / "b.sock"))
+
+
+def test_a_broker_that_serves_is_used(home: Path) -> None:
+    with FakeBroker(str(home / "b.sock")) as broker, ensure_broker(broker.path) as client:
+        assert client.ping().pid == os.getpid()
+        assert broker.connections == 1
+
+
+def test_a_broker_is_started_when_nobody_serves(home: Path) -> None:
+    with started_on_demand(home) as (broker, starts):
+        with ensure_broker(broker.path, token="t") as client:  # noqa: S106 - any
+            assert client.ping().simulated
+        with ensure_broker(broker.path):
+            assert starts == [1]
+
+
+def test_two_starters_at_once_both_get_a_broker(home: Path) -> None:
+    with started_on_demand(home) as (broker, _):
+        pids = list[int]()
+
+        def start() -> None:
+            with ensure_broker(broker.path) as client:
+                pids.append(client.ping().pid)
+
+        threads = [threading.Thread(target=start) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert pids == [os.getpid()] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (
+            "import sys; print('noise', file=sys.stderr); sys.exit('no GPU was found; use --simulate')",
+            "^no GPU was found",
+        ),
+        ("raise SystemExit(3)", "could not be started .exit code 3."),
+        ("pass", "no GPU broker serves"),
+    ],
+    ids=["sentence", "silent", "lies"],
+)
+def test_a_start_that_fails_says_why(home: Path, code: str, says: str) -> None:
+    write_settings(home, code)
+    with pytest.raises(BrokerUnavailableError, match=says):
+        ensure_broker(str(home / "b.sock"))
+
+
+def test_a_start_that_takes_too_long_is_ended(home: Path) -> None:
+    write_settings(home, "import sys; sys.stdin.close(); import signal; signal.pause()")
+    with pytest.raises(BrokerUnavailableError, match=r"within 0\.2 s"):
+        ensure_broker(str(home / "b.sock"), timeout_s=0.2)
+
+
+def test_a_broker_that_keeps_stderr_open_does_not_hold_the_start_up(home: Path) -> None:
+    code = "import os, sys\nif os.fork() == 0: open(sys.argv[1]).read(); os._exit(0)\nsys.exit('said')"
+    os.mkfifo(home / "fifo")
+    write_settings(home, code, str(home / "fifo"))
+    with pytest.raises(BrokerUnavailableError, match=r"^said$"):
+        ensure_broker(str(home / "b.sock"))
+    (home / "fifo").open("w").close()  # lets the child go
+
+
+def test_an_interpreter_that_was_removed_is_named(home: Path) -> None:
+    (home / "broker.json").write_text('{"argv": ["/nowhere/python"]}')
+    (home / "broker.json").chmod(0o600)
+    with pytest.raises(BrokerUnavailableError, match=r"/nowhere/python: No such file.*broker\.json"):
+        ensure_broker(str(home / "b.sock"))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda path: path.chmod(0o622), "others could have written it"),
+        (lambda path: (path.rename(f"{path}.real"), path.symlink_to(f"{path}.real")), "cannot be read"),
+        (lambda path: (path.unlink(), path.mkdir()), "others could have written it"),
+        (lambda path: path.write_text("{"), "is not of the form"),
+        (lambda path: path.write_text("[]"), "is not of the form"),
+        (lambda path: path.write_text('{"argv": []}'), "is not of the form"),
+        (lambda path: path.write_text('{"argv": ["a", 1]}'), "is not of the form"),
+        (lambda path: path.write_text('{"argv": ["a"], "env": {"A": 1}}'), "is not of the form"),
+        (lambda path: path.write_text('{"argv": ["a"], "env": []}'), "is not of the form"),
+    ],
+    ids=["writable", "symlink", "folder", "cut", "list", "empty", "number", "env-number", "env-list"],
+)
+def test_a_start_command_that_is_not_to_be_trusted_is_not_run(
+    home: Path, make: Callable[[Path], object], says: str
+) -> None:
+    write_settings(home, "raise SystemExit(0)")
+    make(home / "broker.json")
+    with pytest.raises(BrokerUnavailableError, match=says):
+        ensure_broker(str(home / "b.sock"))
+
+
+def test_a_start_command_of_somebody_else_is_not_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_settings(home, "raise SystemExit(0)")
+    make_foreign(home / "broker.json", monkeypatch)
+    monkeypatch.setattr(discovery, "_check_folder", str)
+    with pytest.raises(BrokerUnavailableError, match="others could have written it"):
+        ensure_broker(str(home / "b.sock"))
+
+
+def test_without_settings_this_interpreter_starts_it(home: Path) -> None:
+    argv, environment = discovery._start_command(str(home / "b.sock"))
+    assert argv[0] == sys.executable
+    assert argv[1:] == [
+        "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", str(home / "b.sock"),
+    ]  # fmt: skip
+    assert environment == {}
+
+
+def test_a_system_service_is_never_started_by_us() -> None:
+    with pytest.raises(BrokerUnavailableError, match="system service"):
+        ensure_broker("/run/jupyter-gpu-nowhere/b.sock")
+    assert not discovery._is_system("/run/user/1000/b.sock")
+
+
+def test_a_broker_of_another_protocol_is_not_spoken_to(home: Path) -> None:
+    with FakeBroker(str(home / "b.sock")) as broker:
+        broker.protocol = 9
+        with pytest.raises(BrokerUnavailableError, match="speaks protocol 9, this side speaks 1"):
+            ensure_broker(broker.path)
+
+
+def test_a_broker_that_refuses_us_is_not_replaced(home: Path) -> None:
+    write_settings(home, "raise SystemExit('started')")
+    with FakeBroker(str(home / "b.sock")) as broker:
+        broker.fail["ping"] = ForbiddenError("not for you")
+        with pytest.raises(ForbiddenError, match="not for you"):
+            ensure_broker(broker.path)
