@@ -1,0 +1,162 @@
+"""The settings of a broker as plain, checked integers: what the traits say, translated.
+
+Everything that can be checked without devices is checked at loading; the rest when `pool_specs` meets the devices.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from provisioner.config import pools, values
+from provisioner.config.errors import ConfigError, refuse
+from provisioner.config.pools import PoolSettings
+from provisioner.config.traits import GPUBroker
+from provisioner.core.model import DeviceSpec, PoolSpec
+from provisioner.core.units import format_fraction
+
+__all__ = ["REAL_OVERHEAD_MIB", "Settings", "translate"]
+
+REAL_OVERHEAD_MIB = 300
+_USUAL_FRACTION_MILLI = 250
+# Part of a kernelspec's name, which Jupyter reads in lower case.
+_POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A broker's settings. Memory in MiB, durations in milliseconds, fractions in milli-GPU."""
+
+    files: tuple[Path, ...]  # that were read, the last one wins
+    state_dir: Path | None  # None: beside the socket
+    idle_exit_ms: int | None  # None: never
+    host_memory_mib: int | None  # either this
+    host_memory_milli: int | None  # or this: thousandths of the machine's memory
+    device_overhead_mib: int | None  # None: by the kind of device, see `overhead_mib`
+    lock_timeout_ms: int
+    gate_timeout_ms: int
+    checkpoint_deadline_ms: int
+    default_pool: str
+    default_fraction_milli: int
+    log_level: str
+    devices: tuple[str, ...] | None  # references; None: all
+    devices_where: str  # the key of `devices`, for errors that only the devices can show
+    pools: tuple[PoolSettings, ...]
+
+    def host_budget_mib(self, total_mib: int) -> int:
+        """Return the host memory that suspended state may take on a machine with `total_mib`, never more than all of it."""
+        if self.host_memory_mib is not None:
+            return min(self.host_memory_mib, total_mib)
+        return total_mib * (self.host_memory_milli or 0) // 1000
+
+    def overhead_mib(self, *, simulated: bool) -> int:
+        """Return what no lease may have of each device."""
+        if self.device_overhead_mib is not None:
+            return self.device_overhead_mib
+        return 0 if simulated else REAL_OVERHEAD_MIB
+
+    def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
+        """Return those of the host's devices (all of them, in the order of their numbers) that this broker manages.
+
+        Raises ConfigError for one that is configured but not there.
+        """
+        if self.devices is None:
+            return tuple(devices)
+        chosen = {pools.find_device(self.devices_where, one, devices).device_id for one in self.devices}
+        return tuple(device for device in devices if device.device_id in chosen)
+
+    def pool_specs(self, devices: Sequence[DeviceSpec]) -> tuple[PoolSpec, ...]:
+        """Return the pools with their devices. `devices` are all of the host's, in the order of their numbers.
+
+        Raises ConfigError for a device that is unknown or in two pools, and for a pool without devices (on a host without
+        any, the pool of the rest is empty).
+        """
+        return pools.assign(self.pools, devices, self.managed(devices))
+
+
+_PARSERS: Mapping[str, Callable[[object], Any]] = {
+    "state_dir": values.state_dir,
+    "idle_exit": values.duration(least_ms=1000, word="never"),
+    "host_memory": values.host_memory,
+    "lock_timeout": values.duration(least_ms=10),
+    "gate_timeout": values.duration(least_ms=10),
+    "checkpoint_deadline": values.duration(least_ms=1000),
+    "log_level": values.log_level,
+    "devices": values.device_references,
+}
+
+
+def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path, ...] = ()) -> Settings:
+    """Return the settings; `where` names a trait, with the place that set it. Raises ConfigError."""
+
+    def parsed(name: str, parse: Callable[[object], Any]) -> Any:  # noqa: ANN401 -- whatever the parser returns
+        value = getattr(traits, name)
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise refuse(where(name), value, str(error)) from None
+
+    plain = {name: parsed(name, parse) for name, parse in _PARSERS.items()}
+    host, is_share = plain["host_memory"]
+    configured = _pools(traits, where("pools"))
+    default_pool = _default_pool(traits.default_pool, configured, where)
+    fraction = parsed("default_fraction", values.fraction) if traits.default_fraction is not None else None
+    return Settings(
+        files=files,
+        state_dir=plain["state_dir"],
+        idle_exit_ms=plain["idle_exit"],
+        host_memory_mib=None if is_share else host,
+        host_memory_milli=host if is_share else None,
+        device_overhead_mib=parsed("device_overhead", values.memory) if traits.device_overhead is not None else None,
+        lock_timeout_ms=plain["lock_timeout"],
+        gate_timeout_ms=plain["gate_timeout"],
+        checkpoint_deadline_ms=plain["checkpoint_deadline"],
+        default_pool=default_pool.name,
+        default_fraction_milli=_default_fraction(fraction, default_pool, where("default_fraction")),
+        log_level=plain["log_level"],
+        devices=plain["devices"],
+        devices_where=where("devices"),
+        pools=configured,
+    )
+
+
+def _pools(traits: GPUBroker, where: str) -> tuple[PoolSettings, ...]:
+    if not traits.pools:
+        raise refuse(where, traits.pools, "there must be a pool, such as {'default': {}}")
+    for name in traits.pools:
+        if not _POOL_NAME.fullmatch(name):
+            raise refuse(
+                f"{where}[{name!r}]",
+                traits.pools[name],
+                "a pool's name has 1 to 63 small letters, digits, '-', '_' and '.', with a letter or digit at either end",
+            )
+    configured = tuple(pools.parse_pool(where, name, raw) for name, raw in traits.pools.items())
+    if len(greedy := [pool.name for pool in configured if pool.devices is None]) > 1:
+        raise refuse(
+            f"{where}[{greedy[1]!r}]['devices']",
+            "all",
+            f"pool {greedy[0]!r} has 'all' already (it is the default); list the devices of all pools but one",
+        )
+    return configured
+
+
+def _default_pool(name: str, configured: Sequence[PoolSettings], where: Callable[[str], str]) -> PoolSettings:
+    by_name = {pool.name: pool for pool in configured}
+    if name and name not in by_name:
+        raise refuse(where("default_pool"), name, f"there is no such pool; allowed: {', '.join(by_name)}")
+    if not name and "default" not in by_name and len(by_name) > 1:
+        raise ConfigError(
+            f"{where('pools')}: no pool is called 'default'; set c.GPUBroker.default_pool to one of {', '.join(by_name)}"
+        )
+    return by_name.get(name or "default", configured[0])
+
+
+def _default_fraction(milli: int | None, pool: PoolSettings, where: str) -> int:
+    offered = pool.fractions_milli
+    if milli is None:
+        return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
+    if offered and milli not in offered:
+        listed = ", ".join(format_fraction(one) for one in offered)
+        raise refuse(where, format_fraction(milli), f"pool {pool.name!r} does not offer it; it offers: {listed}")
+    return milli

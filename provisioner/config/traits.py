@@ -1,0 +1,77 @@
+"""The settings of a broker as traitlets: their names, defaults, help and examples. Their meaning is checked in `settings`."""
+
+from typing import Any
+
+from traitlets import Dict, Float, Int, List, Unicode, Union
+from traitlets.config import Configurable
+
+__all__ = ["GPUBroker"]
+
+
+def _text_or_number(default: str | int | None, **keywords: Any) -> Union:  # noqa: ANN401 -- traitlets' own keywords
+    return Union([Unicode(), Int()], default_value=default, **keywords)
+
+
+class GPUBroker(Configurable):
+    """What a person may set in `jupyter_gpu_config.py` as `c.GPUBroker.<name>`."""
+
+    state_dir = Unicode(
+        "",
+        help="""Where the ledger and the log are kept: an absolute path on a local disk, private to the broker.
+        Empty: beside the broker's socket.""",
+    ).tag(config=True, example="/var/lib/jupyter-gpu")
+    idle_exit = _text_or_number(
+        "10m",
+        help="""A broker that nobody asked anything for so long, and that has no leases, stops itself; 'never': it stays.
+        One that was started as a service should stay.""",
+    ).tag(config=True, example="never")
+    host_memory = _text_or_number(
+        "50%",
+        help="""The host memory that the state of suspended kernels may take in all: a share of the machine's memory, or a
+        size. 0: no kernel is suspended.""",
+    ).tag(config=True, example="64GiB")
+    device_overhead = Union(
+        [Unicode(), Int()],
+        allow_none=True,
+        default_value=None,
+        help="""The memory of each device that no lease may have, for the driver and as a margin. None: 300MiB on real
+        devices, nothing on simulated ones.""",
+    ).tag(config=True, example="500MiB")
+    lock_timeout = _text_or_number(
+        "2s",
+        help="""When a kernel is to be suspended, how long its GPU work may take to drain before it is left alone.""",
+    ).tag(config=True, example="5s")
+    gate_timeout = _text_or_number(
+        "2s",
+        help="""When a kernel is to be suspended, how long its extension may take to answer before it is left alone.""",
+    ).tag(config=True, example="5s")
+    checkpoint_deadline = _text_or_number(
+        "10m",
+        help="""How long one checkpoint or restore may take before the process that does it counts as hung.""",
+    ).tag(config=True, example="20m")
+    default_pool = Unicode(
+        "",
+        help="""The pool of kernels that name none. Empty: the pool called 'default', or the only pool there is.""",
+    ).tag(config=True, example="default")
+    default_fraction = Union(
+        [Unicode(), Float(), Int()],
+        allow_none=True,
+        default_value=None,
+        help="""The fraction of kernels that name none. None: 1/4 where the default pool offers it, else the smallest that
+        it offers.""",
+    ).tag(config=True, example="1/2")
+    log_level = Unicode(
+        "INFO",
+        help="""How much is written to the log: DEBUG, INFO, WARNING or ERROR.""",
+    ).tag(config=True, example="DEBUG")
+    devices = Union(
+        [Unicode(), List()],
+        default_value="all",
+        help="""The devices that this broker manages: 'all', or a list of numbers, UUIDs or beginnings of UUIDs. Others are
+        left alone.""",
+    ).tag(config=True, example=[0, 1])
+    pools: "Dict[str, Any]" = Dict(  # traitlets' Dict is generic for type checkers only
+        key_trait=Unicode(),
+        default_value={"default": {}},
+        help="""The pools: devices with one policy. A key that is not given has its default.""",
+    ).tag(config=True, example=None)

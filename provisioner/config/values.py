@@ -1,0 +1,163 @@
+"""From what people write to integers.
+
+Each function takes a raw value and returns the plain one, or raises ValueError (never TypeError) with what is allowed.
+Memory in MiB, durations in milliseconds, shares in thousandths.
+"""
+
+# ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+from provisioner.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
+
+__all__ = [
+    "boolean",
+    "device_references",
+    "duration",
+    "fraction",
+    "fractions",
+    "host_memory",
+    "log_level",
+    "memory",
+    "oversubscription",
+    "state_dir",
+    "whole_number",
+]
+
+_LONGEST_MS = 366 * 86_400_000
+_LONGEST_TEXT = 64
+_ZERO = re.compile(r"\s*0+(\.0*)?\s*([KMGT]i?B?)?\s*", re.IGNORECASE)
+_PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", re.ASCII)
+_NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_MOST_DEVICES = 1024
+
+
+def duration(*, least_ms: int = 0, word: str | None = None) -> Callable[[object], int | None]:
+    """Return a parser of durations in milliseconds; `word`, if there is one, stands for None."""
+    or_word = f" or {word!r}" if word else ""
+
+    def parse(value: object) -> int | None:
+        if word is not None and value == word:
+            return None
+        if not isinstance(value, (str, int)):
+            raise ValueError(f"expected a duration such as '30s', '5m' or '2h'{or_word}")
+        try:
+            ms = parse_duration_ms(value)
+        except ValueError as error:
+            raise ValueError(f"{error}{or_word}") from None
+        if not least_ms <= ms <= _LONGEST_MS:
+            raise ValueError(f"allowed: from {format_duration(least_ms)} to 366 days{or_word}")
+        return ms
+
+    return parse
+
+
+def memory(value: object) -> int:
+    """Return MiB; zero is allowed."""
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ValueError("expected a size such as '300MiB', '20GiB' or 0")
+    if _ZERO.fullmatch(str(value)[:_LONGEST_TEXT]):
+        return 0
+    return parse_memory_mib(value)
+
+
+def host_memory(value: object) -> tuple[int, bool]:
+    """Return (thousandths of the host's memory, True) from a percentage, or (MiB, False) from a size."""
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        try:
+            return memory(value), False
+        except ValueError:
+            raise ValueError("expected a percentage such as '50%' or a size such as '64GiB'") from None
+    milli = Fraction(match[1]) * 10
+    if milli > 1000:
+        raise ValueError("allowed: at most 100%")
+    return int(milli), True
+
+
+def fraction(value: object) -> int:
+    """Return milli-GPU."""
+    if not isinstance(value, (str, int, float)):
+        raise ValueError("expected a fraction such as '1/4', 0.25 or '250m'")
+    return parse_fraction_milli(value)
+
+
+def fractions(value: object) -> tuple[int, ...]:
+    """Return the fractions on offer, smallest first; empty for 'any'."""
+    if value == "any":
+        return ()
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError("expected a list such as ['1/4', '1/2', '1'], or 'any'")
+    return tuple(sorted({fraction(one) for one in value}))
+
+
+def oversubscription(value: object) -> int | None:
+    """Return thousandths; None for 'unlimited'."""
+    if value == "unlimited":
+        return None
+    allowed = "allowed: a number from 1 (no oversubscription) to 1000, or 'unlimited'"
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not _NUMBER.fullmatch(str(value)):
+        raise ValueError(allowed)
+    milli = Fraction(str(value)) * 1000
+    if not 1000 <= milli <= 1_000_000:
+        raise ValueError(allowed)
+    return int(milli)
+
+
+def boolean(value: object) -> bool:
+    """Return the value if it is True or False, and nothing that only looks like it."""
+    if not isinstance(value, bool):
+        raise ValueError("allowed: True or False")
+    return value
+
+
+def whole_number(least: int, most: int) -> Callable[[object], int]:
+    """Return a parser of whole numbers in that range."""
+
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"allowed: a whole number from {least} to {most}")
+        return value
+
+    return parse
+
+
+def device_references(value: object) -> tuple[str, ...] | None:
+    """Return what names devices (indices as text, UUIDs or beginnings of UUIDs); None for 'all'."""
+    if value == "all":
+        return None
+    allowed = "allowed: 'all', or a list of device numbers and UUIDs such as [0, 'GPU-8f6a1c55']"
+    if not isinstance(value, (list, tuple)) or not 0 < len(value) <= _MOST_DEVICES:
+        raise ValueError(allowed)
+    for one in value:
+        if isinstance(one, bool) or not isinstance(one, (str, int)) or str(one).startswith("-") or not str(one).strip():
+            raise ValueError(f"{one!r} is not a device; {allowed}")
+    return tuple(str(one).strip() for one in value)
+
+
+def log_level(value: object) -> str:
+    """Return the level in capitals."""
+    level = value.upper() if isinstance(value, str) else ""
+    if level not in _LOG_LEVELS:
+        raise ValueError(f"allowed: {', '.join(_LOG_LEVELS)}")
+    return level
+
+
+def state_dir(value: object) -> Path | None:
+    """Return an absolute path, `~` expanded; None for the broker's own choice."""
+    if value is None or value == "":
+        return None
+    allowed = "allowed: an absolute path such as '/var/lib/jupyter-gpu' or '~/.local/share/jupyter-gpu'"
+    if not isinstance(value, (str, Path)) or "\0" in str(value):
+        raise ValueError(allowed)
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{error}; {allowed}") from None
+    if not path.is_absolute():
+        raise ValueError(allowed)
+    return path

@@ -1,0 +1,123 @@
+"""Values become checked integers; whatever cannot be meant is refused with what is allowed."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from provisioner.config import ConfigError, load
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "expected"),
+    [
+        ("state_dir", "/var/lib/x", "state_dir", Path("/var/lib/x")),
+        ("state_dir", "~/x", "state_dir", Path.home() / "x"),
+        ("idle_exit", "never", "idle_exit_ms", None),
+        ("idle_exit", 90, "idle_exit_ms", 90_000),
+        ("host_memory", "12.5%", "host_memory_milli", 125),
+        ("host_memory", "100%", "host_memory_milli", 1000),
+        ("host_memory", "64GiB", "host_memory_mib", 65_536),
+        ("host_memory", 0, "host_memory_mib", 0),
+        ("device_overhead", "0MiB", "device_overhead_mib", 0),
+        ("device_overhead", 0, "device_overhead_mib", 0),
+        ("device_overhead", "1.5GiB", "device_overhead_mib", 1536),
+        ("lock_timeout", "500ms", "lock_timeout_ms", 500),
+        ("gate_timeout", "1s", "gate_timeout_ms", 1000),
+        ("checkpoint_deadline", "1h", "checkpoint_deadline_ms", 3_600_000),
+        ("default_fraction", "1/2", "default_fraction_milli", 500),
+        ("default_fraction", 0.125, "default_fraction_milli", 125),
+        ("default_fraction", 1, "default_fraction_milli", 1000),
+        ("default_pool", "default", "default_pool", "default"),
+        ("log_level", "warning", "log_level", "WARNING"),
+        ("devices", [0, "1", "GPU-8f6a"], "devices", ("0", "1", "GPU-8f6a")),
+        ("devices", "all", "devices", None),
+    ],
+)
+def test_what_people_write_is_translated(name: str, value: object, field: str, expected: object) -> None:
+    assert getattr(load(None, {name: value}), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("state_dir", "relative/path", "allowed: an absolute path such as"),
+        ("state_dir", "~nobody-of-that-name/x", "allowed: an absolute path such as"),
+        ("state_dir", "/with\0nul", "allowed: an absolute path such as"),
+        ("idle_exit", "0s", "allowed: from 1 s to 366 days or 'never'"),
+        ("idle_exit", True, "or 'never'"),
+        ("idle_exit", "400d", "allowed: from 1 s to 366 days"),
+        ("host_memory", "101%", "allowed: at most 100%"),
+        ("host_memory", "half", "expected a percentage such as '50%' or a size such as '64GiB'"),
+        ("host_memory", "-1GiB", "expected a percentage"),
+        ("device_overhead", "much", "allowed: a positive size"),
+        ("device_overhead", True, "expected a size such as '300MiB'"),
+        ("lock_timeout", 0, "allowed: from 10 ms"),
+        ("gate_timeout", "1ms", "allowed: from 10 ms"),
+        ("checkpoint_deadline", "10ms", "allowed: from 1 s"),
+        ("default_fraction", "3/2", "at most 1"),
+        ("default_fraction", 0.3, "pool 'default' does not offer it; it offers: 1/8, 1/4, 1/2, 3/4, 1"),
+        ("default_pool", "huge", "there is no such pool; allowed: default"),
+        ("log_level", "LOUD", "allowed: DEBUG, INFO, WARNING, ERROR"),
+        ("devices", [], "allowed: 'all', or a list of device numbers and UUIDs"),
+        ("devices", "0", "allowed: 'all', or a list"),
+        ("devices", [-1], "-1 is not a device"),
+        ("devices", [True], "True is not a device"),
+        ("devices", [" "], "' ' is not a device"),
+        ("devices", [0.5], "0.5 is not a device"),
+        ("pools", {}, "there must be a pool"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {name: value})
+    message = str(caught.value)
+    assert message.startswith(f"the command line: c.GPUBroker.{name}")
+    assert allowed in message
+
+
+def test_a_very_long_value_is_not_repeated_in_full() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, {"idle_exit": "x" * 100_000})
+    assert len(str(caught.value)) < 500
+
+
+@given(total_mib=st.integers(0, 10**8), percent=st.integers(0, 100))
+def test_a_share_of_host_memory_is_never_more_than_there_is(total_mib: int, percent: int) -> None:
+    budget = load(None, {"host_memory": f"{percent}%"}).host_budget_mib(total_mib)
+    assert budget * 100 <= total_mib * percent < (budget + 1) * 100
+
+
+@given(total_mib=st.integers(0, 10**8), size_mib=st.integers(0, 10**8))
+def test_a_size_of_host_memory_is_never_more_than_there_is(total_mib: int, size_mib: int) -> None:
+    assert load(None, {"host_memory": f"{size_mib}MiB"}).host_budget_mib(total_mib) == min(total_mib, size_mib)
+
+
+def test_the_overhead_goes_by_the_kind_of_device_unless_it_is_set() -> None:
+    assert (load().overhead_mib(simulated=False), load().overhead_mib(simulated=True)) == (300, 0)
+    settings = load(None, {"device_overhead": "50MiB"})
+    assert (settings.overhead_mib(simulated=False), settings.overhead_mib(simulated=True)) == (50, 50)
+
+
+def test_the_only_pool_is_the_default_one_and_its_smallest_fraction_the_default() -> None:
+    settings = load(None, {"pools": {"lab": {"fractions": ["1", "1/2"]}}})
+    assert (settings.default_pool, settings.default_fraction_milli) == ("lab", 500)
+
+
+def test_a_pool_that_takes_any_fraction_has_the_usual_default() -> None:
+    settings = load(None, {"pools": {"default": {"fractions": "any"}}})
+    assert settings.default_fraction_milli == 250
+    assert (
+        load(None, {"pools": {"default": {"fractions": "any"}}, "default_fraction": "0.3"}).default_fraction_milli
+        == 300
+    )
+
+
+def test_of_several_pools_one_must_be_the_default() -> None:
+    pools = {"a": {}, "b": {"devices": [0]}}
+    with pytest.raises(
+        ConfigError, match=r"no pool is called 'default'; set c\.GPUBroker\.default_pool to one of a, b$"
+    ):
+        load(None, {"pools": pools})
+    assert load(None, {"pools": pools, "default_pool": "b"}).default_pool == "b"
