@@ -65,6 +65,7 @@ class PoolSpec:
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
     retry_refused_ms: int = 30_000  # a lease whose suspend was refused or aborted is not chosen as a victim again before this
     max_passed_over: int = 8  # K of law 4
+    may_move: bool = False  # a suspended lease may be resumed on another device of the same name (the driver must be able to)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
