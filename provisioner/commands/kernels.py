@@ -1,0 +1,171 @@
+"""`jupyter gpu kernels`: what the launcher offers, such as "Python 3 · 1/4 GPU"."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from provisioner.commands.failure import CommandError, UsageError
+from provisioner.commands.offers import ANY_OFFERS_MILLI
+from provisioner.commands.words import table
+from provisioner.core.units import format_fraction, parse_fraction_milli
+from provisioner.discovery import ensure_broker
+from provisioner.kernelspecs import InstalledSpec, install, list_installed, remove
+
+__all__ = ["configure", "run"]
+
+EPILOG = """\
+examples:
+  jupyter gpu kernels install                                what every pool offers, for everybody in this environment
+  jupyter gpu kernels install --user --fraction 1/4 1/2      two of them, for yourself, without asking a broker
+  jupyter gpu kernels install --base ir --fraction 1/4       for R instead of Python
+  jupyter gpu kernels list
+  jupyter gpu kernels remove --all
+"""
+
+INSTALL_EPILOG = """\
+examples:
+  jupyter gpu kernels install
+  jupyter gpu kernels install --pool teaching --fraction 1/8 1/4
+  jupyter gpu kernels install --simulate 1x2GiB --user
+
+Without --fraction the broker is asked what its pools offer; it is started if none runs. With --fraction nobody is asked,
+which is what you want while building a container image.
+"""
+
+REMOVE_EPILOG = """\
+examples:
+  jupyter gpu kernels remove fractional-gpu-default-250
+  jupyter gpu kernels remove --all --user
+
+Kernels that run are not touched.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Install, list and remove kernels on fractions of a GPU."
+    parser.epilog = EPILOG
+    actions = parser.add_subparsers(dest="action", metavar="install|list|remove", required=True)
+    raw = argparse.RawDescriptionHelpFormatter
+    adding = actions.add_parser(
+        "install", help="add kernels to the launcher", epilog=INSTALL_EPILOG, formatter_class=raw, allow_abbrev=False
+    )
+    adding.add_argument("--pool", help="only this pool (default: every pool; with --fraction: default)")
+    adding.add_argument("--fraction", nargs="+", metavar="F", help='only these fractions, as 1/4, 0.25 or "250m"')
+    adding.add_argument("--base", default="python3", help="the kernelspec to copy from (default: python3)")
+    adding.add_argument("--simulate", metavar="COUNTxMEMORY", help="simulated GPUs for a broker that is started")
+    _add_place(adding, default="this environment")
+    listing = actions.add_parser(
+        "list", help="show the kernels that are installed", formatter_class=raw, allow_abbrev=False
+    )
+    listing.add_argument("--json", action="store_true", help='print {"kernels": [...]}')
+    _add_place(listing, default="wherever Jupyter looks")
+    removing = actions.add_parser(
+        "remove", help="take kernels off the launcher", epilog=REMOVE_EPILOG, formatter_class=raw, allow_abbrev=False
+    )
+    removing.add_argument(
+        "names", nargs="*", metavar="NAME", help="a kernelspec's name (see `jupyter gpu kernels list`)"
+    )
+    removing.add_argument("--all", action="store_true", help="every kernel that this package installed")
+    _add_place(removing, default="wherever Jupyter looks")
+
+
+def _add_place(parser: argparse.ArgumentParser, default: str) -> None:
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--user", action="store_true", help=f"your own kernels (default: {default})")
+    place.add_argument("--sys-prefix", action="store_true", help="those of this Python environment")
+    place.add_argument("--prefix", metavar="DIR", help="those below DIR/share/jupyter/kernels")
+
+
+def _place(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the place as `provisioner.kernelspecs` takes it."""
+    return {"user": options.user, "prefix": sys.prefix if options.sys_prefix else options.prefix}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the action says."""
+    if options.action == "install":
+        return _install(options)
+    if options.action == "remove":
+        return _remove(options)
+    return _list(options)
+
+
+def _install(options: argparse.Namespace) -> int:
+    if options.simulate:
+        os.environ["JUPYTER_GPU_SIMULATE"] = options.simulate  # a broker that is started now reads it
+    if options.fraction:
+        offers: Mapping[str, Sequence[int]] = {options.pool or "default": _fractions(options.fraction)}
+        simulated = bool(os.environ.get("JUPYTER_GPU_SIMULATE"))
+    else:
+        offers, simulated = _ask_broker(options.pool, must_simulate=bool(options.simulate))
+    for pool, milli in offers.items():
+        specs = install(pool, milli or ANY_OFFERS_MILLI, base=options.base, simulated=simulated, **_place(options))
+        for spec in specs:
+            without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
+            print(f"installed {spec.display_name}  {spec.folder}{without}")
+    return 0
+
+
+def _fractions(texts: Sequence[str]) -> list[int]:
+    try:
+        return [parse_fraction_milli(text) for text in texts]
+    except ValueError as error:
+        raise UsageError(f"--fraction: {error}") from error
+
+
+def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, Sequence[int]], bool]:
+    """Return what the pools offer, and whether the GPUs are simulated. Raises CommandError, or that there is no broker."""
+    with ensure_broker() as broker:
+        status = broker.status()
+    if must_simulate and not status.simulated:
+        raise CommandError(
+            f"the broker that runs (process {status.pid} on {status.socket}) has real GPUs; leave out --simulate, or name "
+            "another socket in JUPYTER_GPU_SOCKET"
+        )
+    if pool is None:
+        return status.pools, status.simulated
+    if pool not in status.pools:
+        raise CommandError(f"there is no pool {pool!r}; the broker has {', '.join(status.pools) or 'none'}")
+    return {pool: status.pools[pool]}, status.simulated
+
+
+def _remove(options: argparse.Namespace) -> int:
+    if bool(options.names) == bool(options.all):
+        raise UsageError("say which kernels to remove: their names, or --all (`jupyter gpu kernels list` shows them)")
+    removed = remove(None if options.all else options.names, **_place(options))
+    for spec in removed:
+        print(f"removed {spec.display_name}  {spec.folder}")
+    if not removed:
+        print("There is nothing to remove.")
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    specs = list_installed(**_place(options))
+    if options.json:
+        print(json.dumps({"kernels": [_as_json(spec) for spec in specs]}))
+    elif not specs:
+        print("No kernel is installed; `jupyter gpu kernels install` adds some.")
+    else:
+        rows = [
+            (spec.name, spec.display_name, spec.pool, format_fraction(spec.fraction_milli), str(spec.folder))
+            for spec in specs
+        ]
+        print("\n".join(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="")))
+    return 0
+
+
+def _as_json(spec: InstalledSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "display_name": spec.display_name,
+        "folder": str(spec.folder),
+        "pool": spec.pool,
+        "fraction_milli": spec.fraction_milli,
+        "gated": spec.gated,
+        "simulated": spec.simulated,
+    }

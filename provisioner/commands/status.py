@@ -1,0 +1,83 @@
+"""`jupyter gpu status`: a look at the broker. Never starts one: looking must not change what is seen."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Never, TextIO
+
+from provisioner.commands.connection import add_socket_argument, broker_if_running
+from provisioner.commands.words import render_status
+from provisioner.protocol.messages import HostStatus
+
+__all__ = ["configure", "run", "show"]
+
+INTERVAL_S = 2.0
+NOT_RUNNING = "No broker is running; it starts with the first kernel that wants a GPU.\n"
+_CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
+
+EPILOG = """\
+examples:
+  jupyter gpu status
+  jupyter gpu status --watch            a new picture every 2 seconds
+  jupyter gpu status --json             one object; {"running": false} where no broker runs
+  jupyter gpu status --watch --json     one such object a line, every 2 seconds
+
+You see your own kernels; the sums of a device count everybody's.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show the GPUs, and who holds what or waits for it. Does not start a broker."
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON; the fields are those of GET /v1/status, and `running`"
+    )
+    parser.add_argument("--watch", action="store_true", help="go on until Ctrl-C, with a new picture every 2 seconds")
+    add_socket_argument(parser)
+
+
+def show(status: HostStatus | None, *, as_json: bool) -> str:
+    """Return the status as text or as one line of JSON, ending in a newline. None: no broker runs."""
+    if as_json:
+        return json.dumps({"running": False} if status is None else {"running": True, **asdict(status)}) + "\n"
+    return NOT_RUNNING if status is None else render_status(status)
+
+
+def watch(
+    look: Callable[[], HostStatus | None], out: TextIO, *, as_json: bool, pause: Callable[[float], None] = time.sleep
+) -> Never:
+    """Show the status again and again; ends only with an exception of `look`, `out` or `pause`."""
+    redraw = out.isatty() and not as_json
+    separator = "" if as_json else "\n"
+    while True:
+        text = show(look(), as_json=as_json)
+        out.write(_CLEAR + text + "\nCtrl-C ends this.\n" if redraw else text + separator)
+        out.flush()
+        pause(INTERVAL_S)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the status once or until Ctrl-C."""
+    as_json: bool = options.json
+    socket: str | None = options.socket
+
+    def look() -> HostStatus | None:
+        client = broker_if_running(socket)
+        if client is None:
+            return None
+        try:
+            return client.status()
+        finally:
+            client.close()
+
+    if not options.watch:
+        sys.stdout.write(show(look(), as_json=as_json))
+        return 0
+    try:
+        watch(look, sys.stdout, as_json=as_json)
+    except KeyboardInterrupt:
+        return 0  # the ordinary way to end it

@@ -1,0 +1,126 @@
+"""Status as text. Pure functions: messages in, lines out; no terminal, no clock."""
+
+from collections.abc import Sequence
+
+from provisioner.core.units import format_duration, format_fraction, format_memory
+from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
+
+__all__ = ["bar", "lease_name", "render_leases", "render_status", "short_id", "state_in_words", "table"]
+
+BAR_CELLS = 24
+SHORT_ID = 8
+_LEGEND = "#  used    =  reserved    x  other programs    .  free"
+
+_STATES = {
+    "unattached": "no process",
+    "unarmed": "has not used the GPU",
+    "suspending": "being suspended",
+    "suspended": "suspended",
+    "resuming": "being resumed",
+    "quarantined": "unknown, under examination",
+    "ended": "ended",
+}
+
+
+def short_id(lease_id: str) -> str:
+    """Return as much of a lease id as a person needs to name it."""
+    return lease_id[:SHORT_ID]
+
+
+def lease_name(lease: LeaseStatus) -> str:
+    """Return `label (id)`, or the id alone where there is no label."""
+    return f"{lease.label} ({short_id(lease.lease_id)})" if lease.label else short_id(lease.lease_id)
+
+
+def state_in_words(lease: LeaseStatus) -> str:
+    """Return the lease's state and for how long it has been in it; a state of a newer broker is shown as it is named."""
+    if lease.state == "resident":
+        words = "on the GPU, busy" if lease.busy else "on the GPU, idle"
+    else:
+        words = _STATES.get(lease.state, lease.state)
+    return f"{words}, {format_duration(lease.age_ms)}"
+
+
+def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> str:
+    """Return the device's memory as a row of `cells` characters: other programs, used, reserved, free.
+
+    Rounding never hides a part that exists while there are cells left.
+    """
+    used_by_leases = max(0, device.used_mib - device.stranger_mib)
+    parts = (
+        ("x", device.stranger_mib),
+        ("#", used_by_leases),
+        ("=", max(0, device.reserved_mib - used_by_leases)),
+    )
+    row = ""
+    for symbol, mib in parts:
+        if mib > 0:
+            row += symbol * max(1, round(cells * mib / max(1, device.memory_mib)))
+    return row[:cells].ljust(cells, ".")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
+    """Return aligned lines, columns two spaces apart, without trailing blanks."""
+    everything = [header, *rows]
+    widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
+    return [
+        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in everything
+    ]
+
+
+def _device_lines(device: DeviceStatus) -> list[str]:
+    """Return one device's lines: what it is, its bar and, where something is wrong, why it admits nobody."""
+    sums = f"{format_memory(device.reserved_mib)} reserved, {format_memory(device.used_mib)} used"
+    lines = [
+        f"  {device.index}  {device.name}  pool {device.pool or '-'}",
+        f"     [{bar(device)}]  {sums} of {format_memory(device.memory_mib)}",
+    ]
+    if device.stranger_mib:
+        lines.append(f"     other programs hold {format_memory(device.stranger_mib)}")
+    if device.lost:
+        lines.append("     lost: the device does not answer; it admits nobody until it does")
+    elif device.over_committed:
+        lines.append("     over-committed: more is held than fits; it admits nobody until that changes")
+    return lines
+
+
+def _lease_row(lease: LeaseStatus) -> tuple[str, ...]:
+    memory = f"{format_memory(lease.used_mib)} of {format_memory(lease.reserve_mib)}"
+    saved = format_memory(lease.saved_mib) if lease.saved_mib else "-"
+    return (
+        short_id(lease.lease_id),
+        lease.label or "-",
+        format_fraction(lease.fraction_milli),
+        state_in_words(lease),
+        memory,
+        saved,
+    )
+
+
+def render_leases(leases: Sequence[LeaseStatus]) -> list[str]:
+    """Return a table of the leases, and under it why each of those that wait does."""
+    lines = table(("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED"), [_lease_row(lease) for lease in leases])
+    waiting = sorted((lease for lease in leases if lease.position is not None), key=lambda lease: lease.position or 0)
+    if waiting:
+        lines.append("  waiting:")
+        lines += [
+            f"    {lease.position}. {lease_name(lease)}: {lease.sentence or 'waits for its turn'}" for lease in waiting
+        ]
+    return lines
+
+
+def render_status(status: HostStatus) -> str:
+    """Return everything a person wants at a glance, ending in a newline."""
+    lines = ["GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"]
+    for device in sorted(status.devices, key=lambda device: device.index):
+        lines += _device_lines(device)
+    lines.append(f"     {_LEGEND}" if status.devices else "  none: this machine has no GPU that can be shared")
+    lines += ["", "Kernels"]
+    lines += render_leases(status.leases) if status.leases else ["  none holds or waits for a GPU"]
+    lines += [
+        "",
+        f"Host memory: {format_memory(status.host_saved_mib)} saved of {format_memory(status.host_budget_mib)} for suspended kernels",
+        f"Broker {status.version}, process {status.pid}, {status.socket}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,123 @@
+"""The command line as a whole: overview, dispatch, exit codes."""
+
+import argparse
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from provisioner import __version__
+from provisioner.commands import main as main_module
+from provisioner.commands.failure import CommandError, UsageError
+from provisioner.commands.main import COMMANDS, main
+from provisioner.protocol.errors import NoRoomError
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A subcommand `probe` whose `run` each test sets."""
+    module = ModuleType("probe_command")
+    monkeypatch.setattr(module, "configure", lambda parser: parser.add_argument("--number", type=int), raising=False)
+    monkeypatch.setitem(sys.modules, "probe_command", module)
+    monkeypatch.setitem(COMMANDS, "probe", main_module._Entry("probe_command", "for tests"))
+    return module
+
+
+def test_without_a_command_the_overview_is_shown_and_the_usage_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"jupyter-fractional-gpu {__version__}\n"
+
+
+def test_an_unknown_command_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["statsu"])
+    assert ended.value.code == 2
+    assert "there is no command 'statsu'; choose from demo, lab, status" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: jupyter gpu {name}")
+    assert "examples:" in shown
+
+
+def test_the_overview_imports_nothing_heavy() -> None:
+    probe = (
+        "import sys; from provisioner.commands.main import main; main([]); "
+        "print(sorted(set(sys.modules) & {'zmq', 'tornado', 'msgspec', 'traitlets', 'nbclient', 'jupyter_client'}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_arguments_reach_the_command_and_its_answer_is_the_exit_code(command: ModuleType) -> None:
+    def run(options: argparse.Namespace) -> int:
+        return int(options.number)
+
+    command.__dict__["run"] = run
+    assert main(["probe", "--number", "7"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(NoRoomError("no GPU has\n room"), 1), (CommandError("no GPU has room"), 1), (UsageError("no GPU has room"), 2)],
+)
+def test_a_foreseeable_error_is_one_line(
+    command: ModuleType, error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_options: argparse.Namespace) -> int:
+        raise error
+
+    command.__dict__["run"] = run
+    assert main(["probe"]) == code
+    assert capsys.readouterr().err == "jupyter gpu: no GPU has room\n"
+
+
+def test_an_interrupt_is_quiet(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(_options: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command.__dict__["run"] = run
+    assert main(["probe"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_goes_away_is_no_drama() -> None:
+    # The pipe's reader is closed before the command writes: what `jupyter gpu status | true` may look like.
+    probe = (
+        "import sys; sys.stdin.read(); from provisioner.commands.main import main; "
+        "raise SystemExit(main(['status', '--socket', '/nonexistent/broker.sock']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", probe], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stdin.close()
+    complaint = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 1
+    assert complaint == ""
+
+
+def test_only_lab_passes_unknown_arguments_on(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    command.__dict__["run"] = lambda _options: 0
+    with pytest.raises(SystemExit):
+        main(["probe", "--no-browser"])
+    assert "unrecognized arguments: --no-browser" in capsys.readouterr().err
+    assert [name for name, entry in COMMANDS.items() if entry.passes_on] == ["lab"]

@@ -1,0 +1,93 @@
+"""Status as text."""
+
+import pytest
+
+from provisioner.commands.words import bar, lease_name, render_status, state_in_words
+from tests.commands.pictures import a_device, a_host, a_lease
+
+
+def test_a_bar_shows_strangers_use_reservations_and_what_is_free() -> None:
+    device = a_device(memory_mib=1000, used_mib=350, stranger_mib=100, reserved_mib=500)
+    assert bar(device, cells=10) == "x##==....."
+    assert len(bar(device)) == 24
+
+
+def test_a_bar_hides_nothing_that_exists() -> None:
+    assert bar(a_device(memory_mib=80_000, used_mib=3, stranger_mib=1, reserved_mib=10), cells=8) == "x#=....."
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [
+        {"memory_mib": 0, "used_mib": 0},
+        {"memory_mib": 100, "used_mib": 500, "stranger_mib": 400, "reserved_mib": 900},
+    ],
+)
+def test_a_bar_keeps_its_length_whatever_a_device_claims(differences: dict[str, int]) -> None:
+    assert len(bar(a_device(**differences), cells=12)) == 12
+
+
+def test_states_are_words() -> None:
+    assert state_in_words(a_lease(busy=True)) == "on the GPU, busy, 12 s"
+    assert state_in_words(a_lease(state="suspended", age_ms=180_000)) == "suspended, 3 min"
+    assert state_in_words(a_lease(state="levitating", age_ms=0)) == "levitating, 0 ms"
+
+
+def test_a_lease_is_named_by_its_label_and_the_beginning_of_its_id() -> None:
+    assert lease_name(a_lease(label="train.ipynb")) == "train.ipynb (3f2a9c1b)"
+    assert lease_name(a_lease()) == "3f2a9c1b"
+
+
+def test_the_whole_picture() -> None:
+    status = a_host(
+        simulated=True,
+        host_saved_mib=4096,
+        devices=[
+            a_device(index=1, device_id="GPU-0002", pool="", lost=True, memory_mib=1024),
+            a_device(
+                name="Simulated GPU", used_mib=12_288, stranger_mib=6144, reserved_mib=12_288, over_committed=True
+            ),
+        ],
+        leases=[
+            a_lease(label="train.ipynb", busy=True, fraction_milli=500, reserve_mib=12_288, used_mib=6144),
+            a_lease(
+                lease_id="77aa00bb11cc",
+                state="suspended",
+                saved_mib=4096,
+                used_mib=0,
+                age_ms=90_000,
+                position=1,
+                sentence="waits until train.ipynb has finished its cell",
+            ),
+        ],
+    )
+    assert (
+        render_status(status)
+        == """\
+GPUs (simulated: no real GPU is involved)
+  0  Simulated GPU  pool default
+     [xxxxxx######======......]  12 GiB reserved, 12 GiB used of 24 GiB
+     other programs hold 6 GiB
+     over-committed: more is held than fits; it admits nobody until that changes
+  1  NVIDIA L4  pool -
+     [........................]  0 MiB reserved, 0 MiB used of 1 GiB
+     lost: the device does not answer; it admits nobody until it does
+     #  used    =  reserved    x  other programs    .  free
+
+Kernels
+  LEASE     KERNEL       GPU  STATE                   MEMORY            SAVED
+  3f2a9c1b  train.ipynb  1/2  on the GPU, busy, 12 s  6 GiB of 12 GiB   -
+  77aa00bb  -            1/4  suspended, 1 min        0 MiB of 5.9 GiB  4 GiB
+  waiting:
+    1. 77aa00bb: waits until train.ipynb has finished its cell
+
+Host memory: 4 GiB saved of 32 GiB for suspended kernels
+Broker 0.1.0, process 100, /run/user/1000/broker.sock
+"""
+    )
+
+
+def test_an_empty_machine_says_so() -> None:
+    text = render_status(a_host())
+    assert "none: this machine has no GPU that can be shared" in text
+    assert "none holds or waits for a GPU" in text
