@@ -345,16 +345,15 @@ class Broker:
                 self.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
         elif kernel.executing_since_s is None:
             kernel.executing_since_s = time.monotonic()
-        if executing and kernel.link is None:
+        if executing and kernel.link is None and not view.spec.gated:
             self.want_for(kernel)
 
     def want_for(self, kernel: Kernel) -> None:
         """File a ticket on behalf of a kernel that cannot or did not ask."""
         view = self.arbiter.lease(kernel.lease_id)
-        away = (LeaseState.SUSPENDED, LeaseState.SUSPENDING)
         if view is None or kernel.wanted_by_broker:
             return
-        if view.state not in away and (view.spec.gated or view.state is not LeaseState.UNARMED):
+        if view.state not in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNARMED):
             return
         kernel.wanted_by_broker = True
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))

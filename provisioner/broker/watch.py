@@ -10,7 +10,7 @@ from provisioner.broker.broker import Broker, now_ms
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.swaps import LEASE_VARIABLE
 from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, LeaseMeasured
-from provisioner.core.model import HOLDING, DeviceSpec, LeaseState
+from provisioner.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceUse, GPUError, GPUErrorCode
 from provisioner.host.process import ProcessIdentity
 from provisioner.host.tree import Snapshot, scan
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _BUSY_INTERVAL_S = 2.0
 _QUIET_INTERVAL_S = 10.0
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
+_SILENCE_S = 4 * PULSE_S  # an extension that has not pulsed for this long: its Python does not run
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
 
 
@@ -145,14 +146,21 @@ class Watcher:
             self._broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=budget_mib))
 
     def relieve_silent(self) -> None:
-        """A suspended kernel that stays busy, or whose extension stopped pulsing, gets a ticket: nobody is left blocked for ever."""
+        """A kernel that needs the GPU and cannot say so gets a ticket: nobody is left blocked, or without a reservation, for ever."""
         now_s = time.monotonic()
         for kernel, view in self._broker.views():
-            if view.state is not LeaseState.SUSPENDED or kernel.waiting:
-                continue
-            link = kernel.link
-            silent = link is not None and now_s - link.last_pulse_s > 4 * PULSE_S
-            exempt = link is not None and link.exempt
-            long = kernel.executing_since_s is not None and now_s - kernel.executing_since_s > _MOMENT_S
-            if silent or (long and not exempt):
+            if not kernel.waiting and self._needs_voice(kernel, view, now_s):
                 self._broker.want_for(kernel)
+
+    @staticmethod
+    def _needs_voice(kernel: Kernel, view: LeaseView, now_s: float) -> bool:
+        link = kernel.link
+        busy_s = now_s - kernel.executing_since_s if kernel.executing_since_s is not None else 0.0
+        if view.state is LeaseState.UNARMED:
+            # The extension that should have asked never came: it may have failed to load.
+            return link is None and busy_s > _MOMENT_S
+        if view.state is not LeaseState.SUSPENDED:
+            return False
+        if link is None:
+            return busy_s > _MOMENT_S
+        return now_s - link.last_pulse_s > _SILENCE_S or (busy_s > _MOMENT_S and not link.exempt)
