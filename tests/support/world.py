@@ -153,10 +153,10 @@ class World:
 
         return until(ask, f"kernel {kernel_id} becomes {state}")
 
-    def log(self) -> str:
-        """The broker's log so far."""
-        path = Path(self.socket).with_name("broker.log")
-        return path.read_text() if path.exists() else ""
+    def logs(self) -> dict[str, str]:
+        """The end of every log of this world."""
+        files = [Path(self.socket).with_name("broker.log"), Path(self.socket).with_name("broker.err"), self.folder / "server.err"]
+        return {file.name: file.read_text()[-20_000:] for file in files if file.exists()}
 
     def close(self) -> None:
         """Stop the broker and remove everything; fails if a process is left that still uses the simulated host."""
@@ -184,9 +184,6 @@ def new_world(simulate: str = "1x1GiB") -> Iterator[World]:
     world = World(Path(tempfile.mkdtemp(prefix="jfg-")), simulate)
     try:
         yield world
-    except BaseException:
-        sys.stderr.write(f"\n--- the broker's log ---\n{world.log()[-20000:]}\n")
-        raise
     finally:
         world.close()
 
@@ -197,22 +194,23 @@ class Server:
     def __init__(self, world: World, *arguments: str) -> None:
         self.world = world
         self.token = secrets.token_hex(16)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "jupyter_server",
-                "--no-browser",
-                "--allow-root",
-                "--ServerApp.port=0",
-                f"--IdentityProvider.token={self.token}",
-                f"--ServerApp.root_dir={world.notebooks}",
-                *arguments,
-            ],
-            env=world.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=(world.folder / "server.err").open("ab"),
-        )
+        with (world.folder / "server.err").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "jupyter_server",
+                    "--no-browser",
+                    "--allow-root",
+                    "--ServerApp.port=0",
+                    f"--IdentityProvider.token={self.token}",
+                    f"--ServerApp.root_dir={world.notebooks}",
+                    *arguments,
+                ],
+                env=world.environment,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
         info = world.folder / "run" / f"jpserver-{self.process.pid}.json"
         self.url: str = until(lambda: self._address(info), "the server writes its address")
 

@@ -1,0 +1,44 @@
+"""Talking to real kernels in tests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+__all__ = ["KERNEL_DEADLINE_S", "evaluate", "running_kernel", "talking_to"]
+
+KERNEL_DEADLINE_S = 60.0
+
+
+@contextmanager
+def running_kernel(name: str, **start: Any) -> Iterator[KernelManager]:  # noqa: ANN401 - what start_kernel takes
+    """A kernel that is shut down at the end, whatever happens."""
+    manager = KernelManager(kernel_name=name)
+    try:
+        manager.start_kernel(**start)
+        yield manager
+    finally:
+        manager.shutdown_kernel(now=True)
+
+
+@contextmanager
+def talking_to(manager: KernelManager) -> Iterator[BlockingKernelClient]:
+    """A client of the kernel that now runs, ready."""
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=KERNEL_DEADLINE_S)
+        yield client
+    finally:
+        client.stop_channels()
+
+
+def evaluate(client: BlockingKernelClient, expression: str) -> str:
+    """Return the repr of an expression's value in the kernel; an error is its name and value."""
+    reply = client.execute("", user_expressions={"it": expression}, reply=True, timeout=KERNEL_DEADLINE_S)
+    answer = reply["content"]["user_expressions"]["it"]
+    if answer["status"] != "ok":
+        return f"{answer['ename']}: {answer['evalue']}"
+    return str(answer["data"]["text/plain"])
