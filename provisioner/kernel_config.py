@@ -1,8 +1,7 @@
 """What a kernelspec asks for: the `config` of its `kernel_provisioner` stanza, checked before anything is started.
 
 jupyter_client hands the stanza to the provisioner's constructor and lets misspelt keys pass in silence; here every
-key and value is
-looked at, and what is wrong becomes one sentence that names the key, the value and what is allowed.
+key and value is looked at, and what is wrong becomes one sentence that names the key, the value and what is allowed.
 """
 
 import re
@@ -87,7 +86,10 @@ def _scalar(value: object) -> str | float:
 
 
 def _size(value: object) -> str | int:
-    return value if isinstance(value, (str, int)) else repr(value)[:_SHOWN]
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        allowed = "allowed: a positive size such as 512MiB, 20GiB or 20GB"
+        raise ValueError(f"memory {_shown(value)} is not a size; {allowed}")  # noqa: TRY004 - the parser's own error
+    return value
 
 
 def _shown(value: object) -> str:

@@ -144,25 +144,20 @@ class FractionalGPUProvisioner(LocalProvisioner):
         Raises FractionalGPUError at a first start if the broker does not take it: the process is killed first, and
         the lease given back.
         """
-        connection = await super().launch_kernel(cmd, **kwargs)
         lease = self._launching
-        if lease is not None:
-            try:
+        try:
+            connection = await super().launch_kernel(cmd, **kwargs)
+            if lease is not None:
                 await asyncio.to_thread(self._attach, lease, connection)
-            except FractionalGPUError as error:
-                await self._stop_unattached()
-                if not self._is_restart:
-                    await self._give_back()
-                    raise type(error)(_sentence(error), reason=error.reason) from error
-                notice = self._explain(error)
-                connection = await super().launch_kernel(
-                    cmd, **{**kwargs, "env": environment_without(notice, kwargs["env"])}
-                )
-            except BaseException:
-                await self._stop_unattached()
-                if not self._is_restart:
-                    await self._give_back()
-                raise
+        except FractionalGPUError as error:
+            await self._undo_launch()
+            if not self._is_restart:
+                raise type(error)(_sentence(error), reason=error.reason) from error
+            kwargs["env"] = environment_without(self._explain(error), kwargs["env"])
+            connection = await super().launch_kernel(cmd, **kwargs)
+        except BaseException:
+            await self._undo_launch()
+            raise
         self._is_restart = True
         return connection
 
@@ -277,10 +272,12 @@ class FractionalGPUProvisioner(LocalProvisioner):
         ipykernel = self._plan.is_ipykernel
         lease.attach(attach_request(process.pid, dict(connection), language=language, ipykernel=ipykernel))
 
-    async def _stop_unattached(self) -> None:
-        """Kill a process that the broker did not take."""
+    async def _undo_launch(self) -> None:
+        """Kill a process that the broker did not take; a first start leaves no lease behind."""
         await self.kill()
         await self.wait()
+        if not self._is_restart:
+            await self._give_back()
 
     async def _give_back(self) -> None:
         """End the lease, if one is held; a second call finds none."""
