@@ -45,7 +45,7 @@ class Places:
         folder = self.specs / name
         folder.mkdir(parents=True)
         argv = argv or [self.python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        content = {"argv": argv, "display_name": name, "language": "python", **fields}
+        content: dict[str, Any] = {"argv": argv, "display_name": name, "language": "python"} | fields
         (folder / "kernel.json").write_text(json.dumps(content))
         return name
 
@@ -85,9 +85,8 @@ def places(tmp_path: Path, kernel_python: str, monkeypatch: pytest.MonkeyPatch) 
     work = tmp_path / "work"
     work.mkdir()
     places = Places(python=kernel_python, specs=tmp_path / "data" / "kernels", work=work)
-    places.write_spec(
-        "python3", metadata={"debugger": True, "supported_encryption": ["curve"]}, kernel_protocol_version="5.5"
-    )
+    about = {"debugger": True, "supported_encryption": ["curve"]}
+    places.write_spec("env", display_name="Python 3 (ipykernel)", metadata=about, kernel_protocol_version="5.5")
     return places
 
 

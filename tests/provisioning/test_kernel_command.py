@@ -1,0 +1,90 @@
+"""Which commands start ipykernel, and whether an interpreter will really find the extension."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from provisioner.kernel_command import LAUNCH_CODE, KernelPlan, find_ipykernel, launch_argv, plan_kernel
+from tests.provisioning.conftest import Places
+from tests.support.fake_broker import FakeBroker
+from tests.support.kernels import evaluate, running_kernel, talking_to
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        (["python", "-m", "ipykernel_launcher", "-f", "c"], (1, 3, False)),
+        (["python", "-Xfrozen_modules=off", "-W", "error", "-m", "ipykernel", "-f", "c"], (4, 6, False)),
+        (["python", "-P", "-c", LAUNCH_CODE, "-f", "c"], (2, 4, True)),
+        (["python", "-c", "print()"], None),
+        (["python", "-m", "bash_kernel", "-f", "c"], None),
+        (["conda", "run", "python", "-m", "ipykernel_launcher"], None),
+        (["python", "-m"], None),
+        (["R", "--slave", "-e", "IRkernel::main()"], None),
+        (["kernel"], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_ipykernel_is_recognised_by_what_python_is_told_to_run(
+    argv: list[str], found: tuple[int, int, bool] | None
+) -> None:
+    kernel = find_ipykernel(argv)
+    assert (kernel and (kernel.start, kernel.stop, kernel.ours)) == found
+
+
+def test_the_protected_form_keeps_options_and_arguments() -> None:
+    argv = ["python", "-X", "dev", "-m", "ipykernel_launcher", "-f", "{connection_file}", "--debug"]
+    found = find_ipykernel(argv)
+    assert found is not None
+    expected = ["python", "-X", "dev", "-P", "-c", LAUNCH_CODE, "-f", "{connection_file}", "--debug"]
+    assert launch_argv(argv, found) == expected
+    assert find_ipykernel(expected) is not None
+
+
+def plan(places: Places, *options: str, interpreter: str | None = None, **environment: str) -> KernelPlan:
+    argv = [interpreter or places.python, *options, "-m", "ipykernel_launcher"]
+    return plan_kernel(argv, {**os.environ, **environment}, str(places.work))
+
+
+def test_an_interpreter_that_has_the_extension_is_found_to_have_it(places: Places) -> None:
+    assert plan(places) == KernelPlan(is_ipykernel=True, gated=True, protect=False)
+
+
+def test_an_interpreter_that_cannot_be_asked_has_no_extension(places: Places) -> None:
+    without = KernelPlan(is_ipykernel=True, gated=False)
+    broken = places.work / "broken"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    assert plan(places, interpreter=str(broken)) == without
+    assert plan(places, interpreter="/nowhere/python") == without
+    assert plan(places, interpreter="no-such-python") == without
+    assert plan(places, "-I", "-S") == without  # without site-packages it is not importable
+
+
+def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> None:
+    assert not plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
+    for name in ("kernelext", "provisioner"):
+        (places.work / name).mkdir()
+        (places.work / name / "__init__.py").touch()
+    assert plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
+    (places.work / "kernelext" / "__init__.py").unlink()
+    assert not plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
+
+
+@pytest.mark.parametrize("shadow", ["kernelext/__init__.py", "provisioner/__init__.py", "kernelext.py"])
+def test_a_folder_of_our_name_beside_the_notebook_does_not_shadow_ours(
+    places: Places, broker: FakeBroker, shadow: str
+) -> None:
+    path = places.work / shadow
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("raise RuntimeError('shadowed')")
+    (places.work / "mymodule.py").write_text("answer = 42")
+    with running_kernel(places.write_gpu_spec(), cwd=str(places.work)) as manager, talking_to(manager) as client:
+        assert "site-packages/kernelext" in evaluate(client, "gpu_extension")
+        assert evaluate(client, "__import__('mymodule').answer") == "42"
+        ours = evaluate(client, "__import__('provisioner').__file__").strip("'")
+        assert Path(ours).resolve() == Path(__file__).resolve().parents[2] / "provisioner" / "__init__.py"
+    assert broker.bodies("create")[0]["gated"] is True
