@@ -104,24 +104,33 @@ def _perform(backend: Checkpointer, request: object) -> tuple[ProcessState | Non
     if operation == "ping":
         return None, 0
     timeout_ms, moves = _parameters(operation, request)
-    target = ProcessIdentity.from_dict(request.get("target") or {})
+    named = request.get("target")
+    if not isinstance(named, dict):
+        raise TypeError(f"{operation} needs target, an object with boot_id, pid and start_time; got {named!r}")
+    target = ProcessIdentity.from_dict(named)
     if _checked(target) is None:
         if operation == "state":
             return ProcessState.GONE, 0
         raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, f"process {target.pid} is gone")
-    state = None
     began = time.monotonic_ns()
-    if operation == "state":
-        state = backend.state(target.pid)
-    elif operation == "lock":
-        backend.lock(target.pid, timeout_ms)
-    elif operation == "checkpoint":
-        backend.checkpoint(target.pid)
-    elif operation == "restore":
-        backend.restore(target.pid, moves)
-    else:
-        backend.unlock(target.pid)
+    state = _act(backend, operation, target.pid, timeout_ms, moves)
     return state, (time.monotonic_ns() - began) // 1000
+
+
+def _act(
+    backend: Checkpointer, operation: str, pid: int, timeout_ms: int, moves: Mapping[str, str] | None
+) -> ProcessState | None:
+    if operation == "state":
+        return backend.state(pid)
+    if operation == "lock":
+        backend.lock(pid, timeout_ms)
+    elif operation == "checkpoint":
+        backend.checkpoint(pid)
+    elif operation == "restore":
+        backend.restore(pid, moves)
+    else:
+        backend.unlock(pid)
+    return None
 
 
 def _parameters(operation: str, request: dict[str, Any]) -> tuple[int, dict[str, str] | None]:

@@ -118,6 +118,7 @@ class WorkerLink:
         except asyncio.CancelledError:
             if self._runner is not None:
                 self._runner.cancel()
+                self._runner = None
             if self._process is not None:
                 await self._kill()
             raise
@@ -221,11 +222,14 @@ class WorkerLink:
                 GPUErrorCode.WORKER_HUNG,
                 f"the checkpoint worker did not finish {what} within {deadline_s:g} s and was replaced",
             ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            await self._end(process)
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker died before {what}: {error}") from error
+        except ValueError as error:
             await self._kill()
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker failed during {what}: {error}") from error
         if not isinstance(reply, dict):
-            await self._kill()
+            await self._end(process)
             status = process.returncode
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker died during {what} (status {status})")
         return reply
@@ -245,6 +249,7 @@ class WorkerLink:
             self._unkillable = process
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Let the worker end by itself; one that does not is killed. Its status stays true that way."""
         if process.stdin is not None:
             process.stdin.close()
         try:

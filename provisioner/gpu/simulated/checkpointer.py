@@ -13,6 +13,7 @@ The rules (the driver's, error codes included):
 """
 
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -228,7 +229,7 @@ class SimulatedCheckpointer:
                     "UPDATE processes SET phase='device', device=target, target=NULL WHERE key=? AND phase='restoring'",
                     (key,),
                 )
-                self._check_changed(done.rowcount)
+                _check_changed(db, key, done.rowcount)
         finally:
             settle(self._store, key)
 
@@ -260,18 +261,22 @@ class SimulatedCheckpointer:
                     f"where {used / MIB:.0f} MiB were in use; its state is lost: restart the kernel"
                 )
                 done = db.execute("UPDATE processes SET phase='failed', fatal=? WHERE key=?", (fatal, process.key))
-            self._check_changed(done.rowcount)
+            _check_changed(db, process.key, done.rowcount)
         if not fits:
             raise GPUError(GPUErrorCode.OUT_OF_MEMORY, f"process {process.pid}: {fatal}")
 
     def _change(self, key: str, before: str, after: str) -> None:
         with self._store.transaction() as db:
             done = db.execute("UPDATE processes SET phase=? WHERE key=? AND phase=?", (after, key, before))
-            self._check_changed(done.rowcount)
+            _check_changed(db, key, done.rowcount)
 
-    def _check_changed(self, rows: int) -> None:
-        if rows == 0:
-            raise GPUError(GPUErrorCode.DEVICE_LOST, "the process died or its device was lost during the operation")
+
+def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
+    if rows > 0:
+        return
+    if db.execute("SELECT 1 FROM processes WHERE key=?", (key,)).fetchone() is None:
+        raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, "the process died or ended its context during the operation")
+    raise GPUError(GPUErrorCode.DEVICE_LOST, "the process's device was lost during the operation")
 
 
 def _check_host(store: Store, sources: list[Path]) -> None:

@@ -1,0 +1,44 @@
+"""A little kernel for tests: runs the cells it reads, answers `begun`, then the value or the error as JSON."""
+
+import json
+import signal
+import sys
+import threading
+from typing import Any
+
+from provisioner.gpu.simulated import cuda
+
+
+def say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def say_when_sigint_is_held() -> None:
+    """Say so from another thread once somebody else than Python's own handler has SIGINT."""
+
+    def watch() -> None:
+        ours = signal.getsignal(signal.SIGINT)
+        pause = threading.Event()
+        while signal.getsignal(signal.SIGINT) is ours:
+            pause.wait(0.001)
+        say({"held": True})
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def serve(names: dict[str, Any]) -> None:
+    for line in sys.stdin:
+        text = json.loads(line)
+        mode = "exec" if text.startswith("!") else "eval"
+        try:
+            say({"begun": True})
+            code = compile(text.removeprefix("!"), "<cell>", mode)
+            value = eval(code, names)  # noqa: S307 (running the test's own cells is what this is for)
+            say({"value": value})
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the test decides what it expected)
+            say({"error": type(error).__name__, "message": str(error)})
+
+
+if __name__ == "__main__":
+    serve({"cuda": cuda, "b": {}, "say_when_sigint_is_held": say_when_sigint_is_held})

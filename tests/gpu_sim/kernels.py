@@ -1,0 +1,166 @@
+"""Real processes for the tests of the simulated GPU."""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from provisioner.gpu.simulated import host
+from provisioner.gpu.simulated.processes import current_key, lock_file
+from provisioner.host.process import identify
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILD = Path(__file__).with_name("child.py")
+PATIENCE_S = 30.0
+MIB = 1 << 20
+
+
+def eventually(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait for what nothing signals; fail with `what` after the deadline."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {patience_s} s"
+        time.sleep(0.001)
+
+
+class KernelError(Exception):
+    """The line raised; `name` is the class of the exception."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class Kernel:
+    """A process on a device of a simulated host. A cell that starts with `!` is statements, others have a value."""
+
+    def __init__(
+        self, simulated: host.SimulatedHost, environment: dict[str, str] | None = None, *, device: int = 0
+    ) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER_GPU_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **inherited,
+                "PYTHONPATH": str(ROOT),
+                "JUPYTER_GPU_SIMULATED_DIR": str(simulated.directory),
+                "JUPYTER_GPU_SIMULATED_DEVICE": simulated.devices[device].device_id,
+                **(environment or {}),
+            },
+        )
+        self.pid = self.process.pid
+        self._pending = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.kill()
+
+    def run(self, line: str) -> Any:  # noqa: ANN401 (whatever the line gives)
+        """Run a line and return its value. Raises KernelError."""
+        self.begin(line)
+        return self.result()
+
+    def begin(self, line: str) -> None:
+        """Start a line; it is running when this returns."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(line).encode() + b"\n")
+        self.process.stdin.flush()
+        assert self.message() == {"begun": True}
+
+    def result(self) -> Any:  # noqa: ANN401 (whatever the line gives)
+        """Wait for the line that was begun."""
+        message = self.message()
+        assert message is not None, "no answer"
+        if "error" in message:
+            raise KernelError(message["error"], message["message"])
+        return message["value"]
+
+    def message(self, patience_s: float = PATIENCE_S) -> dict[str, Any] | None:
+        """Return the next message, None if there was none in time."""
+        assert self.process.stdout is not None
+        descriptor = self.process.stdout.fileno()
+        deadline = time.monotonic() + patience_s
+        while b"\n" not in self._pending:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return None
+            part = os.read(descriptor, 1 << 16)
+            assert part, "the kernel died"
+            self._pending += part
+        line, _, self._pending = self._pending.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def is_blocked(self) -> bool:
+        """Return whether the line that was begun gives no answer for a while."""
+        return self.message(0.15) is None
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Kill it and wait until it is reaped. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+
+@contextmanager
+def worker_process(simulated: host.SimulatedHost) -> Iterator[subprocess.Popen[bytes]]:
+    """A checkpoint worker, as the broker starts it; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "provisioner.gpu.worker", "--backend", f"simulated:{simulated.directory}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert "hello" in json.loads(process.stdout.readline())
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def in_flight(simulated: host.SimulatedHost, pid: int) -> bool:
+    """Return whether a call of the process is in flight: whoever asks for the gate's exclusive lock is refused it."""
+    gate = simulated.directory / "memory" / str(current_key(pid)) / "gate"
+    with gate.open("rb") as file:
+        return not lock_file(file.fileno(), fcntl.LOCK_EX, 0.0)
+
+
+def ask(worker: subprocess.Popen[bytes], operation: str, pid: int, **more: object) -> None:
+    """Send the worker a request about a living process."""
+    send(worker, {"id": 1, "op": operation, "target": identify(pid).to_dict(), **more})
+
+
+def send(worker: subprocess.Popen[bytes], message: object) -> None:
+    """Send the worker anything."""
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(message).encode() + b"\n")
+    worker.stdin.flush()
+
+
+def answer(worker: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Return the worker's next line."""
+    assert worker.stdout is not None
+    found: dict[str, Any] = json.loads(worker.stdout.readline())
+    return found

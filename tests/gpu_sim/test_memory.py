@@ -1,0 +1,283 @@
+"""What a notebook sees: allocations, limits, blocking, and what death gives back."""
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from provisioner.gpu.simulated import host
+from provisioner.gpu.simulated.monitor import SimulatedMonitor
+from provisioner.gpu.simulated.processes import reap
+from provisioner.gpu.simulated.store import Store
+from tests.gpu_sim.kernels import MIB, Kernel, KernelError
+
+
+def test_the_notebook_side_needs_only_the_standard_library(kernel: Kernel) -> None:
+    kernel.run("cuda.memory_info()")
+    loaded = kernel.run("[name for name in __import__('sys').modules]")
+    foreign = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"__main__", "__mp_main__"}
+    assert {name for name in foreign if not name.startswith(("_", "sphinxcontrib"))} <= {"provisioner"}
+    rooms = {name for name in loaded if name.startswith("provisioner.") and not name.startswith("provisioner.gpu")}
+    assert rooms == set()
+
+
+def test_bytes_are_kept(kernel: Kernel) -> None:
+    kernel.run("!x = cuda.allocate(1000)")
+    assert kernel.run("x.read() == bytes(1000)")
+    kernel.run("x.write(b'hello', 10)")
+    kernel.run("x.write(memoryview(b'world'), 995)")
+    assert kernel.run("x.read(7, 9).decode()") == "\0hello\0"
+    assert kernel.run("x.read(offset=994).decode()") == "\0world"
+    kernel.run("x.fill(b'abc')")
+    assert kernel.run("x.read() == (b'abc' * 334)[:1000]")
+    assert kernel.run("x.sha256() == __import__('hashlib').sha256(x.read()).hexdigest()")
+
+
+@pytest.mark.parametrize(
+    "line", ["x.write(b'12345', 6)", "x.read(11)", "x.read(1, -1)", "x.read(offset=11)", "x.fill(b'')"]
+)
+def test_a_range_outside_of_the_buffer_is_refused(kernel: Kernel, line: str) -> None:
+    kernel.run("!x = cuda.allocate(10)")
+    with pytest.raises(KernelError) as caught:
+        kernel.run(line)
+    assert caught.value.name == "ValueError"
+    assert kernel.run("x.read() == bytes(10)")
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "True", "1.5", "'1'"])
+def test_a_size_that_is_none_is_refused(kernel: Kernel, size: str) -> None:
+    with pytest.raises(KernelError, match="whole number") as caught:
+        kernel.run(f"cuda.allocate({size})")
+    assert caught.value.name == "ValueError"
+
+
+def test_freed_memory_is_free_and_unusable(kernel: Kernel) -> None:
+    before = kernel.run("cuda.memory_info()[0]")
+    kernel.run("!x = cuda.allocate(2**20)")
+    assert kernel.run("cuda.memory_info()[0]") == before - MIB
+    kernel.run("x.free()")
+    kernel.run("x.free()")
+    assert kernel.run("cuda.memory_info()[0]") == before
+    with pytest.raises(KernelError, match="freed"):
+        kernel.run("x.read()")
+
+
+def test_dropping_the_last_reference_frees(kernel: Kernel) -> None:
+    before = kernel.run("cuda.memory_info()[0]")
+    kernel.run("!x = [cuda.allocate(2**20) for _ in range(5)]")
+    kernel.run("!x = None")
+    assert kernel.run("cuda.memory_info()[0]") == before
+
+
+def test_the_first_use_charges_the_context(kernel: Kernel) -> None:
+    assert kernel.run("cuda.memory_info()") == [(256 - 32) * MIB, 256 * MIB]
+    kernel.run("cuda.reset()")
+    kernel.run("cuda.reset()")
+    assert kernel.run("cuda.memory_info()") == [(256 - 32) * MIB, 256 * MIB]
+
+
+def test_a_full_device_is_an_ordinary_error(kernel: Kernel, simulated: host.SimulatedHost) -> None:
+    kernel.run("!x = cuda.allocate(224 * 2**20)")
+    with pytest.raises(KernelError, match=r"asked for 1 MiB, 0 MiB of 256 MiB are free") as caught:
+        kernel.run("cuda.allocate(2**20)")
+    assert caught.value.name == "SimulatedOutOfMemory"
+    with Kernel(simulated) as other, pytest.raises(KernelError, match="out of memory"):
+        other.run("cuda.memory_info()")
+    assert kernel.run("x.read(5) == bytes(5)")
+
+
+def test_the_cap_is_named_counts_the_context_and_may_grow(simulated: host.SimulatedHost) -> None:
+    with Kernel(simulated, {"JUPYTER_GPU_MEMORY_MIB": "64"}) as kernel:
+        kernel.run("!x = cuda.allocate(32 * 2**20)")
+        with pytest.raises(KernelError, match=r"its cap of 64 MiB \(JUPYTER_GPU_MEMORY_MIB\)") as caught:
+            kernel.run("cuda.allocate(1)")
+        assert caught.value.name == "SimulatedOutOfMemory"
+        kernel.run("!import os; os.environ['JUPYTER_GPU_MEMORY_MIB'] = '65'")
+        kernel.run("!y = cuda.allocate(2**20)")
+
+
+def test_the_cap_is_shared_by_the_processes_of_a_lease(simulated: host.SimulatedHost) -> None:
+    lease = {"JUPYTER_GPU_MEMORY_MIB": "100", "JUPYTER_GPU_LEASE": "one"}
+    with Kernel(simulated, lease) as first, Kernel(simulated, lease) as second:
+        first.run("!x = cuda.allocate(30 * 2**20)")
+        second.run("!x = cuda.allocate(6 * 2**20)")
+        with pytest.raises(KernelError, match="cap of 100 MiB"):
+            second.run("cuda.allocate(1)")
+        with Kernel(simulated, {**lease, "JUPYTER_GPU_LEASE": "two"}) as stranger:
+            stranger.run("!x = cuda.allocate(60 * 2**20)")
+        first.kill()
+        second.run("!y = cuda.allocate(62 * 2**20)")
+
+
+@pytest.mark.parametrize("cap", ["0", "-5", "1.5", "much"])
+def test_a_cap_that_is_none_is_refused(simulated: host.SimulatedHost, cap: str) -> None:
+    with (
+        Kernel(simulated, {"JUPYTER_GPU_MEMORY_MIB": cap}) as kernel,
+        pytest.raises(KernelError, match="whole number of MiB"),
+    ):
+        kernel.run("cuda.allocate(1)")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("JUPYTER_GPU_SIMULATED_DIR", "", "JUPYTER_GPU_SIMULATED_DIR is not set"),
+        ("JUPYTER_GPU_SIMULATED_DIR", "/nowhere", "no simulated GPU host in /nowhere"),
+        ("JUPYTER_GPU_SIMULATED_DEVICE", "", "JUPYTER_GPU_SIMULATED_DEVICE is not set"),
+        ("JUPYTER_GPU_SIMULATED_DEVICE", "SIM-x", "there is no simulated device 'SIM-x'"),
+    ],
+)
+def test_a_process_without_a_device_is_told_why(
+    simulated: host.SimulatedHost, name: str, value: str, message: str
+) -> None:
+    with Kernel(simulated, {name: value}) as kernel:
+        assert kernel.run("cuda.is_available()") == bool(value)
+        with pytest.raises(KernelError, match=message) as caught:
+            kernel.run("cuda.memory_info()")
+        assert caught.value.name == "SimulatedCudaError"
+
+
+def test_contents_that_the_machine_cannot_hold_are_refused_at_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    large = host.create(tmp_path_factory.mktemp("large") / "host", "1x16TiB")
+    with Kernel(large) as kernel:
+        with pytest.raises(KernelError, match=r"this machine cannot hold.*smaller --simulate") as caught:
+            kernel.run("cuda.allocate(8 << 40)")
+        assert caught.value.name == "SimulatedOutOfMemory"
+        assert kernel.run("cuda.memory_info()[0]") == (16 << 40) - 32 * MIB
+
+
+FORK = """!
+import os
+reading, writing = os.pipe()
+child = os.fork()
+if not child:
+    try:
+        x.read()
+    except cuda.SimulatedCudaError as error:
+        os.write(writing, str(error).encode())
+    y = cuda.allocate(2**20)
+    os.write(writing, b"|%d" % cuda.memory_info()[0])
+    os._exit(0)
+os.waitpid(child, 0)
+told = os.read(reading, 4096).decode()
+"""
+
+
+def test_a_forked_child_is_a_process_of_its_own(
+    kernel: Kernel, simulated: host.SimulatedHost, monitor: SimulatedMonitor
+) -> None:
+    kernel.run("!x = cuda.allocate(2**20); x.fill(b'parent')")
+    kernel.run(FORK)
+    told, _, free = kernel.run("told").partition("|")
+    assert "belongs to another context" in told
+    assert int(free) == (256 - 32 - 1 - 32 - 1) * MIB
+    assert kernel.run("x.read(6).decode()") == "parent"
+    assert monitor.use(simulated.devices[0].device_id).used_mib == 33
+
+
+def test_what_the_dead_held_is_free_for_the_next(simulated: host.SimulatedHost) -> None:
+    with Kernel(simulated) as first, Kernel(simulated) as second:
+        first.run("!x = cuda.allocate(200 * 2**20); x.write(b'x')")
+        with pytest.raises(KernelError):
+            second.run("cuda.allocate(200 * 2**20)")
+        first.kill()
+        second.run("!x = cuda.allocate(224 * 2**20)")
+        folders = list((simulated.directory / "memory").iterdir())
+        assert [folder.name.split("-")[0] for folder in folders] == [str(second.pid)]
+
+
+def test_a_stranger_holds_memory_without_a_lease_until_its_input_ends(
+    simulated: host.SimulatedHost, monitor: SimulatedMonitor
+) -> None:
+    device = simulated.devices[1].device_id
+    command = [sys.executable, "-P", "-m", "provisioner.gpu.simulated.stranger", str(simulated.directory), device]
+    environment = {**os.environ, "JUPYTER_GPU_MEMORY_MIB": "40", "JUPYTER_GPU_LEASE": "somebody"}
+    with subprocess.Popen(
+        [*command, "100"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == b"holding %d\n" % stranger.pid
+        assert [process.used_mib for process in monitor.use(device).processes] == [132]
+        refused = subprocess.run([*command, "200"], capture_output=True, text=True, check=False, input="")
+        assert refused.returncode == 1
+        assert "out of memory" in refused.stderr
+    assert stranger.returncode == 0
+    assert monitor.use(device).used_mib == 0
+    for arguments in ([], ["0"], ["much"]):
+        wrong = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+        assert (wrong.returncode, "usage" in wrong.stderr) == (2, True)
+
+
+def test_a_zombie_holds_nothing(simulated: host.SimulatedHost, kernel: Kernel, monitor: SimulatedMonitor) -> None:
+    kernel.run("!x = cuda.allocate(2**20)")
+    os.kill(kernel.pid, 9)
+    # Not waited for: it stays a zombie.
+    os.waitid(os.P_PID, kernel.pid, os.WEXITED | os.WNOWAIT)
+    assert monitor.use(simulated.devices[0].device_id).used_mib == 0
+
+
+def test_an_orderly_exit_leaves_nothing_behind(simulated: host.SimulatedHost, kernel: Kernel) -> None:
+    kernel.run("!x = cuda.allocate(2**20)")
+    assert kernel.process.stdin is not None
+    kernel.process.stdin.close()
+    assert kernel.process.wait() == 0
+    assert not list((simulated.directory / "memory").iterdir())
+    assert not list((simulated.directory / "trash").iterdir())
+
+
+CHURN = """!
+import random
+chance, held, full = random.Random(SEED), [], 0
+
+def churn(rounds):
+    global full
+    for _ in range(rounds):
+        try:
+            held.append(cuda.allocate(chance.randrange(1, 64 << 20)))
+        except cuda.SimulatedOutOfMemory:
+            full += 1
+        if held and chance.random() < 0.4:
+            held.pop(chance.randrange(len(held))).free()
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_sum_never_exceeds_the_device(simulated: host.SimulatedHost, seed: int) -> None:
+    """Several processes allocate and free at random and one is killed, while a reader adds up all the time."""
+    sums = "SELECT (SELECT SUM(bytes) FROM processes) - (SELECT COUNT(*) FROM processes) * ?, (SELECT SUM(bytes) FROM allocations)"
+    store = Store(simulated.directory)
+    seen: list[int] = []
+    done = threading.Event()
+
+    def add_up() -> None:
+        while not done.is_set():
+            totals, allocations = store.query(sums, 32 * MIB)[0]
+            assert totals == allocations
+            seen.append(store.query("SELECT SUM(bytes) FROM processes")[0][0])
+
+    reader = threading.Thread(target=add_up)
+    with ExitStack() as stack:
+        kernels = [stack.enter_context(Kernel(simulated)) for _ in range(4)]
+        for number, kernel in enumerate(kernels):
+            kernel.run(CHURN.replace("SEED", str(seed * 10 + number)))
+            kernel.run("cuda.memory_info()")
+        kernels[0].run("!x = cuda.allocate(1)")
+        reader.start()
+        stack.callback(store.close)
+        stack.callback(reader.join)
+        stack.callback(done.set)
+        for kernel in kernels:
+            kernel.begin("churn(100)")
+        kernels[1 + seed % 3].kill()
+        survivors = [kernel for kernel in kernels if kernel.process.returncode is None]
+        for kernel in survivors:
+            kernel.result()
+        assert reader.is_alive(), "what processes and what their allocations add up to differed"
+        assert sum(kernel.run("full") for kernel in survivors) > 0
+        held = sum(kernel.run("sum(x.n_bytes for x in held)") for kernel in survivors)
+        reap(store)
+        assert store.query("SELECT SUM(bytes) FROM allocations")[0][0] == held + 1
+    assert 128 * MIB < max(seen) <= 256 * MIB
