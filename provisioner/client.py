@@ -53,8 +53,7 @@ class BrokerClient:
     """Speaks to the broker at `socket_path`; nothing is opened before the first call.
 
     `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds, in seconds, each wait for an
-    answer, except where the call
-    waits for the GPU itself; those calls say so.
+    answer, except where the call waits for the GPU itself; those calls say so.
     """
 
     def __init__(self, socket_path: str, *, token: str | None = None, timeout_s: float = 30.0) -> None:
@@ -129,8 +128,8 @@ class BrokerClient:
         """Yield what the broker says while this lease waits for the GPU; the last line is `granted` or `refused`.
 
         Closing the generator, or an interrupt in it, hangs up, which withdraws the ticket. Waits `request.wait_ms`
-        and `timeout_s` at most for
-        each line. Raises BrokerUnavailableError when the broker goes away before the last line.
+        and `timeout_s` at most for each line. Raises BrokerUnavailableError when the broker goes away before the last
+        line.
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000
         with closing(self._stream(_route(lease_id, "acquire"), asdict(request), timeout_s)) as stream:

@@ -7,11 +7,9 @@ Rules:
 - Connection keys are handed to whoever serves the socket, so its folder must belong to this user or root and nobody
   else may write to it.
 - A broker that is not there is started, except for a system service's socket, which its administrator starts. Two
-  starters at once are fine:
-  the command ends well when *a* broker serves, whoever won.
+  starters at once are fine: the command ends well when *a* broker serves, whoever won.
 - The start command is what the last broker wrote into `broker.json` beside the socket, so that a kernel in another
-  environment
-  starts the broker of the environment that installed it; else this interpreter's own.
+  environment starts the broker of the environment that installed it; else this interpreter's own.
 """
 
 import contextlib
@@ -76,8 +74,7 @@ def ensure_broker(
     """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if nobody answers there.
 
     `timeout_s` bounds, in seconds, the start as well as each of the client's calls. Blocks: from an event loop, call
-    it in a thread.
-    Raises BrokerUnavailableError with what a person can do about it.
+    it in a thread. Raises BrokerUnavailableError with what a person can do about it.
     """
     path = socket if socket is not None else socket_path()
     _check_folder(path)

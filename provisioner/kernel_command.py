@@ -5,11 +5,10 @@ Rules:
 - Only ipykernel gets the extension: `python [options] -m ipykernel_launcher ...`, or the form that our own
   kernelspecs use.
 - Whether an interpreter can import the extension is found out by asking that interpreter, never guessed: a kernel
-  that is believed to
-  have a gate and has none would start on the GPU without being admitted.
+  that is believed to have a gate and has none would start on the GPU without being admitted.
 - ipykernel puts the notebook's folder before site-packages, so a folder `kernelext` or `provisioner` in it would
-  shadow ours. `LAUNCH_CODE`
-  imports ours first; a command of another form is changed to it where there is such a folder.
+  shadow ours. `LAUNCH_CODE` imports ours first; a command of another form is changed to it where there is such a
+  folder.
 """
 
 import json

@@ -7,8 +7,7 @@ Rules:
 - Whatever fails half way leaves no lease and no token file behind (and what a killed server leaves behind, the
   broker lets expire).
 - A kernel with our extension keeps its lease over a restart. One without must know its device before its process
-  starts, and the old
-  reservation ends with the old process: it gets a new lease.
+  starts, and the old reservation ends with the old process: it gets a new lease.
 - Giving back starts no broker: if none serves, it learns from the kernel's end when it is back.
 """
 

@@ -3,15 +3,14 @@
 Rules:
 
 - Each is copied from a base kernelspec: its interpreter, environment, language and what it says about itself
-  (`supported_encryption`,
-  `kernel_protocol_version`, `debugger`), without which servers that require encryption refuse it.
+  (`supported_encryption`, `kernel_protocol_version`, `debugger`), without which servers that require encryption
+  refuse it.
 - The folder is named `fractional-gpu-<pool>-<milli>`; what is listed and removed is told by the stanza inside, never
   by the name alone.
 - A folder appears whole or not at all; one that we did not make is never touched.
 - A base whose interpreter can import our extension is started in the form that a folder beside the notebook cannot
-  shadow; any other
-  kernel (another language, an environment without the extension) keeps its command: it then holds its reservation
-  from its start.
+  shadow; any other kernel (another language, an environment without the extension) keeps its command: it then holds
+  its reservation from its start.
 """
 
 import json
@@ -71,10 +70,9 @@ def install(
     """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
 
     Where: for this `user`, below a `prefix` (as in PREFIX/share/jupyter/kernels), or into a `directory` of
-    kernelspecs; below the
-    environment's own prefix if none is said. Raises BadRequestError (what was asked makes no sense), NotFoundError
-    (no such base) and
-    FractionalGPUError (the folder cannot be written to, or holds somebody else's kernelspec).
+    kernelspecs; below the environment's own prefix if none is said. Raises BadRequestError (what was asked makes no
+    sense), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written to, or holds somebody
+    else's kernelspec).
     """
     names = {milli: spec_name(pool, milli) for milli in fractions_milli}
     if not names:

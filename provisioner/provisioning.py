@@ -4,18 +4,14 @@ Rules:
 
 - The event loop never waits for the broker: every call to it runs in a thread.
 - What a kernelspec asks for is checked before anything is started. What is wrong at a first start is raised as one
-  sentence, for
-  JupyterLab's dialog; a *re*start never fails for reasons of the GPU (after a failed one Jupyter lists the kernel as
-  idle for ever):
-  the kernel then starts without a GPU, and says why at its first cell.
+  sentence, for JupyterLab's dialog; a *re*start never fails for reasons of the GPU (after a failed one Jupyter lists
+  the kernel as idle for ever): the kernel then starts without a GPU, and says why at its first cell.
 - The process is attached to its lease in `launch_kernel`, before jupyter_client watches the process: when that fails
-  at a first start, the
-  process is killed and nothing restarts it.
-- A lease ends in `cleanup(restart=False)` only, which may be called twice, or never: the broker sees processes end
-  by itself.
-- As the default provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) it also gets kernelspecs that never asked for a
-  GPU: where no broker
-  can be had they start as they always did.
+  at a first start, the process is killed and nothing restarts it.
+- A lease ends in `cleanup(restart=False)` only, which may be called twice, or never: the broker sees processes end by
+  itself.
+- As the default provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) it also gets kernelspecs that never asked for a GPU:
+  where no broker can be had they start as they always did.
 """
 
 import asyncio

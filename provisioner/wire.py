@@ -3,10 +3,9 @@
 Why by hand: every kernel imports this. `http.client` brings the whole `email` package with it, which no kernel has
 loaded; this file brings nothing new.
 
-Rules: one request is under way on a connection at a time; a connection that did not finish cleanly (error,
-interrupt, a stream left early) is closed,
-never used again; everything read has a limit. Replies with Content-Length, chunked replies and replies that end with
-the connection are understood.
+Rules: one request is under way on a connection at a time; a connection that did not finish cleanly (error, interrupt,
+a stream left early) is closed, never used again; everything read has a limit. Replies with Content-Length, chunked
+replies and replies that end with the connection are understood.
 """
 
 import errno
@@ -72,7 +71,9 @@ class Connection:
         """Whether a kept-alive connection can carry another request: still open, ours, and nothing unasked in it."""
         if self.pid != os.getpid():
             return False
-        self._socket.settimeout(0)  # with a timeout Python would wait for it before it looks; the next call sets its own
+        self._socket.settimeout(
+            0
+        )  # with a timeout Python would wait for it before it looks; the next call sets its own
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

@@ -1,8 +1,7 @@
 """A broker for tests of the other side: real HTTP on a real UNIX socket, in threads of the test, with no GPU behind it.
 
 It keeps leases in a dict and can be told to misbehave: `fail` answers a route with an error, `hang_up` closes the
-connection under a
-request, `held` makes a route wait. Tests wait for what it saw with `wait_for`, never by sleeping.
+connection under a request, `held` makes a route wait. Tests wait for what it saw with `wait_for`, never by sleeping.
 """
 
 import json
@@ -318,10 +317,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/x-ndjson")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        pieces = broker.gate_bytes
         if route == "acquire":
             pieces = [json.dumps(asdict(line)).encode() + b"\n" for line in broker.progress]
-        else:
-            pieces = broker.gate_bytes
         for piece in pieces:
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         if pieces and route == "acquire" and broker.progress[-1].kind in {"granted", "refused"}:
