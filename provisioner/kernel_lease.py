@@ -43,6 +43,7 @@ _OF_A_LEASE = (
     "JUPYTER_GPU_MEMORY_MIB",
     "JUPYTER_GPU_SIMULATED_DIR",
     "JUPYTER_GPU_SIMULATED_DEVICE",
+    "JUPYTER_GPU_DEVICE_MIB",
 )
 _FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
