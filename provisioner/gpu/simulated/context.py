@@ -229,9 +229,10 @@ class Context:
 
     def _check_host(self, n_bytes: int) -> None:
         available = available_bytes(self.store.directory) - _HEADROOM
-        promised = int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM allocations")[0][0])
-        if n_bytes + promised <= available:
+        # Quick and too cautious first: this is asked at every allocation.
+        if n_bytes + int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM processes")[0][0]) <= available:
             return
+        promised = int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM allocations")[0][0])
         # Files have holes until they are written: what is promised and already there is not needed again.
         written = sum(file.stat().st_blocks * 512 for file in self.store.memory.glob("*/*.device"))
         if n_bytes + max(0, promised - written) > available:

@@ -4,6 +4,7 @@ A simulated device may be declared larger than the machine's memory; its content
 """
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ def available_bytes(directory: Path) -> int:
     return min(free, _memory_available(), _cgroup_available())
 
 
+@cache  # a folder does not change its file system while a program uses it
 def in_memory(directory: Path) -> bool:
     """Return whether the folder's file system keeps its files in memory."""
     device = directory.stat().st_dev
@@ -40,17 +42,18 @@ def _memory_available() -> int:
 
 
 def _cgroup_available() -> int:
-    least = _NO_LIMIT
+    return min((_room_below(folder) for folder in _cgroups()), default=_NO_LIMIT)
+
+
+@cache
+def _cgroups() -> tuple[Path, ...]:
+    """Return this process's cgroup and its ancestors, without the root, which has no limit."""
+    root = Path("/sys/fs/cgroup")
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("0::/"):
-            continue
-        root = Path("/sys/fs/cgroup")
-        here = root / line[4:]
-        for folder in (here, *here.parents):
-            if folder == root.parent:
-                break
-            least = min(least, _room_below(folder))
-    return least
+        if line.startswith("0::/"):
+            here = root / line[4:]
+            return tuple(folder for folder in (here, *here.parents) if folder.is_relative_to(root) and folder != root)
+    return ()
 
 
 def _room_below(cgroup: Path) -> int:
@@ -61,7 +64,7 @@ def _room_below(cgroup: Path) -> int:
         current = int((cgroup / "memory.current").read_text(encoding="ascii"))
         statistics = (cgroup / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
-        return _NO_LIMIT  # the root has no limit, and a cgroup we may not read is not ours to judge
+        return _NO_LIMIT  # a cgroup we may not read is not ours to judge
     # Cached files are given up under pressure; files of a memory file system are not among these.
     cached = sum(int(line.split()[1]) for line in statistics if line.startswith(("active_file ", "inactive_file ")))
     return max(0, int(limit) - current + cached)
