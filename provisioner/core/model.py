@@ -60,12 +60,18 @@ class PoolSpec:
     devices: tuple[str, ...]  # device ids; a device is in one pool
     fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # on offer; empty = any from 1 to 1000
     oversubscription_milli: int | None = None  # sum of requests over capacity, in thousandths; None = unlimited
-    idle_after_ms: int | None = 300_000  # suspend when idle this long; 0 = at once; None = only when somebody needs the room
+    idle_after_ms: int | None = (
+        300_000  # suspend when idle this long; 0 = at once; None = only when somebody needs the room
+    )
     min_residency_ms: int = 10_000  # a busy lease is not preempted before
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
-    retry_refused_ms: int = 30_000  # a lease whose suspend was refused or aborted is not chosen as a victim again before this
+    retry_refused_ms: int = (
+        30_000  # a lease whose suspend was refused or aborted is not chosen as a victim again before this
+    )
     max_passed_over: int = 8  # K of law 4
-    may_move: bool = False  # a suspended lease may be resumed on another device of the same name (the driver must be able to)
+    may_move: bool = (
+        False  # a suspended lease may be resumed on another device of the same name (the driver must be able to)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

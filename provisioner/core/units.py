@@ -3,55 +3,90 @@
 import re
 from fractions import Fraction
 
-__all__ = ["format_duration", "format_fraction", "format_memory", "parse_duration_ms", "parse_fraction_milli", "parse_memory_mib"]
+__all__ = [
+    "format_duration",
+    "format_fraction",
+    "format_memory",
+    "parse_duration_ms",
+    "parse_fraction_milli",
+    "parse_memory_mib",
+]
 
-_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB|MB|GB|TB|M|G|T)?\s*", re.IGNORECASE)
+_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB|MB|GB|TB|M|G|T)?\s*", re.IGNORECASE | re.ASCII)
 _MIB_PER = {"mib": 1, "gib": 1024, "tib": 1024 * 1024, "m": 1, "g": 1024, "t": 1024 * 1024}
 _BYTES_PER = {"mb": 10**6, "gb": 10**9, "tb": 10**12}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", re.IGNORECASE)
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?\s*", re.IGNORECASE | re.ASCII)
 _MS_PER = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+# A power of ten (1e99999999) is deliberately not among these: it would take for ever to compute.
+_DECIMAL = re.compile(r"(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})", re.ASCII)
+_RATIO = re.compile(r"(\d{1,20})/(\d{1,20})", re.ASCII)
+_MILLI = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)m", re.ASCII)
 _LONGEST = 64
+_LARGEST = 10**18  # whole numbers past this are not sizes or durations, and Python may refuse to print them
 
 
 def parse_memory_mib(text: str | int) -> int:
     """Return MiB, rounded down. A bare number is MiB. Raises ValueError with what is allowed."""
     allowed = "allowed: a positive size such as 512MiB, 20GiB or 20GB"
-    if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise ValueError(f"memory {text!r} is not a size; {allowed}")
-    match = _MEMORY.fullmatch(str(text)) if len(str(text)) <= _LONGEST else None
+    shown = _text(text)
+    match = _MEMORY.fullmatch(shown) if shown is not None else None
     if match is None:
-        raise ValueError(f"memory {str(text)[:_LONGEST]!r} is not a size; {allowed}")
+        raise ValueError(f"memory {_shown(text)} is not a size; {allowed}")
     number, unit = Fraction(match[1]), (match[2] or "MiB").lower()
     mib = number * _MIB_PER[unit] if unit in _MIB_PER else number * _BYTES_PER[unit] / 2**20
     if int(mib) < 1:
-        raise ValueError(f"memory {text!r} is less than 1 MiB; {allowed}")
+        raise ValueError(f"memory {_shown(text)} is less than 1 MiB; {allowed}")
     return int(mib)
 
 
 def parse_duration_ms(text: str | int) -> int:
     """Return milliseconds. A bare number is seconds. Raises ValueError with what is allowed."""
     allowed = "allowed: a duration such as 30s, 5m, 2h or 0"
-    if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise ValueError(f"duration {text!r} is not a duration; {allowed}")
-    match = _DURATION.fullmatch(str(text)) if len(str(text)) <= _LONGEST else None
+    shown = _text(text)
+    match = _DURATION.fullmatch(shown) if shown is not None else None
     if match is None:
-        raise ValueError(f"duration {str(text)[:_LONGEST]!r} is not a duration; {allowed}")
+        raise ValueError(f"duration {_shown(text)} is not a duration; {allowed}")
     return int(Fraction(match[1]) * _MS_PER[(match[2] or "s").lower()])
 
 
 def parse_fraction_milli(value: str | float) -> int:
     """Return milli-GPU in 1..1000 from 0.25, "1/4", "0.25" or "250m". Raises ValueError with what is allowed."""
     allowed = 'allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"'
-    text = str(value).strip()
-    if isinstance(value, bool) or len(text) > _LONGEST:
-        raise ValueError(f"fraction {text[:_LONGEST]!r} is not a fraction; {allowed}")
-    try:
-        milli = Fraction(text[:-1]) if text.endswith("m") else Fraction(text) * 1000
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"fraction {text!r} is not a fraction; {allowed}") from None
+    text = _text(value, float)
+    milli = _milli(text.strip()) if text is not None else None
+    shown = _shown(value if text is None else text)
+    if milli is None:
+        raise ValueError(f"fraction {shown} is not a fraction; {allowed}")
     if not 0 < milli <= 1000:
-        raise ValueError(f"fraction {text!r} is out of range; {allowed}")
+        raise ValueError(f"fraction {shown} is out of range; {allowed}")
     return max(1, int(milli))
+
+
+def _milli(text: str) -> Fraction | None:
+    """Return thousandths, or None for what is not a fraction."""
+    if match := _MILLI.fullmatch(text):
+        return Fraction(match[1])
+    if match := _RATIO.fullmatch(text):
+        numerator, denominator = int(match[1]), int(match[2])
+        return Fraction(numerator * 1000, denominator) if denominator else None
+    return Fraction(text) * 1000 if _DECIMAL.fullmatch(text) else None
+
+
+def _text(value: object, *also: type) -> str | None:
+    """Return a text or number of ordinary length as text, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, *also)):
+        return None
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return None
+    text = str(value)
+    return text if len(text) <= _LONGEST else None
+
+
+def _shown(value: object) -> str:
+    """Return what was given, for an error, no longer than a line."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
+        return f"of more than {_LARGEST}"
+    return repr(value[:_LONGEST]) if isinstance(value, str) else repr(value)[:_LONGEST]
 
 
 def format_memory(mib: int) -> str:

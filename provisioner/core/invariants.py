@@ -1,0 +1,91 @@
+"""What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
+
+from provisioner.core.model import HOLDING, LeaseState
+from provisioner.core.state import Books
+
+__all__ = ["InvariantError", "check_devices", "validate"]
+
+
+class InvariantError(AssertionError):
+    """The books are wrong: a bug in the arbiter. The message lists everything that is broken."""
+
+
+_BESIDE_HOLDING = frozenset({LeaseState.UNATTACHED})  # may hold a reservation before its start
+_IN_OPERATION = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING})
+_QUEUEING = frozenset(
+    {
+        LeaseState.UNATTACHED,
+        LeaseState.UNARMED,
+        LeaseState.SUSPENDING,
+        LeaseState.SUSPENDED,
+        LeaseState.RESUMING,
+        LeaseState.QUARANTINED,
+    }
+)
+
+
+def check_devices(books: Books, device_ids: set[str]) -> None:
+    """Law 1, cheaply, for the devices an event granted room on. Raises InvariantError."""
+    for device_id in device_ids:
+        device = books.devices[device_id]
+        if device.free_mib < 0:
+            raise InvariantError(f"device {device_id} was given away beyond its memory: {device}")
+
+
+def validate(books: Books, operations: dict[int, str]) -> None:
+    """Check the whole state. Raises InvariantError."""
+    broken = [*_totals(books), *_leases(books), *_operations(books, operations)]
+    if broken:
+        raise InvariantError("; ".join(broken))
+
+
+def _totals(books: Books) -> list[str]:
+    broken = []
+    for device_id, device in books.devices.items():
+        total = sum(
+            lease.spec.reserve_mib for lease in books.leases.values() if lease.reserved and lease.device_id == device_id
+        )
+        if total != device.reserved_mib:
+            broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")
+    saved = sum(lease.saved_mib for lease in books.leases.values())
+    reserved = sum(lease.host_mib for lease in books.leases.values())
+    if (saved, reserved) != (books.host_saved_mib, books.host_reserved_mib):
+        broken.append(
+            f"host: running totals {books.host_saved_mib}, {books.host_reserved_mib} MiB, sums {saved}, {reserved} MiB"
+        )
+    for state, members in books.by_state.items():
+        if any(lease.state is not state for lease in members.values()):
+            broken.append(f"the index of {state} leases is wrong")
+    if sum(map(len, books.by_state.values())) != len(books.leases):
+        broken.append("the indexes by state do not add up")
+    return broken
+
+
+def _leases(books: Books) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        name = f"lease {lease.lease_id} ({lease.state})"
+        if lease.reserved and lease.state not in HOLDING | _BESIDE_HOLDING:
+            broken.append(f"{name} holds a reservation")
+        if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.reserved:
+            broken.append(f"{name} has no reservation")
+        if (lease.ticket is not None) != (lease.lease_id in books.queue):
+            broken.append(f"{name}: the queue does not agree about its ticket")
+        if lease.ticket is not None and lease.state not in _QUEUEING:
+            broken.append(f"{name} waits for what it has")
+        if lease.saved_mib and lease.state not in (LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED):
+            broken.append(f"{name} has {lease.saved_mib} MiB saved")
+        if lease.state is LeaseState.ENDED:
+            broken.append(f"{name} is kept")
+    return broken
+
+
+def _operations(books: Books, operations: dict[int, str]) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        under_way = lease.operation_id is not None
+        if under_way != (lease.state in _IN_OPERATION):
+            broken.append(f"lease {lease.lease_id} is {lease.state} with operation {lease.operation_id}")
+        if under_way and operations.get(lease.operation_id or 0) != lease.lease_id:
+            broken.append(f"lease {lease.lease_id}: operation {lease.operation_id} holds no swap channel")
+    return broken

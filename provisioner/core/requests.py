@@ -1,0 +1,42 @@
+"""Whether a new lease can be admitted at all: what can never be served is refused at once, with what there is and what to do."""
+
+from provisioner.core.model import LeaseSpec
+from provisioner.core.scheduling import Wait
+from provisioner.core.state import Books
+from provisioner.core.units import format_fraction, format_memory
+
+__all__ = ["refusal"]
+
+
+def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
+    """Return the reason and sentence of a refusal, or None."""
+    if spec.lease_id in books.leases:
+        return Wait("duplicate-lease", f"lease {spec.lease_id} exists already; a new lease needs a new id")
+    pool = books.pools.get(spec.pool)
+    if pool is None:
+        names = ", ".join(sorted(books.pools)) or "none"
+        return Wait("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
+    if pool.fractions_milli and spec.fraction_milli not in pool.fractions_milli:
+        offered = ", ".join(format_fraction(milli) for milli in pool.fractions_milli)
+        return Wait(
+            "fraction-not-offered",
+            f"a fraction of {format_fraction(spec.fraction_milli)} was asked, but pool {pool.name!r} offers {offered}; "
+            "ask for one of these",
+        )
+    sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
+    if spec.reserve_mib > max(sizes, default=0):
+        return Wait(
+            "larger-than-device",
+            f"{format_memory(spec.reserve_mib)} were asked, but the largest device of pool {pool.name!r} can give "
+            f"{format_memory(max(sizes, default=0))}; ask for that or less",
+        )
+    if pool.oversubscription_milli is not None:
+        promised = sum(lease.spec.reserve_mib for lease in books.leases.values() if lease.spec.pool == pool.name)
+        limit = sum(sizes) * pool.oversubscription_milli // 1000
+        if promised + spec.reserve_mib > limit:
+            return Wait(
+                "pool-full",
+                f"{format_memory(spec.reserve_mib)} were asked, but pool {pool.name!r} has promised {format_memory(promised)} of the "
+                f"{format_memory(limit)} it may promise; shut a kernel down, or ask for a smaller fraction",
+            )
+    return None
