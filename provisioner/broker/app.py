@@ -144,13 +144,20 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             _set_up_logging(settings.log_level, socket, to_file=ready is not None)
             backend = stack.enter_context(open_backend(options.simulate, socket))
             specs = device_specs(settings, backend)
-            for spec in specs:
-                stack.enter_context(DeviceClaim.claim(spec.device_id))
+            claims = [stack.enter_context(DeviceClaim.claim(spec.device_id)) for spec in specs]
             state_dir = settings.state_dir or Path(socket).parent
             state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             ledger = Ledger.open(state_dir / ("ledger-simulated.sqlite" if backend.simulated else "ledger.sqlite"))
             _restart_file(options, socket)
-            run = Run(settings=settings, backend=backend, specs=specs, ledger=ledger, socket=socket, ready=ready)
+            run = Run(
+                settings=settings,
+                backend=backend,
+                specs=specs,
+                claims=claims,
+                ledger=ledger,
+                socket=socket,
+                ready=ready,
+            )
             leases_live = asyncio.run(run.main())
             if not leases_live:
                 backend.remove_if_unused()

@@ -88,6 +88,7 @@ class Broker:
         self.used_mib: dict[str, int] = {}  # by device, as last measured
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self._swaps = swaps
+        swaps.roots = self.roots
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
         self._alarm: asyncio.TimerHandle | None = None
@@ -388,6 +389,10 @@ class Broker:
             suspends=kernel.suspends,
             resumes=kernel.resumes,
         )
+
+    def roots(self) -> list[ProcessIdentity]:
+        """Return the kernel processes of all leases."""
+        return [kernel.identity for kernel in self.kernels.values() if kernel.identity is not None]
 
     def views(self) -> list[tuple[Kernel, LeaseView]]:
         """Return every living lease with its kernel."""

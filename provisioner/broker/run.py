@@ -25,6 +25,7 @@ from provisioner.core.events import DeviceSeen, PoolConfigured
 from provisioner.core.model import DeviceSpec
 from provisioner.core.units import format_memory
 from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host.claims import DeviceClaim
 from provisioner.host.memory import system_headroom
 from provisioner.ledger.ledger import Ledger
 
@@ -56,12 +57,14 @@ class Run:
         settings: Settings,
         backend: Backend,
         specs: tuple[DeviceSpec, ...],
+        claims: list[DeviceClaim],
         ledger: Ledger,
         socket: str,
         ready: TextIO | None,
     ) -> None:
         self._settings = settings
         self._backend = backend
+        self._claims = claims
         self._specs = {spec.device_id: spec for spec in specs}
         total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
         self._host_budget_mib = settings.host_budget_mib(total_mib)
@@ -76,6 +79,8 @@ class Run:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started us may go
+        for claim in self._claims:
+            loop.add_reader(claim.fileno(), claim.drain)
         worker = WorkerLink(self._backend.name)
         await worker.start()
         times = SwapTimes(

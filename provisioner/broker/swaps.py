@@ -24,7 +24,7 @@ from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessSt
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.memory import headroom
 from provisioner.host.process import ProcessIdentity, is_alive
-from provisioner.host.tree import process_tree
+from provisioner.host.tree import scan
 from provisioner.protocol.messages import GateVerb
 
 __all__ = ["LEASE_VARIABLE", "StepError", "SwapTimes", "Swaps", "Truth"]
@@ -72,6 +72,9 @@ class Swaps:
         self._monitor = monitor
         self._worker = worker
         self._times = times
+        self.roots: Callable[[], list[ProcessIdentity]] = (
+            list  # all kernels: one started by another has a lease of its own
+        )
 
     # -- suspend ----------------------------------------------------------------------------------------------------------
 
@@ -293,7 +296,11 @@ class Swaps:
     async def _tree(self, kernel: Kernel) -> list[ProcessIdentity]:
         if kernel.identity is None:
             return []
-        return await asyncio.to_thread(process_tree, kernel.identity, (LEASE_VARIABLE, kernel.lease_id))
+        return await asyncio.to_thread(self._look_at_tree, kernel.identity, kernel.lease_id, self.roots())
+
+    @staticmethod
+    def _look_at_tree(root: ProcessIdentity, lease_id: str, roots: list[ProcessIdentity]) -> list[ProcessIdentity]:
+        return scan(LEASE_VARIABLE).tree(root, (LEASE_VARIABLE, lease_id), apart=roots)
 
     async def _states(self, kernel: Kernel) -> dict[ProcessIdentity, ProcessState]:
         """Return the CUDA state of every process of the tree that has one. Raises GPUError."""

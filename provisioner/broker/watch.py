@@ -100,10 +100,11 @@ class Watcher:
 
     def _lease_of(self, snapshot: Snapshot | None) -> dict[int, str]:
         lease_of: dict[int, str] = {}
+        roots = self._broker.roots()
         for kernel, identity in self._live():
             if snapshot is not None:
-                for member in snapshot.tree(identity, (LEASE_VARIABLE, kernel.lease_id)):
-                    lease_of.setdefault(member.pid, kernel.lease_id)
+                for member in snapshot.tree(identity, (LEASE_VARIABLE, kernel.lease_id), apart=roots):
+                    lease_of[member.pid] = kernel.lease_id
             lease_of[identity.pid] = kernel.lease_id
         return lease_of
 
