@@ -28,6 +28,7 @@ class GPUErrorCode(StrEnum):
     DEVICE_LOST = "device-lost"
     WORKER_HUNG = "worker-hung"  # the worker did not answer in time and was replaced
     WORKER_DIED = "worker-died"
+    WORKER_BUSY = "worker-busy"  # the worker of an earlier broker is still at work; nothing was done
     UNKNOWN = "unknown"
 
 

@@ -9,6 +9,8 @@ The rules:
 - A request is `{id, op, target: {boot_id, pid, start_time}, ...}`; `lock` has `timeout_ms`, `restore` may have `moves`. A
   reply is `{id, ok, state, elapsed_us, error}`, error being null or `{code, message}`.
 - The target's identity is checked immediately before acting: a pid alone names whoever has it now.
+- A request may have `deadline_s`: a worker that is still busy with it by then ends itself. Its broker would have killed it
+  before; this is for the worker whose broker was killed.
 - It ends when its standard input does, after the operation in hand. Signals that a terminal or a service manager
   sends to a whole group do not stop it half way: SIGINT and SIGTERM are ignored, SIGKILL is for emergencies.
 - It imports little: whoever waits for a restart of it waits for its imports.
@@ -40,6 +42,7 @@ def main(arguments: list[str]) -> int:
         return 2
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even within a call of the driver
     replies = _private_output()
     try:
         backend = open_checkpointer(arguments[1])
@@ -103,7 +106,7 @@ def _perform(backend: Checkpointer, request: object) -> tuple[ProcessState | Non
         raise ValueError(f"there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
     if operation == "ping":
         return None, 0
-    timeout_ms, moves = _parameters(operation, request)
+    timeout_ms, moves, deadline_s = _parameters(operation, request)
     named = request.get("target")
     if not isinstance(named, dict):
         raise TypeError(f"{operation} needs target, an object with boot_id, pid and start_time; got {named!r}")
@@ -113,7 +116,11 @@ def _perform(backend: Checkpointer, request: object) -> tuple[ProcessState | Non
             return ProcessState.GONE, 0
         raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, f"process {target.pid} is gone")
     began = time.monotonic_ns()
-    state = _act(backend, operation, target.pid, timeout_ms, moves)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s)
+    try:
+        state = _act(backend, operation, target.pid, timeout_ms, moves)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return state, (time.monotonic_ns() - began) // 1000
 
 
@@ -133,15 +140,18 @@ def _act(
     return None
 
 
-def _parameters(operation: str, request: dict[str, Any]) -> tuple[int, dict[str, str] | None]:
-    timeout_ms, moves = request.get("timeout_ms", 0), request.get("moves")
+def _parameters(operation: str, request: dict[str, Any]) -> tuple[int, dict[str, str] | None, float]:
+    """Return a lock's timeout, a restore's moves and the deadline in seconds (0: none)."""
+    timeout_ms, moves, deadline_s = request.get("timeout_ms", 0), request.get("moves"), request.get("deadline_s", 0)
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 <= deadline_s < 1e9:
+        raise ValueError(f"deadline_s is a number of seconds; got {deadline_s!r}")
     if operation == "lock" and (not isinstance(timeout_ms, int) or isinstance(timeout_ms, bool) or timeout_ms < 0):
         raise ValueError(f"a lock needs timeout_ms, a whole number of milliseconds; got {timeout_ms!r}")
     if moves is not None and not (
         isinstance(moves, dict) and all(isinstance(text, str) for pair in moves.items() for text in pair)
     ):
         raise ValueError(f"moves map old device ids to new ones; got {moves!r}")
-    return timeout_ms, moves
+    return timeout_ms, moves, deadline_s
 
 
 def _checked(target: ProcessIdentity) -> ProcessIdentity | None:

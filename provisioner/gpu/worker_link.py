@@ -7,6 +7,8 @@ The rules:
   its state. The next call starts a new worker.
 - Cancelling a call that waits for its turn withdraws it. Cancelling one that the worker has begun only stops
   the waiting: the operation goes on, its reply is consumed, and calls behind it wait for it as before.
+- Where there is a claim, no worker is started before it is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
+  while the worker of an earlier broker is still at work.
 - The worker is in a session of its own, so an interrupt at the terminal does not reach it.
 """
 
@@ -21,12 +23,14 @@ from typing import Any, Final
 
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.gpu.worker import MAX_LINE, PROTOCOL
+from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.host.process import ProcessIdentity
 
 __all__ = ["WorkerLink"]
 
 START_S: Final = 60.0  # initialising a driver takes seconds
 _KILL_S: Final = 5.0
+_ALONE_S: Final = 2.0  # how much later than we would kill it a worker without a broker ends itself
 _CODES: Final = frozenset(code.value for code in GPUErrorCode)
 
 
@@ -43,13 +47,20 @@ class WorkerLink:
     """One worker for one backend (`nvidia` or `simulated:DIRECTORY`).
 
     `answer_s` is how long the worker may take for what takes no time (state, unlock), and beyond a lock's own timeout; `start_s`
-    how long for opening its backend. Both in seconds.
+    how long for opening its backend. Both in seconds. `claim` stays the caller's to close, after the link.
     """
 
     def __init__(
-        self, backend: str, *, python: str = sys.executable, answer_s: float = 10.0, start_s: float = START_S
+        self,
+        backend: str,
+        *,
+        python: str = sys.executable,
+        answer_s: float = 10.0,
+        start_s: float = START_S,
+        claim: WorkerClaim | None = None,
     ) -> None:
         self.backend = backend
+        self._claim = claim
         self._python = python
         self._answer_s = answer_s
         self._start_s = start_s
@@ -65,6 +76,11 @@ class WorkerLink:
     def pid(self) -> int | None:
         """The worker's pid, None when none runs (the next call starts one)."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def until_alone(self) -> None:
+        """Return when no worker of an earlier broker is at work. Cancellation stops the waiting."""
+        if self._claim is not None:
+            await self._claim.wait()
 
     async def start(self) -> None:
         """Start the worker and wait until its backend is open. Raises GPUError with the reason when it cannot be.
@@ -129,7 +145,7 @@ class WorkerLink:
         if self._runner is None:
             self._runner = asyncio.create_task(self._run(), name="checkpoint worker link")
         self._number += 1
-        line = json.dumps({"id": self._number, **request}).encode() + b"\n"
+        line = json.dumps({"id": self._number, "deadline_s": deadline_s + _ALONE_S, **request}).encode() + b"\n"
         if len(line) > MAX_LINE:
             raise GPUError(GPUErrorCode.UNKNOWN, f"a request of {len(line)} bytes is too long; at most {MAX_LINE}")
         what = f"{request['op']} of process {request['target']['pid']}" if "target" in request else "ping"
@@ -181,6 +197,11 @@ class WorkerLink:
                 f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be "
                 "suspended or resumed before it is gone; restarting the machine may be needed",
             )
+        if self._claim is not None and not self._claim.take():
+            raise GPUError(
+                GPUErrorCode.WORKER_BUSY,
+                f"the checkpoint worker of {self._claim.holder()} is still at work: nothing is suspended or resumed before it is done",
+            )
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(self._python, "-P", "-m", "provisioner.gpu.worker", "--backend", self.backend),
@@ -188,6 +209,7 @@ class WorkerLink:
                 stdout=asyncio.subprocess.PIPE,
                 limit=MAX_LINE,
                 start_new_session=True,
+                pass_fds=() if self._claim is None else (self._claim.fileno(),),
             )
         except OSError as error:
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error

@@ -29,10 +29,10 @@ __all__ = ["Ledger"]
 _SAVE_LEASE = """
 INSERT INTO leases (
     lease_id, spec, state, generation, device_id, saved_mib, uid, kernel_id, token_sha256, boot_id, pid, start_time,
-    connection, language, ipykernel, created_ms, suspends, resumes
+    connection, language, ipykernel, created_ms, suspends, resumes, home_device_id
 ) VALUES (
     :lease_id, :spec, :state, :generation, :device_id, :saved_mib, :uid, :kernel_id, :token_sha256, :boot_id, :pid,
-    :start_time, :connection, :language, :ipykernel, :created_ms, :suspends, :resumes
+    :start_time, :connection, :language, :ipykernel, :created_ms, :suspends, :resumes, :home_device_id
 )
 ON CONFLICT (lease_id) DO UPDATE SET
     spec = excluded.spec, state = excluded.state, generation = excluded.generation, device_id = excluded.device_id,
@@ -40,7 +40,7 @@ ON CONFLICT (lease_id) DO UPDATE SET
     token_sha256 = excluded.token_sha256, boot_id = excluded.boot_id, pid = excluded.pid,
     start_time = excluded.start_time, connection = excluded.connection, language = excluded.language,
     ipykernel = excluded.ipykernel, created_ms = excluded.created_ms, suspends = excluded.suspends,
-    resumes = excluded.resumes
+    resumes = excluded.resumes, home_device_id = excluded.home_device_id
 WHERE leases.ended_ms IS NULL
 """
 _END_LEASE = """

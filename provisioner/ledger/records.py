@@ -39,6 +39,7 @@ class LeaseRecord:
     created_ms: int
     suspends: int
     resumes: int
+    home_device_id: str | None = None  # where its processes last had their memory: a checkpoint is of that device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

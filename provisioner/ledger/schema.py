@@ -41,6 +41,7 @@ def _version_1(connection: sqlite3.Connection) -> None:
             created_ms   INTEGER NOT NULL,
             suspends     INTEGER NOT NULL,
             resumes      INTEGER NOT NULL,
+            home_device_id TEXT,
             ended_ms     INTEGER,
             end_reason   TEXT
         )

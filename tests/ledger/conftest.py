@@ -30,6 +30,7 @@ _LEASE = LeaseRecord(
     created_ms=1_750_000_000_000,
     suspends=3,
     resumes=2,
+    home_device_id="GPU-2",
 )
 _OPERATION = OperationRecord(
     operation_id=1,

@@ -1,0 +1,99 @@
+"""One worker at a time, also when the broker of the first one was killed."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from provisioner.gpu.simulated import faults, host
+from provisioner.gpu.worker_claim import WorkerClaim
+from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host.process import ProcessIdentity, identify
+from tests.gpu_sim.kernels import Kernel, answer, ask, eventually, worker_process
+
+
+@pytest.fixture
+async def links(simulated: host.SimulatedHost, tmp_path: Path) -> AsyncIterator[list[WorkerLink]]:
+    """Two brokers' links, each with a claim of its own on the same file."""
+    claims = [WorkerClaim.open(tmp_path / "worker.lock") for _ in range(2)]
+    links = [WorkerLink(f"simulated:{simulated.directory}", claim=claim) for claim in claims]
+    yield links
+    faults.clear(simulated.directory)
+    for link in links:
+        await link.close()
+    for claim in claims:
+        claim.close()
+
+
+@pytest.fixture
+def target(kernel: Kernel) -> ProcessIdentity:
+    kernel.run("!x = cuda.allocate(2**20); x.fill(b'ab')")
+    return identify(kernel.pid)
+
+
+async def test_an_orphan_finishes_alone_before_the_next_worker_starts(
+    links: list[WorkerLink], simulated: host.SimulatedHost, target: ProcessIdentity
+) -> None:
+    dying, heir = links
+    await dying.lock(target, 1000)
+    faults.inject(simulated.directory, "checkpoint", "hang")
+    operation = asyncio.create_task(dying.checkpoint(target, 60))
+    await asyncio.to_thread(
+        eventually, lambda: faults.listed(simulated.directory)[0].taken == 1, "the checkpoint begins"
+    )
+    assert dying._claim is not None
+    dying._claim.close()  # the broker's part of the claim goes with the broker; the worker's stays
+    with pytest.raises(GPUError, match=r"still at work: nothing is suspended or resumed") as caught:
+        await heir.start()
+    assert caught.value.code is GPUErrorCode.WORKER_BUSY
+    assert heir.pid is None
+    alone = asyncio.create_task(heir.until_alone())
+    faults.clear(simulated.directory)
+    assert await operation > 0
+    assert not alone.done(), "the worker is idle, but lives"
+    await dying.close()
+    await asyncio.wait_for(alone, 30)
+    assert await heir.state(target) is ProcessState.CHECKPOINTED
+
+
+async def test_a_replaced_worker_of_the_same_broker_needs_no_new_claim(
+    links: list[WorkerLink], simulated: host.SimulatedHost, target: ProcessIdentity
+) -> None:
+    first, second = links
+    await first.start()
+    hung = first.pid
+    faults.inject(simulated.directory, "state", "hang", times=1)
+    first._answer_s = 0.2
+    with pytest.raises(GPUError) as caught:
+        await first.state(target)
+    assert caught.value.code is GPUErrorCode.WORKER_HUNG
+    first._answer_s = 10.0
+    assert await first.state(target) is ProcessState.RUNNING
+    assert first.pid not in (None, hung)
+    with pytest.raises(GPUError, match="still at work"):
+        await second.state(target)
+
+
+def test_a_worker_without_a_broker_ends_itself_at_the_deadline(simulated: host.SimulatedHost, kernel: Kernel) -> None:
+    kernel.run("!x = cuda.allocate(2**20); x.fill(b'ab')")
+    faults.inject(simulated.directory, "lock", "hang")
+    with worker_process(simulated) as worker:
+        ask(worker, "lock", kernel.pid, timeout_ms=1000, deadline_s=0.2)
+        assert worker.wait(30) == -signal.SIGALRM
+    assert kernel.run("x.read(2).decode()") == "ab"
+
+
+def test_a_deadline_that_is_over_strikes_no_later_request(simulated: host.SimulatedHost, kernel: Kernel) -> None:
+    kernel.run("!x = cuda.allocate(2**20); x.fill(b'ab')")
+    with worker_process(simulated) as worker:
+        ask(worker, "state", kernel.pid, deadline_s=0.2)
+        faults.inject(simulated.directory, "lock", "slow:500")
+        ask(worker, "lock", kernel.pid, timeout_ms=1000, deadline_s=60)
+        ask(worker, "unlock", kernel.pid, deadline_s="soon")
+        ask(worker, "unlock", kernel.pid)
+        replies = [answer(worker) for _ in range(4)]
+    assert [reply["ok"] for reply in replies] == [True, True, False, True]
+    assert "deadline_s is a number of seconds; got 'soon'" in replies[2]["error"]["message"]
