@@ -4,13 +4,18 @@ IOPub says busy and idle for every message on the shell and control channels; wh
 overlap, so the watch keeps a *set* of busy parent message ids, never a flag. IOPub can lose messages and a late subscriber
 gets no current state, so a fresh watch is in doubt, and doubt counts as busy, until the kernel has answered a `kernel_info`
 request on its shell channel *and* the idle status of that very request came over IOPub: then the subscription is live and the
-main shell is idle. The same probe is repeated while a kernel stays busy without a sound, in case an idle was lost.
+main shell is idle. A broken connection and a kernel that says that it starts bring the doubt back. While a kernel stays busy without
+a sound, each shell that is said to be busy is probed in the same way, in case an idle was lost. A shell answers in order, so its
+answer clears what it was said to be busy with, and nothing of another shell. A probe waits in the queue of a busy shell, and costs
+its user time there when it gets its turn: probes are repeated ever more rarely.
 """
 
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
+import struct
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +26,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
 
 __all__ = ["USES", "Connection", "IOPubWatch", "connection_from_json"]
 
@@ -30,9 +36,15 @@ USES = frozenset({"execute_request", "complete_request", "inspect_request", "com
 """Parent message types that may run the user's code or touch a tensor."""
 
 _DELIMITER = b"<IDS|MSG>"
-_PROBE_PATIENCE_S = 10.0  # a probe without an answer is sent again after this long, while in doubt
-_SILENCE_S = 60.0  # busy without a message for this long: ask again
+_MAIN = ""  # the shell that is no subshell
+_PROBE_PATIENCE_S = (
+    0.5  # in doubt, a probe without an answer is sent again after this long, and then after twice as long each time
+)
+_SILENCE_S = 60.0  # busy without a message for this long: ask, and then after twice as long each time
+_LONGEST_PATIENCE_S = 3600.0
 _MOST_BUSY = 10_000  # parents kept; more than this is doubt, not memory
+_LONGEST_ID = 200
+_LONGEST_PATH = 100  # bytes; UNIX sockets allow 107
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,35 +62,66 @@ def connection_from_json(info: dict[str, Any]) -> Connection:
     """Check a connection file's contents. Raises ValueError naming the field, what was given and what is allowed."""
     transport, ip = info.get("transport", "tcp"), info.get("ip", "127.0.0.1")
     if transport not in ("tcp", "ipc"):
-        raise ValueError(f"connection field transport is {transport!r}; allowed: tcp, ipc")
-    if not isinstance(ip, str) or (transport == "tcp" and not _is_loopback(ip)):
-        raise ValueError(f"connection field ip is {ip!r}; allowed: a loopback address")
+        raise ValueError(f"connection field transport is {_shown(transport)}; allowed: tcp, ipc")
+    if transport == "tcp" and not _is_loopback(ip):
+        raise ValueError(f"connection field ip is {_shown(ip)}; allowed: a loopback address such as 127.0.0.1")
+    if transport == "ipc" and not (isinstance(ip, str) and ip.startswith("/") and len(ip.encode()) <= _LONGEST_PATH):
+        raise ValueError(
+            f"connection field ip is {_shown(ip)}; allowed with ipc: an absolute path of at most {_LONGEST_PATH} bytes"
+        )
     scheme = info.get("signature_scheme", "hmac-sha256")
     digest = scheme.removeprefix("hmac-") if isinstance(scheme, str) else ""
     if digest not in hashlib.algorithms_guaranteed or digest.startswith("shake"):
-        raise ValueError(f"connection field signature_scheme is {scheme!r}; allowed: hmac- and a digest of hashlib")
+        raise ValueError(
+            f"connection field signature_scheme is {_shown(scheme)}; allowed: hmac- and a digest of hashlib, as hmac-sha256"
+        )
     key = info.get("key", "")
     if not isinstance(key, str):
-        raise ValueError("connection field key is not text")  # noqa: TRY004 - one kind of error for what was sent
-    public, secret = info.get("curve_publickey"), info.get("curve_secretkey")
-    curve = (public.encode(), secret.encode()) if isinstance(public, str) and isinstance(secret, str) else None
+        raise ValueError('connection field key is not text; allowed: the signing key of the kernel, or ""')  # noqa: TRY004 - one kind of error for what was sent
     return Connection(
         iopub=_endpoint(transport, ip, info, "iopub_port"),
         shell=_endpoint(transport, ip, info, "shell_port"),
         key=key.encode(),
         digest=digest,
-        curve=curve,
+        curve=_curve(info.get("curve_publickey"), info.get("curve_secretkey")),
     )
 
 
-def _is_loopback(ip: str) -> bool:
-    return ip in ("localhost", "::1") or (ip.startswith("127.") and ip.replace(".", "").isdigit())
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def _is_loopback(ip: object) -> bool:
+    try:
+        return ip == "localhost" or (isinstance(ip, str) and ipaddress.ip_address(ip).is_loopback)
+    except ValueError:
+        return False
+
+
+def _curve(public: object, secret: object) -> tuple[bytes, bytes] | None:
+    if public is None and secret is None:
+        return None
+    if not (_is_curve_key(public) and _is_curve_key(secret)):
+        raise ValueError(
+            "connection fields curve_publickey and curve_secretkey are not two keys of 40 Z85 characters each"
+        )
+    return str(public).encode(), str(secret).encode()
+
+
+def _is_curve_key(key: object) -> bool:
+    if not isinstance(key, str) or len(key) != 40 or not set(key.encode()) <= set(z85.Z85CHARS):
+        return False
+    try:
+        return len(z85.decode(key)) == 32
+    except (ValueError, struct.error):  # five characters can say more than 32 bits
+        return False
 
 
 def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
     port = info.get(field)
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
-        raise ValueError(f"connection field {field} is {port!r}; allowed: a port from 1 to 65535")
+        raise ValueError(f"connection field {field} is {_shown(port)}; allowed: a port from 1 to 65535")
     if transport == "ipc":
         return f"ipc://{ip}-{port}"
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
@@ -87,6 +130,7 @@ def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
 class _Header(msgspec.Struct):
     msg_id: str = ""
     msg_type: str = ""
+    subshell_id: str | None = None
 
 
 class _Status(msgspec.Struct):
@@ -98,7 +142,7 @@ _decode_status = msgspec.json.Decoder(_Status).decode
 
 
 class IOPubWatch:
-    """Watches one kernel. `changed(busy, executing)` is called on the loop whenever one of the two changes.
+    """Watches one kernel. `changed()` is called on the loop whenever `busy` or `executing` changes.
 
     `busy` counts doubt; `executing` is True while a message is known to be handled.
     """
@@ -108,21 +152,19 @@ class IOPubWatch:
     ) -> None:
         self._connection = connection
         self._changed = changed
-        self._busy: dict[str, None] = {}
-        self._probe: str | None = None
+        self._busy: dict[str, str] = {}  # message id -> the shell that handles it
+        self._probes: dict[str, str] = {}  # our own message id -> the shell that was asked
         self._certain = False
         self._heard = asyncio.Event()
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
         # Our kernelspecs run ipykernel, whose topics tell status from output; what other kernels call theirs is unknown.
         self._iopub.subscribe(b"kernel." if ipykernel else b"")
+        self._breaks: zmq.asyncio.Socket = self._iopub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._iopub.connect(connection.iopub)
         self._shell: zmq.asyncio.Socket = self._socket(context, zmq.DEALER)
         self._shell.connect(connection.shell)
-        self._tasks = [
-            asyncio.create_task(self._listen()),
-            asyncio.create_task(self._doubt()),
-            asyncio.create_task(self._drain()),
-        ]
+        work = (self._listen(), self._see_breaks(), self._doubt(), self._drain())
+        self._tasks = [asyncio.create_task(one) for one in work]
 
     @property
     def busy(self) -> bool:
@@ -138,12 +180,14 @@ class IOPubWatch:
         """Stop watching."""
         for task in self._tasks:
             task.cancel()
-        self._iopub.close(linger=0)
-        self._shell.close(linger=0)
+        self._iopub.disable_monitor()
+        for socket in (self._breaks, self._iopub, self._shell):
+            socket.close(linger=0)
 
     def _socket(self, context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
         socket = context.socket(kind)
         socket.linger = 0
+        socket.ipv6 = "[" in self._connection.iopub
         if self._connection.curve is not None:
             public, secret = self._connection.curve
             socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
@@ -158,28 +202,46 @@ class IOPubWatch:
             if (self.busy, self.executing) != before:
                 self._changed()
 
+    async def _see_breaks(self) -> None:
+        """What was said while the connection was broken is not known."""
+        while True:
+            await self._breaks.recv_multipart()
+            was_certain, self._certain = self._certain, False
+            self._heard.set()
+            if was_certain:
+                self._changed()
+
     def _take(self, frames: list[bytes]) -> None:
         """Learn from one IOPub message; what cannot be read or is not signed with the kernel's key teaches nothing."""
-        with suppress(ValueError, msgspec.DecodeError):
-            at = frames.index(_DELIMITER)
-            signature, header, parent, _metadata, content = frames[at + 1], *frames[at + 2 : at + 6]
-            if self._connection.key and not hmac.compare_digest(signature, self._sign(frames[at + 2 : at + 6])):
+        with suppress(ValueError, msgspec.DecodeError, RecursionError):
+            signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]
+            if self._connection.key and not hmac.compare_digest(signature, self._sign(parts)):
                 return
-            if _decode_header(header).msg_type != "status":
-                return
-            about, state = _decode_header(parent), _decode_status(content).execution_state
-            if state == "starting":
+            header, parent, _metadata, content = parts
+            if _decode_header(header).msg_type == "status":
+                self._learn(_decode_header(parent), _decode_status(content).execution_state)
+
+    def _learn(self, about: _Header, state: str) -> None:
+        """Take note of a status message about the message whose header is given."""
+        if state == "starting":
+            self._busy.clear()
+            self._certain = False  # the new incarnation has not said anything about itself yet
+        elif state == "idle":
+            self._busy.pop(about.msg_id, None)
+            if (shell := self._probes.get(about.msg_id)) is not None:
+                self._answered(shell)
+        elif state == "busy" and about.msg_type in USES and len(about.msg_id) <= _LONGEST_ID:
+            self._busy[about.msg_id] = (about.subshell_id or _MAIN)[:_LONGEST_ID]
+            if len(self._busy) > _MOST_BUSY:
                 self._busy.clear()
-            elif state == "idle":
-                self._busy.pop(about.msg_id, None)
-                if about.msg_id == self._probe:
-                    # Whatever the main shell was doing when we asked is over: it answers in order.
-                    self._probe, self._certain = None, True
-            elif state == "busy" and about.msg_type in USES:
-                self._busy[about.msg_id] = None
-                if len(self._busy) > _MOST_BUSY:
-                    self._busy.clear()
-                    self._certain = False
+                self._certain = False
+
+    def _answered(self, shell: str) -> None:
+        """Whatever this shell was doing when it was asked is over: it answers in order."""
+        self._busy = {msg_id: by for msg_id, by in self._busy.items() if by != shell}
+        self._probes = {msg_id: asked for msg_id, asked in self._probes.items() if asked != shell}
+        if shell == _MAIN:
+            self._certain = True
 
     def _sign(self, parts: list[bytes]) -> bytes:
         digest = hmac.new(self._connection.key, digestmod=self._connection.digest)
@@ -188,30 +250,30 @@ class IOPubWatch:
         return digest.hexdigest().encode()
 
     async def _doubt(self) -> None:
-        """Probe until certain; go back to doubt after a long busy silence."""
+        """Probe the main shell until certain, and after a long silence whatever is said to be busy."""
         while True:
-            if not self._certain:
-                await self._ask()
-                await self._hear(_PROBE_PATIENCE_S)
-            elif not await self._hear(_SILENCE_S) and self._busy:
-                old = dict(self._busy)
-                await self._ask()
-                if await self._answered():
-                    for msg_id in old:
-                        self._busy.pop(msg_id, None)
-                    self._changed()
+            await self._become_certain()
+            patience_s = _SILENCE_S
+            while self._certain:
+                if await self._hear(patience_s):
+                    patience_s = _SILENCE_S
+                    continue
+                for shell in set(self._busy.values()):
+                    await self._ask(shell)
+                patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)
 
-    async def _answered(self) -> bool:
-        """Wait for the probe's idle; False after the patience (a cell really runs)."""
-        try:
-            async with asyncio.timeout(_PROBE_PATIENCE_S):
-                while self._probe is not None:
-                    await self._hear(None)
-        except TimeoutError:
-            return False
-        return True
+    async def _become_certain(self) -> None:
+        patience_s = _PROBE_PATIENCE_S
+        while not self._certain:
+            await self._ask(_MAIN)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    while not self._certain:
+                        await self._hear(None)
+            patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)
 
     async def _hear(self, patience_s: float | None) -> bool:
+        """Return whether a message came, or the connection broke, within the patience."""
         self._heard.clear()
         try:
             async with asyncio.timeout(patience_s):
@@ -220,15 +282,17 @@ class IOPubWatch:
             return False
         return True
 
-    async def _ask(self) -> None:
-        self._probe = uuid.uuid4().hex
+    async def _ask(self, shell: str) -> None:
+        probe = uuid.uuid4().hex
+        self._probes[probe] = shell
         header = {
-            "msg_id": self._probe,
+            "msg_id": probe,
             "msg_type": "kernel_info_request",
             "username": "broker",
-            "session": self._probe,
+            "session": probe,
             "date": datetime.now(UTC).isoformat(),
             "version": "5.3",
+            **({"subshell_id": shell} if shell != _MAIN else {}),
         }
         parts = [msgspec.json.encode(header), b"{}", b"{}", b"{}"]
         await self._shell.send_multipart([_DELIMITER, self._sign(parts) if self._connection.key else b"", *parts])
