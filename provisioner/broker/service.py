@@ -69,6 +69,7 @@ __all__ = ["Peer", "Service"]
 log = logging.getLogger(__name__)
 
 _IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
+_EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
 _SETTLED = frozenset(
     {LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
@@ -111,6 +112,7 @@ class Service:
             token_sha256=token_digest(token),
             kernel_id=request.kernel_id,
             created_ms=wall_ms(),
+            gated=spec.gated,
         )
         broker.kernels[spec.lease_id] = kernel
         event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=not spec.gated)
@@ -237,7 +239,7 @@ class Service:
 
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Put a process behind the lease. Raises BadRequestError or ForbiddenError with what does not fit."""
-        identity = self._verified(peer, kernel, request)
+        identity = await self._verified(peer, kernel, request)
         try:
             connection_from_json(request.connection)
         except ValueError as error:
@@ -254,18 +256,30 @@ class Service:
                 self.broker.process_gone(kernel, identity)
                 raise BadRequestError(f"process {request.pid} has ended", reason="no-process") from None
             if not gated:
-                self.broker.want_for(kernel)  # its reservation may have been lost with an earlier broker
+                self._insist(kernel, identity)
         record = self.broker.record(kernel)
         if record is not None:
             await self.broker.writer.run(partial(self.broker.writer.ledger.save_lease, record))
         return self.status_of(kernel)
 
+    def _insist(self, kernel: Kernel, identity: ProcessIdentity) -> None:
+        """See that a process without a gate has its reservation. Raises NoRoomError: it must not run without."""
+        self.broker.want_for(
+            kernel
+        )  # what an earlier broker promised to a lease without a process died with that broker
+        if self._view(kernel).state is not LeaseState.RESIDENT:
+            self.broker.process_gone(kernel, identity)
+            raise NoRoomError(
+                "the GPU that this kernel was to have was given to another kernel when the broker was restarted; "
+                "start the kernel again"
+            )
+
     @staticmethod
-    def _verified(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
+    async def _verified(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
         try:
             identity = identify(request.pid)
             uid = owner_uid(request.pid)
-            lease_id = environment_value(request.pid, LEASE_VARIABLE)
+            lease_id = await _environment_soon(request.pid, LEASE_VARIABLE, kernel.lease_id)
         except (ProcessLookupError, ValueError) as error:
             raise BadRequestError(
                 f"pid {request.pid} is not a process that can hold a lease: {error}", reason="no-process"
@@ -304,10 +318,10 @@ class Service:
             while True:
                 change, queue = kernel.change(), broker.queue_changed
                 progress = self._progress(kernel, deadline_s)
-                if progress != told:
+                if progress is not None and progress != told:
                     yield progress
                     told = progress
-                if progress.kind != ProgressKind.WAITING:
+                if progress is not None and progress.kind != ProgressKind.WAITING:
                     return
                 await _any_of(change, queue, max(0.0, deadline_s - time.monotonic()))
         finally:
@@ -318,7 +332,8 @@ class Service:
                     broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
                 broker.look_at_use(kernel)
 
-    def _progress(self, kernel: Kernel, deadline_s: float) -> Progress:
+    def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
+        """Return what there is to say, None for the moment in which a grant is being written down."""
         view = self.broker.arbiter.lease(kernel.lease_id)
         if view is None:
             return Progress(
@@ -327,6 +342,8 @@ class Service:
                 sentence="the lease of this kernel is over: restart the kernel",
             )
         if view.state is LeaseState.RESIDENT:
+            if self.broker.may_use(kernel) is None and time.monotonic() < deadline_s:
+                return None
             return Progress(
                 kind=ProgressKind.GRANTED,
                 reason=view.reason,
@@ -410,9 +427,10 @@ class Service:
             kernel.link.close()
         link = kernel.link = GateLink(time.monotonic())
         view = self._view(kernel)
-        if view.state is LeaseState.RESIDENT and not hello.open:
-            link.send(GateVerb.OPEN, environment=self.broker.environment(kernel.lease_id, view.device_id))
-        elif hello.open and view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
+        kernel.notify()
+        if not hello.open:
+            self.broker.open_gate(kernel)
+        elif view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
             link.send(GateVerb.CLOSE)
         self.broker.look_at_use(kernel)
         return link
@@ -438,6 +456,18 @@ async def _any_of(first: asyncio.Event, second: asyncio.Event, patience_s: float
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
+    """Return the variable once it is what is expected, or what it is after a moment.
+
+    Whoever starts a process hears that it worked when the old program's descriptors are closed; only after that does Linux
+    put the new environment in place, and until then an empty one is read. Raises as `environment_value`.
+    """
+    end_s = time.monotonic() + _EXEC_PATIENCE_S
+    while (value := environment_value(pid, name)) != expected and time.monotonic() < end_s:  # noqa: ASYNC110 - nothing signals it
+        await asyncio.sleep(0.01)
+    return value
 
 
 def _user(uid: int) -> str:

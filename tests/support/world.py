@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,8 @@ import websocket
 
 from provisioner.broker.backend import simulated_folder
 from provisioner.client import BrokerClient
-from provisioner.gpu.simulated.host import SimulatedHostError, destroy
+from provisioner.gpu.simulated.host import destroy
+from provisioner.gpu.simulated.store import SimulatedHostError
 from provisioner.kernelspecs import install
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.messages import HostStatus, LeaseStatus
@@ -155,7 +157,11 @@ class World:
 
     def logs(self) -> dict[str, str]:
         """The end of every log of this world."""
-        files = [Path(self.socket).with_name("broker.log"), Path(self.socket).with_name("broker.err"), self.folder / "server.err"]
+        files = [
+            Path(self.socket).with_name("broker.log"),
+            Path(self.socket).with_name("broker.err"),
+            self.folder / "server.err",
+        ]
         return {file.name: file.read_text()[-20_000:] for file in files if file.exists()}
 
     def close(self) -> None:
@@ -194,6 +200,8 @@ class Server:
     def __init__(self, world: World, *arguments: str) -> None:
         self.world = world
         self.token = secrets.token_hex(16)
+        self._refused = False
+        self._notebooks: list[Notebook] = []
         with (world.folder / "server.err").open("ab") as log:
             self.process = subprocess.Popen(
                 [
@@ -234,11 +242,27 @@ class Server:
 
     def start(self, kernelspec: str) -> "Notebook":
         """Start a kernel and connect to it as a notebook does."""
-        kernel = self.request("POST", "api/kernels", {"name": kernelspec, "path": ""})
-        return Notebook(self, kernel["id"])
+        try:
+            kernel = self.request("POST", "api/kernels", {"name": kernelspec, "path": ""})
+        except urllib.error.HTTPError:
+            self._refused = True
+            raise
+        return self.connect(kernel["id"])
+
+    def connect(self, kernel_id: str) -> "Notebook":
+        """Connect to a kernel that runs already; hung up with the server at the latest."""
+        notebook = Notebook(self, kernel_id)
+        self._notebooks.append(notebook)
+        return notebook
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """End the server and reap it."""
+        for notebook in self._notebooks:
+            notebook.close()
+        if self._refused and self.process.poll() is None:
+            # A Jupyter server that once failed to start a kernel never ends on a signal while others live: it looks for that one.
+            for kernel in self.request("GET", "api/kernels"):
+                self.request("DELETE", f"api/kernels/{kernel['id']}")
         if self.process.poll() is None:
             self.process.send_signal(number)
         self.process.wait(DEADLINE_S)

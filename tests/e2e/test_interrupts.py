@@ -1,0 +1,220 @@
+"""Interrupting, restarting and shutting down kernels that wait or are suspended is as prompt as with any kernel, and loses nothing."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provisioner.gpu.simulated import faults
+from provisioner.protocol.messages import LeaseStatus
+from tests.support.stories import CHECK, fill
+from tests.support.world import Notebook, Server, World, until
+
+PROMPT_S = 1.0
+INTERRUPTED = "KeyboardInterrupt"
+
+
+class Holder:
+    """A kernel on the device, busy with a cell for as long as the test wants."""
+
+    def __init__(self, world: World, notebook: Notebook) -> None:
+        self._pipe = world.folder / f"pipe-{notebook.kernel_id}"
+        os.mkfifo(self._pipe)
+        self.notebook = notebook
+        self._cell = notebook.send(f"import pathlib\npathlib.Path({str(self._pipe)!r}).read_text()")
+        with self._pipe.open("w"):  # opens once the cell reads
+            pass
+        self.notebook.wait(self._cell)
+        self._cell = notebook.send(f"pathlib.Path({str(self._pipe)!r}).read_text()")
+        self._writer = self._pipe.open("w")
+
+    def let_go(self) -> None:
+        """Let the cell end, and wait for it."""
+        self._writer.close()
+        assert self.notebook.wait(self._cell).status == "ok"
+
+
+def waiting(notebook: Notebook, cell: str) -> Iterator[dict[str, Any]]:
+    """Read the cell's messages until it says that it waits, and return the rest."""
+    messages = notebook.messages(cell)
+    for message in messages:
+        content = message["content"]
+        if "waits for the GPU" in str(content.get("data", {}).get("text/plain", "")):
+            return messages
+    raise AssertionError("the cell ended without having waited")
+
+
+def interrupted_after_s(notebook: Notebook, messages: Iterator[dict[str, Any]]) -> float:
+    """Interrupt, and return the seconds until the cell's reply, which says that it was interrupted."""
+    begun = time.monotonic()
+    notebook.interrupt()
+    for message in messages:
+        header, content = message["header"], message["content"]
+        if header["msg_type"] == "execute_reply":
+            took = time.monotonic() - begun
+            assert content["status"] == "error"
+            assert content["ename"] == INTERRUPTED
+    return took
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Return how long it takes."""
+    begun = time.monotonic()
+    action()
+    return time.monotonic() - begun
+
+
+def reconnected(server: Server, notebook: Notebook) -> Notebook:
+    """A fresh line to a kernel that was restarted: the old one may not be subscribed again yet."""
+    notebook.close()
+    return server.connect(notebook.kernel_id)
+
+
+@pytest.fixture
+def held(world: World, server: Server) -> tuple[Holder, Notebook]:
+    """Two kernels that do not fit together: the first holds the device with a running cell, the second is suspended."""
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    second.must(fill(2))
+    first.must(fill(1))
+    world.await_state(second.kernel_id, "suspended")
+    return Holder(world, first), second
+
+
+@pytest.mark.parametrize(
+    "cell", [CHECK, "import asyncio\nawait asyncio.sleep(0)\n" + CHECK], ids=["synchronous", "asynchronous"]
+)
+def test_an_interrupt_ends_a_waiting_cell_within_a_second_and_withdraws_its_ticket(
+    world: World, held: tuple[Holder, Notebook], cell: str
+) -> None:
+    holder, second = held
+    messages = waiting(second, second.send(cell))
+    assert world.lease(second.kernel_id).position == 1
+    assert interrupted_after_s(second, messages) < PROMPT_S
+    lease = world.lease(second.kernel_id)
+    assert (lease.state, lease.position) == ("suspended", None)
+    assert second.must("%%cpu\nprint(6 * 7)").text == "42\n"  # usable at once, without the GPU
+    holder.let_go()
+    assert second.must(CHECK).text == "intact\n"
+    assert holder.notebook.must(CHECK).text == "intact\n"
+
+
+def test_an_interrupt_of_a_cell_that_waits_for_its_first_admission_leaves_no_ticket(
+    world: World, server: Server, held: tuple[Holder, Notebook]
+) -> None:
+    holder, second = held
+    third = server.start("fractional-gpu-default-750")
+    messages = waiting(third, third.send("from provisioner.gpu.simulated import cuda"))
+    assert interrupted_after_s(third, messages) < PROMPT_S
+    lease = world.lease(third.kernel_id)
+    assert (lease.state, lease.position) == ("unarmed", None)
+    holder.let_go()
+    third.must(fill(3))
+    assert second.must(CHECK).text == "intact\n"
+
+
+def test_after_an_interrupt_the_cells_behind_it_do_not_run(held: tuple[Holder, Notebook]) -> None:
+    holder, second = held
+    first_cell, next_cell = second.send("ran = 1"), second.send("ran = 2")
+    replies: dict[str, str] = {}
+    messages = waiting(second, first_cell)
+    second.interrupt()
+    for message in messages:
+        if message["header"]["msg_type"] == "execute_reply":
+            replies[first_cell] = message["content"]["status"]
+    replies[next_cell] = second.wait(next_cell).status
+    assert replies == {first_cell: "error", next_cell: "aborted"}
+    assert second.must("%%cpu\nprint('ran' in globals())").text == "False\n"
+    holder.let_go()
+
+
+def test_an_interrupt_while_the_memory_comes_back_is_prompt_and_the_memory_still_comes_back(
+    world: World, held: tuple[Holder, Notebook]
+) -> None:
+    holder, second = held
+    holder.let_go()
+    fault = faults.inject(world.simulated_folder, "restore", "hang")
+    messages = waiting(second, second.send(CHECK))
+    world.await_state(second.kernel_id, "resuming")
+    assert interrupted_after_s(second, messages) < PROMPT_S
+    faults.remove(world.simulated_folder, fault)
+    world.await_state(second.kernel_id, "resident")
+    assert second.must(CHECK).text == "intact\n"
+    assert world.lease(second.kernel_id).position is None
+
+
+def test_restarting_a_suspended_kernel_takes_as_long_as_any_and_keeps_its_lease(
+    world: World, server: Server, held: tuple[Holder, Notebook]
+) -> None:
+    holder, second = held
+    plain = server.start("python3")
+    before = world.lease(second.kernel_id)
+    ordinary_s = seconds(plain.restart)
+    assert seconds(second.restart) < 3 * ordinary_s + 2
+    after = world.lease(second.kernel_id)
+    assert after.lease_id == before.lease_id
+    assert after.pid != before.pid
+    assert (after.state, after.saved_mib) == ("unarmed", 0)
+    assert world.status().host_saved_mib == 0
+    holder.let_go()
+    second = reconnected(server, second)
+    assert second.must("print('buffer' in globals())").text == "False\n"
+    second.must(fill(4))
+    assert second.must(CHECK).text == "intact\n"
+
+
+def test_shutting_a_suspended_kernel_down_takes_as_long_as_any_and_leaves_nothing(
+    world: World, server: Server, held: tuple[Holder, Notebook]
+) -> None:
+    holder, second = held
+    plain = server.start("python3")
+    pid = world.lease(second.kernel_id).pid
+    ordinary_s = seconds(plain.shut_down)
+    assert seconds(second.shut_down) < 3 * ordinary_s + 2
+    assert not Path(f"/proc/{pid}").exists()
+    assert [lease.kernel_id for lease in world.status().leases] == [holder.notebook.kernel_id]
+    assert world.status().host_saved_mib == 0
+    holder.let_go()
+
+
+@pytest.mark.parametrize("action", ["restart", "shut_down"])
+def test_a_suspended_kernel_whose_exit_blocks_on_the_gpu_is_killed_soon(
+    world: World, server: Server, held: tuple[Holder, Notebook], action: str
+) -> None:
+    holder, second = held
+    plain = server.start("python3")
+    pid = world.lease(second.kernel_id).pid
+    second.must("%%cpu\nimport atexit\natexit.register(lambda: buffer.read(1))")
+    ordinary_s = seconds(getattr(plain, action))
+    assert seconds(getattr(second, action)) < 3 * ordinary_s + 2
+    assert not Path(f"/proc/{pid}").exists()
+    holder.let_go()
+
+
+def test_what_a_restarted_kernel_held_is_free_at_once(world: World, held: tuple[Holder, Notebook]) -> None:
+    holder, second = held
+    before = world.lease(holder.notebook.kernel_id)
+    messages = waiting(second, second.send(CHECK))
+    holder.notebook.restart()
+    statuses = [
+        message["content"]["status"] for message in messages if message["header"]["msg_type"] == "execute_reply"
+    ]
+    assert statuses == ["ok"]
+
+    def replaced() -> LeaseStatus | None:
+        lease = world.lease(holder.notebook.kernel_id)
+        return lease if lease.pid not in (None, before.pid) else None
+
+    assert until(replaced, "the restarted process is attached").lease_id == before.lease_id
+
+
+def test_shutting_a_waiting_kernel_down_withdraws_its_ticket(world: World, held: tuple[Holder, Notebook]) -> None:
+    holder, second = held
+    waiting(second, second.send(CHECK))
+    second.shut_down()
+    assert [lease.kernel_id for lease in world.status().leases] == [holder.notebook.kernel_id]
+    holder.let_go()
+    assert holder.notebook.must(CHECK).text == "intact\n"
