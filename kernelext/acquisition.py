@@ -1,0 +1,185 @@
+"""Asking the broker for the GPU: one ticket for a kernel, however many cells wait.
+
+Rules:
+
+- The first cell that waits starts a thread that asks; the others listen to the same stream; when the last one leaves, the thread's
+  connection is hung up, which withdraws the ticket.
+- Listeners are told through a queue each, so a waiting main thread stays interruptible: what blocks in the socket is our thread.
+- A broker that dies meanwhile is started again and asked again. Only a broker that fails several times without a word in between, or
+  that cannot be started, is an answer.
+"""
+
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from kernelext.gate import Gate
+from kernelext.settings import Settings
+
+if TYPE_CHECKING:
+    from provisioner.client import BrokerClient
+    from provisioner.protocol.messages import Progress
+
+__all__ = ["INTERRUPTED", "OPENED", "Acquirer", "Refusal", "Waiter"]
+
+MAX_FRUITLESS = 5  # attempts in a row in which the broker said nothing before it broke
+LONGEST_PAUSE_S = 5.0
+ASK_AGAIN = frozenset({"timeout"})  # reasons of a refusal that only says: this call has waited long enough
+REVIVING = "The GPU broker does not answer; it is being started again."
+
+OPENED = "opened"
+INTERRUPTED = "interrupted"
+
+
+class Refusal:
+    """The GPU will not come; `sentence` says why and what to do."""
+
+    def __init__(self, sentence: str) -> None:
+        self.sentence = sentence
+
+
+Waiter = SimpleQueue["str | Refusal | Progress"]
+
+
+class _Attempt:
+    """One thread's work. `client` is what `abandon` hangs up."""
+
+    def __init__(self) -> None:
+        self._abandoned = threading.Event()
+        self.client: BrokerClient | None = None
+        self.last: Progress | None = None  # what the broker said last; None: nothing on this connection
+
+    def is_abandoned(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._abandoned.is_set()
+
+    def pause(self, seconds: float) -> None:
+        """Do nothing for `seconds`, or until nobody waits any more."""
+        self._abandoned.wait(seconds)
+
+    def abandon(self) -> None:
+        """Hang up."""
+        # Set before the connection is closed: a thread that is just about to open one sees the flag at the broker's first line.
+        self._abandoned.set()
+        if self.client is not None:
+            self.client.close()
+
+
+class Acquirer:
+    """Holds the ticket of one kernel while somebody waits."""
+
+    def __init__(self, settings: Settings, gate: Gate) -> None:
+        self._settings = settings
+        self._gate = gate
+        self._lock = threading.Lock()
+        self._waiters: list[Waiter] = []
+        self._attempt: _Attempt | None = None
+
+    def join(self, waiter: Waiter) -> None:
+        """Tell `waiter` how it goes: `Progress` while it waits, then OPENED (by the gate) or a `Refusal`. Never blocks."""
+        with self._lock:
+            self._waiters.append(waiter)
+            if self._attempt is not None:
+                if self._attempt.last is not None:
+                    waiter.put(self._attempt.last)
+                return
+            self._attempt = attempt = _Attempt()
+        threading.Thread(target=self._run, args=(attempt,), name="gpu-acquire", daemon=True).start()
+
+    def leave(self, waiter: Waiter) -> None:
+        """Stop telling `waiter`; the last one to leave withdraws the ticket. Never blocks, and may be called twice."""
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            if self._waiters or self._attempt is None:
+                return
+            attempt, self._attempt = self._attempt, None
+        attempt.abandon()
+
+    def become_inert(self) -> None:
+        """For a forked child: forget everything without touching the parent's connections."""
+        self._lock = threading.Lock()
+        self._waiters = []
+        self._attempt = None
+
+    def _run(self, attempt: _Attempt) -> None:
+        refusal = Refusal(
+            "The thread that asks the GPU broker ended unexpectedly; the kernel's log says why. Run the cell again."
+        )
+        try:
+            answer = self._pursue(attempt)
+            if answer is None:
+                return
+            refusal = answer
+        finally:
+            with self._lock:
+                if self._attempt is attempt:
+                    self._attempt = None
+                    waiters, self._waiters = self._waiters, []
+                else:
+                    waiters = []
+            if not self._gate.is_open:
+                for waiter in waiters:
+                    waiter.put(refusal)
+
+    def _pursue(self, attempt: _Attempt) -> Refusal | None:
+        """Ask until there is an answer. None: granted (the gate is open) or abandoned."""
+        from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+
+        breaks = fruitless = 0
+        while not attempt.is_abandoned():
+            attempt.last = None
+            try:
+                return self._ask(attempt)
+            except BrokerUnavailableError as error:
+                breaks, fruitless = breaks + 1, 0 if attempt.last is not None else fruitless + 1
+                if attempt.is_abandoned():
+                    return None
+                if fruitless >= MAX_FRUITLESS:
+                    return Refusal(str(error))
+            except FractionalGPUError as error:
+                return Refusal(str(error))
+            try:
+                self._tell(attempt, _reviving())
+                self._settings.revive()
+            except FractionalGPUError as error:
+                return Refusal(str(error))
+            if breaks > 1:  # a broker that breaks each time it is asked is not hammered
+                attempt.pause(min(0.1 * 2**breaks, LONGEST_PAUSE_S))
+        return None
+
+    def _ask(self, attempt: _Attempt) -> Refusal | None:
+        """One acquire call; again when it only waited long enough. Raises FractionalGPUError."""
+        from provisioner.protocol.messages import AcquireRequest, ProgressKind  # noqa: PLC0415 - off the kernel's start
+
+        client = attempt.client = self._settings.connect()
+        try:
+            while True:
+                for progress in client.acquire(self._settings.lease_id, AcquireRequest()):
+                    if attempt.is_abandoned():
+                        return None
+                    if progress.kind == ProgressKind.GRANTED:
+                        self._gate.open(progress.environment, lambda: not attempt.is_abandoned())
+                        return None
+                    if progress.kind == ProgressKind.REFUSED:
+                        if progress.reason in ASK_AGAIN:
+                            break
+                        return Refusal(
+                            progress.sentence or f"The GPU broker refused ({progress.reason or 'it gave no reason'})."
+                        )
+                    attempt.last = progress
+                    self._tell(attempt, progress)
+        finally:
+            client.close()
+
+    def _tell(self, attempt: _Attempt, progress: "Progress") -> None:
+        with self._lock:
+            if self._attempt is attempt:
+                for waiter in self._waiters:
+                    waiter.put(progress)
+
+
+def _reviving() -> "Progress":
+    from provisioner.protocol.messages import Progress, ProgressKind  # noqa: PLC0415 - off the kernel's start
+
+    return Progress(kind=ProgressKind.WAITING, reason="broker-starting", sentence=REVIVING)

@@ -1,0 +1,73 @@
+"""Which cells need the GPU, decided from their text.
+
+A cell runs without the GPU in two cases only: every statement of it is a `%gpu` line (or help about `%gpu` and `%%cpu`), or it
+starts with `%%cpu`. Everything else needs it, in doubt too: waiting once too often costs seconds, running without the GPU that a
+cell needs blocks its kernel.
+
+The decision is taken on the text *after* IPython's transformations, where `%gpu`, automagic `gpu`, indentation and pasted prompts
+all look the same. `%%cpu` becomes a comment (`SENTINEL`) in that text, so the rest of such a cell is an ordinary cell: top-level
+`await`, the value of its last line and another cell magic all work in it.
+"""
+
+import ast
+from collections.abc import Callable
+
+__all__ = ["SENTINEL", "make_cpu_transform", "needs_gpu"]
+
+SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
+_MARKS = ("run_line_magic('gpu'", "run_line_magic('pinfo'", "run_line_magic('pinfo2'")
+_HELP_TOPICS = ("%gpu", "%%cpu")
+
+LinesTransform = Callable[[list[str]], list[str]]
+
+
+def needs_gpu(transformed: str) -> bool:
+    """Return whether a cell, given as IPython's transformed text, has to wait for the GPU before it runs."""
+    if transformed.startswith(SENTINEL):
+        return False
+    if not any(
+        mark in transformed for mark in _MARKS
+    ):  # nearly every cell ends here: parsing costs more than searching
+        return True
+    try:
+        body = ast.parse(transformed).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    return not all(isinstance(statement, ast.Expr) and _is_own_magic(statement.value) for statement in body)
+
+
+def _is_own_magic(node: ast.expr) -> bool:
+    """Whether the expression is `get_ipython().run_line_magic('gpu', TEXT)` (or help about it) and evaluates nothing else."""
+    match node:
+        case ast.Call(
+            func=ast.Attribute(
+                value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr="run_line_magic"
+            ),
+            args=[ast.Constant(value=str(name)), ast.Constant(value=str(line))],
+            keywords=[],
+        ):
+            pass
+        case _:
+            return False
+    if name in ("pinfo", "pinfo2"):
+        return line.strip() in _HELP_TOPICS
+    # IPython expands {expression} and $variable in a magic's line: that is user code, and it may touch a tensor.
+    return name == "gpu" and "{" not in line and "$" not in line
+
+
+def make_cpu_transform(cell_magic: LinesTransform, leading_empty_lines: LinesTransform) -> LinesTransform:
+    """Return the line transformation that turns a leading `%%cpu` into the sentinel.
+
+    It stands before IPython's `cell_magic` and calls it for what follows, so that `%%cpu` may stand above another cell magic.
+    """
+
+    def cpu_cell(lines: list[str]) -> list[str]:
+        if not lines or lines[0].strip() != "%%cpu" or not lines[0].startswith("%%"):
+            return lines
+        rest = lines[1:]
+        below = leading_empty_lines(rest)
+        if below and below[0].startswith("%%"):
+            rest = cell_magic(cpu_cell(below))
+        return [SENTINEL, *rest]
+
+    return cpu_cell

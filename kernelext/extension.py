@@ -1,0 +1,68 @@
+"""The extension of a kernel that has a lease: its parts, put together."""
+
+import os
+from typing import Any
+
+from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
+
+from kernelext.acquisition import Acquirer
+from kernelext.bystander import Notices
+from kernelext.cells import make_cpu_transform
+from kernelext.gate import Gate
+from kernelext.guard import Guard
+from kernelext.link import Link
+from kernelext.magics import Magics
+from kernelext.memory import MemoryLimits
+from kernelext.settings import Settings
+from kernelext.shrink import Shrinker
+
+__all__ = ["LeasedKernel"]
+
+
+class LeasedKernel:
+    """Everything that guards one shell."""
+
+    def __init__(self, shell: Any, settings: Settings, notice: str) -> None:  # noqa: ANN401 - IPython is untyped
+        self._shell = shell
+        self._limits = MemoryLimits(os.environ)
+        self._notices = Notices(shell, notice)
+        self.gate = Gate(self._limits.bind)
+        self._acquirer = Acquirer(settings, self.gate)
+        self._link = Link(settings, self.gate, Shrinker(self._on_main_loop, self.gate), self._notices.add)
+        self._guard = Guard(shell, self.gate, self._acquirer, self._limits, self._link.exempt)
+        self._magics = Magics(shell, settings, self.gate, self._acquirer)
+        self._cpu_transform = make_cpu_transform(cell_magic, leading_empty_lines)
+
+    def load(self) -> None:
+        """Guard the shell from now on; returns before the broker is spoken to."""
+        self._limits.install()
+        self._shell.register_magic_function(self._magics.gpu, "line", "gpu")
+        self._shell.register_magic_function(self._magics.cpu, "cell", "cpu")
+        self._shell.input_transformers_cleanup.append(self._cpu_transform)
+        self._shell.Completer.custom_matchers.append(self._magics.complete)
+        self._shell.events.register("pre_run_cell", self._notices.show)
+        self._guard.install()
+        self._link.start()
+
+    def unload(self) -> None:
+        """Leave the shell as it was; limits that were set stay."""
+        self._link.stop()
+        self._guard.uninstall()
+        self._shell.events.unregister("pre_run_cell", self._notices.show)
+        self._shell.Completer.custom_matchers.remove(self._magics.complete)
+        self._shell.input_transformers_cleanup.remove(self._cpu_transform)
+        del self._shell.magics_manager.magics["line"]["gpu"], self._shell.magics_manager.magics["cell"]["cpu"]
+        self._limits.uninstall()
+
+    def become_inert(self) -> None:
+        """For a forked child: the lease, the connections and the threads are the parent's."""
+        self.gate.become_inert()
+        self._acquirer.become_inert()
+
+    def _on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
+        """Hand a callback to the kernel's main loop; False where there is none (a terminal, or a kernel that has not started)."""
+        loop = getattr(getattr(self._shell, "kernel", None), "io_loop", None)
+        if loop is None:
+            return False
+        loop.add_callback(callback)
+        return True

@@ -1,0 +1,106 @@
+"""The gate: may cells run, and does one? State under one lock, no I/O.
+
+Rules:
+
+- Shut until the broker has granted the GPU once; the broker shuts and opens it after that.
+- A cell that runs, or that waits for the gate, answers a `close` with "busy": the broker then knows that the GPU is in use or
+  wanted, whatever order the two connections deliver their lines in. Otherwise the gate shuts and answers "closed", in one step.
+- An open gate costs a cell two uncontended lock operations and no round trip.
+- In a forked child the gate is inert: the lease, the connections and the threads are the parent's.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+
+__all__ = ["Gate"]
+
+
+class Gate:
+    """One kernel's gate. `apply` takes the variables that bind the process to its device; it is called before the gate opens."""
+
+    def __init__(self, apply: Callable[[Mapping[str, str]], None]) -> None:
+        self._apply = apply
+        self._lock = threading.Lock()
+        self._open = False
+        self._running: set[object] = set()  # one mark a cell: leaving twice, or without having entered, does no harm
+        self._waiting: list[Callable[[], None]] = []
+        self._inert = False
+
+    def __repr__(self) -> str:
+        return f"<Gate {'open' if self._open else 'shut'}, running {len(self._running)}, waiting {len(self._waiting)}>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a cell would run at once."""
+        return self._open
+
+    @property
+    def is_inert(self) -> bool:
+        """Whether this process is a forked child, which has no lease of its own."""
+        return self._inert
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a cell runs or waits."""
+        return bool(self._running or self._waiting)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a cell runs."""
+        return bool(self._running)
+
+    def enter(self, mark: object) -> bool:
+        """Mark a cell as running if the gate is open, and say whether it is."""
+        with self._lock:
+            if self._open:
+                self._running.add(mark)
+            return self._open
+
+    def leave(self, mark: object) -> None:
+        """The cell is over. A mark that never entered is ignored."""
+        with self._lock:
+            self._running.discard(mark)
+
+    def start_waiting(self, on_open: Callable[[], None]) -> None:
+        """Somebody waits. `on_open` is called at each opening, from any thread, with the lock held: it must only leave a note."""
+        with self._lock:
+            self._waiting.append(on_open)
+            if self._open:
+                on_open()
+
+    def stop_waiting(self, on_open: Callable[[], None], mark: object | None) -> None:
+        """The wait is over. A mark that is given enters in the same step if the gate is open, so that no `close` comes between."""
+        with self._lock:
+            self._waiting.remove(on_open)
+            if mark is not None and self._open:
+                self._running.add(mark)
+
+    def close(self) -> str:
+        """Shut the gate and return "closed", or return "busy" and change nothing."""
+        with self._lock:
+            if self._running or self._waiting:
+                return "busy"
+            self._open = False
+            return "closed"
+
+    def open(self, environment: Mapping[str, str], still_wanted: Callable[[], bool] | None = None) -> bool:
+        """Bind the process to its device and let cells run; returns whether it did.
+
+        `still_wanted` is asked with the lock held. A grant passes it, because it comes on another connection than the commands: one
+        that is acted on late could otherwise open a gate that has been shut since.
+        """
+        with self._lock:
+            if self._inert or (still_wanted is not None and not still_wanted()):
+                return False
+            self._apply(environment)
+            self._open = True
+            for on_open in self._waiting:
+                on_open()
+            return True
+
+    def become_inert(self) -> None:
+        """For a forked child: another thread of the parent may have held the lock, so it is replaced."""
+        self._lock = threading.Lock()
+        self._inert = True
+        self._open = True
+        self._waiting = []

@@ -1,0 +1,140 @@
+"""Where the gate meets IPython.
+
+Rules:
+
+- The guard wraps the shell's `run_cell_async`, through which every cell passes: synchronous, asynchronous, silent, nested, with or
+  without history. Only there are a cell's beginning and end one exact pair. IPython's events are not: `post_execute` fires for blank
+  cells that had no `pre_execute`, and an exception in `pre_execute` does not stop the cell.
+- A cell that may not run is handed on as one whose preparation failed: it fails with our message, hooks of others see an ordinary
+  failed cell, and "Run all" stops.
+- Messages to widgets do not pass there. For them `pre_execute` waits. Their callbacks cannot be stopped: after a refusal they run
+  without the GPU. They are not counted as running; the broker sees them busy on IOPub.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from kernelext.acquisition import Acquirer
+from kernelext.cells import needs_gpu
+from kernelext.display import LiveLine
+from kernelext.gate import Gate
+from kernelext.memory import MemoryLimits
+from kernelext.waiting import RefusedError, wait_for_gpu
+
+__all__ = ["Guard"]
+
+_within: ContextVar[str] = ContextVar("gpu_cell", default="")  # "", or what the cell around us is: "gpu" or "no-gpu"
+
+
+class Guard:
+    """Guards the cells of one shell. `exempt` is told when a cell that does not use the GPU begins (True) and ends (False)."""
+
+    def __init__(
+        self,
+        shell: Any,  # noqa: ANN401 - IPython is untyped
+        gate: Gate,
+        acquirer: Acquirer,
+        limits: MemoryLimits,
+        exempt: Callable[[bool], None],
+    ) -> None:
+        self._shell = shell
+        self._gate = gate
+        self._acquirer = acquirer
+        self._limits = limits
+        self._exempt = exempt
+        self._original: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Guard from now on."""
+        self._original = self._shell.run_cell_async
+        self._shell.run_cell_async = self._wrap(self._original)
+        self._shell.events.register("pre_execute", self._before_message)
+
+    def uninstall(self) -> None:
+        """Leave the shell as it was."""
+        if self._original is not None:
+            del self._shell.run_cell_async  # the instance's attribute: the class's method shows again
+            self._original = None
+            self._shell.events.unregister("pre_execute", self._before_message)
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        async def run_cell_async(raw_cell: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - IPython's signature varies
+            transformed = kwargs.get("transformed_cell")
+            # A cell whose preparation failed will not run; a forked child's cells and blank ones are not ours to guard.
+            unprepared = kwargs.get("preprocessing_exc_tuple") is not None
+            if unprepared or not raw_cell or raw_cell.isspace() or self._gate.is_inert:
+                return await original(raw_cell, *args, **kwargs)
+            if _within.get() == "no-gpu":
+                return await original(raw_cell, *args, **kwargs)
+            if transformed is not None and not needs_gpu(transformed):
+                return await self._run_exempt(original(raw_cell, *args, **kwargs))
+            mark = object()
+            try:
+                if not self._gate.enter(mark):
+                    failure = self._wait(mark, silent=bool(kwargs.get("silent", len(args) > 1 and args[1])))
+                    if failure is not None:
+                        kwargs["preprocessing_exc_tuple"] = (type(failure), failure, None)
+                        return await _within_cell("no-gpu", original(raw_cell, *args, **kwargs))
+                if self._limits.is_stale:
+                    self._limits.refresh()
+                return await _within_cell("gpu", original(raw_cell, *args, **kwargs))
+            finally:
+                self._gate.leave(mark)
+
+        return run_cell_async
+
+    async def _run_exempt(self, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
+        """Run a cell without the GPU, and let the broker know that its being busy does not mean that it needs one."""
+        self._exempt(True)
+        try:
+            return await _within_cell("no-gpu", cell)
+        finally:
+            self._exempt(False)
+
+    def _wait(self, mark: object, *, silent: bool) -> BaseException | None:
+        """Wait until the cell is marked as running (None), or return what it fails with."""
+        line = LiveLine(self._shell)
+        try:
+            wait_for_gpu(self._gate, self._acquirer, None if silent else line, mark)
+        except RefusedError as error:
+            return _rejection(str(error))
+        except KeyboardInterrupt:
+            return _rendered(KeyboardInterrupt("interrupted while it waited for the GPU; this cell did not run"))
+        finally:
+            line.remove()
+        return None
+
+    def _before_message(self) -> None:
+        """`pre_execute`: of a cell, which has passed the gate already, or of a message to a widget."""
+        if self._gate.is_open or _within.get():
+            return
+        try:
+            wait_for_gpu(self._gate, self._acquirer, None)
+        except RefusedError as error:
+            print(f"[gpu] A widget's callback runs without the GPU: {error}", file=sys.stderr)  # noqa: T201 - a kernel's stderr is read
+        except KeyboardInterrupt:
+            print("[gpu] Interrupted: a widget's callback runs without waiting for the GPU.", file=sys.stderr)  # noqa: T201 - as above
+
+
+async def _within_cell(kind: str, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
+    token = _within.set(kind)
+    try:
+        return await cell
+    finally:
+        _within.reset(token)
+
+
+def _rejection(sentence: str) -> BaseException:
+    from IPython.core.error import InputRejected  # noqa: PLC0415 - only in a kernel, only when needed
+
+    return _rendered(InputRejected(f"This cell did not run. {sentence}"))
+
+
+def _rendered(error: BaseException) -> BaseException:
+    """Let IPython show the error as one sentence: the stack would be ours, not the user's."""
+    error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
+    return error

@@ -1,0 +1,96 @@
+"""Giving cached device memory back before a suspend: what is not there need not be copied.
+
+Only what is loaded already is asked, only if CUDA is initialised in it, and only on the kernel's idle main loop: a garbage collection
+runs finalisers, and those belong to the thread that runs the user's code.
+"""
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+
+from kernelext.gate import Gate
+
+__all__ = ["TIME_LIMIT_S", "Shrinker", "free_caches"]
+
+TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
+
+
+def free_caches() -> str:
+    """Collect garbage and empty the caching allocators; returns what was done, for the broker's log. Raises nothing of CUDA's."""
+    done = ["gc"]
+    gc.collect()
+    for name, free in (("torch", _free_torch), ("cupy", _free_cupy)):
+        if name in sys.modules:
+            try:
+                free()
+            except (RuntimeError, AttributeError) as error:  # CUDA's errors; a module that is still being imported
+                done.append(f"{name} failed: {error}"[:200])
+            else:
+                done.append(name)
+    return ", ".join(done)
+
+
+def _free_torch() -> None:
+    cuda = sys.modules["torch"].cuda
+    if cuda.is_initialized():
+        cuda.empty_cache()
+
+
+def _free_cupy() -> None:
+    cupy = sys.modules["cupy"]
+    cupy.get_default_memory_pool().free_all_blocks()
+    cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+
+class Shrinker:
+    """Runs `free_caches` on the main loop, or says why not.
+
+    `schedule` hands a callback to the main loop and says whether there is one.
+    """
+
+    def __init__(
+        self, schedule: Callable[[Callable[[], None]], bool], gate: Gate, time_limit_s: float = TIME_LIMIT_S
+    ) -> None:
+        self._schedule = schedule
+        self._gate = gate
+        self._time_limit_s = time_limit_s
+
+    def shrink(self, answer: Callable[[str, str], None]) -> None:
+        """Call `answer(word, detail)` once, from some thread: "done", or "busy" if the main loop was not free in time. Never blocks."""
+        if self._gate.is_running:
+            answer("busy", "a cell runs")
+            return
+        late = f"the main loop was not free within {self._time_limit_s:g} s"
+        once = _Once(answer)
+        timer = threading.Timer(self._time_limit_s, once, ("busy", late))
+        timer.daemon = True
+        timer.start()
+        if not self._schedule(lambda: self._on_main_loop(once, timer)):
+            timer.cancel()
+            once("done", "nothing freed: this kernel has no main loop")
+
+    def _on_main_loop(self, once: "_Once", timer: threading.Timer) -> None:
+        if once.is_spent:
+            return  # too late: the broker has been told "busy" and has moved on
+        if self._gate.is_running:
+            once("busy", "a cell runs")
+        else:
+            once("done", free_caches())
+        timer.cancel()
+
+
+class _Once:
+    """Passes the first answer on and drops the others."""
+
+    def __init__(self, answer: Callable[[str, str], None]) -> None:
+        self._answer = answer
+        self._lock = threading.Lock()
+        self.is_spent = False
+
+    def __call__(self, word: str, detail: str) -> None:
+        with self._lock:
+            if self.is_spent:
+                return
+            self.is_spent = True
+        self._answer(word, detail)

@@ -1,0 +1,102 @@
+"""The wait itself: in the thread that would run the cell, interruptible, with a line that says why.
+
+Rules:
+
+- The thread blocks on a queue, never on the socket. On the main thread SIGINT leaves a note in that queue (`SimpleQueue.put` may be
+  called from a signal handler); the handler that was there before is back when the wait is over. So an interrupt works within an
+  async cell too, whose own handler would only be looked at when the event loop runs again, and it cannot strike between two steps
+  that belong together. In a subshell's thread there are no signals: such a wait ends with the broker's answer.
+- A grant within `QUIET_S` shows nothing. Later, one line says why the cell waits, and is gone before the cell's own output.
+"""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from kernelext.acquisition import INTERRUPTED, OPENED, Acquirer, Refusal, Waiter
+from kernelext.display import LiveLine
+from kernelext.gate import Gate
+
+if TYPE_CHECKING:
+    from provisioner.protocol.messages import Progress
+
+__all__ = ["RefusedError", "wait_for_gpu"]
+
+QUIET_S = 0.15
+
+
+class RefusedError(Exception):
+    """The GPU will not come; the text says why and what to do."""
+
+
+def wait_for_gpu(gate: Gate, acquirer: Acquirer, line: LiveLine | None, mark: object | None = None) -> None:
+    """Wait until the gate is open; a `mark` that is given is marked as running in the same step.
+
+    `line` None: say nothing. Raises RefusedError, or KeyboardInterrupt when interrupted; both withdraw the ticket if nobody else waits.
+    """
+    waiter: Waiter = SimpleQueue()
+
+    def on_open() -> None:
+        waiter.put(OPENED)
+
+    opened = False
+    with _interrupts_to(waiter):
+        gate.start_waiting(on_open)
+        try:
+            acquirer.join(waiter)
+            _listen(waiter, line)
+            opened = True
+        finally:
+            acquirer.leave(waiter)
+            gate.stop_waiting(on_open, mark if opened else None)
+
+
+def _listen(waiter: Waiter, line: LiveLine | None) -> None:
+    """Show what is told until the gate opens. Raises RefusedError and KeyboardInterrupt."""
+    loud_from = time.monotonic() + QUIET_S
+    text: str | None = None
+    while True:
+        quiet_s = loud_from - time.monotonic()
+        if line is not None and text is not None and quiet_s <= 0:
+            line.show(text)
+        try:
+            note = waiter.get(timeout=quiet_s if text is not None and quiet_s > 0 else None)
+        except Empty:
+            continue
+        if note == OPENED:
+            return
+        if note == INTERRUPTED:
+            raise KeyboardInterrupt
+        if isinstance(note, Refusal):
+            raise RefusedError(note.sentence)
+        if not isinstance(note, str):
+            text = _describe(note)
+
+
+def _describe(progress: "Progress") -> str:
+    """What the line says."""
+    place = f" (place {progress.position} in the queue)" if progress.position is not None else ""
+    why = progress.sentence or "the GPU is in use."
+    return f"This cell waits for the GPU{place}: {why} Interrupt the kernel to stop waiting."
+
+
+@contextlib.contextmanager
+def _interrupts_to(waiter: Waiter) -> Iterator[None]:
+    """Let SIGINT leave INTERRUPTED in the queue meanwhile. Does nothing outside the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        waiter.put(INTERRUPTED)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)

@@ -1,0 +1,155 @@
+"""The fake broker with streams that a test leads line by line."""
+
+import json
+import os
+import select
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+from provisioner.protocol.messages import GateCommand, GateVerb, Progress
+from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease, _Handler
+
+__all__ = ["LEASE", "TOKEN", "ScriptedBroker", "Stream"]
+
+LEASE = "lease-1"
+TOKEN = "token-1"  # noqa: S105 - the fake's
+_REQUEST = {"pool": "default", "label": "", "kernel_id": "k", "fraction_milli": 250, "gated": True}
+
+
+class Stream:
+    """One stream that a kernel opened. `send` and `end` may be called from the test's thread."""
+
+    def __init__(self, route: str, body: dict[str, Any]) -> None:
+        self.route = route
+        self.body = body
+        self.hung_up = False
+        self._lines: deque[bytes | None] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+
+    def send(self, line: Progress | GateCommand) -> None:
+        self._put(_encode(line))
+
+    def end(self) -> None:
+        self._put(None)
+
+    def break_off(self) -> None:
+        """Close the connection in the middle, as a broker that dies."""
+        self._put(b"")
+
+    def command(self, verb: GateVerb, number: int = 0, **environment: str) -> None:
+        self.send(GateCommand(verb=verb, number=number, environment=environment))
+
+    def granted(self, **environment: str) -> None:
+        self._put(_encode(Progress(kind="granted", environment=environment)), None)
+
+    def refused(self, sentence: str, reason: str = "no-room") -> None:
+        self._put(_encode(Progress(kind="refused", reason=reason, sentence=sentence)), None)
+
+    def waiting(self, sentence: str, position: int = 1) -> None:
+        self.send(Progress(kind="waiting", sentence=sentence, position=position))
+
+    def _put(self, *lines: bytes | None) -> None:
+        """All in one step: the kernel may hang up after any of them."""
+        self._lines.extend(lines)
+        os.write(self._wake_write, b"x" * len(lines))
+
+    def serve(self, handler: _Handler) -> None:
+        """Write lines until the stream is ended or the kernel hangs up."""
+        connection = handler.connection.fileno()
+        try:
+            while True:
+                ready, _, _ = select.select([connection, self._wake_read], [], [], DEADLINE_S)
+                if connection in ready or not ready:
+                    self.hung_up = True
+                    return
+                os.read(self._wake_read, 1)
+                line = self._lines.popleft()
+                if line is None:
+                    handler.wfile.write(b"0\r\n\r\n")
+                    return
+                if not line:
+                    return
+                handler.wfile.write(b"%x\r\n%b\r\n" % (len(line), line))
+        except ConnectionError:
+            self.hung_up = True
+        finally:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+
+def _encode(line: Progress | GateCommand) -> bytes:
+    return json.dumps(asdict(line)).encode() + b"\n"
+
+
+class ScriptedBroker(FakeBroker):
+    """Knows one lease. `on_acquire` says what happens to each acquire stream; by default the test decides through `streams`."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.leases[LEASE] = FakeLease(request=dict(_REQUEST), token=TOKEN, state="unarmed")
+        self.streams: list[Stream] = []
+        self.grant_at_once = False
+
+    def start(self) -> None:
+        super().start()
+        assert self._server is not None
+        self._server.RequestHandlerClass = _ScriptedHandler
+
+    def add(self, stream: Stream) -> None:
+        with self._changed:
+            self.streams.append(stream)
+            self._changed.notify_all()
+
+    def done(self, stream: Stream) -> None:
+        with self._changed:
+            if stream.hung_up:
+                self.hung_up.append(stream.route)
+            self._changed.notify_all()
+
+    def stream(self, route: str, number: int = 1) -> Stream:
+        """The `number`th stream of a route, when it has come."""
+        self.wait_for(lambda: len(self._of(route)) >= number)
+        return self._of(route)[number - 1]
+
+    def count(self, route: str) -> int:
+        """How many streams of a route there were."""
+        return len(self._of(route))
+
+    def answer_to(self, number: int) -> str:
+        """The word that the kernel answered to a command, when it has."""
+        self.wait_for(lambda: self._answers(number))
+        return self._answers(number)[0]
+
+    def words(self, number: int = 0) -> list[str]:
+        """The words sent with a number so far."""
+        return self._answers(number)
+
+    def _of(self, route: str) -> list[Stream]:
+        return [stream for stream in self.streams if stream.route == route]
+
+    def _answers(self, number: int) -> list[str]:
+        return [str(body["word"]) for body in self.bodies("answer") if body["number"] == number]
+
+
+class _ScriptedHandler(_Handler):
+    def _call(self) -> Any:  # noqa: ANN401 - the base's Call
+        call = self._last = super()._call()
+        return call
+
+    def _stream(self, route: str) -> None:
+        broker = self.server.broker
+        assert isinstance(broker, ScriptedBroker)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        stream = Stream(route, self._last.body)
+        if route == "acquire" and broker.grant_at_once:
+            stream.granted()
+        broker.add(stream)
+        try:
+            stream.serve(self)
+        finally:
+            self.close_connection = True
+            broker.done(stream)

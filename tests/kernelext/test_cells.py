@@ -1,0 +1,118 @@
+"""Which cells need the GPU: never too few."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from IPython.core.inputtransformer2 import TransformerManager, cell_magic, leading_empty_lines
+
+from kernelext.cells import SENTINEL, make_cpu_transform, needs_gpu
+
+
+def manager() -> TransformerManager:
+    made = TransformerManager()  # type: ignore[no-untyped-call]
+    made.cleanup_transforms.append(make_cpu_transform(cell_magic, leading_empty_lines))
+    return made
+
+
+def asks(cell: str) -> bool:
+    return needs_gpu(manager().transform_cell(cell))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "%gpu",
+        "  %gpu status",
+        "\n\n# first look\n%gpu\n%gpu suspend\n",
+        "%gpu?",
+        "?%gpu",
+        "%gpu??",
+        "%%cpu?",
+        ">>> %gpu",
+        "In [3]: %gpu status",
+        "%%cpu\nimport torch",
+        "\n  \n%%cpu\nx = 1",
+        "%%cpu  \n%%time\nx = 1",
+        "%%cpu",
+    ],
+)
+def test_these_do_not_need_it(cell: str) -> None:
+    assert not asks(cell)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "x = 1",
+        "%gpu\nx = 1",
+        "x = %gpu",
+        "%gpu status {torch.cuda.memory_allocated()}",
+        "%gpu $tensor",
+        "%gpus",
+        "%gpu; ",
+        "%time model(x)",
+        "!gpu",
+        "'''\n%gpu\n'''",
+        "'get_ipython().run_line_magic(\\'gpu\\', \\'\\')'",
+        "f(get_ipython().run_line_magic('gpu', ''))",
+        "get_ipython().run_line_magic('gpu', f())",
+        "get_ipython().run_line_magic('gpu', ''); x",
+        "def f(:\n%gpu",
+        "%pinfo tensor",
+        "tensor?",
+        "x = 1\n%%cpu",
+        " x\n%%cpu",
+        "%%cpux\n1",
+        "%%cpu quiet\n1",
+        "%%time\n%%cpu\nx",
+        "%%time\n%gpu",
+    ],
+)
+def test_these_need_it(cell: str) -> None:
+    assert asks(cell)
+
+
+def test_the_rest_of_a_cpu_cell_keeps_its_line_numbers_and_its_magic() -> None:
+    assert manager().transform_cell("%%cpu\nx = 1\ny") == SENTINEL + "x = 1\ny\n"
+    assert (
+        manager().transform_cell("%%cpu\n\n%%time\ny")
+        == SENTINEL + "get_ipython().run_cell_magic('time', '', 'y\\n')\n"
+    )
+    assert manager().transform_cell("%%cpu\n%%cpu\ny") == SENTINEL + SENTINEL + "y\n"
+
+
+OWN_LINES = st.sampled_from(["%gpu", "%gpu status", "  # a comment", "", "%gpu help", "#%gpu"])
+OTHER_LINES = st.sampled_from(
+    ["x = 1", "%time x", "%gpu {x}", "print('%gpu')", "x = %gpu", "!nvidia-smi", "f(\n)", "await g()"]
+)
+
+
+@given(st.lists(OWN_LINES, min_size=1), OTHER_LINES, st.data())
+def test_one_line_of_work_among_any_gpu_lines_needs_it(own: list[str], other: str, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(own)))
+    assert asks("\n".join([*own[:at], other, *own[at:]]))
+
+
+@given(st.lists(OWN_LINES, min_size=1).filter(lambda lines: any(line.startswith("%") for line in lines)))
+def test_any_mix_of_gpu_lines_comments_and_blanks_does_not_need_it(lines: list[str]) -> None:
+    assert not asks("\n".join(line.strip() for line in lines))
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_whatever_text_it_is_given_it_answers_and_plain_text_needs_it(text: str) -> None:
+    assert needs_gpu(text) is not text.startswith(SENTINEL)
+
+
+@given(st.text(alphabet="%gpuc \n\t#'\"(){}=;x?!", max_size=40))
+def test_odd_cells_that_do_not_need_it_consist_of_our_magics_alone(cell: str) -> None:
+    import ast  # noqa: PLC0415
+
+    try:
+        transformed = manager().transform_cell(cell)
+    except SyntaxError:
+        return
+    if not needs_gpu(transformed) and not transformed.startswith(SENTINEL):
+        for statement in ast.parse(transformed).body:
+            assert ast.unparse(statement).startswith(
+                ("get_ipython().run_line_magic('gpu'", "get_ipython().run_line_magic('pinfo")
+            )

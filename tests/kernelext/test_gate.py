@@ -1,0 +1,123 @@
+"""The gate's laws, step by step and in any order."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kernelext.gate import Gate
+
+
+def ignore(_: Mapping[str, str]) -> None:
+    pass
+
+
+def test_it_is_shut_until_it_is_opened_and_binds_the_device_before_that() -> None:
+    bound: list[tuple[Mapping[str, str], bool]] = []
+    gate = Gate(lambda environment: bound.append((environment, gate.is_open)))
+    assert not gate.enter("cell")
+    gate.open({"CUDA_VISIBLE_DEVICES": "GPU-1"})
+    assert bound == [({"CUDA_VISIBLE_DEVICES": "GPU-1"}, False)]
+    assert gate.enter("cell")
+    assert repr(gate) == "<Gate open, running 1, waiting 0>"
+
+
+def test_an_opening_tells_everybody_who_waits_and_who_comes_just_then() -> None:
+    told: list[str] = []
+    gate = Gate(ignore)
+    gate.start_waiting(lambda: told.append("first"))
+    gate.open({})
+    gate.start_waiting(lambda: told.append("second"))
+    assert told == ["first", "second"]
+
+
+def test_a_cell_passes_from_waiting_to_running_in_one_step() -> None:
+    gate = Gate(ignore)
+    note: list[None] = []
+
+    def on_open() -> None:
+        note.append(None)
+
+    gate.start_waiting(on_open)
+    gate.open({})
+    assert gate.close() == "busy"
+    gate.stop_waiting(on_open, "cell")
+    assert gate.close() == "busy"
+    gate.leave("cell")
+    gate.leave("cell")
+    assert gate.close() == "closed"
+
+
+def test_a_grant_that_nobody_waits_for_any_more_does_not_open() -> None:
+    gate = Gate(ignore)
+    assert not gate.open({}, lambda: False)
+    assert not gate.is_open
+
+
+def test_a_forked_child_is_not_told_and_not_bound() -> None:
+    def fail(_: Mapping[str, str]) -> None:
+        pytest.fail("bound")
+
+    gate = Gate(fail)
+    gate.become_inert()
+    assert not gate.open({"CUDA_VISIBLE_DEVICES": "GPU-1"})
+    assert gate.enter("cell")
+
+
+class GateMachine(RuleBasedStateMachine):
+    """Any order of cells, waits, opens and closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate(ignore)
+        self.running: list[object] = []
+        self.waiting: list[object] = []
+
+    @rule()
+    def enter(self) -> None:
+        mark = object()
+        assert self.gate.enter(mark) == self.gate.is_open
+        if self.gate.is_open:
+            self.running.append(mark)
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def leave(self) -> None:
+        self.gate.leave(self.running.pop())
+
+    @rule()
+    def wait(self) -> None:
+        def on_open() -> None:
+            pass
+
+        self.gate.start_waiting(on_open)
+        self.waiting.append(on_open)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def stop_waiting(self) -> None:
+        mark = object()
+        self.gate.stop_waiting(self.waiting.pop(), mark)  # type: ignore[arg-type]
+        if self.gate.is_open:
+            self.running.append(mark)
+
+    @rule()
+    def open(self) -> None:
+        assert self.gate.open({})
+
+    @rule()
+    def close(self) -> None:
+        in_use = bool(self.running or self.waiting)
+        was_open = self.gate.is_open
+        assert self.gate.close() == ("busy" if in_use else "closed")
+        assert self.gate.is_open == (was_open and in_use)
+
+    @invariant()
+    def knows_who_is_there(self) -> None:
+        assert self.gate.is_running == bool(self.running)
+        assert self.gate.is_busy == bool(self.running or self.waiting)
+
+
+GateMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20)
+TestGateInAnyOrder = GateMachine.TestCase
