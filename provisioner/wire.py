@@ -15,8 +15,13 @@ import socket
 import time
 from collections.abc import Iterator
 
-from provisioner.protocol.errors import BrokerUnavailableError, InternalBrokerError
-from provisioner.protocol.limits import MAX_HEADER_BYTES
+from provisioner.protocol.errors import (
+    BadRequestError,
+    BrokerUnavailableError,
+    InternalBrokerError,
+    RequestTooLargeError,
+)
+from provisioner.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING
 
 __all__ = ["Connection", "decode_json"]
 
@@ -83,7 +88,18 @@ class Connection:
         return False  # the end of the stream, or bytes that nobody asked for
 
     def send(self, method: str, target: str, token: str | None, body: bytes | None) -> None:
-        """Send one request. Raises BrokerUnavailableError when the broker is gone or takes nothing in time."""
+        """Send one request. Raises BrokerUnavailableError when the broker is gone or takes nothing in time.
+
+        Raises BadRequestError or RequestTooLargeError, before anything is sent, for what the broker could not read.
+        """
+        if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
+            raise BadRequestError(
+                f"the lease's token is not one line of 1 to {MAX_STRING} printable characters; its file was changed: "
+                "restart the kernel",
+                reason="bad-token",
+            )
+        if body is not None and len(body) > MAX_BODY_BYTES:
+            raise RequestTooLargeError(f"the request has {len(body)} bytes; allowed: {MAX_BODY_BYTES}")
         lines = [f"{method} {target} HTTP/1.1", "Host: broker", "Accept: application/json"]
         if token is not None:
             lines.append(f"Authorization: Bearer {token}")

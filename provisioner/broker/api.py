@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from provisioner.broker.decode import decode
 from provisioner.broker.service import Peer, Service
 from provisioner.broker.status import host_status
 from provisioner.host.peers import peer_credentials
+from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import (
     BadRequestError,
     FractionalGPUError,
@@ -35,6 +37,9 @@ T = TypeVar("T")
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
 _IDLE_CONNECTION_S = 3600.0
 _BODY_S = 10.0  # a body that does not arrive within this is a slow-loris
+# What is too large is thrown away as it comes, for _BODY_S at most: a peer that still writes could not read its error.
+_DISCARDED_BYTES = 1 << 40
+_DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is closed
 
 
 class _Handler(web.RequestHandler):
@@ -79,10 +84,12 @@ class _Handler(web.RequestHandler):
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Turn any failure into the one JSON shape."""
         error = kwargs.get("exc_info", (None, None, None))[1]
-        if not isinstance(error, FractionalGPUError):
+        if isinstance(error, LedgerError):
+            error = InternalBrokerError(str(error), reason="ledger")
+        elif not isinstance(error, FractionalGPUError):
             error = _error_for(status_code)
         self.set_status(error.status)
-        self.reply({"error": {"code": error.code, "reason": error.reason, "message": str(error)}})
+        self.reply(_as_json(error))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         """Log what is our fault with its traceback, and what is the peer's in a line."""
@@ -92,6 +99,10 @@ class _Handler(web.RequestHandler):
             log.error("%s %s failed", self.request.method, self.request.path, exc_info=(typ, value, tb))
 
 
+def _as_json(error: FractionalGPUError) -> dict[str, dict[str, str]]:
+    return {"error": {"code": error.code, "reason": error.reason, "message": str(error)}}
+
+
 def _error_for(status: int) -> FractionalGPUError:
     if status == http.HTTPStatus.NOT_FOUND:
         return NotFoundError(
@@ -99,8 +110,6 @@ def _error_for(status: int) -> FractionalGPUError:
         )
     if status == http.HTTPStatus.METHOD_NOT_ALLOWED:
         return BadRequestError("this route does not take that method", reason="bad-method")
-    if status == http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-        return RequestTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
     if 400 <= status < 500:
         return BadRequestError("the request is malformed")
     return InternalBrokerError("the broker failed; its log says why")
@@ -227,6 +236,47 @@ class _Answer(_Handler):
         self.reply(Done())
 
 
+class _Bounded(httputil.HTTPMessageDelegate):
+    """Passes one request on if it is within the limits; of a larger one nothing is kept, and it gets its error when it is over."""
+
+    def __init__(self, request: httputil.HTTPMessageDelegate, connection: httputil.HTTPConnection) -> None:
+        self._request = request
+        self._connection = connection
+        self._left = MAX_BODY_BYTES
+        self._error: RequestTooLargeError | None = None
+
+    def headers_received(
+        self, start_line: httputil.RequestStartLine | httputil.ResponseStartLine, headers: httputil.HTTPHeaders
+    ) -> Awaitable[None] | None:
+        size = sum(len(name) + len(value) for name, value in headers.get_all())
+        if size > MAX_HEADER_BYTES:
+            self._error = RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")
+        # The body is JSON, whatever it is called: Tornado must not look for forms in it.
+        headers.pop("Content-Type", None)
+        return self._request.headers_received(start_line, headers)
+
+    def data_received(self, chunk: bytes) -> Awaitable[None] | None:
+        self._left -= len(chunk)
+        if self._left < 0 and self._error is None:
+            self._error = RequestTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes; send less")
+        return self._request.data_received(chunk) if self._error is None else None
+
+    def finish(self) -> None:
+        if self._error is None:
+            self._request.finish()
+            return
+        log.info("a request was refused: %s", self._error)
+        self._request.on_connection_close()  # gives up what was kept of it
+        body = msgspec.json.encode(_as_json(self._error))
+        headers = httputil.HTTPHeaders({"Content-Type": "application/json", "Content-Length": str(len(body))})
+        line = httputil.ResponseStartLine("HTTP/1.1", self._error.status, "Request Entity Too Large")
+        self._connection.write_headers(line, headers, body)
+        self._connection.finish()
+
+    def on_connection_close(self) -> None:
+        self._request.on_connection_close()
+
+
 class _Server(HTTPServer):
     """Counts connections per uid and turns away whoever has too many."""
 
@@ -248,6 +298,9 @@ class _Server(HTTPServer):
         self._count[uid] += 1
         self._uids[stream] = uid
         super().handle_stream(stream, address)
+
+    def start_request(self, server_conn: object, request_conn: httputil.HTTPConnection) -> httputil.HTTPMessageDelegate:
+        return _Bounded(super().start_request(server_conn, request_conn), request_conn)
 
     def on_close(self, server_conn: object) -> None:
         uid = self._uids.pop(getattr(server_conn, "stream", None), None)
@@ -279,8 +332,8 @@ def make_server(service: Service, socket_path: str) -> HTTPServer:
     )
     return _Server(
         application,
-        max_header_size=MAX_HEADER_BYTES,
-        max_body_size=MAX_BODY_BYTES,
+        max_header_size=_DISCARDED_HEADER_BYTES,
+        max_body_size=_DISCARDED_BYTES,
         max_buffer_size=MAX_BODY_BYTES * 2,
         idle_connection_timeout=_IDLE_CONNECTION_S,
         body_timeout=_BODY_S,

@@ -13,6 +13,7 @@ __all__ = ["decode"]
 T = TypeVar("T")
 _DEEPEST = 8
 _LONGEST_LIST = 4096
+_LARGEST = 2**63 - 1  # what a ledger can keep
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -45,13 +46,21 @@ def _bound(value: object, path: str, depth: int) -> None:
     if depth > _DEEPEST:
         raise RequestTooLargeError(f"{path} is nested deeper than {_DEEPEST} levels")
     if isinstance(value, str):
-        if len(value) > MAX_STRING:
-            raise RequestTooLargeError(f"{path} has {len(value)} characters; allowed: {MAX_STRING}")
-        if "\0" in value:
-            raise BadRequestError(f"{path} contains a NUL character")
+        _bound_text(value, path)
+    elif isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise BadRequestError(f"{path} is a number of more than 63 bits; allowed: -{_LARGEST} to {_LARGEST}")
     elif isinstance(value, dict | list):
         if len(value) > _LONGEST_LIST:
             raise RequestTooLargeError(f"{path} has {len(value)} entries; allowed: {_LONGEST_LIST}")
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            _bound(item, f"{path}.{str(key)[:80]}", depth + 1)
+            below = f"{path}.{str(key)[:80]}"
+            _bound_text(str(key), f"the name {below}")
+            _bound(item, below, depth + 1)
+
+
+def _bound_text(text: str, path: str) -> None:
+    if len(text) > MAX_STRING:
+        raise RequestTooLargeError(f"{path} has {len(text)} characters; allowed: {MAX_STRING}")
+    if "\0" in text:
+        raise BadRequestError(f"{path!r} contains a NUL character; allowed: text without it")

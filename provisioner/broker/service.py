@@ -18,6 +18,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
+import zmq
+
 from provisioner import __version__
 from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
 from provisioner.broker.gate import GateLink
@@ -40,10 +42,12 @@ from provisioner.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec
 from provisioner.core.units import format_duration, format_memory
 from provisioner.host.peers import PeerCredentials
 from provisioner.host.process import ProcessIdentity, boot_id, environment_value, identify, owner_uid
+from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import (
     BadRequestError,
     ConflictError,
     ForbiddenError,
+    InternalBrokerError,
     NoRoomError,
     NotFoundError,
     RequestTooLargeError,
@@ -110,7 +114,7 @@ class Service:
             lease_id=spec.lease_id,
             uid=uid,
             token_sha256=token_digest(token),
-            kernel_id=request.kernel_id,
+            kernel_id=_printable(request.kernel_id),
             created_ms=wall_ms(),
             gated=spec.gated,
         )
@@ -122,7 +126,11 @@ class Service:
                 raise NoRoomError(effect.sentence, reason=effect.reason)
         record = broker.record(kernel)
         if record is not None:
-            await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
+            try:
+                await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
+            except LedgerError:
+                self.release(kernel)
+                raise
         device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
         return LeaseReply(
             lease_id=spec.lease_id,
@@ -166,7 +174,7 @@ class Service:
             reserve_mib=self._reserve_mib(pool, request),
             priority=request.priority,
             gated=request.gated,
-            label=request.label or request.kernel_id,
+            label=_printable(request.label or request.kernel_id),
         )
 
     def _reserve_mib(self, pool: PoolSpec, request: LeaseRequest) -> int:
@@ -253,8 +261,18 @@ class Service:
             try:
                 self.broker.follow(kernel, identity, json.dumps(request.connection))
             except ProcessLookupError:
+                kernel.identity = identity  # nobody saw it come, but the arbiter was told
                 self.broker.process_gone(kernel, identity)
-                raise BadRequestError(f"process {request.pid} has ended", reason="no-process") from None
+                raise BadRequestError(
+                    f"process {request.pid} has ended; see the server's log for why, and start the kernel again",
+                    reason="no-process",
+                ) from None
+            except (OSError, zmq.ZMQError) as error:
+                kernel.identity = identity
+                self.broker.process_gone(kernel, identity)
+                raise InternalBrokerError(
+                    f"the broker cannot watch process {request.pid}: {error}; restart the broker if it says this again"
+                ) from error
             if not gated:
                 self._insist(kernel, identity)
         record = self.broker.record(kernel)
@@ -468,6 +486,11 @@ async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
     while (value := environment_value(pid, name)) != expected and time.monotonic() < end_s:  # noqa: ASYNC110 - nothing signals it
         await asyncio.sleep(0.01)
     return value
+
+
+def _printable(text: str) -> str:
+    """Other people's terminals show it."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _user(uid: int) -> str:
