@@ -131,7 +131,7 @@ class SimulatedBackend:
         self.cuda = cuda
 
     def name(self):
-        return f"{self.cuda.device().name} (simulated)"
+        return self.cuda.device().name  # it says that it is simulated
 
     def total_bytes(self):
         return self.cuda.memory_info()[1]

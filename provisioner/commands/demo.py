@@ -157,7 +157,7 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
     def tell(sentence: str) -> None:
         _tell(f"{time.monotonic() - began:6.1f} s  {sentence}")
 
-    tenants = [new_tenant(sandbox.notebooks / name) for name in NOTEBOOKS]
+    tenants = [new_tenant(sandbox.notebooks / name, sandbox.root / f"{name}.log") for name in NOTEBOOKS]
     sampler = Sampler({tenant.kernel_id: tenant.name for tenant in tenants})
     kernels: list[DemoKernel] = []
     with Watcher(sandbox.socket, sampler, tell):

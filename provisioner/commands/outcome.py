@@ -64,7 +64,6 @@ def outcome_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[s
 
 def render_outcome(device: DemoDevice, kernels: Sequence[DemoKernel]) -> str:
     """Return the table and the conclusion, ending in a newline."""
-    simulated = " (simulated)" if device.simulated else ""
     header = ("KERNEL", "GPU", "STATE", "SUSPENDED", "RESUMED", "MOVING", "COMPARED", "INTACT")
     rows = [
         (
@@ -83,10 +82,16 @@ def render_outcome(device: DemoDevice, kernels: Sequence[DemoKernel]) -> str:
     asked = sum(kernel.fraction_milli for kernel in kernels)
     good = f"Together they asked for {format_fraction_sum(asked)} GPUs, and every byte is where it was."
     conclusion = "Something is wrong: " + "; ".join(wrong) + "." if wrong else good
-    return (
-        "\n".join([f"{device.name}{simulated}, {format_memory(device.memory_mib)}", *table(header, rows), conclusion])
-        + "\n"
-    )
+    return "\n".join([_device_line(device), *table(header, rows), conclusion]) + "\n"
+
+
+def _device_line(device: DemoDevice) -> str:
+    """Return the device's name with what it does not say itself."""
+    said = [device.name]
+    if device.simulated and "simulated" not in device.name.lower():
+        said.append("simulated")
+    memory = format_memory(device.memory_mib)
+    return ", ".join(said if memory in device.name else [*said, memory])
 
 
 def format_fraction_sum(milli: int) -> str:

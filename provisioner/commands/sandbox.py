@@ -103,24 +103,33 @@ class Sandbox:
 
 
 def _run_quietly(command: list[str]) -> tuple[int, str]:
-    """Run a command and return its exit code and what it said. Raises CommandError if it takes too long."""
+    """Run a command to its end and return its exit code and what it said. Raises CommandError if it takes too long.
+
+    An interrupt is raised only when the command has ended: a broker that is half started could not be found and stopped.
+    """
     with tempfile.TemporaryFile() as said:  # not a pipe: what the command starts may keep its end open
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,  # Ctrl-C is for us: the kernels go first, then the broker
+        )
         try:
-            ended = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,  # Ctrl-C is for us: the kernels go first, then the broker
-                timeout=_START_S,
-                check=False,
-            )
+            code = process.wait(_START_S)
         except subprocess.TimeoutExpired:
             raise CommandError(
                 f"the broker did not start within {_START_S:g} s; run `jupyter gpu broker` to see why"
             ) from None
+        except KeyboardInterrupt:
+            process.wait(_START_S)
+            raise
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
         said.seek(0)
-        return ended.returncode, said.read().decode(errors="replace").strip()
+        return code, said.read().decode(errors="replace").strip()
 
 
 def _end(pid: int, number: signal.Signals) -> None:

@@ -29,19 +29,20 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A notebook that is to run: the file, its cells and the kernel that will run them."""
+    """A notebook that is to run: the file, its cells and the kernel that will run them, which complains into `log`."""
 
     name: str
     path: Path
     notebook: Any
     kernelspec: str
     kernel_id: str
+    log: Path
 
 
-def new_tenant(path: Path) -> Tenant:
+def new_tenant(path: Path, log: Path) -> Tenant:
     """Read a notebook. Raises OSError and nbformat's errors."""
     notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)  # type: ignore[no-untyped-call]
-    return Tenant(path.stem, path, notebook, notebook.metadata.kernelspec.name, str(uuid4()))
+    return Tenant(path.stem, path, notebook, notebook.metadata.kernelspec.name, str(uuid4()), log)
 
 
 def save(tenant: Tenant, folder: Path) -> None:
@@ -87,7 +88,8 @@ async def _kernel(tenant: Tenant, tell: Callable[[str], None]) -> AsyncIterator[
     client = NotebookClient(tenant.notebook, km=manager, timeout=CELL_TIMEOUT_S, startup_timeout=CELL_TIMEOUT_S)
     try:
         try:
-            await manager.start_kernel(cwd=str(tenant.path.parent), kernel_id=tenant.kernel_id)
+            with tenant.log.open("wb") as log:  # its own copy is the kernel's
+                await manager.start_kernel(cwd=str(tenant.path.parent), kernel_id=tenant.kernel_id, stderr=log)
             await client.async_start_new_kernel_client()
         except RuntimeError as error:
             raise CommandError(f"{tenant.name}: its kernel does not start: {error}") from error
@@ -97,7 +99,7 @@ async def _kernel(tenant: Tenant, tell: Callable[[str], None]) -> AsyncIterator[
             client.kc.stop_channels()
         if manager.has_kernel:
             await manager.shutdown_kernel()
-        manager.cleanup_resources()
+        await manager.cleanup_resources()
 
 
 async def _run_cell(tenant: Tenant, client: NotebookClient, index: int, cell: Any) -> None:  # noqa: ANN401 - nbformat has no types

@@ -36,8 +36,8 @@ class Sampler:
         self._seen: dict[str, _Seen] = {}
 
     def feed(self, now_s: float, leases: Sequence[LeaseStatus]) -> list[str]:
-        """Take a picture made at `now_s` (any clock that only goes forward) and return a sentence for each change."""
-        told: list[str] = []
+        """Take a picture made at `now_s` (any clock that only goes forward) and return a sentence for each change, oldest first."""
+        told: list[tuple[float, str]] = []
         for lease in leases:
             if lease.kernel_id not in self.names:
                 continue
@@ -49,8 +49,8 @@ class Sampler:
                 if seen.state in _MOVING:
                     seen.moved_s += max(0.0, entered_s - seen.entered_s)
                 seen.state, seen.entered_s = lease.state, entered_s
-                told.append(f"{self.names[lease.kernel_id]}: {_news(lease)}")
-        return told
+                told.append((entered_s, f"{self.names[lease.kernel_id]}: {_news(lease)}"))
+        return [sentence for _, sentence in sorted(told)]
 
     def moved_s(self, kernel_id: str) -> float:
         """Return how long the kernel's memory was on the move, seconds, as far as it was seen; moves under way do not count."""
@@ -67,6 +67,7 @@ def _news(lease: LeaseStatus) -> str:
         "suspending": "leaves the GPU",
         "resuming": "comes back to the GPU",
         "unarmed": "holds no GPU memory",
+        "unattached": "its kernel has ended",
         "quarantined": "state unknown, the broker looks again",
     }
     return words.get(lease.state, lease.state)

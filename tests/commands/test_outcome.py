@@ -23,7 +23,7 @@ def test_the_table() -> None:
     assert (
         render_outcome(DEVICE, [TENANT_A, TENANT_B])
         == """\
-Simulated GPU (simulated), 1 GiB
+Simulated GPU, 1 GiB
   KERNEL    GPU  STATE      SUSPENDED  RESUMED  MOVING  COMPARED  INTACT
   tenant-a  3/4  suspended  5 times    4 times  1.2 s   576 MiB   yes
   tenant-b  3/4  resident   4 times    4 times  1.0 s   576 MiB   yes
@@ -59,3 +59,13 @@ def test_lost_state_is_not_ok_and_the_table_shouts() -> None:
 def test_a_demonstration_that_moved_nothing_shows_nothing_and_is_not_ok() -> None:
     for still in (replace(TENANT_A, suspends=0), replace(TENANT_A, resumes=0)):
         assert outcome_as_json(DEVICE, [still])["ok"] is False
+
+
+def test_a_device_is_always_said_to_be_simulated_and_how_big_it_is() -> None:
+    first_lines = [
+        render_outcome(replace(DEVICE, name=name), [TENANT_A]).splitlines()[0]
+        for name in ("SIM-1", "Simulated GPU 1 GiB")
+    ]
+    assert first_lines == ["SIM-1, simulated, 1 GiB", "Simulated GPU 1 GiB"]
+    real = DemoDevice(name="NVIDIA L4", simulated=False, memory_mib=24_576)
+    assert render_outcome(real, [TENANT_A]).startswith("NVIDIA L4, 24 GiB\n")

@@ -1,5 +1,7 @@
 """What the demonstration's watcher makes of pictures of leases."""
 
+from dataclasses import replace
+
 import pytest
 
 from provisioner.commands.watching import Sampler
@@ -26,3 +28,17 @@ def test_the_time_of_a_move_is_exact_although_pictures_are_late() -> None:
     sampler.feed(21.0, [a_lease(age_ms=250)])  # ended at 20.75
     assert sampler.moved_s("kernel-1") == pytest.approx(3.25)
     assert sampler.moved_s("unknown") == 0.0
+
+
+def test_what_happened_first_is_told_first() -> None:
+    sampler = Sampler({"kernel-1": "tenant-a", "kernel-2": "tenant-b"})
+    one, two = a_lease(state="suspending"), a_lease(lease_id="9" * 12, kernel_id="kernel-2", state="suspended")
+    sampler.feed(10.0, [two, one])
+    later = [
+        replace(two, state="resuming", age_ms=20),
+        replace(one, state="suspended", age_ms=30, saved_mib=1024),
+    ]
+    assert sampler.feed(11.0, later) == [
+        "tenant-a: suspended, 1 GiB now in host memory",
+        "tenant-b: comes back to the GPU",
+    ]
