@@ -28,7 +28,7 @@ from provisioner.discovery import socket_path
 from provisioner.gpu.interface import GPUError
 from provisioner.host.claims import DeviceClaim, DeviceClaimedError
 from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import LedgerError
+from provisioner.ledger.records import LedgerError, LedgerInUseError
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
 
 __all__ = ["BrokerOptions", "run_broker", "run_detached"]
@@ -36,6 +36,8 @@ __all__ = ["BrokerOptions", "run_broker", "run_detached"]
 log = logging.getLogger("provisioner.broker")
 
 _OTHER_PATIENCE_S = 30.0
+_LETTING_GO_S = 1.0
+_RETRY_S = 0.05
 _RESTART_ENVIRONMENT = ("JUPYTER_", "PYTHON", "XDG_")
 _NOT_INHERITED = (
     "JUPYTER_GPU_LEASE",
@@ -135,19 +137,18 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
     with ExitStack() as stack:
         lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         stack.callback(os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return _leave_it_to_the_other(socket, ready)
+        said = _take_turn(lock, socket, ready)
+        if said is not None:
+            return said
         try:
             settings = load(options.config_file, _overrides(options))
             _set_up_logging(settings.log_level, socket, to_file=ready is not None)
             backend = stack.enter_context(open_backend(options.simulate, socket))
             specs = device_specs(settings, backend)
-            claims = [stack.enter_context(DeviceClaim.claim(spec.device_id)) for spec in specs]
+            claims = [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
             state_dir = settings.state_dir or Path(socket).parent
             state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            ledger = Ledger.open(state_dir / ("ledger-simulated.sqlite" if backend.simulated else "ledger.sqlite"))
+            ledger = _opened(state_dir / ("ledger-simulated.sqlite" if backend.simulated else "ledger.sqlite"))
             _restart_file(options, socket)
             run = Run(
                 settings=settings,
@@ -169,22 +170,55 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
     return ""
 
 
+def _claimed(device_id: str) -> DeviceClaim:
+    """Claim the device. A broker that was killed a moment ago lets go of one thing after the other, its lock first."""
+    deadline = time.monotonic() + _LETTING_GO_S
+    while True:
+        try:
+            return DeviceClaim.claim(device_id)
+        except DeviceClaimedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _opened(path: Path) -> Ledger:
+    """Open the ledger, with the same patience."""
+    deadline = time.monotonic() + _LETTING_GO_S
+    while True:
+        try:
+            return Ledger.open(path)
+        except LedgerInUseError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
 def _overrides(options: BrokerOptions) -> dict[str, str]:
     given = {"idle_exit": options.idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _leave_it_to_the_other(socket: str, ready: TextIO | None) -> str:
-    """Another broker holds the lock: fine if it serves, or is about to."""
+def _take_turn(lock: int, socket: str, ready: TextIO | None) -> str | None:
+    """Return None when it is ours to serve, "" when another broker serves (the starter is told), else why nobody does.
+
+    Whoever holds the lock is about to serve, serves, or is stopping: then it is ours after all.
+    """
     deadline = time.monotonic() + _OTHER_PATIENCE_S
     while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        else:
+            return None
         try:
             with closing(BrokerClient(socket, timeout_s=5)) as client:
                 pong = client.ping()
         except BrokerUnavailableError as error:
             if time.monotonic() > deadline:
                 return f"another broker holds {socket}.lock but does not answer: {error}"
-            time.sleep(0.05)
+            time.sleep(_RETRY_S)
             continue
         if ready is None:
             return f"a broker (process {pong.pid}) serves on {socket} already; stop that one first, or choose another --socket"

@@ -49,7 +49,7 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import LeaseState, LeaseView
+from provisioner.core.model import HOLDING, LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceInfo, Monitor
 from provisioner.host.process import ProcessIdentity
 from provisioner.ledger.records import LeaseRecord, LedgerError, OperationRecord
@@ -60,6 +60,7 @@ __all__ = ["Broker", "now_ms", "token_digest", "wall_ms"]
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+_WRITE_AGAIN_S = 1.0
 _FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once; a driver that fails at once must not be hammered
 
 
@@ -147,16 +148,34 @@ class Broker:
             kernel.suspends += 1
         elif change.new is LeaseState.RESIDENT and change.old is LeaseState.RESUMING:
             kernel.resumes += 1
+        if change.new is LeaseState.RESIDENT:
+            kernel.home = change.device_id
         kernel.notify()
 
     def _granted(self, lease_id: str, device_id: str) -> None:
         kernel = self.kernels.get(lease_id)
         if kernel is None:
             return
-        if kernel.link is not None:
-            kernel.link.send(GateVerb.OPEN, environment=self.environment(lease_id, device_id))
         kernel.wanted_by_broker = False
+        if kernel.reserved_on_disk == device_id:
+            self.open_gate(kernel)
         kernel.notify()
+
+    def may_use(self, kernel: Kernel) -> str | None:
+        """Return the device that the kernel may use now: it is resident, and the ledger knows.
+
+        A reservation that a kernel was told of and the ledger was not would be given away once more by the next broker.
+        """
+        view = self.arbiter.lease(kernel.lease_id)
+        if view is None or view.state is not LeaseState.RESIDENT or view.device_id != kernel.reserved_on_disk:
+            return None
+        return view.device_id
+
+    def open_gate(self, kernel: Kernel) -> None:
+        """Let the kernel's cells run if it may use its device."""
+        device_id = self.may_use(kernel)
+        if device_id is not None and kernel.link is not None:
+            kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_id))
 
     def _ended(self, lease_id: str, reason: str) -> None:
         kernel = self.kernels.pop(lease_id, None)
@@ -253,6 +272,7 @@ class Broker:
         """Look until the truth is known or the lease has moved on."""
         attempt = 0
         while True:
+            await self._swaps.until_alone()
             await asyncio.sleep(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)])
             attempt += 1
             kernel, view = self.kernels.get(effect.lease_id), self.arbiter.lease(effect.lease_id)
@@ -361,8 +381,30 @@ class Broker:
 
     def save(self, kernel: Kernel) -> None:
         """Write the lease as it stands."""
-        if (record := self.record(kernel)) is not None:
-            self.writer.submit(partial(self.writer.ledger.save_lease, record))
+        kernel.save_due = False
+        record = self.record(kernel)
+        if record is None:
+            return
+        device_id = record.device_id if record.state in HOLDING else None
+        if device_id is None:
+            kernel.reserved_on_disk = None
+            kernel.unreserved_saves += 1
+        done = self.writer.submit(partial(self.writer.ledger.save_lease, record))
+        done.add_done_callback(partial(self._saved, kernel, device_id, kernel.unreserved_saves))
+
+    def _saved(self, kernel: Kernel, device_id: str | None, unreserved_saves: int, done: asyncio.Future[None]) -> None:
+        if done.cancelled() or self.kernels.get(kernel.lease_id) is not kernel:
+            return
+        if done.exception() is not None:
+            if not self.stopping and not kernel.save_due:  # its cell may be waiting for this
+                kernel.save_due = True
+                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self.save, kernel)
+            return
+        if device_id in (None, kernel.reserved_on_disk) or unreserved_saves != kernel.unreserved_saves:
+            return
+        kernel.reserved_on_disk = device_id
+        self.open_gate(kernel)
+        kernel.notify()
 
     def record(self, kernel: Kernel) -> LeaseRecord | None:
         """Return the lease as the ledger keeps it, or None if the arbiter does not know it."""
@@ -375,7 +417,7 @@ class Broker:
             state=view.state,
             generation=view.generation,
             device_id=view.device_id,
-            saved_mib=view.saved_mib,
+            saved_mib=max(view.saved_mib, kernel.checkpointed_mib if view.state is LeaseState.QUARANTINED else 0),
             uid=kernel.uid,
             kernel_id=kernel.kernel_id,
             token_sha256=kernel.token_sha256,
@@ -388,6 +430,7 @@ class Broker:
             created_ms=kernel.created_ms,
             suspends=kernel.suspends,
             resumes=kernel.resumes,
+            home_device_id=kernel.home,
         )
 
     def roots(self) -> list[ProcessIdentity]:

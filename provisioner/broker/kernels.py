@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from provisioner.broker.gate import GateLink
@@ -24,6 +25,12 @@ class Kernel:
     suspends: int = 0
     resumes: int = 0
     identity: ProcessIdentity | None = None
+    gated: bool = False  # its extension is expected to connect
+    home: str | None = None  # the device its processes last had their memory on: what a checkpoint is of
+    checkpointed_mib: int = 0  # what the last checkpoint that was begun was to save
+    reserved_on_disk: str | None = None  # the device whose reservation the ledger holds for certain
+    unreserved_saves: int = 0  # how often the ledger was told that there is none
+    save_due: bool = False  # the ledger could not be written and is tried again
     connection: str = ""  # the checked connection contents, JSON
     language: str = ""
     ipykernel: bool = True
@@ -44,6 +51,13 @@ class Kernel:
         """Wake everybody who waits for a change."""
         self._change.set()
         self._change = asyncio.Event()
+
+    async def until_linked(self, patience_s: float) -> None:
+        """Wait, but not longer than the patience, for an extension that is expected and not there (yet)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self.gated and self.link is None:
+                    await self.change().wait()
 
     def take_declined(self) -> tuple[str, str] | None:
         """Return the arbiter's last refusal (reason, sentence) once."""

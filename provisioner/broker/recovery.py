@@ -15,7 +15,7 @@ from provisioner.core.events import LeaseRecovered
 from provisioner.core.model import HOLDING, LeaseState
 from provisioner.host.process import ProcessIdentity, is_alive
 from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import LeaseRecord
+from provisioner.ledger.records import LeaseRecord, OperationRecord
 
 __all__ = ["recover"]
 
@@ -25,13 +25,18 @@ log = logging.getLogger(__name__)
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
     """Bring every live lease of the ledger back into the arbiter. Pools and devices must be known to it already."""
     operations = {operation.lease_id: operation for operation in ledger.open_operations()}
-    for record in ledger.live_leases():
-        kernel = _kernel(record)
-        broker.kernels[kernel.lease_id] = kernel
+    records = ledger.live_leases()
+    broker.kernels = {record.spec.lease_id: _kernel(record) for record in records}
+    found: list[tuple[LeaseRecord, OperationRecord | None, Truth | None, int]] = []
+    for record in records:
         operation = operations.pop(record.spec.lease_id, None)
         saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
-        truth = await swaps.truth(kernel, record.device_id, saved_mib)
-        state, device_id, saved_mib = _believe(record, truth, saved_mib)
+        truth = await swaps.truth(broker.kernels[record.spec.lease_id], record.device_id, saved_mib)
+        found.append((record, operation, truth, saved_mib))
+    # All at once: an arbiter that knows of only some leases would give the room of the others away.
+    for record, operation, truth, host_mib in found:
+        kernel = broker.kernels[record.spec.lease_id]
+        state, device_id, saved_mib = _believe(record, truth, host_mib)
         identity = kernel.identity if state is not LeaseState.UNATTACHED else None
         kernel.identity = None
         log.info("lease %s: found %s (was %s)", kernel.lease_id[:8], state, record.state)
@@ -70,6 +75,8 @@ def _kernel(record: LeaseRecord) -> Kernel:
         resumes=record.resumes,
         language=record.language,
         ipykernel=record.ipykernel,
+        gated=record.spec.gated,
+        home=record.home_device_id,
     )
     if record.pid is not None and record.start_time is not None:
         identity = ProcessIdentity(record.boot_id, record.pid, record.start_time)
@@ -84,7 +91,8 @@ def _has_connection(record: LeaseRecord) -> bool:
 def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:
     """Return state, device and saved MiB for the arbiter."""
     if truth is None:
-        return LeaseState.QUARANTINED, record.device_id, saved_mib
+        # The ledger is told of a reservation before anybody makes use of it: what it does not know of is not there.
+        return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, saved_mib
     if truth.state is LeaseState.UNARMED and record.state in HOLDING and record.device_id is not None:
         # It had a reservation and its gate may be open, so it may create a context at any moment: the reservation stays.
         return LeaseState.RESIDENT, record.device_id, 0

@@ -24,6 +24,7 @@ from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import DeviceSeen, PoolConfigured
 from provisioner.core.model import DeviceSpec
 from provisioner.core.units import format_memory
+from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.claims import DeviceClaim
 from provisioner.host.memory import system_headroom
@@ -33,6 +34,7 @@ __all__ = ["Run", "device_specs"]
 
 log = logging.getLogger(__name__)
 
+_ORPHAN_PATIENCE_S = 2.0
 _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
 
@@ -81,8 +83,10 @@ class Run:
         loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started us may go
         for claim in self._claims:
             loop.add_reader(claim.fileno(), claim.drain)
-        worker = WorkerLink(self._backend.name)
-        await worker.start()
+        turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
+        worker = WorkerLink(self._backend.name, claim=turn)
+        if await self._is_alone(worker):
+            await worker.start()
         times = SwapTimes(
             gate_s=self._settings.gate_timeout_ms / 1000,
             lock_s=self._settings.lock_timeout_ms / 1000,
@@ -111,8 +115,20 @@ class Run:
             leases_live = bool(broker.kernels)
             await broker.close()
             await worker.close()
+            turn.close()
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
         return leases_live
+
+    @staticmethod
+    async def _is_alone(worker: WorkerLink) -> bool:
+        """Give the worker of a killed broker a moment to end. One that is in an operation goes on without a broker."""
+        try:
+            async with asyncio.timeout(_ORPHAN_PATIENCE_S):
+                await worker.until_alone()
+        except TimeoutError:
+            log.warning("the worker of an earlier broker is still at work: what it works on is unknown until it is done")
+            return False
+        return True
 
     def _introduce(self, broker: Broker) -> None:
         devices = self._backend.devices

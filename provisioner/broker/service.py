@@ -74,6 +74,9 @@ log = logging.getLogger(__name__)
 
 _IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
 _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
+_UNWRITTEN = Progress(
+    kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
+)
 _SETTLED = frozenset(
     {LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
@@ -360,8 +363,8 @@ class Service:
                 sentence="the lease of this kernel is over: restart the kernel",
             )
         if view.state is LeaseState.RESIDENT:
-            if self.broker.may_use(kernel) is None and time.monotonic() < deadline_s:
-                return None
+            if self.broker.may_use(kernel) is None:
+                return None if time.monotonic() < deadline_s else _UNWRITTEN
             return Progress(
                 kind=ProgressKind.GRANTED,
                 reason=view.reason,

@@ -76,6 +76,10 @@ class Swaps:
             list  # all kernels: one started by another has a lease of its own
         )
 
+    async def until_alone(self) -> None:
+        """Return when no checkpoint worker of an earlier broker is at work any more. Cancellation stops the waiting."""
+        await self._worker.until_alone()
+
     # -- suspend ----------------------------------------------------------------------------------------------------------
 
     async def suspend(self, kernel: Kernel, journal: Journal) -> tuple[SuspendOutcome, int, str]:
@@ -105,12 +109,14 @@ class Swaps:
             await self._unlock(locked)
             return SuspendOutcome.REFUSED, 0, f"the driver refused before anything was saved: {error}"
         saved_mib = sum(use.values())
+        kernel.checkpointed_mib = saved_mib
         await journal("checkpointing", use, saved_mib)
         return await self._checkpoint_all(locked, saved_mib)
 
     async def _close_gate(self, kernel: Kernel) -> bool:
         """Return whether our extension keeps cells out from now on. Raises StepError if a cell runs."""
         gated = False
+        await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
         if kernel.link is not None:
             word = await kernel.link.ask(GateVerb.CLOSE, self._times.gate_s)
             if word == "":
@@ -217,9 +223,8 @@ class Swaps:
                 f"the device has {format_memory(free_mib)} free, {format_memory(saved_mib)} are needed",
             )
         saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
-        moves = (
-            {effect.from_device_id: effect.device_id} if effect.from_device_id not in (None, effect.device_id) else None
-        )
+        home = kernel.home or effect.from_device_id
+        moves = {home: effect.device_id} if home not in (None, effect.device_id) else None
         await journal("restoring", saved, saved_mib)
         try:
             for identity in saved:
@@ -268,7 +273,8 @@ class Swaps:
         if not kinds:
             return Truth(state=LeaseState.UNARMED)
         if kinds == {ProcessState.CHECKPOINTED}:
-            return Truth(state=LeaseState.SUSPENDED, device_id=device_id, saved_mib=max(saved_mib, sum(use.values())))
+            saved_mib = max(saved_mib, kernel.checkpointed_mib, sum(use.values()))
+            return Truth(state=LeaseState.SUSPENDED, device_id=kernel.home or device_id, saved_mib=saved_mib)
         if kinds == {ProcessState.RUNNING}:
             return Truth(state=LeaseState.RESIDENT, device_id=home)
         return None
@@ -277,16 +283,19 @@ class Swaps:
         self, kernel: Kernel, states: dict[ProcessIdentity, ProcessState], device_id: str | None, saved_mib: int
     ) -> None:
         """Some processes of the tree are saved and some are not: bring them all back, if the device has the room for certain."""
+        home = kernel.home or device_id
         if (
             not set(states.values()) <= {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
-            or device_id is None
+            or home is None
         ):
             return
-        if await self._free_mib(device_id) < saved_mib:
+        target = await self._home(kernel) or home  # where the others are: they may have been on the way to another device
+        if await self._free_mib(target) < saved_mib:
             return
+        moves = {home: target} if home != target else None
         for identity, state in states.items():
             if state is ProcessState.CHECKPOINTED:
-                await self._worker.restore(identity, None, self._times.checkpoint_s)
+                await self._worker.restore(identity, moves, self._times.checkpoint_s)
         for identity in await self._states(kernel):
             if await self._worker.state(identity) is ProcessState.LOCKED:
                 await self._worker.unlock(identity)

@@ -29,9 +29,14 @@ class LedgerWriter:
         self._pending: list[_Write] = []
         self._flushing: asyncio.Task[None] | None = None
 
-    def submit(self, act: Callable[[], None]) -> None:
-        """Write soon, after everything handed over before. A failure is logged: what is true is asked of the driver anyway."""
-        self._enqueue(act).add_done_callback(_log_failure)
+    def submit(self, act: Callable[[], None]) -> asyncio.Future[None]:
+        """Write soon, after everything handed over before. Returns what is done when it is on the disk.
+
+        A failure is logged: what is true is asked of the driver anyway.
+        """
+        done = self._enqueue(act)
+        done.add_done_callback(_log_failure)
+        return done
 
     async def run(self, act: Callable[[], None]) -> None:
         """Write and return when it is on the disk. Raises LedgerError. Cancellation does not take the write back."""

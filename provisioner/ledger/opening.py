@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 
 from provisioner.ledger import schema
-from provisioner.ledger.records import LedgerError
+from provisioner.ledger.records import LedgerError, LedgerInUseError
 
 __all__ = ["connect", "lock", "say"]
 
@@ -50,7 +50,8 @@ def lock(path: Path) -> int:
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
         os.close(descriptor)
         who = f"pid {holder}" if holder.isdigit() else "another process"
-        raise say(path, f"is in use by {who}", "stop that broker first, or give this one another state_dir") from None
+        remedy = "stop that broker first, or give this one another state_dir"
+        raise LedgerInUseError(str(say(path, f"is in use by {who}", remedy))) from None
     except OSError as error:
         os.close(descriptor)
         raise say(path, f"cannot be locked: {error.strerror}", "keep the state_dir on a local disk") from error

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from provisioner.core.model import LeaseSpec, LeaseState
 
-__all__ = ["LeaseRecord", "LedgerError", "OperationRecord", "RecordError", "StoryLine"]
+__all__ = ["LeaseRecord", "LedgerError", "LedgerInUseError", "OperationRecord", "RecordError", "StoryLine"]
 
 
 class LedgerError(Exception):
     """The ledger cannot be read or written: which file, what is wrong with it and what to do, in one sentence."""
+
+
+class LedgerInUseError(LedgerError):
+    """Another process has the ledger open."""
 
 
 class RecordError(LedgerError):
