@@ -1,0 +1,99 @@
+"""Kernels as a notebook front end without a server drives them: started by jupyter_client, talked to over ZeroMQ."""
+
+import subprocess
+import time
+from contextlib import suppress
+from queue import Empty
+from types import TracebackType
+from typing import Self
+
+import zmq
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+from provisioner.client import BrokerClient
+from provisioner.protocol.messages import LeaseStatus
+
+__all__ = ["PLAIN", "BenchKernel"]
+
+PLAIN = "python3"  # ipykernel's own kernelspec, started by jupyter_client's local provisioner
+_DEADLINE_S = 60.0
+_RECONNECT_MS = 2  # ZeroMQ's usual 100 ms would round every start time up to a multiple of it
+
+
+class BenchKernel:
+    """A kernel that has answered once, shut down at the end of the block. `start_s`: from the call to its first answer."""
+
+    def __init__(self, kernelspec: str) -> None:
+        context = zmq.Context()
+        context.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._context = context
+        self.manager = KernelManager(kernel_name=kernelspec, context=context)
+        begun = time.perf_counter()
+        self.manager.start_kernel(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels(stdin=False, hb=False)
+        try:
+            self.client.kernel_info(reply=True, timeout=_DEADLINE_S)
+            self.start_s = time.perf_counter() - begun
+            self._await_iopub()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def kernel_id(self) -> str:
+        """The id that the broker knows it by."""
+        return str(self.manager.kernel_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _await_iopub(self) -> None:
+        """Return when our subscription has reached the kernel: what it published before that was lost."""
+        deadline = time.monotonic() + _DEADLINE_S
+        while time.monotonic() < deadline:
+            self.client.kernel_info(reply=True, timeout=_DEADLINE_S)
+            with suppress(Empty):
+                self.client.get_iopub_msg(timeout=0.05)
+                return
+        raise RuntimeError(f"kernel {self.kernel_id} published nothing")
+
+    def run(self, code: str) -> float:
+        """Run a cell and return the seconds until both its reply and its idle status are here. Raises RuntimeError if it fails."""
+        begun = time.perf_counter()
+        message_id = self.client.execute(code)
+        while True:
+            reply = self.client.get_shell_msg(timeout=_DEADLINE_S)
+            if reply["parent_header"].get("msg_id") == message_id:
+                break
+        while True:
+            message = self.client.get_iopub_msg(timeout=_DEADLINE_S)
+            if (
+                message["parent_header"].get("msg_id") == message_id
+                and message["content"].get("execution_state") == "idle"
+            ):
+                break
+        took = time.perf_counter() - begun
+        if reply["content"]["status"] != "ok":
+            raise RuntimeError(f"the cell {code!r} failed: {reply['content'].get('evalue')}")
+        return took
+
+    def lease(self, broker: BrokerClient) -> LeaseStatus:
+        """Return this kernel's lease. Raises RuntimeError if it has none."""
+        for lease in broker.status().leases:
+            if lease.kernel_id == self.kernel_id:
+                return lease
+        raise RuntimeError(f"kernel {self.kernel_id} has no lease")
+
+    def close(self) -> None:
+        """End the kernel at once."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        self.manager.cleanup_resources()
+        self._context.term()

@@ -1,0 +1,87 @@
+"""The benchmarks: what a fraction of a GPU costs beside what Jupyter does by itself, measured in the same run.
+
+Run it with `tests/run bench` (or run this file where the project is installed). It needs no GPU: it brings a private broker with a
+simulated device, and leaves nothing behind. The table goes to stdout, ready for the README; progress goes to stderr. Exits with 1 if
+a goal is missed, except with --quick.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.benchmarks.acquiring import measure_acquires
+from tests.benchmarks.cells import measure_cells
+from tests.benchmarks.report import Row, as_json, as_table
+from tests.benchmarks.starting import measure_starts
+from tests.benchmarks.swapping import measure_swaps
+from tests.support.world import World, new_world
+
+_DEVICE = "1x1GiB"
+_QUARTER, _WHOLE = 250, 1000  # milli-GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """How much is measured."""
+
+    start_pairs: int = 40
+    cell_pairs: int = 4  # pairs of kernels; with the next two: 1,000 cells on each side
+    cell_blocks: int = 5
+    cells: int = 50
+    leases: int = 200
+    acquires: int = 2000
+    sizes_mib: tuple[int, ...] = (64, 256, 640)
+    swaps: int = 9
+
+
+QUICK = Amounts(start_pairs=2, cell_pairs=1, cell_blocks=2, cells=10, leases=20, acquires=50, sizes_mib=(64,), swaps=2)
+
+
+def say(line: str) -> None:
+    """Tell how far it is."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def measure(world: World, amounts: Amounts, parts: Sequence[str]) -> list[Row]:
+    """Return the rows of the chosen parts. The environment is the world's already."""
+    quarter, whole = world.install(_QUARTER, _WHOLE)
+    world.start_broker()
+    work: dict[str, Callable[[], list[Row]]] = {
+        "start": lambda: [measure_starts(quarter, amounts.start_pairs, say)],
+        "cells": lambda: [measure_cells(quarter, amounts.cell_pairs, amounts.cell_blocks, amounts.cells, say)],
+        "acquire": lambda: measure_acquires(world.socket, quarter, amounts.leases, amounts.acquires, say),
+        "swaps": lambda: measure_swaps(
+            world.socket, world.simulated_folder, whole, sizes_mib=amounts.sizes_mib, times=amounts.swaps, say=say
+        ),
+    }
+    return [row for part in parts for row in work[part]()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and return the exit status."""
+    parts = ("start", "cells", "acquire", "swaps")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run; its numbers mean little")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers here")
+    parser.add_argument("--only", metavar="PART", choices=parts, action="append", help=f"one of {', '.join(parts)}")
+    options = parser.parse_args(arguments)
+    with new_world(_DEVICE) as world:
+        # Bytecode is kept, as it is where the project is installed: else each kernel would compile the extension anew.
+        world.environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ.clear()
+        os.environ.update(world.environment)
+        rows = measure(world, QUICK if options.quick else Amounts(), options.only or parts)
+    print(as_table(rows))
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(rows), indent=2) + "\n", encoding="utf-8")
+    return 0 if options.quick or all(row.met is not False for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
