@@ -46,6 +46,7 @@ __all__ = ["FractionalGPUProvisioner"]
 # the rest of the keywords is the stanza's
 _OF_JUPYTER = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
 _WAIT_UNGATED_MS = 10_000  # a person waits before the launcher for so long
+_SHUTDOWN_FROZEN_S = 2.0  # half of it passes before `terminate`
 _SIGNS_OF_NVIDIA = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
@@ -93,6 +94,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._launching: KernelLease | None = None  # what the process that is about to start gets
         self._plan = KernelPlan(is_ipykernel=False, gated=False)
         self._is_restart = False
+        self._frozen_at_shutdown = False
 
     @default("default_pool")
     def _default_pool_default(self) -> str:
@@ -156,6 +158,16 @@ class FractionalGPUProvisioner(LocalProvisioner):
             raise
         self._is_restart = True
         return connection
+
+    async def shutdown_requested(self, restart: bool = False) -> None:
+        """Note whether the process can be relied on to end by itself."""
+        await super().shutdown_requested(restart=restart)
+        self._frozen_at_shutdown = await self._is_frozen()
+
+    def get_shutdown_wait_time(self, recommended: float = 5.0) -> float:
+        """Return how long a shutdown may take, seconds: less for a process whose exit may be blocked by the GPU."""
+        time_s = super().get_shutdown_wait_time(recommended)
+        return min(time_s, _SHUTDOWN_FROZEN_S) if self._frozen_at_shutdown else time_s
 
     async def terminate(self, restart: bool = False) -> None:
         """Ask the process to end; one whose CUDA state is suspended could not run its exit and is killed at once."""

@@ -1,0 +1,220 @@
+"""jupyter_client's own notion of a provisioner holds, with the real broker and whatever manager."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from jupyter_client.ioloop.manager import AsyncIOLoopKernelManager
+from jupyter_client.manager import AsyncKernelManager, KernelManager
+from jupyter_client.multikernelmanager import AsyncMultiKernelManager, MultiKernelManager
+
+from provisioner.protocol.messages import LeaseStatus
+from tests.support.managed import client_of, entered, must
+from tests.support.stories import CHECK, fill
+from tests.support.world import DEADLINE_S, Server, World, until
+
+MANY = 3
+
+
+@pytest.fixture
+def name(world: World) -> Iterator[str]:
+    """A kernelspec of which two do not fit on the device, known to this process."""
+    (installed,) = world.install(750)
+    with entered(world):
+        yield installed
+
+
+def only_lease(world: World) -> LeaseStatus:
+    """The one lease there is."""
+    (lease,) = world.status().leases
+    return lease
+
+
+def assert_nothing_is_left(world: World) -> None:
+    status = world.status()
+    assert status.leases == []
+    assert [device.reserved_mib for device in status.devices] == [0]
+    assert status.host_saved_mib == 0
+    assert list(world.folder.rglob("*.token")) == []
+
+
+def test_a_kernel_is_started_interrupted_restarted_and_shut_down(world: World, name: str) -> None:
+    manager = KernelManager(kernel_name=name)
+    manager.start_kernel()
+    with client_of(manager) as client:
+        must(client, fill(1))
+        first = only_lease(world)
+        assert (first.state, first.kernel_id, first.gated) == ("resident", manager.kernel_id, True)
+        client.execute("import time\nprint('sleeps', flush=True)\ntime.sleep(3600)", store_history=False)
+        while client.get_iopub_msg(timeout=DEADLINE_S)["content"].get("text") != "sleeps\n":
+            pass
+        manager.interrupt_kernel()
+        assert client.get_shell_msg(timeout=DEADLINE_S)["content"]["ename"] == "KeyboardInterrupt"
+        assert must(client, CHECK) == "intact\n"
+    manager.restart_kernel()
+    with client_of(manager) as client:
+        second = only_lease(world)
+        assert (second.lease_id, second.state) == (first.lease_id, "unarmed")
+        assert second.pid != first.pid
+        must(client, fill(2))
+        assert must(client, CHECK) == "intact\n"
+    manager.shutdown_kernel()
+    assert_nothing_is_left(world)
+    manager.cleanup_resources()  # a second time: some callers do
+    assert_nothing_is_left(world)
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_restart_now_or_not_keeps_the_lease(world: World, name: str, now: bool) -> None:
+    manager = KernelManager(kernel_name=name)
+    manager.start_kernel()
+    try:
+        with client_of(manager) as client:
+            must(client, fill(1))
+        before = only_lease(world)
+        manager.restart_kernel(now=now)
+        with client_of(manager) as client:
+            assert only_lease(world).lease_id == before.lease_id
+            must(client, fill(2))
+            assert must(client, CHECK) == "intact\n"
+    finally:
+        manager.shutdown_kernel(now=True)
+    assert_nothing_is_left(world)
+
+
+async def test_a_crashed_kernel_is_started_again_with_its_lease(world: World, name: str) -> None:
+    manager = AsyncIOLoopKernelManager(kernel_name=name)
+    restarted = asyncio.Event()
+    await manager.start_kernel()
+    try:
+        manager.add_restart_callback(restarted.set)
+        before = await asyncio.to_thread(only_lease, world)
+        assert before.pid is not None
+        os.kill(before.pid, signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S):
+            await restarted.wait()
+
+        def attached() -> LeaseStatus | None:
+            lease = only_lease(world)
+            return lease if lease.pid not in (None, before.pid) else None
+
+        after = await asyncio.to_thread(until, attached, "the new process is attached")
+        assert (after.lease_id, after.state) == (before.lease_id, "unarmed")
+        await asyncio.wrap_future(manager.ready) if isinstance(manager.ready, Future) else await manager.ready
+        await tell(manager, fill(1) + CHECK)
+    finally:
+        await manager.shutdown_kernel(now=True)
+    await asyncio.to_thread(assert_nothing_is_left, world)
+
+
+def test_a_kernel_that_crashes_on_a_server_comes_back_under_its_lease(world: World, server: Server) -> None:
+    (name,) = world.install(750)
+    crashing, other = server.start(name), server.start(name)
+    crashing.must(fill(1))
+    before = world.lease(crashing.kernel_id)
+    crashing.send("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    other.must(fill(2))  # what the dead process held is free at once: nobody has to be suspended for it
+
+    def attached() -> LeaseStatus | None:
+        lease = world.lease(crashing.kernel_id)
+        return lease if lease.pid not in (None, before.pid) else None
+
+    after = until(attached, "the server starts the kernel again")
+    assert (after.lease_id, after.suspends) == (before.lease_id, 0)
+    crashing.close()
+    again = server.connect(crashing.kernel_id)
+    again.must(fill(3))
+    assert again.must(CHECK).text == "intact\n"
+    assert other.must(CHECK).text == "intact\n"
+
+
+async def test_many_kernels_of_one_async_manager_start_restart_and_end_at_the_same_time(
+    world: World, name: str
+) -> None:
+    managers = AsyncMultiKernelManager()
+    ids = await asyncio.gather(*(managers.start_kernel(kernel_name=name) for _ in range(MANY)))
+    try:
+        leases = {kernel_id: (await asyncio.to_thread(world.lease, kernel_id)).lease_id for kernel_id in ids}
+        assert len(set(leases.values())) == MANY
+        await asyncio.gather(*(tell(managers.get_kernel(kernel_id), fill(seed)) for seed, kernel_id in enumerate(ids)))
+        await asyncio.gather(*(tell(managers.get_kernel(kernel_id), CHECK) for kernel_id in ids))
+        await asyncio.gather(*(managers.restart_kernel(kernel_id) for kernel_id in ids))
+        for kernel_id in ids:
+            assert (await asyncio.to_thread(world.lease, kernel_id)).lease_id == leases[kernel_id]
+        await asyncio.gather(*(tell(managers.get_kernel(kernel_id), fill(seed)) for seed, kernel_id in enumerate(ids)))
+    finally:
+        await managers.shutdown_all(now=True)
+    await asyncio.to_thread(assert_nothing_is_left, world)
+
+
+async def tell(manager: KernelManager, code: str) -> None:
+    """Run a cell that has to succeed in an async manager's kernel."""
+    assert isinstance(manager, AsyncKernelManager)
+    client = manager.client()
+    client.start_channels()
+    try:
+        await client.wait_for_ready(timeout=DEADLINE_S)
+        reply = await client.execute_interactive(code, timeout=DEADLINE_S, output_hook=lambda _message: None)
+        assert reply["content"]["status"] == "ok", reply["content"]
+    finally:
+        client.stop_channels()
+
+
+def test_many_kernels_of_one_blocking_manager(world: World, name: str) -> None:
+    managers = MultiKernelManager()
+    ids = [managers.start_kernel(kernel_name=name) for _ in range(MANY)]
+    try:
+        for seed, kernel_id in enumerate(ids):
+            with client_of(managers.get_kernel(kernel_id)) as client:
+                must(client, fill(seed))
+        managers.interrupt_kernel(ids[0])
+        managers.restart_kernel(ids[1])
+        for kernel_id in (ids[0], ids[2]):
+            with client_of(managers.get_kernel(kernel_id)) as client:
+                assert must(client, CHECK) == "intact\n"
+    finally:
+        managers.shutdown_all(now=True)
+    assert_nothing_is_left(world)
+
+
+def test_kernels_managed_in_threads(world: World, name: str) -> None:
+    def life(seed: int) -> str:
+        manager = KernelManager(kernel_name=name)
+        manager.start_kernel()
+        try:
+            with client_of(manager) as client:
+                must(client, fill(seed))
+                must(client, CHECK)
+            manager.restart_kernel(now=True)
+            with client_of(manager) as client:
+                must(client, fill(seed + MANY))
+                return must(client, CHECK)
+        finally:
+            manager.shutdown_kernel(now=seed % 2 == 0)
+
+    with ThreadPoolExecutor(MANY) as threads:
+        assert list(threads.map(life, range(MANY))) == ["intact\n"] * MANY
+    assert_nothing_is_left(world)
+
+
+def test_a_kernel_shut_down_while_it_waits_or_right_after_its_start_leaves_nothing(world: World, name: str) -> None:
+    resident, waiter = KernelManager(kernel_name=name), KernelManager(kernel_name=name)
+    resident.start_kernel()
+    try:
+        with client_of(resident) as client:
+            must(client, fill(1))
+            waiter.start_kernel()
+            waiter.shutdown_kernel(now=True)
+            waiter = KernelManager(kernel_name=name)
+            waiter.start_kernel()
+            pid = world.lease(waiter.kernel_id).pid
+            waiter.shutdown_kernel()
+            assert not Path(f"/proc/{pid}").exists()
+            assert must(client, CHECK) == "intact\n"
+    finally:
+        resident.shutdown_kernel(now=True)
+    assert_nothing_is_left(world)
