@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["RefusedError", "wait_for_gpu"]
 
 QUIET_S = 0.15
+LOOK_UP_S = 0.5
 
 
 class RefusedError(Exception):
@@ -64,8 +65,10 @@ def _listen(waiter: Waiter, line: LiveLine | None) -> None:
         quiet_s = loud_from - time.monotonic()
         if line is not None and text is not None and quiet_s <= 0:
             line.show(text)
+        # A signal that the system delivers to another thread does not wake this one: look for it now and then.
+        patience_s = min(quiet_s, LOOK_UP_S) if text is not None and quiet_s > 0 else LOOK_UP_S
         try:
-            note = waiter.get(timeout=quiet_s if text is not None and quiet_s > 0 else None)
+            note = waiter.get(timeout=patience_s)
         except Empty:
             continue
         if note == OPENED:
