@@ -54,6 +54,8 @@ class _Handler(web.RequestHandler):
     def prepare(self) -> None:
         self.service.broker.last_use_s = time.monotonic()
         connection: Any = self.request.connection
+        if connection.stream.socket is None:
+            raise iostream.StreamClosedError  # hung up meanwhile
         credentials = peer_credentials(connection.stream.socket)
         admin = credentials.uid in (0, os.getuid())
         self.peer = Peer(credentials=credentials, token=self._token(), admin=admin)
@@ -220,6 +222,7 @@ class _Gate(_Stream):
         link = self.service.connect_gate(kernel, self.take(GateHello))
 
         async def work() -> None:
+            await self.flush()  # the extension learns at once that it is connected
             while (command := await link.next(PULSE_S)) is not None:
                 await self.line(command)
 
@@ -288,7 +291,7 @@ class _Server(HTTPServer):
     def handle_stream(self, stream: iostream.IOStream, address: tuple[Any, ...]) -> None:
         try:
             uid = peer_credentials(stream.socket).uid
-        except OSError:
+        except (OSError, ValueError):
             stream.close()
             return
         if self._count[uid] >= MAX_CONNECTIONS_PER_UID:

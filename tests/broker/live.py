@@ -1,0 +1,218 @@
+"""A broker inside the test's process: the real service on a real socket, with simulated devices, on a loop in a thread."""
+
+import asyncio
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tornado.netutil import bind_unix_socket
+
+from provisioner.broker.api import make_server
+from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.service import Service
+from provisioner.broker.swaps import Swaps, SwapTimes
+from provisioner.broker.writer import LedgerWriter
+from provisioner.config import load
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
+from provisioner.core.model import DeviceSpec
+from provisioner.gpu.open import open_monitor
+from provisioner.gpu.simulated.host import create, destroy
+from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host.process import identify
+from provisioner.ledger.ledger import Ledger
+from provisioner.protocol.messages import LeaseReply, LeaseRequest
+
+__all__ = ["BECOME_NOBODY", "DEADLINE_S", "Answer", "LiveBroker", "live_broker", "started_for"]
+
+DEADLINE_S = 30.0
+# A program's first lines. It begins as root, because the interpreter may lie where nobody else can start it.
+BECOME_NOBODY = """
+import os, pwd
+nobody = pwd.getpwnam("nobody")
+os.setgroups([]); os.setgid(nobody.pw_gid); os.setuid(nobody.pw_uid)
+"""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request got: `body` is the decoded JSON, or of a stream the decoded first line."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def error(self) -> dict[str, str]:
+        """The error's code, reason and message; fails if this is no error."""
+        assert self.status >= 400, self
+        assert set(self.body) == {"error"}, self
+        error: dict[str, str] = self.body["error"]
+        assert set(error) == {"code", "reason", "message"}, self
+        return error
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("broker", timeout=DEADLINE_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(DEADLINE_S)
+        self.sock.connect(self._path)
+
+
+class LiveBroker:
+    """The broker and ways to talk to it. `on_loop` runs things where the broker runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = str(folder / "broker.sock")
+        self._folder = folder
+        self._stop = asyncio.Event()
+        self._ready = threading.Event()
+        self.broker: Broker
+        self.service: Service
+        self.loop: asyncio.AbstractEventLoop
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+
+    def start(self) -> None:
+        """Return when it serves."""
+        self._thread.start()
+        assert self._ready.wait(DEADLINE_S)
+
+    def stop(self) -> None:
+        """Return when its thread has ended."""
+        self.loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+    async def _main(self) -> None:
+        host = self._folder / "simulated"
+        create(host, "1x1GiB")
+        monitor = open_monitor(f"simulated:{host}")
+        ledger = Ledger.open(self._folder / "ledger.sqlite")
+        settings = load(None, {"idle_exit": "never"})
+        worker = WorkerLink(f"simulated:{host}")
+        swaps = Swaps(monitor, worker, SwapTimes(gate_s=5, lock_s=5, checkpoint_s=30))
+        self.loop = asyncio.get_running_loop()
+        self.broker = Broker(Arbiter(), monitor, swaps, LedgerWriter(ledger))
+        devices = monitor.devices()
+        self.broker.devices = {device.device_id: device for device in devices}
+        specs = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
+        for spec in specs:
+            self.broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))
+        for pool in settings.pool_specs(specs):
+            self.broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
+        self.broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
+        self.service = Service(self.broker, settings)
+        server = make_server(self.service, self.socket)
+        server.add_socket(bind_unix_socket(self.socket, mode=0o666))
+        self._ready.set()
+        await self._stop.wait()
+        server.stop()
+        await server.close_all_connections()
+        await self.broker.close()
+        await worker.close()
+        monitor.close()
+        destroy(host)
+
+    def on_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine on the broker's loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(DEADLINE_S)
+
+    def call(
+        self, method: str, target: str, body: object = None, *, token: str | None = None, **headers: str
+    ) -> Answer:
+        """Make one request; a body that is not bytes is sent as JSON."""
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
+        connection = _Connection(self.socket)
+        try:
+            connection.request(method, target, raw, {**authorization, **headers})
+            reply = connection.getresponse()
+            stream = reply.getheader("Transfer-Encoding") == "chunked"
+            text = (b"{}" if target.endswith("/gate") else reply.readline()) if stream else reply.read()
+            decoded: dict[str, Any] = json.loads(text)
+            assert isinstance(decoded, dict)
+            return Answer(reply.status, decoded)
+        finally:
+            connection.close()
+
+    def raw(self, data: bytes, *, end: bool = False) -> bytes:
+        """Send bytes and return what comes until the broker hangs up; with `end`, say first that no more will come."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.settimeout(DEADLINE_S)
+            line.connect(self.socket)
+            received = b""
+            try:
+                line.sendall(data)
+                if end:
+                    line.shutdown(socket.SHUT_WR)
+                while part := line.recv(65536):
+                    received += part
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # hung up in the middle of what we had to say
+            return received
+
+    def lease(self, **fields: Any) -> LeaseReply:  # noqa: ANN401 - LeaseRequest's
+        """Take a lease that is granted."""
+        answer = self.call("POST", "/v1/leases", asdict(LeaseRequest(**{"fraction_milli": 250, **fields})))
+        assert answer.status == 200, answer
+        return LeaseReply(**answer.body)
+
+    def state(self, lease_id: str) -> str:
+        """The state of a lease."""
+        state: str = self.call("GET", f"/v1/leases/{lease_id}").body["state"]
+        return state
+
+    def is_alive(self) -> bool:
+        """Whether it still answers."""
+        return bool(self.call("GET", "/v1/ping").body["pid"] == os.getpid())
+
+
+@contextmanager
+def live_broker() -> Iterator[LiveBroker]:
+    """A broker for one block, in a folder that other users may enter."""
+    folder = Path(tempfile.mkdtemp(prefix="jfg-"))
+    folder.chmod(0o711)
+    live = LiveBroker(folder)
+    try:
+        live.start()
+        yield live
+    finally:
+        live.stop()
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def started_for(lease_id: str, *, first: str = "") -> Iterator[dict[str, Any]]:
+    """A process with the lease's id in its environment, as an attach request; it ends with the block.
+
+    `first` is what it runs before that.
+    """
+    environment: Mapping[str, str] = {"JUPYTER_GPU_LEASE": lease_id, "PATH": os.environ["PATH"]}
+    argv = [sys.executable, "-S", "-c", f"{first}\nprint(flush=True); input()"]
+    process = subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()  # its program runs: /proc shows its environment
+        yield attach_fields(process.pid)
+        process.kill()
+
+
+def attach_fields(pid: int) -> dict[str, Any]:
+    """Describe a process truthfully."""
+    connection = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 9, "shell_port": 9, "key": "k"}
+    return {**identify(pid).to_dict(), "connection": connection}

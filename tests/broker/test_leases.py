@@ -1,0 +1,337 @@
+"""A lease is steered by those whose it is, and only a process that was started for it can stand behind it."""
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from provisioner.broker import api
+from provisioner.broker.broker import Broker
+from provisioner.broker.iopub import IOPubWatch
+from provisioner.client import BrokerClient
+from provisioner.host.peers import PeerCredentials
+from provisioner.host.process import ProcessIdentity
+from provisioner.ledger.ledger import Ledger
+from provisioner.ledger.records import LeaseRecord, LedgerError
+from provisioner.protocol.errors import BadRequestError, RequestTooLargeError
+from provisioner.protocol.messages import AttachRequest
+from tests.broker.live import BECOME_NOBODY, DEADLINE_S, Answer, LiveBroker, attach_fields, started_for
+
+OWN_ROUTES = ("attach", "detach", "acquire", "gate", "answer")
+OTHER_ROUTES = ("suspend", "resume")
+BODIES: dict[str, Any] = {
+    "attach": {"pid": 1, "start_time": 1, "boot_id": "b", "connection": {}},
+    "gate": {"version": "1", "open": False, "busy": False},
+    "answer": {"number": 0, "word": "pulse"},
+}
+NOBODY = pwd.getpwnam("nobody")
+ASK_AS_ANOTHER = f"""
+import json, socket, sys
+{BECOME_NOBODY}
+line = socket.socket(socket.AF_UNIX)
+line.connect(sys.argv[1])
+line.sendall(sys.stdin.buffer.read())
+head, _, body = line.makefile("rb").read().partition(b"\\r\\n\\r\\n")
+print(json.dumps([int(head.split()[1]), json.loads(body)]))
+"""
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask_as_another(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Make a request as another user: as `nobody` really, where we may (root); else the broker is told that we are another."""
+
+    def really(method: str, target: str, body: object = None, *, token: str | None = None) -> Answer:
+        raw = b"" if body is None else json.dumps(body).encode()
+        lines = [f"{method} {target} HTTP/1.1", "Host: b", "Connection: close", f"Content-Length: {len(raw)}"]
+        lines += [] if token is None else [f"Authorization: Bearer {token}"]
+        said = subprocess.run(
+            [sys.executable, "-S", "-c", ASK_AS_ANOTHER, live.socket],
+            input="\r\n".join([*lines, "", ""]).encode() + raw,
+            cwd="/",
+            capture_output=True,
+            check=True,
+            timeout=DEADLINE_S,
+        )
+        status, decoded = json.loads(said.stdout)
+        return Answer(status, decoded)
+
+    def as_if(method: str, target: str, body: object = None, *, token: str | None = None) -> Answer:
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "peer_credentials", lambda _: PeerCredentials(1, NOBODY.pw_uid, NOBODY.pw_gid))
+            return live.call(method, target, body, token=token)
+
+    return really if os.geteuid() == 0 else as_if
+
+
+# -- whose lease -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_of_another_user_is_not_to_be_found_even_with_its_token(live: LiveBroker, ask_as_another: Ask) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    answers = [ask_as_another("GET", target, token=token) for token in (None, lease.token, "guess")]
+    answers += [
+        ask_as_another("POST", f"{target}/{route}", BODIES.get(route, {}), token=lease.token)
+        for route in (*OWN_ROUTES, *OTHER_ROUTES)
+    ]
+    for answer in answers:
+        assert (answer.status, answer.error["reason"]) == (404, "unknown-lease")
+        assert (
+            f"there is no lease '{lease.lease_id}' of yours; `jupyter gpu status` lists them" in answer.error["message"]
+        )
+    assert ask_as_another("DELETE", target, token=lease.token).body == {"ok": True}, (
+        "as for any lease that is not there"
+    )
+    assert live.state(lease.lease_id) == "unattached", "it was another's to release"
+    assert ask_as_another("GET", "/v1/status").body["leases"] == []
+
+
+def test_an_administrator_sees_another_users_lease_and_its_owner_sees_only_that(
+    live: LiveBroker, ask_as_another: Ask
+) -> None:
+    live.lease()
+    theirs = ask_as_another("POST", "/v1/leases", {"fraction_milli": 250}).body
+    assert live.call("GET", f"/v1/leases/{theirs['lease_id']}").body["owner"] == "nobody"
+    listed = ask_as_another("GET", "/v1/status").body["leases"]
+    assert [lease["lease_id"] for lease in listed] == [theirs["lease_id"]]
+
+
+@pytest.mark.parametrize("route", OWN_ROUTES)
+def test_a_leases_own_routes_need_its_token(live: LiveBroker, route: str) -> None:
+    lease, other = live.lease(), live.lease()
+    target = f"/v1/leases/{lease.lease_id}/{route}"
+    missing = live.call("POST", target, BODIES.get(route, {}))
+    assert (missing.status, missing.error["reason"]) == (401, "no-token")
+    assert "this needs the lease's token, in the header `Authorization: Bearer TOKEN`" in missing.error["message"]
+    for token in (other.token, "guess", "x" * 4000, "\xe9"):
+        foreign = live.call("POST", target, BODIES.get(route, {}), token=token)
+        assert (foreign.status, foreign.error["reason"]) == (401, "foreign-token")
+        assert "the token is not this lease's" in foreign.error["message"]
+
+
+@pytest.mark.parametrize("route", OTHER_ROUTES)
+def test_a_foreign_token_opens_nothing_that_none_would_open(live: LiveBroker, route: str) -> None:
+    lease, other = live.lease(), live.lease()
+    answer = live.call("POST", f"/v1/leases/{lease.lease_id}/{route}", {}, token=other.token)
+    assert (answer.status, answer.error["reason"]) == (401, "foreign-token")
+
+
+@pytest.mark.parametrize("header", ["guess", "Basic Z3Vlc3M=", "Bearer", "Bearer ", ""])
+def test_an_authorization_of_another_form_is_explained(live: LiveBroker, header: str) -> None:
+    answer = live.call("GET", f"/v1/leases/{live.lease().lease_id}", Authorization=header)
+    assert answer.status == 401
+    assert "the header Authorization is not of the form `Bearer TOKEN`" in answer.error["message"]
+
+
+def test_a_second_release_is_no_error_and_what_is_over_is_not_found(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    assert [live.call("DELETE", target, token=lease.token).body for _ in range(3)] == [{"ok": True}] * 3
+    answer = live.call("POST", f"{target}/acquire", {}, token=lease.token)
+    assert (answer.status, answer.error["reason"]) == (404, "unknown-lease")
+
+
+@pytest.mark.parametrize("token", ["", "two\nlines", "two\r\nX-Header: injected", "\N{SNOWMAN}", "x" * 5000])
+def test_a_damaged_token_is_not_sent(live: LiveBroker, token: str) -> None:
+    with BrokerClient(live.socket, token=token) as client, pytest.raises(BadRequestError) as caught:
+        client.lease("any")
+    assert "the lease's token is not one line" in str(caught.value)
+    assert "restart the kernel" in str(caught.value)
+
+
+def test_a_request_that_is_too_large_is_not_sent(live: LiveBroker) -> None:
+    request = AttachRequest(pid=1, start_time=1, boot_id="b", connection={"key": "x" * 300_000})
+    with (
+        BrokerClient(live.socket) as client,
+        pytest.raises(RequestTooLargeError, match="allowed: 262144"),
+    ):
+        client.attach("any", request)
+
+
+# -- which process -----------------------------------------------------------------------------------------------------------
+
+
+def attach(live: LiveBroker, lease_id: str, token: str, fields: dict[str, Any]) -> Answer:
+    return live.call("POST", f"/v1/leases/{lease_id}/attach", fields, token=token)
+
+
+def test_the_process_that_was_started_for_the_lease_stands_behind_it(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as fields:
+        for _ in range(2):  # a second time changes nothing
+            answer = attach(live, lease.lease_id, lease.token, fields)
+            assert (answer.status, answer.body["state"], answer.body["pid"]) == (200, "unarmed", fields["pid"])
+            assert answer.body["busy"] is True, "nobody has heard of it yet"
+
+
+def test_a_process_of_another_lease_is_refused(live: LiveBroker) -> None:
+    lease, other = live.lease(), live.lease()
+    with started_for(other.lease_id) as fields:
+        answer = attach(live, lease.lease_id, lease.token, fields)
+    assert (answer.status, answer.error["reason"]) == (403, "wrong-lease")
+    assert f"process {fields['pid']} was not started for this lease" in answer.error["message"]
+    assert live.state(lease.lease_id) == "unattached"
+
+
+def test_a_process_without_a_lease_is_refused(live: LiveBroker) -> None:
+    lease = live.lease()
+    answer = attach(live, lease.lease_id, lease.token, attach_fields(os.getpid()))
+    assert (answer.status, answer.error["reason"]) == (403, "wrong-lease")
+
+
+def test_a_process_of_another_user_is_refused(live: LiveBroker) -> None:
+    lease = live.lease()
+    if os.geteuid() == 0:
+        with started_for(lease.lease_id, first=BECOME_NOBODY) as fields:
+            answer = attach(live, lease.lease_id, lease.token, fields)
+        assert answer.error["reason"] == "wrong-uid"
+        assert f"process {fields['pid']} belongs to another user" in answer.error["message"]
+    else:
+        answer = attach(live, lease.lease_id, lease.token, attach_fields(1))
+        assert answer.error["reason"] == "no-permission"
+        assert "the broker may not look at process 1" in answer.error["message"]
+    assert answer.status == 403
+
+
+def test_another_user_cannot_put_our_process_behind_their_lease(ask_as_another: Ask) -> None:
+    theirs = ask_as_another("POST", "/v1/leases", {"fraction_milli": 250}).body
+    with started_for(theirs["lease_id"]) as fields:
+        answer = ask_as_another("POST", f"/v1/leases/{theirs['lease_id']}/attach", fields, token=theirs["token"])
+    assert (answer.status, answer.error["reason"]) == (403, "wrong-uid")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"start_time": 1}, "is another process than the one stated (start time differs)"),
+        ({"boot_id": "yesterday"}, "is another process than the one stated"),
+        ({"pid": 2**22 + 1}, "is not a process that can hold a lease: no process has the id"),
+        ({"pid": 2**62}, "is not a process that can hold a lease"),
+        ({"pid": 0}, "process ids are positive"),
+        ({"pid": -1}, "process ids are positive"),
+        ({"pid": "1"}, "Expected `int`, got `str` - at `$.pid`"),
+        ({"connection": []}, "Expected `object`, got `array` - at `$.connection`"),
+        ({"connection": {}}, "connection field iopub_port is None; allowed: a port from 1 to 65535"),
+        (
+            {"connection": {"ip": "10.0.0.1", "iopub_port": 1, "shell_port": 1}},
+            "connection field ip is '10.0.0.1'; allowed: a loopback",
+        ),
+        ({"connection": {"junk": [{}], "ip": {}}}, "connection field ip is {}; allowed: a loopback"),
+    ],
+    ids=str,
+)
+def test_a_process_that_is_not_as_stated_is_refused(live: LiveBroker, change: dict[str, object], says: str) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as fields:
+        answer = attach(live, lease.lease_id, lease.token, {**fields, **change})
+    assert answer.status == 400
+    assert says in answer.error["message"]
+    assert live.state(lease.lease_id) == "unattached"
+
+
+def test_a_thread_is_no_process(live: LiveBroker) -> None:
+    lease = live.lease()
+    thread = (
+        threading.get_native_id()
+        if threading.current_thread() is not threading.main_thread()
+        else live._thread.native_id
+    )
+    answer = attach(live, lease.lease_id, lease.token, {**attach_fields(os.getpid()), "pid": thread})
+    assert answer.error["reason"] == "no-process"
+    assert f"give the process id {os.getpid()}" in answer.error["message"]
+
+
+def test_a_process_that_has_ended_is_refused(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as fields:
+        pass
+    answer = attach(live, lease.lease_id, lease.token, fields)
+    assert answer.error["reason"] == "no-process"
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError(), OSError(24, "Too many open files")], ids=repr)
+def test_a_process_that_cannot_be_watched_leaves_the_lease_without_one(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def follow(_broker: Broker, _kernel: object, _identity: ProcessIdentity, _connection: str) -> None:
+        raise error
+
+    lease = live.lease()
+    monkeypatch.setattr(Broker, "follow", follow)
+    with started_for(lease.lease_id) as fields:
+        answer = attach(live, lease.lease_id, lease.token, fields)
+    assert answer.status in (400, 500)
+    assert str(fields["pid"]) in answer.error["message"]
+    assert live.state(lease.lease_id) == "unattached"
+
+
+def test_a_lease_that_cannot_be_written_down_is_not_given(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_ledger: Ledger, _record: LeaseRecord) -> None:
+        raise LedgerError("the ledger cannot be used: the disk is full; free some room")
+
+    before = live.call("GET", "/v1/status").body["leases"]
+    monkeypatch.setattr(Ledger, "save_lease", full)
+    answer = live.call("POST", "/v1/leases", {"fraction_milli": 250})
+    monkeypatch.undo()
+    assert (answer.status, answer.error["reason"]) == (500, "ledger")
+    assert answer.error["message"] == "the ledger cannot be used: the disk is full; free some room"
+    assert "POST /v1/leases failed" in caplog.text
+    caplog.clear()  # this one was to be an error
+    assert [lease["lease_id"] for lease in live.call("GET", "/v1/status").body["leases"]] == [
+        one["lease_id"] for one in before
+    ]
+
+
+# -- states in which a thing makes no sense ------------------------------------------------------------------------------------
+
+
+def test_a_lease_without_a_process_has_nothing_to_resume_or_suspend(live: LiveBroker) -> None:
+    lease = live.lease()
+    resume = live.call("POST", f"/v1/leases/{lease.lease_id}/resume", {})
+    assert (resume.status, resume.error["reason"]) == (409, "no-process")
+    assert "the lease has no running kernel; nothing to resume" in resume.error["message"]
+    suspend = live.call("POST", f"/v1/leases/{lease.lease_id}/suspend", {})
+    assert suspend.status == 409
+    assert "the kernel was not suspended" in suspend.error["message"]
+
+
+def test_a_detach_of_nothing_and_an_answer_to_nothing_change_nothing(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    assert live.call("POST", f"{target}/detach", {}, token=lease.token).body == {"ok": True}
+    for number in (0, 1, -5, 2**62):
+        answer = live.call("POST", f"{target}/answer", {"number": number, "word": "closed"}, token=lease.token)
+        assert answer.body == {"ok": True}
+    assert live.state(lease.lease_id) == "unattached"
+
+
+def test_no_room_now_for_a_kernel_that_must_have_it_says_who_is_in_the_way(live: LiveBroker) -> None:
+    first = live.lease(fraction_milli=1000, gated=False)
+    wish = {"fraction_milli": 1000, "gated": False, "wait_ms": 1}
+    answer = live.call("POST", "/v1/leases", wish)
+    assert (answer.status, answer.error["code"]) == (409, "no-room")
+    assert "no GPU became free within 1 ms" in answer.error["message"]
+    assert "try again later, or with a smaller fraction" in answer.error["message"]
+    live.call("DELETE", f"/v1/leases/{first.lease_id}")
+    again = live.lease(fraction_milli=1000, gated=False, wait_ms=-5)
+    assert again.device_id is not None
+    live.call("DELETE", f"/v1/leases/{again.lease_id}")
+
+
+def test_a_watch_is_made_of_what_an_attach_accepted(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as fields:
+        assert attach(live, lease.lease_id, lease.token, fields).status == 200
+        kernel = live.broker.kernels[lease.lease_id]
+        assert isinstance(kernel.watch, IOPubWatch)
+        assert kernel.busy
