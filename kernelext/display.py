@@ -1,6 +1,7 @@
 """What a person sees: each thing once for notebooks (HTML) and once as plain text (consoles, logs, screen readers)."""
 
 import html
+import os
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 __all__ = ["LiveLine", "Sentence", "StatusView"]
 
 Bundle = dict[str, str]
+
+SIMULATED = "JUPYTER_GPU_SIMULATED_DIR"
 
 _STATES = {
     "unattached": "the broker does not know this kernel's process yet",
@@ -24,19 +27,20 @@ _STATES = {
 
 
 class Sentence:
-    """One line that the GPU side says."""
+    """One line that the GPU side says. In a kernel on a simulated GPU it says so."""
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self._speaker = "simulated gpu" if os.environ.get(SIMULATED) else "gpu"
 
     def __repr__(self) -> str:
-        return f"[gpu] {self.text}"
+        return f"[{self._speaker}] {self.text}"
 
     def bundle(self) -> Bundle:
         """Return text and HTML."""
         return {
             "text/plain": repr(self),
-            "text/html": f'<div style="opacity:.75;font-size:90%"><b>GPU</b> {html.escape(self.text)}</div>',
+            "text/html": f'<div style="opacity:.75;font-size:90%"><b>{self._speaker.replace("gpu", "GPU")}</b> {html.escape(self.text)}</div>',
         }
 
 

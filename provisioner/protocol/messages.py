@@ -184,7 +184,11 @@ class GateHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateAnswer:
-    """The extension's answer. `number` 0 is a pulse. `word`: closed, busy, done, open or pulse."""
+    """The extension's answer. `word`: closed, busy, done, open or pulse.
+
+    `number` 0 answers no command: `pulse` proves that Python runs, `exempt` says that the running cell does not use the GPU, and
+    `done` that it is over.
+    """
 
     number: int
     word: str
