@@ -38,10 +38,9 @@ class Sentence:
 
     def bundle(self) -> Bundle:
         """Return text and HTML."""
-        return {
-            "text/plain": repr(self),
-            "text/html": f'<div style="opacity:.75;font-size:90%"><b>{self._speaker.replace("gpu", "GPU")}</b> {html.escape(self.text)}</div>',
-        }
+        speaker = self._speaker.replace("gpu", "GPU")
+        line = f'<div style="opacity:.75;font-size:90%"><b>{speaker}</b> {html.escape(self.text)}</div>'
+        return {"text/plain": repr(self), "text/html": line}
 
 
 class StatusView:
