@@ -14,7 +14,7 @@ import msgspec
 from tornado import httputil, iostream, web
 from tornado.httpserver import HTTPServer
 
-from provisioner.broker.decode import decode
+from provisioner.broker.decode import decode, printable
 from provisioner.broker.service import Peer, Service
 from provisioner.broker.status import host_status
 from provisioner.host.peers import peer_credentials
@@ -102,7 +102,7 @@ class _Handler(web.RequestHandler):
 
 
 def _as_json(error: FractionalGPUError) -> dict[str, dict[str, str]]:
-    return {"error": {"code": error.code, "reason": error.reason, "message": str(error)}}
+    return {"error": {"code": error.code, "reason": error.reason, "message": printable(str(error))}}
 
 
 def _error_for(status: int) -> FractionalGPUError:

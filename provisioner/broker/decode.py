@@ -8,7 +8,7 @@ import msgspec
 from provisioner.protocol.errors import BadRequestError, RequestTooLargeError
 from provisioner.protocol.limits import MAX_STRING
 
-__all__ = ["decode"]
+__all__ = ["decode", "printable"]
 
 T = TypeVar("T")
 _DEEPEST = 8
@@ -32,6 +32,11 @@ def decode(body: bytes, kind: type[T]) -> T:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error)) from None
+
+
+def printable(text: str) -> str:
+    """Return the text without what could steer a terminal that shows it: strangers wrote it, and others read it."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _fields(kind: type[Any]) -> frozenset[str]:

@@ -22,6 +22,7 @@ import zmq
 
 from provisioner import __version__
 from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
+from provisioner.broker.decode import printable
 from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.kernels import Kernel
@@ -117,7 +118,7 @@ class Service:
             lease_id=spec.lease_id,
             uid=uid,
             token_sha256=token_digest(token),
-            kernel_id=_printable(request.kernel_id),
+            kernel_id=printable(request.kernel_id),
             created_ms=wall_ms(),
             gated=spec.gated,
         )
@@ -177,7 +178,7 @@ class Service:
             reserve_mib=self._reserve_mib(pool, request),
             priority=request.priority,
             gated=request.gated,
-            label=_printable(request.label or request.kernel_id),
+            label=printable(request.label or request.kernel_id),
         )
 
     def _reserve_mib(self, pool: PoolSpec, request: LeaseRequest) -> int:
@@ -489,11 +490,6 @@ async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
     while (value := environment_value(pid, name)) != expected and time.monotonic() < end_s:  # noqa: ASYNC110 - nothing signals it
         await asyncio.sleep(0.01)
     return value
-
-
-def _printable(text: str) -> str:
-    """Other people's terminals show it."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _user(uid: int) -> str:
