@@ -13,7 +13,7 @@ from jupyter_client.manager import AsyncKernelManager, KernelManager
 from jupyter_client.multikernelmanager import AsyncMultiKernelManager, MultiKernelManager
 
 from provisioner.protocol.messages import LeaseStatus
-from tests.support.managed import client_of, entered, must
+from tests.support.managed import client_of, entered, must, own_event_loop
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, Server, World, until
 
@@ -183,6 +183,10 @@ def test_many_kernels_of_one_blocking_manager(world: World, name: str) -> None:
 
 def test_kernels_managed_in_threads(world: World, name: str) -> None:
     def life(seed: int) -> str:
+        with own_event_loop():
+            return live(seed)
+
+    def live(seed: int) -> str:
         manager = KernelManager(kernel_name=name)
         manager.start_kernel()
         try:

@@ -6,12 +6,22 @@ from contextlib import contextmanager
 
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+from jupyter_core.utils import ensure_event_loop
 
 from tests.support.world import DEADLINE_S, World
 
-__all__ = ["client_of", "entered", "must"]
+__all__ = ["client_of", "entered", "must", "own_event_loop"]
 
 _OURS = ("JUPYTER", "IPYTHON", "JPY_", "PYTHONPATH", "HOME")
+
+
+@contextmanager
+def own_event_loop() -> Iterator[None]:
+    """Close, at the end, the event loop that jupyter_client's blocking classes make for themselves in each thread."""
+    try:
+        yield
+    finally:
+        ensure_event_loop().close()
 
 
 @contextmanager
@@ -23,7 +33,8 @@ def entered(world: World) -> Iterator[None]:
             del os.environ[name]
     os.environ.update({name: value for name, value in world.environment.items() if name.startswith(_OURS)})
     try:
-        yield
+        with own_event_loop():
+            yield
     finally:
         os.environ.clear()
         os.environ.update(before)
