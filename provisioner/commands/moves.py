@@ -23,10 +23,11 @@ PATIENCE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One of the two directions. `applies`: which leases `--all` means."""
+    """One of the two directions. `applies`: which leases `--all` means; `interrupted`: what Ctrl-C does while it waits."""
 
     verb: str
     doing: str
+    interrupted: str
     call: Callable[[BrokerClient, str], LeaseStatus]
     applies: Callable[[LeaseStatus], bool]
     done: Callable[[LeaseStatus], str]
@@ -89,7 +90,7 @@ def _move_each(
     moved: list[LeaseStatus] = []
     refused: list[tuple[LeaseStatus, str]] = []
     for lease in leases:
-        text = f"{move.doing} {lease_name(lease)} ... (Ctrl-C stops the waiting, not the move)"
+        text = f"{move.doing} {lease_name(lease)} ... (Ctrl-C {move.interrupted})"
         try:
             with patience(text, sys.stderr):
                 moved.append(move.call(client, lease.lease_id))

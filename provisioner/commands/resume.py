@@ -17,6 +17,7 @@ Nothing needs this in daily use: the next cell of a kernel brings it back by its
 MOVE = Move(
     verb="resume",
     doing="resuming",
+    interrupted="gives its place in the queue up",
     call=lambda client, lease_id: client.resume(lease_id),
     applies=lambda lease: lease.state == "suspended",
     done=lambda lease: f"on the GPU ({lease.device_name})" if lease.device_name else "on the GPU",

@@ -1,0 +1,60 @@
+"""`jupyter gpu broker`: its command line."""
+
+from pathlib import Path
+
+import pytest
+
+from provisioner.broker import app
+from provisioner.broker.app import BrokerOptions
+from provisioner.commands.main import main
+from provisioner.config import load
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[BrokerOptions]:
+    """What the broker was started with."""
+    options: list[BrokerOptions] = []
+
+    def run_broker(given: BrokerOptions) -> int:
+        options.append(given)
+        return 3
+
+    monkeypatch.setattr(app, "run_broker", run_broker)
+    return options
+
+
+def test_every_option_reaches_the_broker_and_its_answer_is_the_exit_code(ran: list[BrokerOptions]) -> None:
+    arguments = ["--socket", "/s", "--config", "/c.py", "--simulate", "2x80GiB", "--detach", "--idle-exit", "10m"]
+    assert main(["broker", *arguments, "--state-dir", "/d", "--log-level", "debug"]) == 3
+    wanted = BrokerOptions(
+        socket="/s",
+        config_file="/c.py",
+        simulate="2x80GiB",
+        detach=True,
+        idle_exit="10m",
+        state_dir="/d",
+        log_level="DEBUG",
+    )
+    assert ran == [wanted]
+
+
+def test_nothing_said_means_defaults(ran: list[BrokerOptions]) -> None:
+    main(["broker"])
+    assert ran == [BrokerOptions()]
+
+
+def test_a_bad_duration_is_wrong_usage(ran: list[BrokerOptions], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["broker", "--idle-exit", "soon"]) == 2
+    assert "--idle-exit: duration 'soon' is not a duration" in capsys.readouterr().err
+    assert main(["broker", "--idle-exit", "never"]) == 3
+    assert [options.idle_exit for options in ran] == ["never"]
+
+
+def test_the_generated_configuration_can_be_used_as_it_is(
+    tmp_path: Path, ran: list[BrokerOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["broker", "--generate-config"]) == 0
+    file = tmp_path / "jupyter_gpu_config.py"
+    file.write_text(capsys.readouterr().out)
+    assert load(file).files == (file,)
+    assert ran == []

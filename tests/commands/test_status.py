@@ -1,0 +1,119 @@
+"""`jupyter gpu status`."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from provisioner.commands.main import main
+from provisioner.commands.status import show, watch
+from provisioner.protocol.errors import InternalBrokerError
+from provisioner.protocol.messages import HostStatus
+from tests.commands.conftest import OwnBroker
+from tests.commands.pictures import a_host
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class EnoughError(Exception):
+    """Ends a watch."""
+
+
+def pictures_until_enough(out: io.StringIO, pictures: list[HostStatus | None], *, as_json: bool) -> list[float]:
+    """Watch as many pictures as there are and return the pauses between them."""
+    pauses: list[float] = []
+    left = list(pictures)
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if not left:
+            raise EnoughError
+
+    with pytest.raises(EnoughError):
+        watch(lambda: left.pop(0), out, as_json=as_json, pause=pause)
+    return pauses
+
+
+def test_a_running_broker_is_shown(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    broker.add("resident", label="train.ipynb")
+    assert main(["status"]) == 0
+    shown = capsys.readouterr().out
+    assert "simulated" in shown
+    assert "train.ipynb" in shown
+
+
+def test_json_has_what_the_broker_said(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    lease_id = broker.add("resident")
+    assert main(["status", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["running"] is True
+    assert shown["simulated"] is True
+    assert [lease["lease_id"] for lease in shown["leases"]] == [lease_id]
+
+
+def test_no_broker_is_an_ordinary_answer_and_none_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    socket = tmp_path / "b.sock"
+    assert main(["status", "--socket", str(socket)]) == 0
+    assert capsys.readouterr().out == "No broker is running; it starts with the first kernel that wants a GPU.\n"
+    assert main(["status", "--json", "--socket", str(socket)]) == 0
+    assert capsys.readouterr().out == '{"running": false}\n'
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dead_brokers_socket_counts_as_no_broker(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(broker.path).rename(f"{broker.path}.left")
+    broker.stop()
+    assert main(["status", "--json", "--socket", f"{broker.path}.left"]) == 0
+    assert capsys.readouterr().out == '{"running": false}\n'
+
+
+def test_a_broker_that_fails_is_not_called_absent(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    broker.fail["status"] = InternalBrokerError("the ledger is on fire")
+    assert main(["status"]) == 1
+    assert capsys.readouterr().err == "jupyter gpu: the ledger is on fire\n"
+
+
+def test_a_path_that_is_no_socket_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").mkdir()
+    assert main(["status", "--socket", str(tmp_path / "file" / ("x" * 200))]) == 1
+    assert capsys.readouterr().err.startswith("jupyter gpu: ")
+
+
+def test_a_watch_on_a_terminal_redraws_every_two_seconds() -> None:
+    out = Terminal()
+    assert pictures_until_enough(out, [a_host(), None], as_json=False) == [2.0, 2.0]
+    screens = out.getvalue().split("\x1b[H\x1b[2J")
+    assert len(screens) == 3
+    assert screens[1].startswith("GPUs\n")
+    assert screens[2].startswith("No broker is running")
+
+
+def test_a_watch_for_programs_is_one_object_a_line() -> None:
+    out = Terminal()
+    pictures_until_enough(out, [None, a_host()], as_json=True)
+    lines = out.getvalue().splitlines()
+    assert [json.loads(line)["running"] for line in lines] == [False, True]
+
+
+def test_a_watch_into_a_file_has_no_escapes() -> None:
+    out = io.StringIO()
+    pictures_until_enough(out, [a_host(), a_host()], as_json=False)
+    assert out.getvalue() == 2 * (show(a_host(), as_json=False) + "\n")
+
+
+def test_ctrl_c_ends_a_watch_quietly(
+    broker: OwnBroker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("provisioner.commands.status.watch", interrupted)
+    assert main(["status", "--watch"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert broker.calls == []

@@ -1,0 +1,118 @@
+"""`jupyter gpu demo`, the whole of it, against a real broker: what it promises, and what it leaves behind (nothing)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from provisioner.broker.backend import simulated_folder
+from tests.support.world import until
+
+DEADLINE_S = 240.0
+
+
+class Demo:
+    """A demonstration in a process of its own, whose temporary files go to a folder of the test."""
+
+    def __init__(self, temporary: Path, *arguments: str) -> None:
+        self.temporary = temporary
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "provisioner.commands.main", "demo", *arguments],
+            env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said: list[str] = []
+        self.folders: set[Path] = set()
+
+    def until_it_says(self, text: str) -> None:
+        """Read what it says until a line has the text."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            self.folders.update(self.temporary.glob("jupyter-gpu-demo-*"))
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} was not said in:\n{''.join(self.said)}")
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end and return the exit code and what it printed."""
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        self.said.append(err)
+        return self.process.returncode, out
+
+    def check_that_nothing_is_left(self) -> None:
+        assert self.folders, "it had a folder"
+        assert list(self.temporary.glob("jupyter-gpu-demo-*")) == []
+        for folder in self.folders:
+            assert not simulated_folder(str(folder / "broker.sock")).exists()
+            until(partial(nobody_names, folder), f"no process names {folder}", deadline_s=5.0)
+
+
+def nobody_names(folder: Path) -> bool:
+    """Whether no process was started with something in the folder, in its arguments or environment."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue  # it has ended, or is somebody else's
+        if os.fsencode(folder) + b"/" in told:
+            return False
+    return True
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture
+def ended() -> Iterator[list[Demo]]:
+    """Demonstrations that are killed if a test leaves them running."""
+    demos: list[Demo] = []
+    yield demos
+    for demo in demos:
+        if demo.process.poll() is None:
+            demo.process.kill()
+        demo.process.wait()
+
+
+def test_the_demonstration_keeps_its_promise_and_leaves_nothing(temporary: Path, ended: list[Demo]) -> None:
+    demo = Demo(temporary, "--check", "--json", "--simulate", "1x512MiB")
+    ended.append(demo)
+    demo.until_it_says("tenant-b: cell 7 of 7")
+    code, out = demo.end()
+    assert code == 0, "".join(demo.said)
+    result = json.loads(out)
+    assert result["device"] == {"name": "Simulated GPU 512 MiB", "simulated": True, "memory_mib": 512}
+    assert [kernel["kernelspec"] for kernel in result["kernels"]] == ["fractional-gpu-default-750"] * 2
+    for kernel in result["kernels"]:
+        assert kernel["fraction_milli"] == 750
+        assert kernel["suspends"] >= 3
+        assert kernel["resumes"] >= 3
+        assert kernel["state_intact"] is True
+    assert result["ok"] is True
+    demo.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGINT, "tenant-b: cell 3"), (signal.SIGTERM, "tenant-b: starting its kernel")]
+)
+def test_ended_half_way_it_leaves_nothing_either(
+    number: signal.Signals, moment: str, temporary: Path, ended: list[Demo]
+) -> None:
+    demo = Demo(temporary, "--check", "--simulate", "1x256MiB")
+    ended.append(demo)
+    demo.until_it_says(moment)
+    demo.process.send_signal(number)
+    code, out = demo.end()
+    assert (code, out) == (130, "")
+    assert "Traceback" not in "".join(demo.said)
+    demo.check_that_nothing_is_left()
