@@ -7,7 +7,6 @@ idle) and tells the result in place of the note.
 """
 
 import contextvars
-import difflib
 import re
 import threading
 from collections.abc import Callable
@@ -57,6 +56,8 @@ class Magics:
         words = line.split()
         command = words[0] if words else "status"
         if command not in COMMANDS:
+            import difflib  # noqa: PLC0415 - off the kernel's start
+
             close = difflib.get_close_matches(command, COMMANDS, 1)
             hint = f" Did you mean %gpu {close[0]}?" if close else ""
             raise _usage_error(f"%gpu {command[:50]} is not known; allowed: {', '.join(COMMANDS)}.{hint}")

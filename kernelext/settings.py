@@ -7,8 +7,7 @@ messages) is imported when the first connection is made, never when the kernel s
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from provisioner.client import BrokerClient
@@ -24,8 +23,7 @@ _MAX_TOKEN = 1024
 _REVIVE_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longer to define, at each kernel's start
     """One lease, and where its broker listens."""
 
     lease_id: str

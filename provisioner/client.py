@@ -180,13 +180,13 @@ class BrokerClient:
         if body is None and method == "POST":
             body = _NO_BODY
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        kept = self._idle_connection() if idempotent else None
+        kept = self._idle_connection()
         if kept is not None:
             kept.set_timeout(timeout_s)
             try:
                 return self._exchange(kept, method, target, body)
             except BrokerUnavailableError as error:
-                if kept.answered or error.reason == "timeout":
+                if kept.answered or error.reason == "timeout" or not idempotent:
                     raise
         return self._exchange(Connection(self.socket_path, timeout_s), method, target, body)
 

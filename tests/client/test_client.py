@@ -144,6 +144,12 @@ def test_a_lease_is_never_asked_for_twice(broker: FakeBroker, client: BrokerClie
     assert broker.routes() == ["ping", "create"]
 
 
+def test_a_lease_is_asked_for_on_the_connection_that_found_the_broker(broker: FakeBroker, client: BrokerClient) -> None:
+    client.ping()
+    client.create_lease(REQUEST)
+    assert broker.connections == 1
+
+
 def test_a_broker_that_does_not_answer_is_given_up_and_not_asked_again(broker: FakeBroker) -> None:
     broker.held["status"] = threading.Event()
     with BrokerClient(broker.path, timeout_s=0.05) as client:
