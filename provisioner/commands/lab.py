@@ -15,7 +15,7 @@ from typing import NamedTuple
 from provisioner.commands.demo import checked_simulate, need_packages
 from provisioner.commands.failure import CommandError
 from provisioner.commands.offers import install_offers
-from provisioner.core.units import format_memory
+from provisioner.commands.words import device_in_words
 from provisioner.discovery import ensure_broker, runtime_dir, socket_path
 from provisioner.protocol.messages import HostStatus
 
@@ -91,11 +91,13 @@ def _place(simulate: str | None) -> _Place:
 
 
 def _announcement(status: HostStatus, kernels: Sequence[str], place: _Place) -> list[str]:
-    devices = ", ".join(f"{device.name} ({format_memory(device.memory_mib)})" for device in status.devices)
-    simulated = "simulated: no real GPU is involved, " if status.simulated else ""
+    devices = "; ".join(
+        device_in_words(device.name, device.memory_mib, simulated=status.simulated) for device in status.devices
+    )
+    kind = "GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"
     watch = f"jupyter gpu status --watch --socket {place.socket}"
     return [
-        f"GPUs: {devices or 'none'} ({simulated}broker process {status.pid} on {place.socket})",
+        f"{kind}: {devices or 'none'}; broker process {status.pid} on {place.socket}",
         f"Kernels, for this JupyterLab only: {', '.join(kernels)}",
         f"Starting JupyterLab; `{watch}` in a terminal shows who is on the GPU.",
     ]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from provisioner.commands.words import table
+from provisioner.commands.words import device_in_words, table
 from provisioner.core.units import format_fraction, format_memory
 
 __all__ = ["DemoDevice", "DemoKernel", "outcome_as_json", "render_outcome", "what_is_wrong"]
@@ -82,16 +82,16 @@ def render_outcome(device: DemoDevice, kernels: Sequence[DemoKernel]) -> str:
     asked = sum(kernel.fraction_milli for kernel in kernels)
     good = f"Together they asked for {format_fraction_sum(asked)} GPUs, and every byte is where it was."
     conclusion = "Something is wrong: " + "; ".join(wrong) + "." if wrong else good
-    return "\n".join([_device_line(device), *table(header, rows), conclusion]) + "\n"
-
-
-def _device_line(device: DemoDevice) -> str:
-    """Return the device's name with what it does not say itself."""
-    said = [device.name]
-    if device.simulated and "simulated" not in device.name.lower():
-        said.append("simulated")
-    memory = format_memory(device.memory_mib)
-    return ", ".join(said if memory in device.name else [*said, memory])
+    return (
+        "\n".join(
+            [
+                device_in_words(device.name, device.memory_mib, simulated=device.simulated),
+                *table(header, rows),
+                conclusion,
+            ]
+        )
+        + "\n"
+    )
 
 
 def format_fraction_sum(milli: int) -> str:

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from provisioner.core.units import format_duration, format_fraction, format_memory
 from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
 
-__all__ = ["bar", "lease_name", "render_leases", "render_status", "short_id", "state_in_words", "table"]
+__all__ = [
+    "bar",
+    "device_in_words",
+    "lease_name",
+    "render_leases",
+    "render_status",
+    "short_id",
+    "state_in_words",
+    "table",
+]
 
 BAR_CELLS = 24
 SHORT_ID = 8
@@ -30,6 +39,15 @@ def short_id(lease_id: str) -> str:
 def lease_name(lease: LeaseStatus) -> str:
     """Return `label (id)`, or the id alone where there is no label."""
     return f"{lease.label} ({short_id(lease.lease_id)})" if lease.label else short_id(lease.lease_id)
+
+
+def device_in_words(name: str, memory_mib: int, *, simulated: bool) -> str:
+    """Return a device's name, with its memory and that it is simulated where the name does not say so itself."""
+    said = [name]
+    if simulated and "simulated" not in name.lower():
+        said.append("simulated")
+    memory = format_memory(memory_mib)
+    return ", ".join(said if memory in name else [*said, memory])
 
 
 def state_in_words(lease: LeaseStatus) -> str:
