@@ -5,7 +5,8 @@ Rules:
 - Only ipykernel gets the extension: `python [options] -m ipykernel_launcher ...`, or the form that our own
   kernelspecs use.
 - Whether an interpreter can import the extension is found out by asking that interpreter, never guessed: a kernel
-  that is believed to have a gate and has none would start on the GPU without being admitted.
+  that is believed to have a gate and has none would start on the GPU without being admitted. `LAUNCH_CODE` needs no
+  asking: where it cannot import the extension, the process ends before it is a kernel.
 - ipykernel puts the notebook's folder before site-packages, so a folder `kernelext` or `provisioner` in it would
   shadow ours. `LAUNCH_CODE` imports ours first; a command of another form is changed to it where there is such a
   folder.
@@ -100,17 +101,19 @@ def launch_argv(argv: Sequence[str], found: IPythonKernel) -> list[str]:
 def plan_kernel(argv: Sequence[str], environment: Mapping[str, str], folder: str) -> KernelPlan:
     """Find out whether the extension can be loaded by this kernelspec's `argv`, started in `folder` with `environment`.
 
-    Runs the kernel's interpreter once if it is not known yet: from an event loop, call it in a thread. Raises nothing:
-    an interpreter that cannot be asked is one without the extension.
+    Runs the kernel's interpreter once if it must be asked and is not known yet: from an event loop, call it in a
+    thread. Raises nothing: an interpreter that cannot be asked is one without the extension.
     """
     found = find_ipykernel(argv)
     if found is None:
         return KernelPlan(is_ipykernel=False, gated=False)
+    if found.ours:
+        return KernelPlan(is_ipykernel=True, gated=True)
     interpreter = _interpreter(argv[0], environment)
     origins = None if interpreter is None else _origins(interpreter, tuple(argv[1 : found.start]), environment)
     if origins is None:
         return KernelPlan(is_ipykernel=True, gated=False)
-    return KernelPlan(is_ipykernel=True, gated=True, protect=not found.ours and _is_shadowed(Path(folder), origins))
+    return KernelPlan(is_ipykernel=True, gated=True, protect=_is_shadowed(Path(folder), origins))
 
 
 def _is_launch_code(code: str) -> bool:

@@ -1,6 +1,7 @@
 """Which commands start ipykernel, and whether an interpreter will really find the extension."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,6 +63,19 @@ def test_an_interpreter_that_cannot_be_asked_has_no_extension(places: Places) ->
     assert plan(places, interpreter="/nowhere/python") == without
     assert plan(places, interpreter="no-such-python") == without
     assert plan(places, "-I", "-S") == without  # without site-packages it is not importable
+
+
+def test_our_own_form_is_not_asked_about_because_it_cannot_become_a_kernel_without_the_extension(
+    places: Places,
+) -> None:
+    argv = [places.python, "-P", "-c", LAUNCH_CODE]
+    assert plan_kernel(["/nowhere/python", *argv[1:]], {}, str(places.work)) == KernelPlan(
+        is_ipykernel=True, gated=True
+    )
+    without = {**os.environ, "PYTHONPATH": ""}
+    ended = subprocess.run([argv[0], "-I", "-S", *argv[1:]], env=without, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "No module named 'kernelext'" in ended.stderr
 
 
 def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> None:
