@@ -12,6 +12,8 @@ import json
 import logging
 import logging.handlers
 import os
+import resource
+import secrets
 import subprocess
 import sys
 import time
@@ -38,6 +40,7 @@ log = logging.getLogger("provisioner.broker")
 _OTHER_PATIENCE_S = 30.0
 _LETTING_GO_S = 1.0
 _RETRY_S = 0.05
+_OPEN_FILES = 65536
 _RESTART_ENVIRONMENT = ("JUPYTER_", "PYTHON", "XDG_")
 _NOT_INHERITED = (
     "JUPYTER_GPU_LEASE",
@@ -74,10 +77,14 @@ def run_broker(options: BrokerOptions) -> int:
         socket=socket,
         simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
     )
-    Path(socket).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if options.detach:
-        return _detach(replace(options, detach=False), socket)
-    sentence = _serve(options, socket, ready=None)
+    try:
+        Path(socket).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if options.detach:
+            return _detach(replace(options, detach=False), socket)
+    except OSError as error:
+        sentence = _cannot_run(socket, error)
+    else:
+        sentence = _serve(options, socket, ready=None)
     if sentence:
         sys.stderr.write(f"jupyter gpu broker: {sentence}\n")
         return 1
@@ -135,12 +142,13 @@ def _detach(options: BrokerOptions, socket: str) -> int:
 def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
     """Return "" after an orderly end, else the sentence that says why there is no broker."""
     with ExitStack() as stack:
-        lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        stack.callback(os.close, lock)
-        said = _take_turn(lock, socket, ready)
-        if said is not None:
-            return said
         try:
+            lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            stack.callback(os.close, lock)
+            said = _take_turn(lock, socket, ready)
+            if said is not None:
+                return said
+            _allow_many_files()
             settings = load(options.config_file, _overrides(options))
             _set_up_logging(settings.log_level, socket, to_file=ready is not None)
             backend = stack.enter_context(open_backend(options.simulate, socket))
@@ -166,8 +174,20 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
         except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
             return str(error)
         except OSError as error:
-            return f"the broker cannot run on {socket}: {error}"
+            return _cannot_run(socket, error)
     return ""
+
+
+def _cannot_run(socket: str, error: OSError) -> str:
+    return f"the broker cannot run on {socket}: {error}; mend that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
+
+
+def _allow_many_files() -> None:
+    """Raise the soft limit of open files as far as it goes: each kernel takes about eight, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _claimed(device_id: str) -> DeviceClaim:
@@ -258,7 +278,7 @@ def _restart_file(options: BrokerOptions, socket: str) -> None:
         },
     }
     path = Path(socket).with_name("broker.json")
-    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh = path.with_suffix(f".{secrets.token_hex(4)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         json.dump(content, file)

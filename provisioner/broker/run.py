@@ -29,6 +29,7 @@ from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.claims import DeviceClaim
 from provisioner.host.memory import system_headroom
 from provisioner.ledger.ledger import Ledger
+from provisioner.protocol.errors import BrokerUnavailableError
 
 __all__ = ["Run", "device_specs"]
 
@@ -146,7 +147,12 @@ class Run:
 
     def _bind(self) -> socket_module.socket:
         service = os.getuid() == 0 and Path(self._socket).parent == Path("/run/jupyter-gpu")
-        return bind_unix_socket(self._socket, mode=_SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN)
+        try:
+            return bind_unix_socket(self._socket, mode=_SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN)
+        except ValueError as error:
+            raise BrokerUnavailableError(
+                f"{self._socket} is there and is not a socket; move it away, or choose another place with --socket"
+            ) from error
 
     def _remove_socket(self) -> None:
         Path(self._socket).unlink(missing_ok=True)
