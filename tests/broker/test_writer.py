@@ -1,0 +1,115 @@
+"""Ledger writes keep their order, share transactions, and a failed one fails for whoever waits for it and for nobody else."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from provisioner.broker.writer import LedgerWriter
+from provisioner.ledger.ledger import Ledger
+from provisioner.ledger.records import LedgerError, RecordError
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    tmp_path.chmod(0o700)
+    return Ledger.open(tmp_path / "ledger.sqlite")
+
+
+def note(ledger: Ledger, sentence: str) -> Callable[[], None]:
+    return lambda: ledger.record("lease", 1, "test", sentence)
+
+
+def told(ledger: Ledger) -> list[str]:
+    return [line.sentence for line in ledger.story("lease")]
+
+
+async def test_writes_keep_their_order_and_share_transactions(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    transactions = 0
+    real = Ledger.transaction
+
+    @contextmanager
+    def counted(self: Ledger) -> Iterator[None]:
+        nonlocal transactions
+        transactions += not self._require().in_transaction
+        with real(self):
+            yield
+
+    monkeypatch.setattr(Ledger, "transaction", counted)
+    writer = LedgerWriter(ledger)
+    begun, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert held.wait(30)
+
+    writer.submit(hold)
+    assert await asyncio.to_thread(begun.wait, 30)
+    notes = [writer.submit(note(ledger, f"{number}")) for number in range(50)]
+    last = writer.submit(note(ledger, "last"))
+    held.set()
+    await last
+    assert all(one.done() for one in notes)
+    assert told(ledger) == [*map(str, range(50)), "last"]
+    assert transactions == 2
+    await writer.close()
+
+
+async def test_a_write_that_does_not_fit_fails_alone(ledger: Ledger, caplog: pytest.LogCaptureFixture) -> None:
+    writer = LedgerWriter(ledger)
+
+    def misfit() -> None:
+        raise RecordError("no such operation is open")
+
+    writer.submit(note(ledger, "before"))
+    bad = asyncio.create_task(writer.run(misfit))
+    writer.submit(misfit)
+    writer.submit(note(ledger, "after"))
+    with pytest.raises(RecordError, match="no such operation is open"):
+        await bad
+    await writer.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == [
+        "the ledger was not written: no such operation is open"
+    ]
+
+
+async def test_a_full_disk_fails_the_whole_group_and_the_next_one_is_tried(ledger: Ledger) -> None:
+    writer = LedgerWriter(ledger)
+
+    def full() -> None:
+        raise LedgerError("the disk is full")
+
+    first = asyncio.create_task(writer.run(note(ledger, "lost")))
+    second = asyncio.create_task(writer.run(full))
+    for task in (first, second):
+        with pytest.raises(LedgerError, match="the disk is full"):
+            await task
+    await writer.run(note(ledger, "kept"))
+    assert told(ledger) == ["kept"], "nothing of a failed group is kept"
+    await writer.close()
+
+
+async def test_a_write_goes_on_when_whoever_waited_for_it_is_cancelled(ledger: Ledger) -> None:
+    writer = LedgerWriter(ledger)
+    waiting = asyncio.create_task(writer.run(note(ledger, "kept")))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await writer.run(note(ledger, "next"))
+    assert told(ledger) == ["kept", "next"]
+    await writer.close()
+
+
+async def test_closing_writes_what_is_pending(tmp_path: Path, ledger: Ledger) -> None:
+    writer = LedgerWriter(ledger)
+    writer.submit(note(ledger, "pending"))
+    await writer.close()
+    with Ledger.open(tmp_path / "ledger.sqlite") as again:
+        assert told(again) == ["pending"]
+    with pytest.raises(LedgerError, match="is closed"):
+        ledger.story("lease")
