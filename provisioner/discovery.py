@@ -28,7 +28,7 @@ from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.limits import PROTOCOL_VERSION
 
-__all__ = ["SYSTEM_SOCKET", "ensure_broker", "runtime_dir", "socket_path"]
+__all__ = ["SYSTEM_SOCKET", "ensure_broker", "restart_file", "runtime_dir", "socket_path"]
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
@@ -131,7 +131,7 @@ def _start(path: str, timeout_s: float) -> None:
         except OSError as error:
             raise BrokerUnavailableError(
                 f"the GPU broker could not be started: {argv[0]}: {error.strerror}; if that environment was removed, "
-                f"delete {_settings_path(path)}"
+                f"delete {restart_file(path)}"
             ) from error
         try:
             code = process.wait(timeout_s)
@@ -157,14 +157,15 @@ def _last_sentence(descriptor: int, code: int) -> str:
     return f"the GPU broker could not be started (exit code {code}); run `jupyter gpu broker` to see why"
 
 
-def _settings_path(path: str) -> Path:
+def restart_file(path: str) -> Path:
+    """Return where the broker on this socket writes how to start it again; it is there while leases may live."""
     return Path(path).with_name("broker.json")
 
 
 def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
     """Return argv and extra environment of the start command."""
     default = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", path]
-    settings = _settings_path(path)
+    settings = restart_file(path)
     try:
         descriptor = os.open(settings, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

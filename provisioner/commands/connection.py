@@ -1,10 +1,10 @@
-"""How commands reach the broker that runs. None of this starts one."""
+"""How commands reach the broker: the one that runs, or the one that crashed and whose kernels need it again. None starts a first one."""
 
 import argparse
 
 from provisioner.client import BrokerClient
 from provisioner.commands.failure import CommandError
-from provisioner.discovery import socket_path
+from provisioner.discovery import ensure_broker, restart_file, socket_path
 from provisioner.protocol.errors import BrokerUnavailableError
 
 __all__ = ["add_socket_argument", "broker_if_running", "running_broker"]
@@ -20,14 +20,19 @@ def add_socket_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
-    """Return a client of the broker that runs, or None. Raises BrokerUnavailableError if there may be one that cannot be reached."""
-    client = BrokerClient(socket or socket_path())
+    """Return a client of the broker that runs, or None; one that ended without being told to is started again.
+
+    Raises BrokerUnavailableError if there may be one that cannot be reached, or if it cannot be started again.
+    """
+    path = socket or socket_path()
+    client = BrokerClient(path)
     try:
         client.ping()
     except BrokerUnavailableError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
-            return None
-        raise
+        if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
+            raise
+        # A broker that ends with no lease left takes this file with it.
+        return ensure_broker(path) if restart_file(path).exists() else None
     return client
 
 
