@@ -1,7 +1,7 @@
 """What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
 
 from provisioner.core.model import HOLDING, LeaseState
-from provisioner.core.state import Books
+from provisioner.core.state import Books, Operation
 
 __all__ = ["InvariantError", "check_devices", "validate"]
 
@@ -32,9 +32,9 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
             raise InvariantError(f"device {device_id} was given away beyond its memory: {device}")
 
 
-def validate(books: Books, operations: dict[int, str]) -> None:
+def validate(books: Books, operations: dict[int, Operation]) -> None:
     """Check the whole state. Raises InvariantError."""
-    broken = [*_totals(books), *_leases(books), *_operations(books, operations)]
+    broken = [*_totals(books), *_leases(books), *_queue(books), *_operations(books, operations)]
     if broken:
         raise InvariantError("; ".join(broken))
 
@@ -42,9 +42,7 @@ def validate(books: Books, operations: dict[int, str]) -> None:
 def _totals(books: Books) -> list[str]:
     broken = []
     for device_id, device in books.devices.items():
-        total = sum(
-            lease.spec.reserve_mib for lease in books.leases.values() if lease.reserved and lease.device_id == device_id
-        )
+        total = sum(lease.held_mib for lease in books.leases.values() if lease.device_id == device_id)
         if total != device.reserved_mib:
             broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")
     saved = sum(lease.saved_mib for lease in books.leases.values())
@@ -69,10 +67,14 @@ def _leases(books: Books) -> list[str]:
             broken.append(f"{name} holds a reservation")
         if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.reserved:
             broken.append(f"{name} has no reservation")
-        if (lease.ticket is not None) != (lease.lease_id in books.queue):
-            broken.append(f"{name}: the queue does not agree about its ticket")
-        if lease.ticket is not None and lease.state not in _QUEUEING:
-            broken.append(f"{name} waits for what it has")
+        if lease.reserved and lease.held_mib < lease.need_mib and lease.state is not LeaseState.QUARANTINED:
+            broken.append(f"{name} holds {lease.held_mib} MiB and needs {lease.need_mib} MiB")
+        if lease.host_mib and lease.state not in (LeaseState.SUSPENDING, LeaseState.QUARANTINED):
+            broken.append(f"{name} has {lease.host_mib} MiB of host memory reserved")
+        if lease.asked_to_suspend and lease.state is not LeaseState.RESIDENT:
+            broken.append(f"{name} is still to be suspended")
+        if (lease.expires_ms is not None) != (lease.state is LeaseState.UNATTACHED):
+            broken.append(f"{name} expires at {lease.expires_ms}")
         if lease.saved_mib and lease.state not in (LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED):
             broken.append(f"{name} has {lease.saved_mib} MiB saved")
         if lease.state is LeaseState.ENDED:
@@ -80,12 +82,32 @@ def _leases(books: Books) -> list[str]:
     return broken
 
 
-def _operations(books: Books, operations: dict[int, str]) -> list[str]:
+def _queue(books: Books) -> list[str]:
+    broken = []
+    line = books.line()
+    if {lease.lease_id for lease in line} != {lease.lease_id for lease in books.leases.values() if lease.ticket}:
+        broken.append("the queue does not agree with the leases about who has a ticket")
+    if len(line) != books.waiting:
+        broken.append(f"{len(line)} leases wait, {books.waiting} were counted")
+    broken += [
+        f"lease {lease.lease_id} ({lease.state}) waits for what it has"
+        for lease in line
+        if lease.state not in _QUEUEING or (lease.state is LeaseState.UNATTACHED and lease.reserved)
+    ]
+    for pool, members in books.lines.items():
+        places = [books.ticket_view(lease) for lease in members]
+        if [view.position for view in places if view is not None] != list(range(1, len(members) + 1)):
+            broken.append(f"the queue of pool {pool} is out of order")
+    return broken
+
+
+def _operations(books: Books, operations: dict[int, Operation]) -> list[str]:
     broken = []
     for lease in books.leases.values():
         under_way = lease.operation_id is not None
         if under_way != (lease.state in _IN_OPERATION):
             broken.append(f"lease {lease.lease_id} is {lease.state} with operation {lease.operation_id}")
-        if under_way and operations.get(lease.operation_id or 0) != lease.lease_id:
+        operation = operations.get(lease.operation_id or 0)
+        if under_way and (operation is None or operation.lease_id != lease.lease_id):
             broken.append(f"lease {lease.lease_id}: operation {lease.operation_id} holds no swap channel")
     return broken

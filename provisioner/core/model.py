@@ -9,6 +9,7 @@ from enum import StrEnum
 __all__ = [
     "HOLDING",
     "DeviceSpec",
+    "DeviceView",
     "LeaseSpec",
     "LeaseState",
     "LeaseView",
@@ -60,18 +61,14 @@ class PoolSpec:
     devices: tuple[str, ...]  # device ids; a device is in one pool
     fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # on offer; empty = any from 1 to 1000
     oversubscription_milli: int | None = None  # sum of requests over capacity, in thousandths; None = unlimited
-    idle_after_ms: int | None = (
-        300_000  # suspend when idle this long; 0 = at once; None = only when somebody needs the room
+    idle_after_ms: int | None = 300_000  # suspend when idle this long; 0 = at once; None = only when room is needed
+    min_residency_ms: int = (
+        10_000  # a busy lease is not preempted before, nor is one suspended that has run nothing since it was let in
     )
-    min_residency_ms: int = 10_000  # a busy lease is not preempted before
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
-    retry_refused_ms: int = (
-        30_000  # a lease whose suspend was refused or aborted is not chosen as a victim again before this
-    )
+    retry_refused_ms: int = 30_000  # after a refused or aborted suspend, a lease is left alone for this long
     max_passed_over: int = 8  # K of law 4
-    may_move: bool = (
-        False  # a suspended lease may be resumed on another device of the same name (the driver must be able to)
-    )
+    may_move: bool = False  # a suspended lease may be resumed on another device of the same name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +93,7 @@ class LeaseView:
     state: LeaseState
     generation: int  # grows at every state change; an operation's answer with an old one is stale
     device_id: str | None  # where the reservation is (HOLDING), else the device it was last on
-    saved_mib: int  # in host memory while suspended; reserved for it while suspending
+    saved_mib: int  # in host memory while suspended
     used_mib: int  # last measured use on the device
     busy: bool
     since_ms: int  # when it entered this state
@@ -104,6 +101,24 @@ class LeaseView:
     operation_id: int | None
     reason: str  # reason code of the last change
     sentence: str  # the same for people
+    reserved_mib: int = 0  # what it holds on `device_id` now (an unattached lease may hold its reservation in advance)
+    host_reserved_mib: int = 0  # reserved in host memory for what a suspend under way will save
+    suspend_asked: bool = False  # somebody asked for its suspend, which waits for the swap channel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceView:
+    """A read-only picture of one device, MiB. Over-committed: reservations and strangers exceed what may be leased."""
+
+    device_id: str
+    name: str
+    pool: str | None
+    memory_mib: int
+    leasable_mib: int
+    reserved_mib: int
+    stranger_mib: int
+    over_committed: bool
+    lost: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +132,6 @@ class TicketView:
     reason: str  # why it waits, machine-readable
     sentence: str  # why it waits, for people
     blockers: tuple[str, ...] = field(default=())  # lease ids it waits for
+    urgent: bool = False  # goes before others of its priority
+    need_mib: int = 0  # what it will hold once it is served
+    kept_on: tuple[str, ...] = ()  # devices where room is kept for it, because it was passed over too often

@@ -1,6 +1,6 @@
 """Whether a new lease can be admitted at all: what can never be served is refused at once, with what there is and what to do."""
 
-from provisioner.core.model import LeaseSpec
+from provisioner.core.model import LeaseSpec, PoolSpec
 from provisioner.core.scheduling import Wait
 from provisioner.core.state import Books
 from provisioner.core.units import format_fraction, format_memory
@@ -12,6 +12,12 @@ def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
     """Return the reason and sentence of a refusal, or None."""
     if spec.lease_id in books.leases:
         return Wait("duplicate-lease", f"lease {spec.lease_id} exists already; a new lease needs a new id")
+    if not 1 <= spec.fraction_milli <= 1000 or spec.reserve_mib < 1:
+        return Wait(
+            "bad-size",
+            f"a fraction of {spec.fraction_milli} thousandths with {spec.reserve_mib} MiB was asked; "
+            "allowed: 1 to 1000 thousandths, and 1 MiB or more",
+        )
     pool = books.pools.get(spec.pool)
     if pool is None:
         names = ", ".join(sorted(books.pools)) or "none"
@@ -23,6 +29,11 @@ def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
             f"a fraction of {format_fraction(spec.fraction_milli)} was asked, but pool {pool.name!r} offers {offered}; "
             "ask for one of these",
         )
+    return _too_much(books, pool, spec)
+
+
+def _too_much(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+    """Say that the pool can never give, or must not promise, so much memory."""
     sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
     if spec.reserve_mib > max(sizes, default=0):
         return Wait(
@@ -30,13 +41,14 @@ def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
             f"{format_memory(spec.reserve_mib)} were asked, but the largest device of pool {pool.name!r} can give "
             f"{format_memory(max(sizes, default=0))}; ask for that or less",
         )
-    if pool.oversubscription_milli is not None:
-        promised = sum(lease.spec.reserve_mib for lease in books.leases.values() if lease.spec.pool == pool.name)
-        limit = sum(sizes) * pool.oversubscription_milli // 1000
-        if promised + spec.reserve_mib > limit:
-            return Wait(
-                "pool-full",
-                f"{format_memory(spec.reserve_mib)} were asked, but pool {pool.name!r} has promised {format_memory(promised)} of the "
-                f"{format_memory(limit)} it may promise; shut a kernel down, or ask for a smaller fraction",
-            )
-    return None
+    if pool.oversubscription_milli is None:
+        return None
+    promised = sum(lease.spec.reserve_mib for lease in books.leases.values() if lease.spec.pool == pool.name)
+    limit = sum(sizes) * pool.oversubscription_milli // 1000
+    if promised + spec.reserve_mib <= limit:
+        return None
+    return Wait(
+        "pool-full",
+        f"{format_memory(spec.reserve_mib)} were asked, but pool {pool.name!r} has promised {format_memory(promised)} of the "
+        f"{format_memory(limit)} it may promise; shut a kernel down, or ask for a smaller fraction",
+    )

@@ -1,19 +1,22 @@
-"""Who gets which room next: pure questions over the books, answered for the arbiter, which alone changes anything.
+"""Who gets which room next: pure questions over the books, answered for one pass over the queue.
 
 The queue is served in order. A ticket that fits is granted. One that does not, but would if idle leases stepped aside, makes them do
-so one after another, and the room they make is kept for it (`kept`, MiB per device, counts against everybody behind it). One that
-would not fit even then waits, and nobody is suspended for it in vain (law 3). Whoever is behind may overtake a ticket that cannot be
-served at most K times; then room is kept for that one, too (law 4).
+so one after another, and the room they make is promised to it. One that would not fit even then waits, and nobody is suspended for it
+in vain (law 3). Whoever is behind may overtake a ticket that cannot be served at most K times; then room is kept for that one (law 4).
+
+`Room` is what such a pass has left to give. Of each device it knows two sums: what is free and not kept for a ticket ahead, and what
+suspends under way or planned will free and is not promised yet. A ticket that makes room takes of the second first, so whoever is
+behind may use at once what is free and not needed (law 7).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from provisioner.core.model import LeaseState, PoolSpec
+from provisioner.core.model import HOLDING, LeaseState, PoolSpec
 from provisioner.core.state import Books, Lease
 from provisioner.core.units import format_memory
 
-__all__ = ["Plan", "Wait", "best_fit", "candidates", "plan_room", "why_not"]
+__all__ = ["Plan", "Room", "Wait", "candidates", "willing_from_ms"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,115 +36,186 @@ class Wait:
     blockers: tuple[str, ...] = ()
 
 
-def candidates(books: Books, pool: PoolSpec, lease: Lease) -> list[str]:
-    """Return the devices the lease may go to now, its home first. Saved state goes home unless the pool lets it move to a like device."""
-    present = [
+def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
+    """Return the devices the lease may go to now.
+
+    Saved state goes home, even if its home has left the pool, unless the pool lets it move to a like device; its home comes first.
+    """
+    present = tuple(
         device_id for device_id in pool.devices if device_id in books.devices and not books.devices[device_id].lost
-    ]
-    if lease.state is not LeaseState.SUSPENDED or lease.device_id is None:
+    )
+    if lease.state is not LeaseState.SUSPENDED:
         return present
-    home = books.devices.get(lease.device_id)
-    like = [
+    home = books.devices.get(lease.home_id or "")
+    if home is None:
+        return ()
+    home_id = home.spec.device_id
+    like = tuple(
         device_id
         for device_id in present
-        if device_id == lease.device_id
-        or (pool.may_move and home and books.devices[device_id].spec.name == home.spec.name)
-    ]
-    return sorted(like, key=lambda device_id: device_id != lease.device_id)
-
-
-def best_fit(books: Books, devices: Iterable[str], need_mib: int, kept: Mapping[str, int]) -> str | None:
-    """Return the device that the need leaves least room on, the first among equals; None if it fits nowhere."""
-    best: tuple[int, str] | None = None
-    for device_id in devices:
-        left = books.devices[device_id].free_mib - kept.get(device_id, 0) - need_mib
-        if left >= 0 and (best is None or left < best[0]):
-            best = (left, device_id)
-    return best[1] if best else None
-
-
-def plan_room(books: Books, lease: Lease, devices: Iterable[str], kept: Mapping[str, int], now_ms: int) -> Plan | Wait:
-    """Return how to make room for the lease with the fewest, least recently used idle leases, or why that cannot be done."""
-    best: tuple[int, int, Plan] | None = None
-    short_of_host: Wait | None = None
-    for device_id in devices:
-        short = lease.spec.reserve_mib - (books.devices[device_id].free_mib - kept.get(device_id, 0))
-        short -= sum(
-            other.spec.reserve_mib
-            for other in books.by_state[LeaseState.SUSPENDING].values()
-            if other.device_id == device_id
-        )
-        victims = _victims(books, device_id, short, now_ms)
-        if victims is None:
-            continue
-        host_mib = sum(victim.spec.reserve_mib for victim in victims)
-        if host_mib > books.host_left_mib:
-            short_of_host = Wait(
-                "wait.host-memory",
-                f"idle kernels could make room, but saving them takes up to {format_memory(host_mib)} of host memory, "
-                f"of which {format_memory(max(0, books.host_left_mib))} are left",
-                tuple(victim.lease_id for victim in victims),
-            )
-            continue
-        latest = max((victim.last_active_ms for victim in victims), default=0)
-        if best is None or (len(victims), latest) < best[:2]:
-            best = (len(victims), latest, Plan(device_id, victims))
-    if best is not None:
-        return best[2]
-    return short_of_host or why_not(books, lease, devices, kept)
-
-
-def _victims(books: Books, device_id: str, short_mib: int, now_ms: int) -> tuple[Lease, ...] | None:
-    """Return idle leases whose room covers the shortage, least recently used first and none in vain; None if there are not enough."""
-    if short_mib <= 0:
-        return ()
-    idle = sorted(
-        (
-            other
-            for other in books.by_state[LeaseState.RESIDENT].values()
-            if other.device_id == device_id and not other.busy and other.retry_ms <= now_ms
-        ),
-        key=lambda other: (other.last_active_ms, other.lease_id),
+        if device_id != home_id and pool.may_move and books.devices[device_id].spec.name == home.spec.name
     )
-    chosen: list[Lease] = []
-    room = 0
-    for other in idle:
-        if room >= short_mib:
-            break
-        chosen.append(other)
-        room += other.spec.reserve_mib
-    if room < short_mib:
+    home_serves = not home.lost and (home_id in present or not like)
+    return (home_id, *like) if home_serves else like
+
+
+def willing_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
+    """Return when a resident lease may be suspended for others: not while it is busy, or was refused, or has had no chance to run."""
+    if lease.busy:
         return None
-    for other in list(reversed(chosen)):
-        if room - other.spec.reserve_mib >= short_mib:
-            chosen.remove(other)
-            room -= other.spec.reserve_mib
-    return tuple(chosen)
+    return max(lease.retry_ms, 0 if lease.ran else lease.since_ms + pool.min_residency_ms)
 
 
-def why_not(books: Books, lease: Lease, devices: Iterable[str], kept: Mapping[str, int]) -> Wait:
-    """Say why a ticket that fits nowhere, and that nobody idle can make room for, waits."""
-    devices = list(devices)
-    need = format_memory(lease.spec.reserve_mib)
-    if not devices:
-        return Wait("wait.device-lost", f"{need} are needed, but no device that this kernel may use is there now")
-    holders = [other for other in books.leases.values() if other.reserved and other.device_id in devices]
-    busy = [other.lease_id for other in holders if other.busy]
-    roomiest = max(books.devices[device_id].free_mib for device_id in devices)
-    if any(
-        kept.get(device_id, 0) and books.devices[device_id].free_mib >= lease.spec.reserve_mib for device_id in devices
-    ):
+class Room:
+    """What one pass over the queue has left to give, MiB. What a ticket was promised is gone for those behind it."""
+
+    def __init__(self, books: Books, now_ms: int) -> None:
+        self._books = books
+        self._now_ms = now_ms
+        self._kept: dict[str, int] = {}
+        self._coming: dict[str, int] = {}
+        self._planned_host_mib = 0
+        self._willing: dict[str, list[Lease]] | None = None
+        for lease in books.by_state[LeaseState.SUSPENDING].values():
+            self._add_coming(lease.device_id or "", lease.held_mib)
+
+    def free_mib(self, device_id: str) -> int:
+        """What is free on the device and not kept; negative if more is kept than there is."""
+        return self._books.devices[device_id].free_mib - self._kept.get(device_id, 0)
+
+    def best_fit(self, devices: Iterable[str], need_mib: int) -> str | None:
+        """Return the device that the need leaves least room on, the first among equals; None if it fits nowhere."""
+        best: tuple[int, str] | None = None
+        for device_id in devices:
+            left = self.free_mib(device_id) - need_mib
+            if left >= 0 and (best is None or left < best[0]):
+                best = (left, device_id)
+        return best[1] if best else None
+
+    def keep(self, device_id: str, need_mib: int) -> None:
+        """Keep room that is free, or becomes free, for a ticket."""
+        self._kept[device_id] = self._kept.get(device_id, 0) + need_mib
+
+    def nearest(self, devices: Iterable[str], need_mib: int) -> str | None:
+        """Return the device that lacks least for the need, among those that could ever have room for it."""
+        possible = [device_id for device_id in devices if self._roomy(device_id, need_mib)]
+        return max(possible, key=self._total, default=None)
+
+    def plan(self, lease: Lease, devices: Sequence[str]) -> Plan | Wait:
+        """Return how to make room with the fewest, least recently used idle leases, or why that cannot be done."""
+        best: tuple[int, int, Plan] | None = None
+        short_of_host: Wait | None = None
+        for device_id in devices:
+            victims = self._victims(device_id, lease.need_mib - self._total(device_id))
+            if victims is None:
+                continue
+            host_mib = sum(victim.host_need_mib for victim in victims)
+            left_mib = self._books.host_left_mib - self._planned_host_mib
+            if victims and host_mib > left_mib:
+                short_of_host = Wait(
+                    "wait.host-memory",
+                    f"idle kernels could make room, but saving them takes up to {format_memory(host_mib)} of host memory, "
+                    f"of which {format_memory(max(0, left_mib))} are left",
+                    tuple(victim.lease_id for victim in victims),
+                )
+                continue
+            latest = max((victim.last_active_ms for victim in victims), default=0)
+            if best is None or (len(victims), latest) < best[:2]:
+                best = (len(victims), latest, Plan(device_id, victims))
+        if best is not None:
+            return best[2]
+        return short_of_host or self._why_not(lease, devices)
+
+    def promise(self, plan: Plan, need_mib: int) -> None:
+        """Give a ticket the room that its plan makes, and of what is free only what it needs beside."""
+        for victim in plan.victims:
+            self._idle(plan.device_id).remove(victim)
+            self._add_coming(plan.device_id, victim.held_mib)
+            self._planned_host_mib += victim.host_need_mib
+        made_mib = min(need_mib, self._coming.get(plan.device_id, 0))
+        self._add_coming(plan.device_id, -made_mib)
+        self.keep(plan.device_id, need_mib - made_mib)
+
+    def begun(self, victim: Lease) -> None:
+        """A planned suspend is about to begin: the books count its host memory from now on."""
+        self._planned_host_mib -= victim.host_need_mib
+
+    def _add_coming(self, device_id: str, mib: int) -> None:
+        self._coming[device_id] = self._coming.get(device_id, 0) + mib
+
+    def _total(self, device_id: str) -> int:
+        return self.free_mib(device_id) + self._coming.get(device_id, 0)
+
+    def _roomy(self, device_id: str, need_mib: int) -> bool:
+        device = self._books.devices[device_id]
+        return device.spec.leasable_mib - device.stranger_mib >= need_mib
+
+    def _idle(self, device_id: str) -> list[Lease]:
+        """Return who may be suspended on the device, least recently used first."""
+        if self._willing is None:
+            self._willing = {}
+            for lease in self._books.by_state[LeaseState.RESIDENT].values():
+                from_ms = willing_from_ms(self._books.policy(lease), lease)
+                if from_ms is not None and from_ms <= self._now_ms:
+                    self._willing.setdefault(lease.device_id or "", []).append(lease)
+            for idle in self._willing.values():
+                idle.sort(key=lambda lease: (lease.last_active_ms, lease.lease_id))
+        return self._willing.setdefault(device_id, [])
+
+    def _victims(self, device_id: str, short_mib: int) -> tuple[Lease, ...] | None:
+        """Return idle leases whose room covers the shortage, none of them in vain; None if there are not enough."""
+        if short_mib <= 0:
+            return ()
+        chosen: list[Lease] = []
+        room = 0
+        for other in self._idle(device_id):
+            if room >= short_mib:
+                break
+            chosen.append(other)
+            room += other.held_mib
+        if room < short_mib:
+            return None
+        for other in list(reversed(chosen)):
+            if room - other.held_mib >= short_mib:
+                chosen.remove(other)
+                room -= other.held_mib
+        return tuple(chosen)
+
+    def _why_not(self, lease: Lease, devices: Sequence[str]) -> Wait:
+        """Say why a ticket that fits nowhere, and that nobody idle can make room for, waits."""
+        need = format_memory(lease.need_mib)
+        if not devices:
+            return self._nowhere(lease, need)
+        free_mib = {device_id: self._books.devices[device_id].free_mib for device_id in devices}
+        if max(free_mib.values()) >= lease.need_mib:
+            return Wait(
+                "wait.older-ticket", f"{need} are needed; the room there is is kept for a kernel that has waited longer"
+            )
+        free = f"{format_memory(max(0, *free_mib.values()))} are free on the roomiest device"
+        if self.nearest(devices, lease.need_mib) is None:
+            if any(self._books.devices[device_id].stranger_mib for device_id in devices):
+                return Wait("wait.stranger", f"{need} are needed, {free}; processes that hold no lease use the rest")
+            return Wait("wait.too-large", f"{need} are needed, more than any device that this kernel may use has")
+        return self._in_the_way(need, free, frozenset(devices))
+
+    def _nowhere(self, lease: Lease, need: str) -> Wait:
+        if lease.spec.pool in self._books.pools:
+            return Wait("wait.device-lost", f"{need} are needed, but no device that this kernel may use is there now")
+        return Wait("wait.no-pool", f"pool {lease.spec.pool!r} is not configured any more: ask the administrator")
+
+    def _in_the_way(self, need: str, free: str, devices: frozenset[str]) -> Wait:
+        holders = [
+            other
+            for state in (LeaseState.UNATTACHED, *sorted(HOLDING))
+            for other in self._books.by_state[state].values()
+            if other.reserved and other.device_id in devices
+        ]
+        busy = tuple(other.lease_id for other in holders if other.busy)
+        if busy:
+            kernels = "1 kernel is" if len(busy) == 1 else f"{len(busy)} kernels are"
+            return Wait("wait.busy-neighbour", f"{need} are needed, {free}; {kernels} running a cell", busy)
         return Wait(
-            "wait.older-ticket", f"{need} are needed; the room there is is kept for a kernel that has waited longer"
+            "wait.unwilling-neighbour",
+            f"{need} are needed, {free}; the kernels there are idle but cannot be suspended just now",
+            tuple(other.lease_id for other in holders),
         )
-    free = f"{format_memory(max(0, roomiest))} are free on the roomiest device"
-    if busy:
-        kernels = "1 kernel is" if len(busy) == 1 else f"{len(busy)} kernels are"
-        return Wait("wait.busy-neighbour", f"{need} are needed, {free}; {kernels} running a cell", tuple(busy))
-    if any(books.devices[device_id].stranger_mib for device_id in devices):
-        return Wait("wait.stranger", f"{need} are needed, {free}; processes that hold no lease use the rest")
-    return Wait(
-        "wait.unwilling-neighbour",
-        f"{need} are needed, {free}; the kernels there are idle but could not be suspended just now",
-        tuple(other.lease_id for other in holders),
-    )

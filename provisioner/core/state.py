@@ -1,38 +1,39 @@
 """The arbiter's books: leases, devices, tickets, and running totals that every change keeps exact.
 
-Nobody writes `device_id`, `reserved`, `saved_mib` or `host_mib` of a lease but `Books.hold` and `Books.save_on_host`, so the totals
-per device and of the host are always the sums that `invariants` recomputes.
+Nobody writes `device_id`, `held_mib`, `saved_mib` or `host_mib` of a lease but `Books.hold` and `Books.save_on_host`, so the totals
+per device and of the host are always the sums that `invariants` recomputes. The queue is kept sorted: `Books.enqueue` and
+`Books.dequeue` alone touch it.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from heapq import merge
 
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
+from provisioner.core.model import DeviceSpec, DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
 
-__all__ = ["Books", "Device", "DeviceView", "Lease", "Ticket"]
+__all__ = ["Books", "Device", "Lease", "Operation", "Ticket"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceView:
-    """A read-only picture of one device, MiB. Over-committed: reservations and strangers exceed what may be leased."""
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A suspend or resume under way: what its answer must say to be believed."""
 
-    device_id: str
-    name: str
-    pool: str | None
-    memory_mib: int
-    leasable_mib: int
-    reserved_mib: int
-    stranger_mib: int
-    over_committed: bool
-    lost: bool
+    lease_id: str
+    kind: str
+    generation: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Ticket:
-    """A lease's place in the queue: by priority, then first come first served."""
+    """A lease's place in the queue: by priority, then the urgent (and those they passed over too often), then first come first served."""
 
     order: int
     asked_ms: int
-    passed_over: int = 0
+    before_start: bool = False  # may be served before a process stands behind the lease
+    ahead: bool = False  # urgent, or passed over by urgent ones too often
+    passed_over: int = 0  # at most the pool's K; from then on room is kept
+    passed_elsewhere: int = 0  # passed over since, on devices where no room is kept
+    kept_on: tuple[str, ...] = ()  # devices where room is kept
     reason: str = "wait.new"
     sentence: str = "the request has just been made"
     blockers: tuple[str, ...] = ()
@@ -46,7 +47,8 @@ class Lease:
     state: LeaseState = LeaseState.UNATTACHED
     generation: int = 0
     device_id: str | None = None
-    reserved: bool = False  # counts against its device
+    held_mib: int = 0  # reserved on its device; 0: `device_id` says only where it was last
+    home_id: str | None = None  # the device whose memory was, or may have been, saved
     saved_mib: int = 0  # lies in host memory
     host_mib: int = 0  # reserved in host memory for a suspend under way
     used_mib: int = 0
@@ -56,7 +58,10 @@ class Lease:
     operation_id: int | None = None
     reason: str = ""
     sentence: str = ""
+    ran: bool = False  # has been busy since it became resident
     retry_ms: int = 0  # not chosen for a suspend before this
+    failed_resumes: int = 0  # in a row
+    resume_after_ms: int = 0  # a resume that could not start is not tried again before this
     expires_ms: int | None = None
     asked_to_suspend: bool = False
     ticket: Ticket | None = None
@@ -65,6 +70,21 @@ class Lease:
     def lease_id(self) -> str:
         """The lease's id."""
         return self.spec.lease_id
+
+    @property
+    def reserved(self) -> bool:
+        """Whether it counts against its device."""
+        return self.held_mib > 0
+
+    @property
+    def need_mib(self) -> int:
+        """What must be reserved on a device for it: its cap, or what was saved of one that had gone past its cap."""
+        return max(self.spec.reserve_mib, self.saved_mib)
+
+    @property
+    def host_need_mib(self) -> int:
+        """What must be reserved on the host before it is suspended."""
+        return max(self.held_mib, self.used_mib)
 
     def view(self) -> LeaseView:
         """Return the lease as others see it."""
@@ -81,6 +101,9 @@ class Lease:
             operation_id=self.operation_id,
             reason=self.reason,
             sentence=self.sentence,
+            reserved_mib=self.held_mib,
+            host_reserved_mib=self.host_mib,
+            suspend_asked=self.asked_to_suspend,
         )
 
 
@@ -111,7 +134,8 @@ class Books:
     devices: dict[str, Device] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     by_state: dict[LeaseState, dict[str, Lease]] = field(default_factory=lambda: {state: {} for state in LeaseState})
-    queue: dict[str, Lease] = field(default_factory=dict)  # leases with a ticket
+    lines: dict[str, list[Lease]] = field(default_factory=dict)  # leases with a ticket by pool, in order
+    waiting: int = 0  # how many
     host_budget_mib: int = 0
     host_saved_mib: int = 0
     host_reserved_mib: int = 0
@@ -132,13 +156,13 @@ class Books:
         lease.state = new
         self.by_state[new][lease.lease_id] = lease
 
-    def hold(self, lease: Lease, device_id: str | None, *, reserved: bool) -> None:
-        """Say where the lease's reservation is, or was (`reserved` False)."""
-        if lease.reserved and lease.device_id in self.devices:
-            self.devices[lease.device_id].reserved_mib -= lease.spec.reserve_mib
-        lease.device_id, lease.reserved = device_id, reserved and device_id is not None
-        if lease.reserved and lease.device_id in self.devices:
-            self.devices[lease.device_id].reserved_mib += lease.spec.reserve_mib
+    def hold(self, lease: Lease, device_id: str | None, held_mib: int = 0) -> None:
+        """Say where the lease's reservation is and how large, or (0) where it was."""
+        if lease.device_id in self.devices:
+            self.devices[lease.device_id].reserved_mib -= lease.held_mib
+        lease.device_id, lease.held_mib = device_id, held_mib if device_id is not None else 0
+        if lease.device_id in self.devices:
+            self.devices[lease.device_id].reserved_mib += lease.held_mib
 
     def save_on_host(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
         """Say what the lease has in host memory, and what is reserved there for it."""
@@ -155,24 +179,41 @@ class Books:
         """Return the pool that has the device."""
         return next((pool.name for pool in self.pools.values() if device_id in pool.devices), None)
 
+    def policy(self, lease: Lease) -> PoolSpec:
+        """Return the pool's policy; for a lease whose pool is not configured (any more) the usual one, without devices."""
+        return self.pools.get(lease.spec.pool) or PoolSpec(name=lease.spec.pool, devices=())
+
+    def enqueue(self, lease: Lease, ticket: Ticket) -> None:
+        """Put a lease without a ticket in its place in the queue."""
+        lease.ticket = ticket
+        insort(self.lines.setdefault(lease.spec.pool, []), lease, key=_rank)
+        self.waiting += 1
+
+    def dequeue(self, lease: Lease) -> Ticket | None:
+        """Take the lease out of the queue; return its ticket, if it had one."""
+        ticket = lease.ticket
+        if ticket is not None:
+            del self.lines[lease.spec.pool][self._place(lease)]
+            lease.ticket = None
+            self.waiting -= 1
+        return ticket
+
+    def _place(self, lease: Lease) -> int:
+        return bisect_left(self.lines[lease.spec.pool], _rank(lease), key=_rank)
+
     def line(self) -> list[Lease]:
         """Return the leases with tickets, in the order in which they are served."""
-        return sorted(self.queue.values(), key=_rank)
+        return list(merge(*self.lines.values(), key=_rank))
+
+    def ticket_view(self, lease: Lease) -> TicketView | None:
+        """Return the lease's place in its pool's queue, or None."""
+        return None if lease.ticket is None else _ticket_view(lease, lease.ticket, self._place(lease) + 1)
 
     def ticket_views(self, pool: str) -> list[TicketView]:
         """Return the pool's queue."""
-        line = [lease for lease in self.line() if lease.spec.pool == pool]
         return [
-            TicketView(
-                lease_id=lease.lease_id,
-                position=position,
-                asked_ms=lease.ticket.asked_ms,
-                passed_over=lease.ticket.passed_over,
-                reason=lease.ticket.reason,
-                sentence=lease.ticket.sentence,
-                blockers=lease.ticket.blockers,
-            )
-            for position, lease in enumerate(line, 1)
+            _ticket_view(lease, lease.ticket, position)
+            for position, lease in enumerate(self.lines.get(pool, ()), 1)
             if lease.ticket is not None
         ]
 
@@ -194,5 +235,22 @@ class Books:
         ]
 
 
-def _rank(lease: Lease) -> tuple[int, int]:
-    return (-lease.spec.priority, lease.ticket.order if lease.ticket is not None else 0)
+def _ticket_view(lease: Lease, ticket: Ticket, position: int) -> TicketView:
+    return TicketView(
+        lease_id=lease.lease_id,
+        position=position,
+        asked_ms=ticket.asked_ms,
+        passed_over=ticket.passed_over,
+        reason=ticket.reason,
+        sentence=ticket.sentence,
+        blockers=ticket.blockers,
+        urgent=ticket.ahead,
+        need_mib=lease.need_mib,
+        kept_on=ticket.kept_on,
+    )
+
+
+def _rank(lease: Lease) -> tuple[int, bool, int]:
+    if lease.ticket is None:
+        raise ValueError(f"lease {lease.lease_id} has no ticket")
+    return (-lease.spec.priority, not lease.ticket.ahead, lease.ticket.order)

@@ -1,0 +1,234 @@
+"""The only hand that changes a lease's state or its place in the queue: every change goes into the books and becomes effects.
+
+What is legal is in `transitions`; when it happens is decided by `arbiter` (the world said so) and `serving` (somebody's turn has come).
+"""
+
+from provisioner.core.effects import (
+    Declined,
+    Effect,
+    Granted,
+    LeaseEnded,
+    LookAgain,
+    Recorded,
+    Resume,
+    StateChanged,
+    Suspend,
+    TicketsChanged,
+)
+from provisioner.core.model import LeaseState
+from provisioner.core.scheduling import Wait
+from provisioner.core.state import Books, Lease, Operation, Ticket
+from provisioner.core.transitions import Cause, next_state
+from provisioner.core.units import format_duration, format_memory
+
+__all__ = ["Changes"]
+
+
+class Changes:
+    """The books, the time, the operations under way, and the effects of the event in hand."""
+
+    def __init__(self, *, first_operation_id: int, parallel_swaps: int) -> None:
+        self.books = Books()
+        self.effects: list[Effect] = []
+        self.now_ms = 0
+        self.operations: dict[int, Operation] = {}
+        self.touched: set[str] = set()  # devices that room was given on
+        self._requeued: set[str] = set()  # pools whose queue changed
+        self._next_operation = first_operation_id
+        self._next_order = 1
+        self._parallel_swaps = parallel_swaps
+
+    def take_effects(self) -> list[Effect]:
+        """Return what the event led to, in order."""
+        for pool in sorted(self._requeued):
+            self.effects.append(TicketsChanged(pool=pool))
+        self._requeued.clear()
+        effects, self.effects = self.effects, []
+        return effects
+
+    # -- states ------------------------------------------------------------------------------------------------------------------
+
+    def move(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
+        """Move the lease as the table says. Raises IllegalTransitionError."""
+        old = lease.state
+        self.books.move(lease, next_state(old, cause))
+        lease.since_ms = self.now_ms
+        self.announce(lease, old, reason, sentence)
+
+    def announce(self, lease: Lease, old: LeaseState | None, reason: str, sentence: str) -> None:
+        """Tell that the lease is in its state now; its generation grows."""
+        lease.generation += 1
+        lease.reason, lease.sentence = reason, sentence
+        self.effects.append(
+            StateChanged(
+                lease_id=lease.lease_id,
+                old=old,
+                new=lease.state,
+                generation=lease.generation,
+                device_id=lease.device_id,
+                saved_mib=lease.saved_mib,
+            )
+        )
+        self.record(lease.lease_id, reason, sentence)
+
+    def record(self, lease_id: str, reason: str, sentence: str) -> None:
+        """Write a line of the lease's story."""
+        self.effects.append(Recorded(lease_id=lease_id, at_ms=self.now_ms, reason=reason, sentence=sentence))
+
+    def decline(self, lease: Lease, reason: str, sentence: str) -> None:
+        """Refuse something that was asked of a lease; drop the wish to suspend it."""
+        lease.asked_to_suspend = False
+        self.effects.append(Declined(lease_id=lease.lease_id, reason=reason, sentence=sentence))
+        self.record(lease.lease_id, f"declined.{reason}", sentence)
+
+    def let_in(self, lease: Lease) -> None:
+        """Tell the lease that it is resident: from now on it can run."""
+        if lease.device_id is not None:
+            self.effects.append(Granted(lease_id=lease.lease_id, device_id=lease.device_id))
+
+    def restart_expiry(self, lease: Lease) -> None:
+        """Give a lease without a process its whole time to live from now on."""
+        lease.expires_ms = self.now_ms + self.books.policy(lease).unattached_ttl_ms
+
+    def empty(self, lease: Lease) -> None:
+        """Free everything the lease holds. An operation under way keeps its swap channel: the worker still works on it."""
+        self.withdraw(lease)
+        self.books.hold(lease, None)
+        self.books.save_on_host(lease)
+        lease.home_id, lease.busy, lease.ran, lease.used_mib = None, False, False, 0
+        lease.operation_id, lease.asked_to_suspend, lease.expires_ms = None, False, None
+        lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = 0
+
+    def end(self, lease: Lease, cause: Cause, reason: str) -> None:
+        """The lease is over: forget it."""
+        self.empty(lease)
+        self.move(lease, cause, f"lease.{reason}", f"the lease is over: {reason}")
+        self.books.drop(lease)
+        self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
+
+    def quarantine(self, lease: Lease, sentence: str) -> None:
+        """Nobody knows what the lease is: keep all it may hold, and have somebody look."""
+        self.move(lease, Cause.LOST_TRACK, "quarantined", sentence)
+        self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
+
+    # -- the queue ---------------------------------------------------------------------------------------------------------------
+
+    def file_ticket(self, lease: Lease, *, before_start: bool = False, urgent: bool = False) -> None:
+        """Give the lease a place in the queue, or make the place it has a better one."""
+        old = lease.ticket
+        if old is not None and old.before_start >= before_start and old.ahead >= urgent:
+            return
+        self.books.dequeue(lease)
+        ticket = old or Ticket(order=self._next_order, asked_ms=self.now_ms)
+        if old is None:
+            self._next_order += 1
+        ticket.before_start |= before_start
+        ticket.ahead |= urgent
+        self.books.enqueue(lease, ticket)
+        self._requeued.add(lease.spec.pool)
+
+    def withdraw(self, lease: Lease) -> None:
+        """Take the lease out of the queue."""
+        if self.books.dequeue(lease) is not None:
+            self._requeued.add(lease.spec.pool)
+
+    def put_ahead(self, lease: Lease) -> None:
+        """A ticket that was passed over too often goes before urgent ones from now on, too."""
+        self.file_ticket(lease, urgent=True)
+
+    def explain(self, lease: Lease, wait: Wait) -> None:
+        """Say why the lease waits, if that is news; a new kind of reason is a line of its story."""
+        ticket = lease.ticket
+        if ticket is None or (
+            ticket.sentence == wait.sentence and ticket.reason == wait.reason and ticket.blockers == wait.blockers
+        ):
+            return
+        if ticket.reason != wait.reason:
+            self.record(lease.lease_id, wait.reason, wait.sentence)
+        ticket.reason, ticket.sentence, ticket.blockers = wait.reason, wait.sentence, wait.blockers
+        self._requeued.add(lease.spec.pool)
+
+    # -- operations --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def channel_free(self) -> bool:
+        """Whether an operation may begin."""
+        return len(self.operations) < self._parallel_swaps
+
+    def grant(self, lease: Lease, device_id: str) -> None:
+        """Reserve room for the head of the queue: a saved lease is resumed, any other one is let in at once."""
+        waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
+        self.books.hold(lease, device_id, lease.need_mib)
+        self.touched.add(device_id)
+        sentence = f"{format_memory(lease.held_mib)} reserved after {format_duration(waited_ms)}"
+        if lease.state is LeaseState.SUSPENDED:
+            self._begin_resume(lease, device_id, sentence)
+            return
+        self.withdraw(lease)
+        self.settle_in(lease)
+        if lease.state is LeaseState.UNATTACHED:
+            self.restart_expiry(lease)
+            self.move(lease, Cause.RESERVED, "grant.room", sentence)
+        else:
+            self.move(lease, Cause.GRANTED, "grant.room", sentence)
+        self.let_in(lease)
+
+    def settle_in(self, lease: Lease) -> None:
+        """The lease becomes resident now: its idle time starts anew, and it is left alone until it has had a chance to run."""
+        lease.last_active_ms = self.now_ms
+        lease.ran = lease.busy
+        lease.home_id = None
+
+    def _begin_resume(self, lease: Lease, device_id: str, sentence: str) -> None:
+        operation_id = self._begin(lease)
+        self.move(lease, Cause.RESUME, "resume.room", sentence)
+        self.operations[operation_id] = Operation(lease.lease_id, "resume", lease.generation)
+        self.effects.append(
+            Resume(
+                lease_id=lease.lease_id,
+                operation_id=operation_id,
+                generation=lease.generation,
+                device_id=device_id,
+                from_device_id=lease.home_id,
+                reserve_mib=lease.held_mib,
+            )
+        )
+
+    def begin_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
+        """Begin a suspend, with the host memory it may need."""
+        operation_id = self._begin(lease)
+        lease.asked_to_suspend = False
+        lease.home_id = lease.device_id
+        self.books.save_on_host(lease, reserved_mib=lease.host_need_mib)
+        self.move(lease, Cause.SUSPEND, reason, sentence)
+        self.operations[operation_id] = Operation(lease.lease_id, "suspend", lease.generation)
+        self.effects.append(
+            Suspend(
+                lease_id=lease.lease_id,
+                operation_id=operation_id,
+                generation=lease.generation,
+                device_id=lease.device_id or "",
+                host_mib=lease.host_mib,
+            )
+        )
+
+    def _begin(self, lease: Lease) -> int:
+        operation_id, self._next_operation = self._next_operation, self._next_operation + 1
+        lease.operation_id = operation_id
+        return operation_id
+
+    def answered(self, operation_id: int, operation: Operation) -> Lease | None:
+        """Give the swap channel back to an operation that says who it is; return its lease if the answer still concerns it.
+
+        Whatever else the answer says is recorded and changes nothing: a channel that somebody still works in is not given away.
+        """
+        known = self.operations.get(operation_id) == operation
+        if known:
+            del self.operations[operation_id]
+        lease = self.books.leases.get(operation.lease_id)
+        if not known or lease is None or lease.operation_id != operation_id:
+            sentence = f"the answer to {operation.kind} {operation_id} came too late and changes nothing"
+            self.record(operation.lease_id, "answer.stale", sentence)
+            return None
+        lease.operation_id = None
+        return lease
