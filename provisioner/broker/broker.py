@@ -212,61 +212,72 @@ class Broker:
     # -- operations ------------------------------------------------------------------------------------------------------------
 
     async def _suspend(self, effect: Suspend) -> None:
-        kernel = self.kernels.get(effect.lease_id)
-        outcome, saved_mib, sentence = SuspendOutcome.ABORTED, 0, "the lease is gone"
-        if kernel is not None:
-            begun_s = time.monotonic()
-            try:
-                await self._begin(effect, "suspend", 0)
-                outcome, saved_mib, sentence = await self._swaps.suspend(
-                    kernel, partial(self._step, effect.operation_id)
-                )
-            except LedgerError as error:
-                outcome, sentence = (
-                    SuspendOutcome.ABORTED,
-                    f"nothing was begun because it could not be written down: {error}",
-                )
-            log.info("lease %s: suspend took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
-        self.dispatch(
-            SuspendFinished(
-                at_ms=now_ms(),
-                lease_id=effect.lease_id,
-                operation_id=effect.operation_id,
-                generation=effect.generation,
-                outcome=outcome,
-                saved_mib=saved_mib,
-                sentence=sentence,
-            )
+        """Carry a suspend out and answer it, whatever happens: an operation without an answer would hold the swap channel for ever."""
+        outcome, saved_mib, sentence = (
+            SuspendOutcome.UNKNOWN,
+            0,
+            "the broker failed in the middle of it; its log says why",
         )
-        self._finish(effect.operation_id, outcome)
-        if kernel is not None:
-            self.look_at_use(kernel)  # it may have become busy meanwhile
+        begun_s = time.monotonic()
+        try:
+            kernel = self.kernels.get(effect.lease_id)
+            if kernel is None:
+                outcome, sentence = SuspendOutcome.ABORTED, "the lease is gone"
+                return
+            await self._begin(effect, "suspend", 0)
+            step = partial(self._step, effect.operation_id)
+            outcome, saved_mib, sentence = await self._swaps.suspend(kernel, step)
+        except LedgerError as error:
+            outcome = SuspendOutcome.ABORTED
+            sentence = f"nothing was begun because it could not be written down: {error}"
+        finally:
+            log.info("lease %s: suspend took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
+            self.dispatch(
+                SuspendFinished(
+                    at_ms=now_ms(),
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=outcome,
+                    saved_mib=saved_mib,
+                    sentence=sentence,
+                )
+            )
+            self._finish(effect.operation_id, outcome)
+            if (kernel := self.kernels.get(effect.lease_id)) is not None:
+                self.look_at_use(kernel)  # it may have become busy meanwhile
 
     async def _resume(self, effect: Resume) -> None:
-        kernel, view = self.kernels.get(effect.lease_id), self.arbiter.lease(effect.lease_id)
-        outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
-        if kernel is not None and view is not None:
-            begun_s = time.monotonic()
-            try:
-                await self._begin(effect, "resume", view.saved_mib)
-                step = partial(self._step, effect.operation_id)
-                outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step)
-            except LedgerError as error:
-                sentence = f"nothing was begun because it could not be written down: {error}"
-            log.info("lease %s: resume took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
+        """Carry a resume out and answer it, whatever happens."""
+        outcome, sentence = ResumeOutcome.UNKNOWN, "the broker failed in the middle of it; its log says why"
+        begun_s = time.monotonic()
+        try:
+            kernel, view = self.kernels.get(effect.lease_id), self.arbiter.lease(effect.lease_id)
+            if kernel is None or view is None:
+                outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
+                return
+            await self._begin(effect, "resume", view.saved_mib)
+            step = partial(self._step, effect.operation_id)
+            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step)
             if outcome is ResumeOutcome.NOT_STARTED:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
-        self.dispatch(
-            ResumeFinished(
-                at_ms=now_ms(),
-                lease_id=effect.lease_id,
-                operation_id=effect.operation_id,
-                generation=effect.generation,
-                outcome=outcome,
-                sentence=sentence,
+        except LedgerError as error:
+            outcome = ResumeOutcome.NOT_STARTED
+            sentence = f"nothing was begun because it could not be written down: {error}"
+            await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
+        finally:
+            log.info("lease %s: resume took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
+            self.dispatch(
+                ResumeFinished(
+                    at_ms=now_ms(),
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=outcome,
+                    sentence=sentence,
+                )
             )
-        )
-        self._finish(effect.operation_id, outcome)
+            self._finish(effect.operation_id, outcome)
 
     async def _look_again(self, effect: LookAgain) -> None:
         """Look until the truth is known or the lease has moved on."""
