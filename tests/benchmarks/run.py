@@ -8,9 +8,11 @@ a goal is missed, except with --quick.
 import argparse
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -32,8 +34,8 @@ class Amounts:
 
     start_pairs: int = 40
     cell_pairs: int = 4  # pairs of kernels; with the next two: 1,000 cells on each side
-    cell_blocks: int = 5
-    cells: int = 50
+    cell_blocks: int = 25
+    cells: int = 10
     leases: int = 200
     acquires: int = 2000
     sizes_mib: tuple[int, ...] = (64, 256, 640)
@@ -63,6 +65,15 @@ def measure(world: World, amounts: Amounts, parts: Sequence[str]) -> list[Row]:
     return [row for part in parts for row in work[part]()]
 
 
+def _circumstances(before: tuple[float, float, float]) -> str:
+    """Say what a reader must know of the machine: on a loaded one the intervals are wide."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (
+        f"Python {platform.python_version()}, ipykernel {version('ipykernel')}, jupyter_client {version('jupyter_client')}; "
+        f"{os.cpu_count()} CPUs, {memory_gib:.0f} GiB; load average {before[0]:.1f} before, {os.getloadavg()[0]:.1f} after."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and return the exit status."""
     parts = ("start", "cells", "acquire", "swaps")
@@ -71,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers here")
     parser.add_argument("--only", metavar="PART", choices=parts, action="append", help=f"one of {', '.join(parts)}")
     options = parser.parse_args(arguments)
+    before = os.getloadavg()
     with new_world(_DEVICE) as world:
         # Bytecode is kept, as it is where the project is installed: else each kernel would compile the extension anew.
         world.environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -78,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.update(world.environment)
         rows = measure(world, QUICK if options.quick else Amounts(), options.only or parts)
     print(as_table(rows))
+    print(f"\n{_circumstances(before)}")
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(rows), indent=2) + "\n", encoding="utf-8")
     return 0 if options.quick or all(row.met is not False for row in rows) else 1
