@@ -25,6 +25,7 @@ from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.memory import headroom
 from provisioner.host.process import ProcessIdentity, is_alive
 from provisioner.host.tree import scan
+from provisioner.ledger.records import LedgerError
 from provisioner.protocol.messages import GateVerb
 
 __all__ = ["LEASE_VARIABLE", "StepError", "SwapTimes", "Swaps", "Truth"]
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 _SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
+_ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
+_WORKER_TROUBLE = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
 
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
 """Writes a step of an operation durably: phase, processes, MiB."""
@@ -84,7 +87,7 @@ class Swaps:
 
     async def suspend(self, kernel: Kernel, journal: Journal) -> tuple[SuspendOutcome, int, str]:
         """Return the outcome, the MiB saved and a sentence. Cancellation may leave locks behind: only at the broker's end."""
-        locked: list[ProcessIdentity] = []
+        touched: list[ProcessIdentity] = []
         try:
             gated = await self._close_gate(kernel)
             use = await self._cuda_use(kernel)
@@ -99,19 +102,19 @@ class Swaps:
                 await self._shrink(kernel)
                 use = await self._cuda_use(kernel)
             await journal("locking", use, 0)
-            await self._lock_all(use, locked)
-            await self._look_again(kernel, locked)
+            await self._lock_all(use, touched)
+            await self._look_again(kernel, touched)
             use = await self._cuda_use(kernel) or use
+            kernel.checkpointed_mib = sum(use.values())
+            await journal("checkpointing", use, kernel.checkpointed_mib)
         except StepError as error:
-            await self._unlock(locked)
-            return error.outcome, 0, str(error)
+            return await self._rolled_back(touched, error.outcome, str(error))
+        except LedgerError as error:
+            return await self._rolled_back(touched, SuspendOutcome.ABORTED, f"it could not be written down: {error}")
         except GPUError as error:
-            await self._unlock(locked)
-            return SuspendOutcome.REFUSED, 0, f"the driver refused before anything was saved: {error}"
-        saved_mib = sum(use.values())
-        kernel.checkpointed_mib = saved_mib
-        await journal("checkpointing", use, saved_mib)
-        return await self._checkpoint_all(locked, saved_mib)
+            outcome = SuspendOutcome.ABORTED if error.code in _WORKER_TROUBLE else SuspendOutcome.REFUSED
+            return await self._rolled_back(touched, outcome, f"the driver refused before anything was saved: {error}")
+        return await self._checkpoint_all(touched, kernel.checkpointed_mib)
 
     async def _close_gate(self, kernel: Kernel) -> bool:
         """Return whether our extension keeps cells out from now on. Raises StepError if a cell runs."""
@@ -151,15 +154,16 @@ class Swaps:
         if await kernel.link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S) != "done":
             raise StepError(SuspendOutcome.ABORTED, "the kernel's main loop was not idle")
 
-    async def _lock_all(self, use: dict[ProcessIdentity, int], locked: list[ProcessIdentity]) -> None:
+    async def _lock_all(self, use: dict[ProcessIdentity, int], touched: list[ProcessIdentity]) -> None:
+        """Lock the processes; `touched` are those that may be locked, whatever became of the call."""
         for identity in use:
+            touched.append(identity)
             try:
                 await self._worker.lock(identity, int(self._times.lock_s * 1000))
             except GPUError as error:
                 if error.code is GPUErrorCode.NOT_READY:
                     raise StepError(SuspendOutcome.ABORTED, f"process {identity.pid} has GPU work under way") from error
                 raise
-            locked.append(identity)
 
     async def _look_again(self, kernel: Kernel, locked: list[ProcessIdentity]) -> None:
         self._check_idle(kernel)
@@ -168,12 +172,33 @@ class Swaps:
             raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} began to use CUDA meanwhile")
         self._check_idle(kernel)
 
+    async def _rolled_back(
+        self, touched: list[ProcessIdentity], outcome: SuspendOutcome, sentence: str
+    ) -> tuple[SuspendOutcome, int, str]:
+        """Unlock in reverse order what is locked. A process of which nobody knows that it runs again makes it UNKNOWN."""
+        for identity in reversed(touched):
+            try:
+                if await self._worker.state(identity) is ProcessState.LOCKED:
+                    await self._worker.unlock(identity)
+                state = await self._worker.state(identity)
+            except GPUError as error:
+                if error.code in _ENDED:
+                    continue
+                return SuspendOutcome.UNKNOWN, 0, f"{sentence}; process {identity.pid} may still be locked: {error}"
+            if state not in (ProcessState.RUNNING, ProcessState.NO_CONTEXT, ProcessState.GONE):
+                return (
+                    SuspendOutcome.UNKNOWN,
+                    0,
+                    f"{sentence}; then the driver says that process {identity.pid} is {state}",
+                )
+        return outcome, 0, sentence
+
     async def _unlock(self, locked: list[ProcessIdentity]) -> None:
         for identity in reversed(locked):
             try:
                 await self._worker.unlock(identity)
             except GPUError as error:
-                log.warning("process %d could not be unlocked after a suspend was given up: %s", identity.pid, error)
+                log.warning("process %d could not be unlocked: %s", identity.pid, error)
 
     async def _checkpoint_all(self, locked: list[ProcessIdentity], saved_mib: int) -> tuple[SuspendOutcome, int, str]:
         done: list[ProcessIdentity] = []
@@ -202,8 +227,8 @@ class Swaps:
                 f"the checkpoint failed ({error}) and the driver does not say what is true ({again})",
             )
         if all(state in (ProcessState.LOCKED, ProcessState.RUNNING) for state in states):
-            await self._unlock([one for one, state in zip(locked, states, strict=True) if state is ProcessState.LOCKED])
-            return SuspendOutcome.REFUSED, 0, f"the driver could not checkpoint it: {error}"
+            outcome = SuspendOutcome.ABORTED if error.code in _WORKER_TROUBLE else SuspendOutcome.REFUSED
+            return await self._rolled_back(locked, outcome, f"the driver could not checkpoint it: {error}")
         return SuspendOutcome.UNKNOWN, 0, f"the checkpoint failed half way: {error}"
 
     # -- resume -----------------------------------------------------------------------------------------------------------
@@ -289,7 +314,9 @@ class Swaps:
             or home is None
         ):
             return
-        target = await self._home(kernel) or home  # where the others are: they may have been on the way to another device
+        target = (
+            await self._home(kernel) or home
+        )  # where the others are: they may have been on the way to another device
         if await self._free_mib(target) < saved_mib:
             return
         moves = {home: target} if home != target else None
@@ -318,7 +345,7 @@ class Swaps:
             try:
                 state = await self._worker.state(identity)
             except GPUError as error:
-                if error.code in (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY):
+                if error.code in _ENDED:
                     continue  # it ended while we looked
                 raise
             if state not in (ProcessState.NO_CONTEXT, ProcessState.GONE):
