@@ -62,8 +62,11 @@ class KernelLease:
     environment: Mapping[str, str]
 
     def attach(self, request: AttachRequest) -> None:
-        """Tell the broker which process it is. Raises the errors of the protocol."""
-        with BrokerClient(self.socket, token=self.token) as client:
+        """Tell the broker which process it is; one that died since the lease was taken is started again.
+
+        Raises the errors of the protocol.
+        """
+        with ensure_broker(self.socket, token=self.token) as client:
             client.attach(self.lease_id, request)
 
     def detach(self) -> None:

@@ -1,0 +1,406 @@
+"""SIGKILL to the broker, its worker, a kernel or the server, at rest and in the middle of a swap.
+
+Nobody's bytes are lost, no reservation stays behind, nothing is given away twice, and the next broker finds out what is true.
+Every swap in hand is held up by a fault of the simulated GPU, so each kill strikes at a known step.
+"""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from provisioner.gpu.simulated import faults
+from provisioner.protocol.messages import LeaseStatus
+from tests.support.stories import CHECK, fill
+from tests.support.victims import (
+    await_held,
+    brokers,
+    held_up,
+    kill_all,
+    new_broker,
+    released,
+    settled,
+    wait_for_end,
+    workers,
+)
+from tests.support.world import Notebook, Server, World, new_world, until
+
+MIB = 64
+STEPS = [
+    ("lock", "hang"),
+    ("lock", "late"),
+    ("checkpoint", "hang"),
+    ("checkpoint", "late"),
+    ("restore", "hang"),
+    ("restore", "late"),
+    ("unlock", "hang"),
+    ("unlock", "late"),
+]
+"""Operation, and whether it is held up before (`hang`) or after (`late`) it was done. In a turn they come in this order."""
+
+CONFIG = """
+c.GPUBroker.pools = {"default": {"devices": ["0"], "retry_refused": "200ms", "unattached_ttl": TTL}, "other": {"unattached_ttl": TTL}}
+"""
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Two devices that hold one kernel each, in a pool of their own. Its parameter: when leases without a process end."""
+    with new_world("2x128MiB") as made:
+        made.configure(CONFIG.replace("TTL", repr(getattr(request, "param", "1m"))))
+        yield made
+        if made.simulated_folder.exists():
+            faults.clear(made.simulated_folder)
+
+
+class Pair:
+    """Two kernels with data that take turns on one device, and a third that runs a cell on the other one all the time."""
+
+    def __init__(self, world: World, server: Server) -> None:
+        self.world = world
+        (name,) = world.install(750)
+        (other,) = world.install(750, pool="other")
+        self.stop = world.folder / "stop"
+        self.bystander = server.start(other)
+        self.bystander.must(fill(3, MIB))
+        self.endless = self.bystander.send(
+            "import os\nlooks = 0\nwhile not os.path.exists("
+            f"{str(self.stop)!r}):\n    assert hashlib.sha256(buffer.read()).hexdigest() == digest\n    looks += 1"
+        )
+        self.resident, self.suspended = server.start(name), server.start(name)
+        self.suspended.must(fill(1, MIB))
+        self.resident.must(fill(2, MIB))
+        world.await_state(self.suspended.kernel_id, "suspended")
+
+    def begin_turn(self) -> str:
+        """Run a cell in the suspended kernel; the other one has to make room."""
+        return self.suspended.send(CHECK)
+
+    def end_turn(self, cell: str) -> None:
+        """Wait for that cell, and change names."""
+        reply = self.suspended.wait(cell)
+        assert reply.text == "intact\n", (reply.status, reply.error, reply.text)
+        self.resident, self.suspended = self.suspended, self.resident
+
+    def finish(self) -> None:
+        """Check everybody's data, the bystander's undisturbed cell and the books; then shut all down."""
+        for notebook in (self.suspended, self.resident):
+            assert notebook.must(CHECK).text == "intact\n"
+        self.stop.touch()
+        assert self.bystander.wait(self.endless).status == "ok"
+        assert self.bystander.must("print(looks > 0)").text == "True\n"
+        settled(self.world)
+        for notebook in (self.bystander, self.suspended, self.resident):
+            notebook.shut_down()
+        until(lambda: released(self.world), "every lease and every reservation is gone")
+
+
+@pytest.fixture
+def pair(world: World, server: Server) -> Pair:
+    return Pair(world, server)
+
+
+# -- at rest -------------------------------------------------------------------------------------------------------------
+
+
+def test_resident_kernels_work_with_no_broker_at_all(world: World, pair: Pair) -> None:
+    world.kill_broker()
+    assert pair.resident.must(CHECK).text == "intact\n"
+    assert world.broker_pid() is None, "a resident kernel needs none"
+    cell = pair.begin_turn()  # a suspended one does
+    pair.end_turn(cell)
+    pair.finish()
+
+
+def test_a_new_broker_finds_at_rest_what_the_old_one_knew(world: World, pair: Pair) -> None:
+    before = {lease.lease_id: lease for lease in settled(world).leases}
+    world.kill_broker()
+    world.start_broker()
+    after = {lease.lease_id: lease for lease in settled(world).leases}
+    for lease_id, lease in before.items():
+        found = after.pop(lease_id)
+        for name in ("state", "pid", "device_id", "saved_mib", "reserve_mib", "kernel_id", "suspends", "resumes"):
+            assert getattr(found, name) == getattr(lease, name), name
+    assert not after
+    pair.finish()
+
+
+def test_a_worker_killed_at_rest_is_replaced_when_needed(world: World, pair: Pair) -> None:
+    (broker,) = brokers(world)
+    kill_all(workers(world))
+    pair.end_turn(pair.begin_turn())
+    assert brokers(world) == [broker]
+    assert len(workers(world)) == 1
+    pair.finish()
+
+
+def test_a_kernel_killed_at_rest_leaves_no_reservation(world: World, server: Server, pair: Pair) -> None:
+    for victim in (pair.resident, pair.suspended):
+        pid = world.lease(victim.kernel_id).pid
+        assert pid is not None
+        kill_all([pid])
+        lease = _restarted(world, victim, pid)
+        assert (lease.state, lease.saved_mib) == ("unarmed", 0)
+    first, second = (_again(server, one) for one in (pair.resident, pair.suspended))
+    first.must(fill(4, MIB))
+    second.must(fill(5, MIB))
+    pair.resident, pair.suspended = second, first
+    pair.finish()
+
+
+@pytest.mark.usefixtures("pair")
+@pytest.mark.parametrize("world", ["1s"], indirect=True)
+def test_a_killed_server_takes_its_kernels_along_and_their_reservations(world: World, server: Server) -> None:
+    leases = world.status().leases
+    descriptors = [os.pidfd_open(lease.pid) for lease in leases if lease.pid is not None]
+    assert len(descriptors) == 3
+    server.stop(signal.SIGKILL)
+    for descriptor in descriptors:
+        wait_for_end(descriptor)
+    until(lambda: released(world), "every lease and every reservation is gone")
+    with Server(world) as second:
+        notebook = second.start("fractional-gpu-default-750")
+        notebook.must(fill(6, MIB))
+        assert notebook.must(CHECK).text == "intact\n"
+        notebook.shut_down()
+
+
+# -- in the middle of a swap ---------------------------------------------------------------------------------------------------
+
+
+def _broker_alone(world: World) -> list[int]:
+    return brokers(world)
+
+
+def _broker_and_worker(world: World) -> list[int]:
+    return brokers(world) + workers(world)
+
+
+def _worker_alone(world: World) -> list[int]:
+    return workers(world)
+
+
+@pytest.mark.parametrize("victims", [_broker_alone, _broker_and_worker, _worker_alone])
+def test_a_kill_at_any_step_of_a_turn_loses_nothing(
+    world: World, pair: Pair, victims: Callable[[World], list[int]]
+) -> None:
+    for operation, fault in STEPS:
+        old = world.broker_pid()
+        with held_up(world, operation, fault):
+            cell = pair.begin_turn()
+            await_held(world)
+            pids = victims(world)
+            assert pids, f"at {operation} {fault}"
+            kill_all(pids)
+            if victims is _broker_alone:
+                _new_broker_waits_for_the_orphan(world, old)
+        pair.end_turn(cell)
+        if victims is not _worker_alone:
+            assert new_broker(world, old) in brokers(world)
+        settled(world)
+        assert len(workers(world)) == 1
+    pair.finish()
+
+
+def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
+    """The waiting cell starts a broker; while the old one's worker is held up, that broker has none and touches nothing."""
+    (orphan,) = workers(world)
+    new_broker(world, old)
+    assert workers(world) == [orphan]
+    status = world.status()
+    moving = [lease for lease in status.leases if lease.pool == "default"]
+    assert [lease.state for lease in moving] == ["quarantined", "quarantined"]
+    assert not any(device.over_committed for device in status.devices)
+
+
+@pytest.mark.parametrize(("operation", "fault"), STEPS)
+def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
+    world: World, server: Server, pair: Pair, operation: str, fault: str
+) -> None:
+    suspending = (operation, fault) in STEPS[:4]
+    victim = pair.resident if suspending else pair.suspended
+    pid = world.lease(victim.kernel_id).pid
+    assert pid is not None
+    with held_up(world, operation, fault):
+        cell = pair.begin_turn()
+        await_held(world)
+        kill_all([pid])
+        until(lambda: world.lease(victim.kernel_id).pid != pid, "the broker sees the end")
+    if suspending:
+        pair.end_turn(cell)
+        pair.suspended = _again(server, victim)
+        pair.suspended.must(fill(7, MIB))
+        pair.resident, pair.suspended = pair.suspended, pair.resident
+    else:
+        assert pair.resident.must(CHECK).text == "intact\n"
+        pair.suspended = _again(server, victim)
+        pair.suspended.must(fill(7, MIB))
+        pair.resident, pair.suspended = pair.suspended, pair.resident
+    pair.finish()
+
+
+@pytest.mark.parametrize("world", ["1s"], indirect=True)
+@pytest.mark.parametrize(("operation", "fault"), [("checkpoint", "hang"), ("restore", "late")])
+def test_a_server_killed_in_a_swap_leaves_nothing_behind(
+    world: World, server: Server, pair: Pair, operation: str, fault: str
+) -> None:
+    descriptors = [os.pidfd_open(lease.pid) for lease in world.status().leases if lease.pid is not None]
+    with held_up(world, operation, fault):
+        pair.begin_turn()
+        await_held(world)
+        server.stop(signal.SIGKILL)
+        for descriptor in descriptors:
+            wait_for_end(descriptor)
+    until(lambda: released(world), "every lease and every reservation is gone")
+
+
+def _restarted(world: World, notebook: Notebook, old: int) -> LeaseStatus:
+    """Wait until Jupyter has started a killed kernel again."""
+
+    def ask() -> LeaseStatus | None:
+        lease = world.lease(notebook.kernel_id)
+        return lease if lease.pid not in (None, old) else None
+
+    return until(ask, "Jupyter starts the kernel again")
+
+
+def _again(server: Server, notebook: Notebook) -> Notebook:
+    """A fresh line to a kernel that Jupyter started again."""
+    notebook.close()
+    return server.connect(notebook.kernel_id)
+
+
+# -- cells that wait ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_that_waits_starts_a_new_broker_and_goes_on(world: World, pair: Pair) -> None:
+    go = world.folder / "go"
+    held = pair.resident.send(
+        f"while not os.path.exists({str(go)!r}): assert buffer.read(16)\n{CHECK}".replace(
+            "while", "import os\nwhile", 1
+        )
+    )
+    until(lambda: world.lease(pair.resident.kernel_id).busy or None, "the first kernel is busy")
+    cell = pair.begin_turn()
+    until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "the second kernel waits")
+    for _ in range(2):
+        old = world.broker_pid()
+        world.kill_broker()
+        assert new_broker(world, old) != old
+        until(lambda: world.lease(pair.suspended.kernel_id).position == 1 or None, "it waits again")
+        assert world.lease(pair.resident.kernel_id).state == "resident"
+    go.touch()
+    assert pair.resident.wait(held).text == "intact\n"
+    pair.end_turn(cell)
+    pair.finish()
+
+
+# -- an orderly end -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("operation", "fault"), [("checkpoint", "hang"), ("checkpoint", "late"), ("restore", "hang")])
+def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, operation: str, fault: str) -> None:
+    old = world.broker_pid()
+    assert old is not None
+    with held_up(world, operation, fault):
+        cell = pair.begin_turn()
+        await_held(world)
+        ended = os.pidfd_open(old)
+        os.kill(old, signal.SIGTERM)
+        until(lambda: world.broker_pid() is None or None, "it serves nobody any more")
+        assert workers(world), "but its operation goes on"
+    wait_for_end(ended)
+    pair.end_turn(cell)  # its waiting cell has started another broker
+    assert new_broker(world, old) != old
+    settled(world)
+    pair.finish()
+
+
+def test_twenty_starters_at_once_end_up_with_one_broker(world: World) -> None:
+    command = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", world.socket]
+    for _ in range(2):
+        starters = [subprocess.Popen(command, env=world.environment, stderr=subprocess.PIPE) for _ in range(20)]
+        for starter in starters:
+            _, complaint = starter.communicate(timeout=120)
+            assert starter.returncode == 0, complaint.decode()
+        until(lambda: len(brokers(world)) == 1 or None, "the losers end")
+        assert brokers(world) == [world.broker_pid()]
+        assert len(workers(world)) == 1
+        world.kill_broker()  # and again over what a killed one leaves behind
+
+
+def test_nothing_is_granted_before_the_ledger_holds_it(world: World, server: Server) -> None:
+    """A kernel that was let in, and a broker killed before that was written down: the next one would give the room away again."""
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    ran = world.folder / "ran"
+    ledger = sqlite3.connect(Path(world.socket).with_name("ledger-simulated.sqlite"), isolation_level=None)
+    ledger.execute("BEGIN IMMEDIATE")  # the broker's writes wait
+    cell = first.send(f"from pathlib import Path\nPath({str(ran)!r}).touch()")
+    world.await_state(first.kernel_id, "resident")
+    assert second.must("%%cpu\nprint('time passes')").text == "time passes\n"
+    assert not ran.exists()
+    world.kill_broker()
+    ledger.execute("ROLLBACK")
+    ledger.close()
+    assert first.wait(cell).status == "ok"
+    assert ran.exists()
+    settled(world)
+    for notebook in (first, second):
+        notebook.shut_down()
+
+
+def test_a_kernel_that_was_let_in_and_has_not_touched_the_device_keeps_its_room(world: World, server: Server) -> None:
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    for _ in range(3):
+        assert first.must("print('let in')").text == "let in\n"
+        world.kill_broker()
+        world.start_broker()
+        lease = world.lease(first.kernel_id)
+        assert (lease.state, world.status().devices[0].reserved_mib) == ("resident", lease.reserve_mib)
+        assert second.must("print('let in')").text == "let in\n"
+        first, second = second, first
+    settled(world)
+    for notebook in (first, second):
+        notebook.shut_down()
+
+
+def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world: World, server: Server) -> None:
+    """Restored onto the device where its room is, not onto the one it came from, which is full: that would be fatal."""
+    world.configure('c.GPUBroker.pools = {"default": {"may_move": True, "retry_refused": "200ms"}}')
+    (name,) = world.install(750)
+    staying, leaving, moving = (server.start(name) for _ in range(3))
+    moving.must(fill(1, MIB))
+    home = world.lease(moving.kernel_id).device_id
+    leaving.must(fill(2, MIB))
+    assert world.lease(leaving.kernel_id).device_id != home
+    staying.must(fill(3, MIB))
+    world.await_state(moving.kernel_id, "suspended")
+    assert world.lease(staying.kernel_id).device_id == home
+    leaving.shut_down()
+    for fault in ("hang", "late"):
+        with held_up(world, "restore", fault):
+            cell = moving.send(CHECK)
+            await_held(world)
+            kill_all(brokers(world) + workers(world))
+        reply = moving.wait(cell)
+        assert reply.text == "intact\n", reply.error
+        assert world.lease(moving.kernel_id).device_id != home
+        assert staying.must(CHECK).text == "intact\n"
+        settled(world)
+        if fault == "hang":  # back home, for another move
+            with world.client() as client:
+                client.suspend(world.lease(moving.kernel_id).lease_id)
+            home, blocker = world.lease(moving.kernel_id).device_id, server.start(name)
+            blocker.must(fill(4, MIB))
+            assert world.lease(blocker.kernel_id).device_id == home
+            staying.shut_down()
+            staying = blocker
+    for notebook in (staying, moving):
+        notebook.shut_down()
