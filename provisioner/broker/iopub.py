@@ -58,8 +58,11 @@ class Connection:
     curve: tuple[bytes, bytes] | None  # public and secret key, Z85
 
 
-def connection_from_json(info: dict[str, Any]) -> Connection:
+def connection_from_json(info: object) -> Connection:
     """Check a connection file's contents. Raises ValueError naming the field, what was given and what is allowed."""
+    if not isinstance(info, dict):
+        sentence = f"the connection is {_shown(info)}; allowed: the object that a connection file holds"
+        raise ValueError(sentence)  # noqa: TRY004 - one kind of error for what was sent
     transport, ip = info.get("transport", "tcp"), info.get("ip", "127.0.0.1")
     if transport not in ("tcp", "ipc"):
         raise ValueError(f"connection field transport is {_shown(transport)}; allowed: tcp, ipc")

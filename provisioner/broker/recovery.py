@@ -4,7 +4,6 @@ Nothing is replayed. For each lease of the ledger, /proc says whether its proces
 is undone where that is safe, and what cannot be known is quarantined.
 """
 
-import json
 import logging
 from functools import partial
 
@@ -52,16 +51,25 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
             )
         )
         if identity is not None:
-            try:
-                broker.follow(kernel, identity, record.connection)
-            except ProcessLookupError:
-                kernel.identity = identity
-                broker.process_gone(kernel, identity)
+            _follow(broker, kernel, identity, record.connection)
         if operation is not None:
             broker.writer.submit(partial(ledger.finish, operation.operation_id, f"found {state}", wall_ms()))
         broker.save(kernel)
     for orphan in operations.values():
         broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
+
+
+def _follow(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
+    try:
+        try:
+            broker.follow(kernel, identity, connection)
+        except ValueError as error:  # written by a broker that took what this one does not
+            log.warning("lease %s: its kernel cannot be heard and counts as busy: %s", kernel.lease_id[:8], error)
+            kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
+            kernel.connection = connection
+    except ProcessLookupError:
+        kernel.identity = identity
+        broker.process_gone(kernel, identity)
 
 
 def _kernel(record: LeaseRecord) -> Kernel:
@@ -80,12 +88,8 @@ def _kernel(record: LeaseRecord) -> Kernel:
     )
     if record.pid is not None and record.start_time is not None:
         identity = ProcessIdentity(record.boot_id, record.pid, record.start_time)
-        kernel.identity = identity if is_alive(identity) and _has_connection(record) else None
+        kernel.identity = identity if is_alive(identity) and record.connection else None
     return kernel
-
-
-def _has_connection(record: LeaseRecord) -> bool:
-    return bool(record.connection) and isinstance(json.loads(record.connection), dict)
 
 
 def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:

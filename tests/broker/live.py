@@ -203,13 +203,15 @@ def started_for(lease_id: str, *, first: str = "") -> Iterator[dict[str, Any]]:
     `first` is what it runs before that.
     """
     environment: Mapping[str, str] = {"JUPYTER_GPU_LEASE": lease_id, "PATH": os.environ["PATH"]}
-    argv = [sys.executable, "-S", "-c", f"{first}\nprint(flush=True); input()"]
+    argv = [sys.executable, "-S", "-c", f"{first}\nprint(flush=True); open(0).read()"]
     process = subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
     with process:
         assert process.stdout is not None
         process.stdout.readline()  # its program runs: /proc shows its environment
-        yield attach_fields(process.pid)
-        process.kill()
+        try:
+            yield attach_fields(process.pid)
+        finally:
+            process.kill()
 
 
 def attach_fields(pid: int) -> dict[str, Any]:

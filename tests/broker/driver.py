@@ -1,0 +1,157 @@
+"""A driver under the test's control: the states of processes as data, and each step fails or lies when told to."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any, cast
+
+from provisioner.broker.gate import GateLink
+from provisioner.broker.iopub import IOPubWatch
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.swaps import Swaps, SwapTimes
+from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUError, GPUErrorCode, Monitor, ProcessState, ProcessUse
+from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host.process import ProcessIdentity, identify
+from provisioner.protocol.messages import GateAnswer
+from tests.broker.live import started_for
+
+__all__ = ["DEVICE", "Driver", "Quiet", "journal", "kernel_of", "swaps_of"]
+
+DEVICE = "GPU-0"
+DEVICE_MIB = 1000
+S = ProcessState
+_STEPS: Mapping[str, tuple[ProcessState, ProcessState]] = {
+    "lock": (S.RUNNING, S.LOCKED),
+    "checkpoint": (S.LOCKED, S.CHECKPOINTED),
+    "restore": (S.CHECKPOINTED, S.LOCKED),
+    "unlock": (S.LOCKED, S.RUNNING),
+}
+
+
+class Driver:
+    """Plays the monitor and the checkpoint worker. `mib` is what each process with a context has, wherever that is."""
+
+    kind = "simulated"
+
+    def __init__(self) -> None:
+        self.states: dict[int, ProcessState] = {}
+        self.mib: dict[int, int] = {}
+        self.others_mib = 0
+        self.calls: list[tuple[str, int]] = []
+        self.failures: dict[tuple[str, int], GPUErrorCode] = {}
+        self.leaves: dict[
+            tuple[str, int], ProcessState
+        ] = {}  # the state in which a step leaves a process, whatever it says
+
+    def has_context(self, pid: int, state: ProcessState, mib: int) -> None:
+        """Give a process a context."""
+        self.states[pid], self.mib[pid] = state, mib
+
+    # the monitor
+
+    def devices(self) -> list[DeviceInfo]:
+        return [
+            DeviceInfo(device_id=DEVICE, index=0, name="G", memory_mib=DEVICE_MIB, simulated=True, checkpointable=True)
+        ]
+
+    def use(self, device_id: str) -> DeviceUse:
+        assert device_id == DEVICE
+        resident = {pid: mib for pid, mib in self.mib.items() if self.states[pid] is not S.CHECKPOINTED}
+        processes = tuple(ProcessUse(pid=pid, used_mib=mib) for pid, mib in resident.items())
+        return DeviceUse(device_id=DEVICE, used_mib=sum(resident.values()) + self.others_mib, processes=processes)
+
+    # the worker
+
+    async def state(self, identity: ProcessIdentity) -> ProcessState:
+        self._fail("state", identity.pid)
+        return self.states.get(identity.pid, S.NO_CONTEXT)
+
+    async def lock(self, identity: ProcessIdentity, _timeout_ms: int) -> int:
+        return self._step("lock", identity.pid)
+
+    async def checkpoint(self, identity: ProcessIdentity, _deadline_s: float) -> int:
+        return self._step("checkpoint", identity.pid)
+
+    async def restore(self, identity: ProcessIdentity, _moves: object, _deadline_s: float) -> int:
+        return self._step("restore", identity.pid)
+
+    async def unlock(self, identity: ProcessIdentity) -> int:
+        return self._step("unlock", identity.pid)
+
+    async def until_alone(self) -> None:
+        """There is no other worker."""
+
+    def _step(self, name: str, pid: int) -> int:
+        self.calls.append((name, pid))
+        before, after = _STEPS[name]
+        assert self.states[pid] is before, f"{name} of a process that is {self.states[pid]}"
+        left = self.leaves.get((name, pid))
+        if left is not None:
+            self.states[pid] = left
+        self._fail(name, pid)
+        if left is None:
+            self.states[pid] = after
+        return 1
+
+    def _fail(self, name: str, pid: int) -> None:
+        code = self.failures.get((name, pid))
+        if code is not None:
+            raise GPUError(code, f"{name} failed as told")
+
+
+class Quiet:
+    """A watch that says what it is told to say."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.executing = False
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def swaps_of(driver: Driver) -> Swaps:
+    """The swaps that this driver carries out."""
+    times = SwapTimes(gate_s=30, lock_s=1, checkpoint_s=30)
+    return Swaps(cast("Monitor", driver), cast("WorkerLink", driver), times)
+
+
+@asynccontextmanager
+async def kernel_of(
+    processes: int = 1, answers: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[Kernel, Quiet, list[int]]]:
+    """An idle kernel of real processes; with `answers` (verb to word) its extension is connected and says these."""
+    kernel, quiet = Kernel(lease_id="lease-of-tests", uid=0, token_sha256=""), Quiet()
+    with ExitStack() as stack:
+        pids = [stack.enter_context(started_for(kernel.lease_id))["pid"] for _ in range(processes)]
+        kernel.watch_process(identify(pids[0]), lambda: None)
+        kernel.watch = cast("IOPubWatch", quiet)
+        extension = None
+        if answers is not None:
+            kernel.link = GateLink(0.0)
+            extension = asyncio.create_task(_extension(kernel.link, answers))
+        try:
+            yield kernel, quiet, pids
+        finally:
+            kernel.forget_process()
+            if extension is not None:
+                await extension
+
+
+async def _extension(link: GateLink, answers: Mapping[str, str]) -> None:
+    while (command := await link.next(30)) is not None:
+        word = answers.get(str(command.verb))
+        if word == "hang up":
+            link.close()
+        elif word is not None:
+            link.take(GateAnswer(number=command.number, word=word), 0.0)
+
+
+def journal(phases: list[str], then: Callable[[str], None] = lambda _: None) -> Any:  # noqa: ANN401 - swaps' Journal
+    """A journal that keeps the phases and does something at each."""
+
+    async def write(phase: str, _identities: object, _mib: int) -> None:
+        phases.append(phase)
+        then(phase)
+
+    return write

@@ -1,0 +1,148 @@
+"""A new broker believes the driver and /proc, not the ledger; what cannot be known is neither dead nor free."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.recovery import recover
+from provisioner.broker.writer import LedgerWriter
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from provisioner.gpu.interface import GPUErrorCode, Monitor, ProcessState
+from provisioner.ledger.ledger import Ledger
+from provisioner.ledger.records import LeaseRecord, OperationRecord
+from tests.broker.driver import DEVICE, Driver, swaps_of
+from tests.broker.live import started_for
+
+LEASE = "lease-of-tests"
+S, L = ProcessState, LeaseState
+
+
+def record_of(process: dict[str, Any] | None, state: LeaseState, **changes: Any) -> LeaseRecord:  # noqa: ANN401 - fields
+    spec = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500, reserve_mib=500, gated=False)
+    identity = {"boot_id": "", "pid": None, "start_time": None}
+    connection = ""
+    if process is not None:
+        identity = {name: process[name] for name in identity}
+        connection = json.dumps(process["connection"])
+    values: dict[str, Any] = {
+        "spec": spec, "state": state, "generation": 7, "device_id": DEVICE, "saved_mib": 0, "uid": 0, "kernel_id": "k",
+        "token_sha256": "", **identity, "connection": connection, "language": "python", "ipykernel": True,
+        "created_ms": 1, "suspends": 3, "resumes": 2, **changes,
+    }  # fmt: skip
+    return LeaseRecord(**values)
+
+
+@asynccontextmanager
+async def recovered(
+    tmp_path: Path, driver: Driver, record: LeaseRecord, *operations: OperationRecord
+) -> AsyncIterator[Broker]:
+    """A new broker that finds this in its ledger."""
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    ledger.save_lease(record)
+    for operation in operations:
+        ledger.begin(operation)
+    swaps = swaps_of(driver)
+    broker = Broker(Arbiter(first_operation_id=100), cast("Monitor", driver), swaps, LedgerWriter(ledger))
+    broker.dispatch(DeviceSeen(at_ms=now_ms(), device=DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)))
+    broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=(DEVICE,))))
+    broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
+    try:
+        await recover(broker, swaps, ledger)
+        yield broker
+    finally:
+        await broker.close()
+
+
+@pytest.mark.parametrize(
+    ("was", "found", "state"),
+    [
+        (L.RESIDENT, S.RUNNING, L.RESIDENT),
+        (L.SUSPENDED, S.RUNNING, L.RESIDENT),
+        (L.RESIDENT, S.CHECKPOINTED, L.SUSPENDED),
+        (L.SUSPENDED, S.CHECKPOINTED, L.SUSPENDED),
+        (L.SUSPENDING, S.LOCKED, L.RESIDENT),
+        (L.RESIDENT, None, L.RESIDENT),  # its gate may be open: it may create a context at any moment
+        (L.UNARMED, None, L.UNARMED),
+        (L.RESIDENT, S.FAILED, L.QUARANTINED),
+        (L.SUSPENDED, S.CHECKPOINTING, L.QUARANTINED),
+    ],
+)
+async def test_what_the_driver_says_is_believed(
+    tmp_path: Path, was: LeaseState, found: ProcessState | None, state: LeaseState
+) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        if found is not None:
+            driver.has_context(process["pid"], found, 300)
+        async with recovered(
+            tmp_path, driver, record_of(process, was, saved_mib=300 if was is L.SUSPENDED else 0)
+        ) as broker:
+            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
+            assert view is not None
+            assert view.state is state
+            assert view.generation > 7
+            assert kernel.identity is not None
+            assert kernel.busy, "nobody has heard of it yet"
+            assert (kernel.suspends, kernel.resumes) == (3, 2)
+            assert (driver.states.get(process["pid"]) is S.LOCKED) is False, "it was left locked"
+
+
+async def test_a_driver_that_does_not_answer_makes_nothing_free(tmp_path: Path) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.failures["state", process["pid"]] = GPUErrorCode.WORKER_HUNG
+        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT)) as broker:
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert (view.state, view.device_id) == (L.QUARANTINED, DEVICE)
+            assert broker.arbiter.devices()[0].reserved_mib == 500
+
+
+async def test_a_lease_whose_process_has_ended_waits_for_another(tmp_path: Path) -> None:
+    with started_for(LEASE) as process:
+        pass
+    for record in (record_of(process, L.RESIDENT), record_of(None, L.UNATTACHED)):
+        async with recovered(tmp_path, Driver(), record) as broker:
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert view.state is L.UNATTACHED
+            assert broker.arbiter.devices()[0].reserved_mib == 0
+
+
+async def test_an_operation_that_was_under_way_is_closed_with_what_was_found(tmp_path: Path) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.CHECKPOINTED, 0)
+        operation = OperationRecord(
+            operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
+            begun_ms=1, pids="[]", saved_mib=300,
+        )  # fmt: skip
+        async with recovered(tmp_path, driver, record_of(process, L.SUSPENDING), operation) as broker:
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert (view.state, view.saved_mib) == (L.SUSPENDED, 300)
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        assert ledger.open_operations() == []
+
+
+@pytest.mark.parametrize("connection", ["{}", "[]", "not JSON", '{"ip": "10.0.0.1", "iopub_port": 1, "shell_port": 1}'])
+async def test_a_kernel_whose_line_cannot_be_listened_to_is_kept_and_counts_as_busy(
+    tmp_path: Path, connection: str
+) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.RUNNING, 300)
+        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT, connection=connection)) as broker:
+            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
+            assert view is not None
+            assert (view.state, view.busy, kernel.busy) == (L.RESIDENT, True, True)
+            record = broker.record(kernel)
+            assert record is not None
+            assert record.connection == connection, "a broker that understands it may come back"

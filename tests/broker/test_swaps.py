@@ -1,0 +1,280 @@
+"""Suspend and resume take every step in order, and from each failure go back to where they can prove to be."""
+
+from collections.abc import Callable
+
+import pytest
+
+from provisioner.broker import swaps as swaps_module
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.swaps import Truth
+from provisioner.core.effects import Resume
+from provisioner.core.events import ResumeOutcome, SuspendOutcome
+from provisioner.core.model import LeaseState
+from provisioner.gpu.interface import GPUErrorCode, ProcessState
+from provisioner.host.memory import Headroom
+from provisioner.ledger.records import LedgerError
+from tests.broker.driver import DEVICE, Driver, Quiet, journal, kernel_of, swaps_of
+
+S = ProcessState
+CLOSES = {"close": "closed", "shrink": "done"}
+
+
+@pytest.fixture(autouse=True)
+def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swaps_module, "headroom", lambda _pid: Headroom(100_000, "the test"))
+
+
+def running(driver: Driver, pids: list[int]) -> None:
+    for pid in pids:
+        driver.has_context(pid, S.RUNNING, 300)
+
+
+async def test_a_suspend_locks_all_before_it_saves_any() -> None:
+    driver, phases = Driver(), list[str]()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, journal(phases))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600), sentence
+    assert [name for name, _ in driver.calls] == ["lock", "lock", "checkpoint", "checkpoint"]
+    assert phases == ["locking", "checkpointing"]
+    assert set(driver.states.values()) == {S.CHECKPOINTED}
+
+
+async def test_a_kernel_without_a_context_has_nothing_to_save_if_its_gate_is_shut_and_is_refused_if_it_has_none() -> (
+    None
+):
+    for answers, outcome in ((CLOSES, SuspendOutcome.NOTHING_TO_SAVE), (None, SuspendOutcome.REFUSED)):
+        async with kernel_of(1, answers) as (kernel, _, _pids):
+            assert (await swaps_of(Driver()).suspend(kernel, journal([])))[0] is outcome
+
+
+Spoil = Callable[[Driver, list[int], Quiet], None]
+
+
+def not_ready(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.failures["lock", pids[1]] = GPUErrorCode.NOT_READY
+
+
+def not_permitted(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.failures["lock", pids[1]] = GPUErrorCode.NOT_PERMITTED
+
+
+def checkpoint_refused(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.failures["checkpoint", pids[0]] = GPUErrorCode.NOT_SUPPORTED
+
+
+def checkpoint_lies(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.leaves["checkpoint", pids[0]] = S.LOCKED
+
+
+def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
+    quiet.busy = True
+
+
+@pytest.mark.parametrize(
+    ("spoil", "outcome", "says"),
+    [
+        (not_ready, SuspendOutcome.ABORTED, "has GPU work under way"),
+        (not_permitted, SuspendOutcome.REFUSED, "lock failed as told"),
+        (checkpoint_refused, SuspendOutcome.REFUSED, "checkpoint failed as told"),
+        (checkpoint_lies, SuspendOutcome.REFUSED, "after a checkpoint that it called done"),
+        (busy_already, SuspendOutcome.ABORTED, "the kernel became busy"),
+    ],
+)
+async def test_what_fails_before_anything_was_saved_is_undone(spoil: Spoil, outcome: SuspendOutcome, says: str) -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, quiet, pids):
+        running(driver, pids)
+        spoil(driver, sorted(pids), quiet)
+        result = await swaps_of(driver).suspend(kernel, journal([]))
+    assert result[0] is outcome
+    assert says in result[2]
+    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ({"close": "busy"}, "a cell began to run"),
+        ({"close": "what?"}, "a cell began to run"),
+        ({"close": "hang up"}, "did not answer in time"),
+        ({"close": "closed", "shrink": "busy"}, "the kernel's main loop was not idle"),
+        ({"close": "closed", "shrink": "hang up"}, "the kernel's main loop was not idle"),
+    ],
+    ids=str,
+)
+async def test_a_gate_that_does_not_shut_leaves_the_kernel_untouched(answers: dict[str, str], says: str) -> None:
+    driver = Driver()
+    async with kernel_of(1, answers) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+    assert outcome is SuspendOutcome.ABORTED
+    assert says in sentence
+    assert driver.calls == []
+
+
+async def test_a_kernel_that_becomes_busy_while_it_is_locked_is_let_go() -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, quiet, pids):
+        running(driver, pids)
+        write = journal([], lambda phase: setattr(quiet, "busy", phase == "locking"))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, write)
+    assert (outcome, sentence) == (SuspendOutcome.ABORTED, "the kernel became busy")
+    assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
+
+
+async def test_a_process_that_begins_to_use_cuda_after_the_lock_stops_the_suspend() -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids[:1])
+        write = journal([], lambda phase: driver.has_context(pids[1], S.RUNNING, 10) if phase == "locking" else None)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, write)
+    assert outcome is SuspendOutcome.ABORTED
+    assert f"process {pids[1]} began to use CUDA meanwhile" in sentence
+    assert set(driver.states.values()) == {S.RUNNING}
+
+
+async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swaps_module, "headroom", lambda _pid: Headroom(200, "the group of the notebook server"))
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+    assert outcome is SuspendOutcome.REFUSED
+    assert "300 MiB would have to be saved" in sentence
+    assert "200 MiB are left (limited by the group of the notebook server)" in sentence
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize("unwritten", ["locking", "checkpointing"])
+async def test_what_cannot_be_written_down_is_not_done(unwritten: str) -> None:
+    def fail(phase: str) -> None:
+        if phase == unwritten:
+            raise LedgerError("the disk is full")
+
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([], fail))
+    assert outcome is SuspendOutcome.ABORTED
+    assert "the disk is full" in sentence
+    assert "checkpoint" not in [name for name, _ in driver.calls]
+    assert set(driver.states.values()) == {S.RUNNING}
+
+
+@pytest.mark.parametrize("left", [S.FAILED, S.CHECKPOINTING, S.UNKNOWN])
+async def test_a_checkpoint_that_fails_half_way_is_unknown_and_not_touched_again(left: ProcessState) -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        last = sorted(pids)[1]
+        driver.failures["checkpoint", last], driver.leaves["checkpoint", last] = GPUErrorCode.OPERATING_SYSTEM, left
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+    assert outcome is SuspendOutcome.UNKNOWN
+    assert "checkpoint failed as told" in sentence
+    assert "unlock" not in [name for name, _ in driver.calls]
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------------
+
+
+def resume_of(kernel: Kernel) -> Resume:
+    return Resume(
+        lease_id=kernel.lease_id, operation_id=1, generation=1, device_id=DEVICE, from_device_id=DEVICE, reserve_mib=600
+    )
+
+
+def saved(driver: Driver, pids: list[int]) -> None:
+    for pid in pids:
+        driver.has_context(pid, S.CHECKPOINTED, 300)
+
+
+async def test_a_resume_brings_every_process_back() -> None:
+    driver, phases = Driver(), list[str]()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        outcome, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal(phases))
+    assert outcome is ResumeOutcome.RESTORED
+    assert set(driver.states.values()) == {S.RUNNING}
+    assert phases == ["restoring"]
+
+
+async def test_a_restore_is_never_tried_to_find_out_whether_there_is_room() -> None:
+    driver = Driver()
+    driver.others_mib = 500
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        outcome, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
+    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize(
+    ("left", "outcome"),
+    [(None, ResumeOutcome.NOT_STARTED), (S.FAILED, ResumeOutcome.UNKNOWN), (S.RESTORING, ResumeOutcome.UNKNOWN)],
+)
+async def test_a_restore_that_fails_is_tried_again_only_if_all_is_still_saved(
+    left: ProcessState | None, outcome: ResumeOutcome
+) -> None:
+    driver = Driver()
+    async with kernel_of() as (kernel, _, pids):
+        saved(driver, pids)
+        driver.failures["restore", pids[0]] = GPUErrorCode.OUT_OF_MEMORY
+        if left is not None:
+            driver.leaves["restore", pids[0]] = left
+        result, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 300, journal([]))
+    assert result is outcome
+    assert "restore failed as told" in sentence
+
+
+# -- truth -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("states", "truth"),
+    [
+        ((), Truth(state=LeaseState.UNARMED)),
+        ((S.RUNNING,), Truth(state=LeaseState.RESIDENT, device_id=DEVICE)),
+        ((S.LOCKED, S.RUNNING), Truth(state=LeaseState.RESIDENT, device_id=DEVICE)),
+        ((S.CHECKPOINTED, S.CHECKPOINTED), Truth(state=LeaseState.SUSPENDED, device_id=DEVICE, saved_mib=600)),
+        ((S.CHECKPOINTED, S.LOCKED), Truth(state=LeaseState.RESIDENT, device_id=DEVICE)),
+        ((S.CHECKPOINTED, S.FAILED), None),
+        ((S.FAILED,), None),
+        ((S.UNKNOWN,), None),
+        ((S.CHECKPOINTING,), None),
+    ],
+    ids=str,
+)
+async def test_the_truth_is_what_the_driver_says_and_half_done_work_is_undone(
+    states: tuple[ProcessState, ...], truth: Truth | None
+) -> None:
+    driver = Driver()
+    async with kernel_of(max(1, len(states))) as (kernel, _, pids):
+        for pid, state in zip(pids, states, strict=False):
+            driver.has_context(pid, state, 300)
+        assert await swaps_of(driver).truth(kernel, DEVICE, 600) == truth
+
+
+async def test_a_kernel_half_of_which_is_saved_stays_unknown_until_there_is_room() -> None:
+    driver = Driver()
+    driver.others_mib = 500
+    async with kernel_of(2) as (kernel, _, pids):
+        driver.has_context(pids[0], S.CHECKPOINTED, 300)
+        driver.has_context(pids[1], S.RUNNING, 300)
+        assert await swaps_of(driver).truth(kernel, DEVICE, 600) is None
+        assert driver.calls == []
+        driver.others_mib = 0
+        assert await swaps_of(driver).truth(kernel, DEVICE, 600) == Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
+
+
+async def test_a_driver_that_does_not_answer_tells_no_truth() -> None:
+    driver = Driver()
+    async with kernel_of() as (kernel, _, pids):
+        driver.failures["state", pids[0]] = GPUErrorCode.WORKER_HUNG
+        assert await swaps_of(driver).truth(kernel, DEVICE, 600) is None
+
+
+async def test_a_kernel_that_has_ended_is_unattached() -> None:
+    async with kernel_of() as (kernel, _, _pids):
+        kernel.forget_process()
+        assert await swaps_of(Driver()).truth(kernel, DEVICE, 600) == Truth(state=LeaseState.UNATTACHED)

@@ -1,0 +1,183 @@
+"""The broker sees who uses which device, says what changed and only that, and gives a voice to kernels that cannot ask."""
+
+import os
+from typing import Any, cast
+
+import pytest
+
+from provisioner.broker.broker import Broker
+from provisioner.broker.gate import GateLink
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.watch import Watcher
+from provisioner.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView
+from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from provisioner.host.process import identify
+from tests.broker.driver import DEVICE, Driver
+
+STRANGER = 1  # a process of no lease
+LEASE = "lease"
+
+
+class World:
+    """Plays the broker and its arbiter: one lease, whose kernel is this very process."""
+
+    def __init__(self, state: LeaseState = LeaseState.RESIDENT, *, reserve_mib: int = 500) -> None:
+        self.monitor = Driver()
+        self.arbiter = self
+        self.host_saved_mib = 0
+        self.changes = 0
+        self.used_mib: dict[str, int] = {}
+        self.events: list[Event] = []
+        self.wanted: list[str] = []
+        self.view = view_of(state, reserve_mib)
+        self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
+        self.kernels = {LEASE: self.kernel}
+        self.budget_mib = 4096
+        device = DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)
+        self.watcher = Watcher(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
+
+    def lease(self, lease_id: str) -> LeaseView | None:
+        return self.view if lease_id == LEASE else None
+
+    def views(self) -> list[tuple[Kernel, LeaseView]]:
+        return [(self.kernel, self.view)]
+
+    def roots(self) -> list[Any]:
+        return [self.kernel.identity]
+
+    def want_for(self, kernel: Kernel) -> None:
+        self.wanted.append(kernel.lease_id)
+
+    def dispatch(self, event: Event) -> None:
+        self.events.append(event)
+
+    async def told(self) -> list[Event]:
+        """What one look tells."""
+        self.events = []
+        await self.watcher.sample()
+        return self.events
+
+
+def view_of(state: LeaseState, reserve_mib: int = 500) -> LeaseView:
+    spec = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500, reserve_mib=reserve_mib)
+    return LeaseView(
+        spec=spec, state=state, generation=1, device_id=DEVICE, saved_mib=0, used_mib=0, busy=False, since_ms=0,
+        last_active_ms=0, operation_id=None, reason="", sentence="",
+    )  # fmt: skip
+
+
+def strangers(events: list[Event]) -> list[int]:
+    return [event.stranger_mib for event in events if isinstance(event, DeviceSeen)]
+
+
+async def test_what_is_seen_is_told_once_until_it_changes() -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    world.monitor.has_context(STRANGER, ProcessState.RUNNING, 100)
+    first = await world.told()
+    assert next(event for event in first if isinstance(event, LeaseMeasured)).used_mib == 300
+    assert strangers(first) == [100]
+    assert [event.budget_mib for event in first if isinstance(event, HostMemorySeen)] == [4096]
+    assert world.used_mib == {DEVICE: 400}
+    assert await world.told() == []
+    world.monitor.mib[STRANGER] = 150
+    assert strangers(await world.told()) == [150]
+
+
+async def test_what_goes_past_a_reservation_is_covered_by_nobody() -> None:
+    world = World(reserve_mib=500)
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 700)
+    assert strangers(await world.told()) == [200]
+
+
+async def test_what_a_lease_without_a_reservation_uses_is_covered_by_nobody() -> None:
+    world = World(LeaseState.UNARMED)
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    events = await world.told()
+    assert strangers(events) == [300]
+    (measured,) = [event for event in events if isinstance(event, LeaseMeasured)]
+    assert (measured.used_mib, measured.armed) == (300, True)
+
+
+@pytest.mark.parametrize("code", [GPUErrorCode.DEVICE_LOST, GPUErrorCode.UNKNOWN])
+async def test_a_device_that_cannot_be_read_is_lost_until_it_is_seen_again(
+    monkeypatch: pytest.MonkeyPatch, code: GPUErrorCode
+) -> None:
+    def fail(_device_id: str) -> None:
+        raise GPUError(code, "it fell off the bus")
+
+    world = World()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.monitor, "use", fail)
+        assert [
+            type(event) for event in await world.told() if not isinstance(event, HostMemorySeen | LeaseMeasured)
+        ] == [DeviceLost]
+        assert await world.told() == []
+    assert strangers(await world.told()) == [0]
+
+
+async def test_a_look_that_a_change_overtook_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    real, looks = world.monitor.use, 0
+
+    def overtaken(device_id: str) -> object:
+        nonlocal looks
+        looks += 1
+        world.changes += looks == 1
+        world.monitor.others_mib = looks
+        return real(device_id)
+
+    monkeypatch.setattr(world.monitor, "use", overtaken)
+    await world.told()
+    assert (looks, world.used_mib) == (2, {DEVICE: 2})
+
+
+async def test_small_changes_of_the_host_budget_are_not_told() -> None:
+    world = World()
+    await world.told()
+    for budget_mib, told in ((4100, 0), (4096 - 255, 0), (4096 - 256, 1), (-5, 1)):
+        world.budget_mib = budget_mib
+        budgets = [event.budget_mib for event in await world.told() if isinstance(event, HostMemorySeen)]
+        assert budgets == [max(0, budget_mib)] * told
+
+
+@pytest.mark.parametrize(
+    ("state", "linked", "silent_s", "busy_s", "exempt", "wanted"),
+    [
+        (LeaseState.SUSPENDED, False, 0, 0, False, False),  # idle
+        (LeaseState.SUSPENDED, False, 0, 0.5, False, False),  # a moment's completion
+        (LeaseState.SUSPENDED, False, 0, 5, False, True),  # blocked in a CUDA call, nobody to ask for it
+        (LeaseState.SUSPENDED, True, 0, 0, False, False),
+        (LeaseState.SUSPENDED, True, 0, 5, False, True),  # an inspection that touched a tensor
+        (LeaseState.SUSPENDED, True, 0, 5, True, False),  # a cell that said that it needs no GPU
+        (LeaseState.SUSPENDED, True, 60, 0, False, True),  # Python does not run: a thread blocks with the GIL held
+        (LeaseState.SUSPENDED, True, 60, 0, True, True),
+        (LeaseState.UNARMED, False, 0, 5, False, True),  # its extension never came
+        (LeaseState.UNARMED, True, 60, 5, False, False),
+        (LeaseState.RESIDENT, False, 0, 5, False, False),
+        (LeaseState.RESUMING, True, 60, 5, False, False),
+        (LeaseState.QUARANTINED, False, 0, 5, False, False),
+    ],
+)
+def test_a_kernel_that_needs_the_gpu_and_cannot_say_so_gets_a_ticket(  # noqa: PLR0917 - a table
+    monkeypatch: pytest.MonkeyPatch,
+    state: LeaseState,
+    linked: bool,
+    silent_s: float,
+    busy_s: float,
+    exempt: bool,
+    wanted: bool,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("provisioner.broker.watch.time.monotonic", lambda: now_s)
+    world = World(state)
+    if linked:
+        world.kernel.link = GateLink(now_s - silent_s)
+        world.kernel.link.exempt = exempt
+    world.kernel.executing_since_s = now_s - busy_s if busy_s else None
+    world.watcher.relieve_silent()
+    assert world.wanted == [LEASE] * wanted
+    world.kernel.waiting = 1
+    world.watcher.relieve_silent()
+    assert world.wanted == [LEASE] * wanted, "its own ticket is enough"
