@@ -1,0 +1,185 @@
+"""As everybody's default provisioner: plain kernels, kernels without our extension and kernels of other makes take turns too."""
+
+import json
+import logging
+import sys
+import sysconfig
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jupyter_client.manager import KernelManager
+
+from provisioner import provisioning
+from provisioner.kernelspecs import PROVISIONER_NAME
+from tests.support import tiny_kernel
+from tests.support.managed import client_of, entered, must
+from tests.support.stories import CHECK, fill
+from tests.support.world import Notebook, Server, World
+
+REPOSITORY = Path(__file__).parents[2]
+TURNS = 4
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter with ipykernel and the simulated GPU's notebook side, where our extension cannot be imported."""
+    home = tmp_path_factory.mktemp("bare")
+    venv.create(home, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    (site / "bare.pth").write_text(sysconfig.get_path("purelib"))
+    (site / "provisioner").symlink_to(REPOSITORY / "provisioner")
+    return str(home / "bin" / "python")
+
+
+@pytest.fixture
+def server(world: World) -> Iterator[Server]:
+    """A server on which every kernel without a stanza is ours: three quarters of the one device."""
+    world.environment["JUPYTER_DEFAULT_PROVISIONER_NAME"] = PROVISIONER_NAME
+    world.environment["JUPYTER_GPU_DEFAULT_FRACTION"] = "3/4"
+    with Server(world) as started:
+        yield started
+
+
+def write_spec(world: World, name: str, argv: list[str], **fields: object) -> str:
+    """Write a kernelspec without any stanza, and return its name."""
+    folder = world.kernels_dir / name
+    folder.mkdir(parents=True)
+    content = {"argv": argv, "display_name": name, "language": "python", **fields}
+    (folder / "kernel.json").write_text(json.dumps(content))
+    return name
+
+
+def bare_spec(world: World, python: str) -> str:
+    argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    return write_spec(world, "bare", argv, env={"PYTHONPATH": ""})
+
+
+def tiny_spec(world: World) -> str:
+    argv = [sys.executable, str(tiny_kernel.__file__), "{connection_file}"]
+    return write_spec(world, "tiny", argv, language="tiny")
+
+
+def take_turns(world: World, *notebooks: Notebook) -> None:
+    """Run the check in one after the other; each time it has the device and the others do not."""
+    for _ in range(TURNS):
+        for running in notebooks:
+            assert running.must(CHECK).text == "intact\n"
+            assert world.lease(running.kernel_id).state == "resident"
+            for other in notebooks:
+                assert other is running or world.lease(other.kernel_id).state == "suspended"
+
+
+def test_a_plain_kernelspec_gets_a_share_with_a_gate(world: World, server: Server) -> None:
+    first, second = server.start("python3"), server.start("python3")
+    lease = world.lease(first.kernel_id)
+    assert (lease.gated, lease.fraction_milli, lease.state) == (True, 750, "unarmed")
+    first.must(fill(1))
+    second.must(fill(2))
+    take_turns(world, first, second)
+
+
+def test_kernels_without_our_extension_take_turns(world: World, server: Server, bare_python: str) -> None:
+    name = bare_spec(world, bare_python)
+    first = server.start(name)
+    lease = world.lease(first.kernel_id)
+    assert (lease.gated, lease.state) == (False, "resident")  # the device is bound from the start
+    assert first.must("print('kernelext' in __import__('sys').modules)").text == "False\n"
+    first.must(fill(1))
+    second = server.start(name)  # the first is suspended for it
+    assert world.lease(first.kernel_id).state == "suspended"
+    second.must(fill(2))
+    take_turns(world, first, second)
+
+
+def test_kernels_of_another_make_take_turns(world: World, server: Server) -> None:
+    name = tiny_spec(world)
+    first = server.start(name)
+    assert world.lease(first.kernel_id).gated is False
+    first.must(fill(1))
+    second = server.start(name)
+    second.must(fill(2))
+    take_turns(world, first, second)
+
+
+def test_kernels_with_and_without_our_extension_take_turns_with_each_other(
+    world: World, server: Server, bare_python: str
+) -> None:
+    plain = server.start("python3")
+    plain.must(fill(1))
+    bare = server.start(bare_spec(world, bare_python))
+    bare.must(fill(2))
+    tiny = server.start(tiny_spec(world))
+    tiny.must(fill(3))
+    take_turns(world, plain, bare, tiny)
+
+
+@pytest.mark.parametrize("make", ["bare", "tiny"])
+def test_a_suspended_kernel_without_our_extension_is_restarted_and_shut_down_in_the_ordinary_time(
+    world: World, server: Server, bare_python: str, make: str
+) -> None:
+    name = bare_spec(world, bare_python) if make == "bare" else tiny_spec(world)
+    first = server.start(name)
+    first.must(fill(1))
+    second = server.start("python3")
+    second.must(fill(2))
+    lease = world.await_state(first.kernel_id, "suspended")
+    begun = time.monotonic()
+    first.restart()
+    restarted = world.lease(first.kernel_id)
+    assert restarted.pid != lease.pid
+    assert restarted.state == "resident"  # it had to be made room for again
+    assert world.lease(second.kernel_id).state == "suspended"
+    first.shut_down()
+    assert time.monotonic() - begun < 30
+    assert [each.kernel_id for each in world.status().leases] == [second.kernel_id]
+    assert second.must(CHECK).text == "intact\n"
+
+
+def test_an_interrupt_of_a_kernel_that_is_blocked_on_the_gpu_arrives_once_it_is_back(
+    world: World, server: Server, bare_python: str
+) -> None:
+    world.environment["JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE"] = "1"
+    first = server.start(bare_spec(world, bare_python))
+    first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
+    second = server.start("python3")
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    cell = first.send(
+        "import time\nread = buffer.read()\ntime.sleep(3600)"
+    )  # blocked; its being busy brings the memory back
+    world.await_state(first.kernel_id, "resident")
+    first.interrupt()
+    assert first.wait(cell).error.startswith("KeyboardInterrupt")
+    assert first.must(CHECK).text == "intact\n"
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_where_no_broker_can_be_had_kernels_start_all_the_same(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_gpu: bool
+) -> None:
+    nowhere = world.folder / "file"
+    nowhere.touch()
+    signs = (str(nowhere),) if has_gpu else ()
+    with entered(world):
+        monkeypatch.setattr(provisioning, "_SIGNS_OF_NVIDIA", signs)
+        monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(nowhere / "broker.sock"))
+        monkeypatch.setenv("JUPYTER_DEFAULT_PROVISIONER_NAME", PROVISIONER_NAME)
+        manager = KernelManager(kernel_name="python3")
+        with caplog.at_level(logging.WARNING):
+            manager.start_kernel()
+        try:
+            with client_of(manager) as client:
+                ours = "import os\nprint([name for name in os.environ if name in ('JUPYTER_GPU_LEASE', 'JUPYTER_GPU_NOTICE')])"
+                said = must(client, ours)
+        finally:
+            manager.shutdown_kernel(now=True)
+    lines = [record.getMessage() for record in caplog.records if "GPU" in record.getMessage()]
+    assert len(lines) == 1
+    if has_gpu:  # it must not get at a device that others share: no GPU for it, and a sentence why
+        assert "['JUPYTER_GPU_NOTICE']" in said
+    else:
+        assert said == "[]\n"
+        assert "ordinary" in lines[0]
