@@ -397,10 +397,10 @@ class Service:
             await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
             kernel.take_declined()
             self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id))
-            if (declined := kernel.take_declined()) is not None:
-                raise ConflictError(declined[1], reason=declined[0])
-        # A suspend that has to wait for the swap channel starts later: until then the lease is still resident.
-        await self._until(kernel, lambda: self._view(kernel).state in _SETTLED, None)
+        # A suspend that has to wait for the swap channel starts later: until then the lease is resident, and was asked.
+        await self._until(kernel, lambda: self._settled(kernel), None)
+        if (declined := kernel.take_declined()) is not None:
+            raise ConflictError(declined[1], reason=declined[0])
         view = self._view(kernel)
         if view.state not in (LeaseState.SUSPENDED, LeaseState.UNARMED):
             raise ConflictError(f"the kernel was not suspended: {view.sentence}", reason=view.reason)
@@ -429,6 +429,10 @@ class Service:
                     await change.wait()
         except TimeoutError:
             return
+
+    def _settled(self, kernel: Kernel) -> bool:
+        view = self._view(kernel)
+        return view.state in _SETTLED and not view.suspend_asked
 
     def _view(self, kernel: Kernel) -> LeaseView:
         view = self.broker.arbiter.lease(kernel.lease_id)

@@ -114,7 +114,7 @@ class Watcher:
         for (lease_id, device), mib in on_device.items():
             view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
             if view is not None and view.state in HOLDING and view.device_id == device_id:
-                covered += min(mib, view.spec.reserve_mib)
+                covered += min(mib, view.reserved_mib)
         return covered
 
     def _tell_lease(self, kernel: Kernel, used: dict[str, int]) -> None:

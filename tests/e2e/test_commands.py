@@ -59,3 +59,24 @@ def test_a_command_does_not_start_a_first_broker(world: World) -> None:
     done = run(world, "suspend", "abc")
     assert done.returncode == 1
     assert "no broker is running" in done.stderr
+
+
+def test_kernels_suspended_together_take_the_channel_one_after_another(world: World, server: Server) -> None:
+    (name,) = world.install(250)
+    notebooks = [server.start(name) for _ in range(3)]
+    for notebook in notebooks:
+        notebook.must(HOLD)
+    doing = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "provisioner.commands.main", "suspend", notebook.kernel_id],
+            env=world.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for notebook in notebooks
+    ]
+    for process in doing:
+        _, complaint = process.communicate(timeout=60)
+        assert process.returncode == 0, complaint
+    assert [world.lease(notebook.kernel_id).state for notebook in notebooks] == ["suspended"] * 3
