@@ -48,6 +48,7 @@ COMMANDS: dict[str, _Entry] = {
     "suspend": _Entry("provisioner.commands.suspend", "save a kernel's GPU memory on the host and free the GPU"),
     "resume": _Entry("provisioner.commands.resume", "bring a suspended kernel back onto a GPU"),
     "kernels": _Entry("provisioner.commands.kernels", "install, list and remove the kernels that the launcher offers"),
+    "doctor": _Entry("provisioner.commands.doctor", "examine the machine, the driver, the broker and Jupyter"),
     "broker": _Entry("provisioner.commands.broker", "run the broker (it starts by itself where it is needed)"),
 }
 

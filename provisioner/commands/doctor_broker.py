@@ -1,0 +1,106 @@
+"""The doctor's look at the broker: does one answer on the socket, and is its ledger readable.
+
+Looking changes nothing: no broker is started, and the ledger is opened for reading only, without its lock.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+from provisioner import __version__
+from provisioner.client import BrokerClient
+from provisioner.commands.connection import broker_if_running
+from provisioner.commands.doctor_finding import Finding, note, ok, problem, warning
+from provisioner.config import Settings
+from provisioner.discovery import socket_path
+from provisioner.ledger.schema import APPLICATION_ID, newest_version
+from provisioner.protocol.errors import FractionalGPUError
+from provisioner.protocol.limits import PROTOCOL_VERSION
+from provisioner.protocol.messages import Pong
+
+__all__ = ["check_broker", "check_ledgers"]
+
+_KEEP: Final = "no broker starts with it: put a backup in its place, or move it away when none of its kernels run"
+
+
+def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
+    """Return the socket (None: there can be none) and what is to be said of it."""
+    try:
+        path = socket or socket_path()
+        client = broker_if_running(path)
+    except FractionalGPUError as error:
+        return socket, [problem("broker", str(error), "mend that first: no kernel of ours starts without a broker")]
+    if client is None:
+        return path, [note("broker", f"none runs on {path}: it starts with the first kernel that wants a GPU")]
+    with closing(client):
+        try:
+            return path, list(_answers(client, path))
+        except FractionalGPUError as error:
+            return path, [problem("broker", f"the broker on {path} fails: {error}", "see broker.log beside its socket")]
+
+
+def _answers(client: BrokerClient, path: str) -> Iterator[Finding]:
+    pong: Pong = client.ping()
+    if pong.protocol != PROTOCOL_VERSION:
+        yield problem(
+            "broker",
+            f"the broker on {path} (version {pong.version}) speaks protocol {pong.protocol}, this side {PROTOCOL_VERSION}",
+            "install the same version on both sides, and restart the older one",
+        )
+        return
+    status = client.status()
+    leases = f"{len(status.leases)} lease{'' if len(status.leases) == 1 else 's'} of yours"
+    what = f"process {pong.pid}, version {pong.version}, serves on {path}: {leases}"
+    if pong.simulated:
+        yield note("broker", f"{what}; its devices are simulated")
+    elif pong.version != __version__:
+        yield warning("broker", what, f"restart it to have version {__version__}: kernels outlive that")
+    else:
+        yield ok("broker", what)
+    for lease in status.leases:
+        if lease.state == "quarantined":
+            yield warning(
+                "broker", f"lease {lease.lease_id}: {lease.sentence}", "it is looked at again; broker.log tells more"
+            )
+    for device in status.devices:
+        if device.lost or device.over_committed:
+            wrong = "does not answer" if device.lost else "holds more than fits"
+            yield warning(
+                "broker",
+                f"device {device.index} {wrong} and admits nobody",
+                "`jupyter gpu status` tells who holds what",
+            )
+
+
+def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
+    """Say whether the ledgers of the broker on this socket can be read."""
+    state_dir = settings.state_dir if settings is not None and settings.state_dir is not None else Path(socket).parent
+    there = False
+    for name in ("ledger.sqlite", "ledger-simulated.sqlite"):
+        file = state_dir / name
+        if file.exists():
+            there = True
+            yield _ledger(file)
+    if not there:
+        yield note("ledger", f"none in {state_dir}: the first broker makes one")
+
+
+def _ledger(file: Path) -> Finding:
+    try:
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
+            (owner,) = connection.execute("PRAGMA application_id").fetchone()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if owner != APPLICATION_ID:
+                return problem("ledger", f"{file} is not a ledger of this project", _KEEP)
+            if version > newest_version():
+                newer = f"{file} was written by a newer version (schema {version}, known: {newest_version()})"
+                return problem("ledger", newer, "install that version again")
+            (sound,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if sound != "ok":
+                return problem("ledger", f"{file} is damaged: {sound}", _KEEP)
+            (leases,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
+    except sqlite3.Error as error:
+        return problem("ledger", f"{file} cannot be read: {error}", _KEEP)
+    return ok("ledger", f"{file} is sound, with {leases} live lease{'' if leases == 1 else 's'}")

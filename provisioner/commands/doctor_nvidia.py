@@ -1,0 +1,160 @@
+"""The doctor's look at NVIDIA's driver and devices, through NVML: nothing is changed and no CUDA context is made.
+
+No driver and no device are ordinary findings: everything but real GPUs works without them.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from provisioner.commands.doctor_finding import Finding, note, ok, problem, warning
+from provisioner.core.units import format_memory
+from provisioner.gpu.interface import DeviceInfo, GPUError
+from provisioner.gpu.nvidia import NvidiaMonitor
+from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from provisioner.host.process import PROC
+
+__all__ = ["NvidiaLook", "look_at_nvidia", "mps_processes"]
+
+SIMULATE: Final = "to try things out without one: jupyter gpu demo, or --simulate 1x2GiB wherever a broker starts"
+_MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
+_COMPUTE_MODES: Final[Mapping[int, str]] = {
+    1: "lets one thread use it only",
+    2: "lets no process compute on it",
+    3: "lets one process use it at a time",
+}
+
+
+class NvidiaLook:
+    """The devices, and the findings about them and the driver."""
+
+    def __init__(self, devices: tuple[DeviceInfo, ...], findings: tuple[Finding, ...]) -> None:
+        self.devices = devices
+        self.findings = findings
+
+
+def look_at_nvidia(
+    *, nvml: ModuleType | None = None, bindings: Callable[[], str] = why_no_bindings, proc: Path = PROC
+) -> NvidiaLook:
+    """Return what there is. `nvml` stands in for pynvml in tests, `bindings` for what tells whether checkpoints can be called."""
+    library = importlib.import_module("pynvml") if nvml is None else nvml
+    monitor = NvidiaMonitor(nvml=library, bindings=bindings)
+    try:
+        try:
+            devices = tuple(monitor.devices())
+        except GPUError as error:
+            return NvidiaLook((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` tell more"),))
+        if not devices:
+            return NvidiaLook((), tuple(_none(monitor.why_none, bindings())))
+        findings = [
+            *_driver(library),
+            *_bindings(bindings()),
+            *(_device(device) for device in devices),
+            *(finding for device in devices for finding in _modes(library, device)),
+            *_mps(proc),
+        ]
+        return NvidiaLook(devices, tuple(findings))
+    finally:
+        monitor.close()
+
+
+def mps_processes(proc: Path = PROC) -> list[int]:
+    """Return the pids of MPS's daemon and servers."""
+    found = []
+    for folder in proc.iterdir():
+        if folder.name.isdigit():
+            try:
+                command = (folder / "comm").read_text(errors="replace")
+            except OSError:  # it ended, or is hidden from this user
+                continue
+            if command.startswith(_MPS):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def _none(why: str, no_bindings: str) -> Iterator[Finding]:
+    yield note("driver", f"no GPU was found: {why}", SIMULATE)
+    if no_bindings:
+        yield note("cuda-bindings", f"{no_bindings} (needed for real GPUs only)")
+
+
+def _driver(nvml: ModuleType) -> Iterator[Finding]:
+    version: str = nvml.nvmlSystemGetDriverVersion()
+    level, wrong = _asked(nvml, "nvmlSystemGetCudaDriverVersion_v2")
+    api = f"CUDA {level // 1000}.{level % 1000 // 10}" if isinstance(level, int) else f"CUDA's level unknown ({wrong})"
+    refusal = driver_refusal(version)
+    if refusal:
+        yield problem("driver", f"{refusal} (now {api})", "kernels run, and are never suspended, until it is replaced")
+    else:
+        yield ok("driver", f"{version}, {api}")
+    for sentence in driver_warnings(version):
+        yield warning("driver", sentence, "plan for another release, and try it before use")
+
+
+def _bindings(why_not: str) -> Iterator[Finding]:
+    if why_not:
+        what, _, command = why_not.partition(": ")
+        yield problem("cuda-bindings", f"{what}: kernels cannot be suspended", f"{command} (where the broker runs)")
+    else:
+        yield ok("cuda-bindings", "installed, and new enough for checkpoints")
+
+
+def _device(device: DeviceInfo) -> Finding:
+    what = f"{device.index}: {device.name}, {format_memory(device.memory_mib)}, {device.device_id}"
+    if device.checkpointable:
+        return ok("device", what)
+    advice = "its kernels stay on it until they end"
+    return warning("device", f"{what}; kernels on it cannot be suspended: {device.why_not}", advice)
+
+
+def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
+    handle = nvml.nvmlDeviceGetHandleByUUID(device.device_id)
+    persistent, _ = _asked(nvml, "nvmlDeviceGetPersistenceMode", handle)
+    if persistent == 0:
+        yield warning(
+            "persistence",
+            f"device {device.index} is not in persistence mode: the first kernel after a pause waits seconds for the driver",
+            f"as root: nvidia-smi -i {device.index} -pm 1, or enable nvidia-persistenced",
+        )
+    elif persistent == 1:
+        yield ok("persistence", f"device {device.index} is in persistence mode")
+    mode, _ = _asked(nvml, "nvmlDeviceGetComputeMode", handle)
+    if isinstance(mode, int) and mode in _COMPUTE_MODES:
+        yield problem(
+            "compute-mode",
+            f"device {device.index} {_COMPUTE_MODES[mode]}: it cannot be shared",
+            f"as root: nvidia-smi -i {device.index} -c DEFAULT",
+        )
+    mig, _ = _asked(nvml, "nvmlDeviceGetMigMode", handle)
+    if mig and mig[0] != mig[1]:
+        turn = "on" if mig[1] else "off"
+        yield warning(
+            "mig",
+            f"MIG is to be switched {turn} on device {device.index}",
+            "reset the device or reboot, then look again",
+        )
+
+
+def _mps(proc: Path) -> Iterator[Finding]:
+    pids = mps_processes(proc)
+    if pids:
+        yield warning(
+            "mps",
+            f"MPS runs (process {pids[0]}): its clients cannot be checkpointed",
+            "echo quit | nvidia-cuda-mps-control, or keep kernels that are to be suspended away from it",
+        )
+    else:
+        yield ok("mps", "not running")
+
+
+def _asked(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
+    """Return the answer, or None and the reason: not every device and library knows every question."""
+    ask = getattr(nvml, call, None)
+    if ask is None:
+        return None, f"this nvidia-ml-py has no {call}"
+    try:
+        return ask(*arguments), ""
+    except nvml.NVMLError as error:
+        return None, str(error)
