@@ -12,10 +12,11 @@ The rules (the driver's, error codes included):
   `settle`.
 """
 
+import errno
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -291,35 +292,48 @@ def _copy(source: Path, target: Path, size: int, mib_s: int) -> None:
     began, chunk = time.monotonic(), _CHUNK
     if mib_s:
         chunk = max(1 << 16, min(_CHUNK, mib_s * MIB // _SLICES_PER_S))
+
+    def keep_pace(position: int) -> None:
+        if mib_s:
+            time.sleep(max(0.0, began + position / (mib_s * MIB) - time.monotonic()))
+
     reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            for offset in range(0, size, chunk):
-                end = min(size, offset + chunk)
-                _copy_data(reading, writing, offset, end)
-                if mib_s:
-                    time.sleep(max(0.0, began + end / (mib_s * MIB) - time.monotonic()))
+            for start, hole in _extents(reading, size):
+                for offset in range(start, hole, chunk):
+                    end = min(hole, offset + chunk)
+                    _copy_range(reading, writing, offset, end)
+                    keep_pace(end)
             os.ftruncate(writing, size)
+            keep_pace(size)
         finally:
             os.close(writing)
     finally:
         os.close(reading)
 
 
-def _copy_data(reading: int, writing: int, offset: int, end: int) -> None:
-    while offset < end:
+def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield where data begins and ends between the holes. Each hole is looked for once: the search visits every page before it."""
+    hole = 0
+    while hole < size:
         try:
-            start = os.lseek(reading, offset, os.SEEK_DATA)
-        except OSError:  # ENXIO: only a hole is left
+            start = os.lseek(descriptor, hole, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # only a hole is left
+        if start >= size:
             return
-        if start >= end:
-            return
-        hole = min(end, os.lseek(reading, start, os.SEEK_HOLE))
-        os.lseek(writing, start, os.SEEK_SET)
-        while start < hole:
-            moved = os.sendfile(writing, reading, start, hole - start)
-            if moved == 0:
-                raise OSError("device memory is shorter than recorded")
-            start += moved
-        offset = hole
+        hole = min(size, os.lseek(descriptor, start, os.SEEK_HOLE))
+        yield start, hole
+
+
+def _copy_range(reading: int, writing: int, offset: int, end: int) -> None:
+    os.lseek(writing, offset, os.SEEK_SET)
+    while offset < end:
+        moved = os.sendfile(writing, reading, offset, end - offset)
+        if moved == 0:
+            raise OSError("device memory is shorter than recorded")
+        offset += moved
