@@ -14,8 +14,9 @@ import msgspec
 from tornado import httputil, iostream, web
 from tornado.httpserver import HTTPServer
 
+from provisioner.broker.checks import Peer
 from provisioner.broker.decode import decode, printable
-from provisioner.broker.service import Peer, Service
+from provisioner.broker.service import Service
 from provisioner.broker.status import host_status
 from provisioner.host.peers import peer_credentials
 from provisioner.ledger.records import LedgerError

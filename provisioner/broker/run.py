@@ -127,7 +127,9 @@ class Run:
             async with asyncio.timeout(_ORPHAN_PATIENCE_S):
                 await worker.until_alone()
         except TimeoutError:
-            log.warning("the worker of an earlier broker is still at work: what it works on is unknown until it is done")
+            log.warning(
+                "the worker of an earlier broker is still at work: what it works on is unknown until it is done"
+            )
             return False
         return True
 

@@ -10,24 +10,22 @@ import hmac
 import json
 import logging
 import os
-import pwd
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 
 import zmq
 
 from provisioner import __version__
 from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
+from provisioner.broker.checks import Peer, lease_spec, user_name, verified_process
 from provisioner.broker.decode import printable
 from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.status import lease_status
-from provisioner.broker.swaps import LEASE_VARIABLE
 from provisioner.config.settings import Settings
 from provisioner.core.effects import LeaseRefused
 from provisioner.core.events import (
@@ -39,15 +37,13 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec
-from provisioner.core.units import format_duration, format_memory
-from provisioner.host.peers import PeerCredentials
-from provisioner.host.process import ProcessIdentity, boot_id, environment_value, identify, owner_uid
+from provisioner.core.model import LeaseState, LeaseView
+from provisioner.core.units import format_duration
+from provisioner.host.process import ProcessIdentity
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import (
     BadRequestError,
     ConflictError,
-    ForbiddenError,
     InternalBrokerError,
     NoRoomError,
     NotFoundError,
@@ -69,27 +65,17 @@ from provisioner.protocol.messages import (
     ProgressKind,
 )
 
-__all__ = ["Peer", "Service"]
+__all__ = ["Service"]
 
 log = logging.getLogger(__name__)
 
 _IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
-_EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
 _SETTLED = frozenset(
     {LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """Who asks: credentials from the socket, and the token if one was sent."""
-
-    credentials: PeerCredentials
-    token: str | None
-    admin: bool
 
 
 class Service:
@@ -110,9 +96,9 @@ class Service:
         broker, uid = self.broker, peer.credentials.uid
         if sum(kernel.uid == uid for kernel in broker.kernels.values()) >= MAX_LEASES_PER_UID:
             raise RequestTooLargeError(
-                f"user {_user(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down"
+                f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down"
             )
-        spec = self._spec(peer, request)
+        spec = lease_spec(broker.arbiter, peer, request)
         token = secrets.token_urlsafe(32)
         kernel = Kernel(
             lease_id=spec.lease_id,
@@ -144,60 +130,6 @@ class Service:
             simulated=broker.monitor.kind == "simulated",
             environment=broker.environment(spec.lease_id, device_id),
         )
-
-    def _spec(self, peer: Peer, request: LeaseRequest) -> LeaseSpec:
-        """Check the request against the pools. Raises BadRequestError that names the field, the value and what is allowed."""
-        pools = self.broker.arbiter.pools()
-        pool = pools.get(request.pool)
-        if pool is None:
-            names = ", ".join(sorted(pools)) or "none: this broker manages no devices"
-            raise BadRequestError(
-                f"there is no pool {request.pool[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool"
-            )
-        if not 1 <= request.fraction_milli <= 1000:
-            raise BadRequestError(
-                f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction"
-            )
-        if request.devices != 1:
-            raise BadRequestError(
-                f"devices is {request.devices}; allowed: 1 (this version gives a lease one device)",
-                reason="bad-devices",
-            )
-        if not -1000 <= request.priority <= 1000:
-            raise BadRequestError(f"priority is {request.priority}; allowed: -1000 to 1000", reason="bad-priority")
-        for field in ("kernel_id", "label"):
-            if len(getattr(request, field)) > MAX_NAME:
-                raise RequestTooLargeError(
-                    f"{field} has {len(getattr(request, field))} characters; allowed: {MAX_NAME}"
-                )
-        return LeaseSpec(
-            lease_id=secrets.token_hex(12),
-            pool=pool.name,
-            owner=_user(peer.credentials.uid),
-            fraction_milli=request.fraction_milli,
-            reserve_mib=self._reserve_mib(pool, request),
-            priority=request.priority,
-            gated=request.gated,
-            label=printable(request.label or request.kernel_id),
-        )
-
-    def _reserve_mib(self, pool: PoolSpec, request: LeaseRequest) -> int:
-        sizes = [device.leasable_mib for device in self.broker.arbiter.devices() if device.device_id in pool.devices]
-        if not sizes:
-            raise NoRoomError(
-                f"pool {pool.name!r} has no device now; `jupyter gpu status` shows the devices", reason="no-device"
-            )
-        if request.memory_mib is None:
-            return max(1, min(sizes) * request.fraction_milli // 1000)
-        if request.memory_mib < 1:
-            raise BadRequestError(f"memory_mib is {request.memory_mib}; allowed: 1 or more", reason="bad-memory")
-        if request.memory_mib > max(sizes):
-            raise BadRequestError(
-                f"memory of {format_memory(request.memory_mib)} was asked, but the largest device of pool {pool.name!r} "
-                f"can give {format_memory(max(sizes))}; ask for that or less",
-                reason="larger-than-device",
-            )
-        return request.memory_mib
 
     async def _reserve_now(self, kernel: Kernel, wait_ms: int) -> str:
         """Wait a bounded time for the reservation of a kernel that must have it before it starts."""
@@ -251,7 +183,7 @@ class Service:
 
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Put a process behind the lease. Raises BadRequestError or ForbiddenError with what does not fit."""
-        identity = await self._verified(peer, kernel, request)
+        identity = await verified_process(peer, kernel, request)
         try:
             connection_from_json(request.connection)
         except ValueError as error:
@@ -295,30 +227,6 @@ class Service:
                 "the GPU that this kernel was to have was given to another kernel when the broker was restarted; "
                 "start the kernel again"
             )
-
-    @staticmethod
-    async def _verified(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
-        try:
-            identity = identify(request.pid)
-            uid = owner_uid(request.pid)
-            lease_id = await _environment_soon(request.pid, LEASE_VARIABLE, kernel.lease_id)
-        except (ProcessLookupError, ValueError) as error:
-            raise BadRequestError(
-                f"pid {request.pid} is not a process that can hold a lease: {error}", reason="no-process"
-            ) from None
-        except PermissionError:
-            raise ForbiddenError(f"the broker may not look at process {request.pid}", reason="no-permission") from None
-        stated = ProcessIdentity(request.boot_id, request.pid, request.start_time)
-        if identity != stated or request.boot_id != boot_id():
-            raise BadRequestError(
-                f"pid {request.pid} is another process than the one stated (start time differs)",
-                reason="wrong-identity",
-            )
-        if uid != kernel.uid or (uid != peer.credentials.uid and not peer.admin):
-            raise ForbiddenError(f"process {request.pid} belongs to another user", reason="wrong-uid")
-        if lease_id != kernel.lease_id:
-            raise ForbiddenError(f"process {request.pid} was not started for this lease", reason="wrong-lease")
-        return identity
 
     def detach(self, kernel: Kernel) -> None:
         """The process is gone or about to be replaced: free what it held, keep the lease."""
@@ -482,22 +390,3 @@ async def _any_of(first: asyncio.Event, second: asyncio.Event, patience_s: float
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
-    """Return the variable once it is what is expected, or what it is after a moment.
-
-    Whoever starts a process hears that it worked when the old program's descriptors are closed; only after that does Linux
-    put the new environment in place, and until then an empty one is read. Raises as `environment_value`.
-    """
-    end_s = time.monotonic() + _EXEC_PATIENCE_S
-    while (value := environment_value(pid, name)) != expected and time.monotonic() < end_s:  # noqa: ASYNC110 - nothing signals it
-        await asyncio.sleep(0.01)
-    return value
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
