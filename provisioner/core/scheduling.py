@@ -63,7 +63,7 @@ def willing_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """Return when a resident lease may be suspended for others: not while it is busy, or was refused, or has had no chance to run."""
     if lease.busy:
         return None
-    return max(lease.retry_ms, 0 if lease.ran else lease.since_ms + pool.min_residency_ms)
+    return max(lease.retry_ms, 0 if lease.ran else lease.since_ms + max(1, pool.min_residency_ms))
 
 
 class Room:
@@ -126,13 +126,16 @@ class Room:
             return best[2]
         return short_of_host or self._why_not(lease, devices)
 
-    def promise(self, plan: Plan, need_mib: int) -> None:
-        """Give a ticket the room that its plan makes, and of what is free only what it needs beside."""
+    def promise(self, plan: Plan, need_mib: int, *, firm: bool) -> None:
+        """Give a ticket the room that its plan makes, and of what is free only what it needs beside.
+
+        Firm: it gets all it needs of what is free, now or later, because the plan may fail and it must not be passed over again.
+        """
         for victim in plan.victims:
             self._idle(plan.device_id).remove(victim)
             self._add_coming(plan.device_id, victim.held_mib)
             self._planned_host_mib += victim.host_need_mib
-        made_mib = min(need_mib, self._coming.get(plan.device_id, 0))
+        made_mib = 0 if firm else min(need_mib, self._coming.get(plan.device_id, 0))
         self._add_coming(plan.device_id, -made_mib)
         self.keep(plan.device_id, need_mib - made_mib)
 

@@ -28,7 +28,8 @@ class Serving:
         self._expire()
         self._suspend_asked()
         if self._books.waiting:
-            _Pass(self._changes).serve()
+            while _Pass(self._changes).serve():
+                pass
         self._suspend_idle()
 
     def wake_ms(self) -> int | None:
@@ -102,10 +103,11 @@ class _Pass:
         self._ahead: list[_Waiting] = []  # could be served and were not
         self._kept: set[tuple[str, str]] = set()  # lease and device: room is kept or promised there already
         self._allowed: dict[tuple[str, str | None], tuple[str, ...]] = {}
+        self._reordered = False
         self._hopeless: dict[tuple[tuple[str, ...], int], Wait] = {}  # room only shrinks on the way
 
-    def serve(self) -> None:
-        """Serve everybody once, in order."""
+    def serve(self) -> bool:
+        """Serve everybody once, in order. Returns True if the order has changed on the way: then somebody may be served yet."""
         for place, lease in enumerate(self._line):
             ticket = lease.ticket
             if ticket is None:
@@ -115,6 +117,7 @@ class _Pass:
                 wait = self._serve(place, lease)
             if wait is not None:
                 self._changes.explain(lease, wait)
+        return self._reordered
 
     def _serve(self, place: int, lease: Lease) -> Wait | None:
         """Serve one ticket as far as it can be now; say why it waits, if it does."""
@@ -147,7 +150,7 @@ class _Pass:
 
     def _make_room(self, lease: Lease, plan: Plan, devices: tuple[str, ...]) -> Wait:
         need_mib = lease.need_mib
-        self._room.promise(plan, need_mib)
+        self._room.promise(plan, need_mib, firm=self._is_owed(lease))
         self._kept.add((lease.lease_id, plan.device_id))
         for victim in plan.victims:
             if not self._changes.channel_free:
@@ -173,9 +176,10 @@ class _Pass:
         self._keep_what_is_due(lease, devices)
 
     def _pass_over(self, place: int, winner: Lease, winning: Ticket, device_id: str) -> None:
-        """Count it for everybody who could have used the room that was just given away, and came earlier."""
+        """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""
+        left_mib = self._books.devices[device_id].free_mib
         for lease, devices in self._ahead:
-            if device_id in devices and self._count(lease):
+            if device_id in devices and left_mib < lease.need_mib and self._count(lease):
                 self._keep_what_is_due(lease, devices)
         if not winning.ahead:
             return
@@ -183,8 +187,9 @@ class _Pass:
             ticket = lease.ticket
             if ticket is None or lease.spec.priority != winner.spec.priority or ticket.order > winning.order:
                 continue
-            if _not_yet(lease, ticket) is None and device_id in self._devices(lease) and self._count(lease):
-                self._changes.put_ahead(lease)
+            wants = _not_yet(lease, ticket) is None and device_id in self._devices(lease)
+            if wants and left_mib < lease.need_mib and self._count(lease):
+                self._reordered |= self._changes.put_ahead(lease)
 
     def _count(self, lease: Lease) -> bool:
         """Count one more; return whether that is as often as a ticket may be passed over."""
@@ -196,6 +201,10 @@ class _Pass:
         else:
             ticket.passed_elsewhere += 1
         return ticket.passed_over >= most
+
+    def _is_owed(self, lease: Lease) -> bool:
+        """Whether the ticket was passed over as often as may be."""
+        return lease.ticket is not None and lease.ticket.passed_over >= self._books.policy(lease).max_passed_over
 
     def _keep_what_is_due(self, lease: Lease, devices: tuple[str, ...]) -> None:
         """Keep room on one device for a ticket that was passed over K times, and on one more for every K times since.

@@ -1,0 +1,303 @@
+"""A seeded random world around an arbiter: kernels that come, work, idle and die, and a driver that answers late, twice, or lies.
+
+`simulate(seed, events)` runs it and checks everything after every event. The same seed gives the same story.
+"""
+
+import copy
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.effects import Effect, LookAgain, Recorded, Resume, StateChanged, Suspend
+from provisioner.core.events import (
+    Attached,
+    BusyChanged,
+    DeviceLost,
+    DeviceSeen,
+    Event,
+    HostMemorySeen,
+    LeaseMeasured,
+    LeaseRecovered,
+    LeaseReleased,
+    LeaseRequested,
+    PoolConfigured,
+    ProcessExited,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    SuspendRequested,
+    Tick,
+    TruthFound,
+    Unwanted,
+    Wanted,
+)
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from tests.core.observer import LawBrokenError, Observer
+
+__all__ = ["World", "simulate"]
+
+_MEMORY_MIB = 1000
+_NAMES = [f"k{number}" for number in range(24)]  # few, so that ids are used again
+_FAR_MS = 10**9
+_S = LeaseState
+
+
+@dataclass
+class World:
+    """One arbiter, its observer, and everything random around them."""
+
+    random: Random
+    parallel_swaps: int = 1
+    now: int = 0
+    log: list[Event] = field(default_factory=list)
+    made: list[Effect] = field(default_factory=list)
+    late: list[tuple[int, int, Event]] = field(default_factory=list)  # answers under way
+    devices: list[DeviceSpec] = field(default_factory=list)
+    pools: list[PoolSpec] = field(default_factory=list)
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        """Set up devices, pools and host memory."""
+        random = self.random
+        self.arbiter = Arbiter(parallel_swaps=self.parallel_swaps)
+        self.observer = Observer(self.arbiter, parallel_swaps=self.parallel_swaps)
+        count = random.choice((1, 1, 2, 3, 4))
+        self.devices = [
+            DeviceSpec(device_id=f"d{n}", name=random.choice("ab"), memory_mib=_MEMORY_MIB, overhead_mib=n)
+            for n in range(count)
+        ]
+        cut = random.randrange(1, count + 1)
+        for name, devices in (("p", self.devices[:cut]), ("q", self.devices[cut:])):
+            self.pools.append(self._pool(name, tuple(device.device_id for device in devices)))
+        for device in self.devices:
+            self.send(DeviceSeen(at_ms=self.now, device=device))
+        for pool in self.pools:
+            self.send(PoolConfigured(at_ms=self.now, pool=pool))
+        self.send(HostMemorySeen(at_ms=self.now, budget_mib=random.choice((500, 2000, 10_000))))
+
+    def _pool(self, name: str, devices: tuple[str, ...]) -> PoolSpec:
+        random = self.random
+        return PoolSpec(
+            name=name,
+            devices=devices,
+            fractions_milli=(),
+            idle_after_ms=random.choice((None, 0, 5_000, 60_000)),
+            min_residency_ms=random.choice((0, 2_000)),
+            unattached_ttl_ms=20_000,
+            retry_refused_ms=random.choice((0, 3_000, 10_000)),
+            max_passed_over=random.choice((0, 1, 3)),
+            may_move=random.random() < 0.5,
+        )
+
+    # -- the driver -------------------------------------------------------------------------------------------------------------
+
+    def send(self, event: Event) -> None:
+        """Hand an event in, check what comes out, and set the driver to work on it."""
+        self.log.append(event)
+        effects = self.arbiter.handle(event)
+        self.observer.see(event, effects)
+        self.made += effects
+        for effect in effects:
+            answer = self._answer(effect)
+            if answer is not None:
+                self._later(answer, self.random.choice((10, 300, 3_000)))
+                if self.random.random() < 0.05:
+                    self._later(answer, 4_000)  # twice
+
+    def _later(self, event: Event, delay_ms: int) -> None:
+        self.number += 1
+        heapq.heappush(self.late, (self.now + delay_ms, self.number, event))
+
+    def _answer(self, effect: Effect) -> Event | None:
+        random = self.random
+        match effect:
+            case Suspend(lease_id=lease_id, operation_id=operation_id, generation=generation, host_mib=host_mib):
+                outcome = random.choices(list(SuspendOutcome), (12, 2, 2, 1, 1))[0]
+                saved = random.randrange(host_mib + 1) if random.random() < 0.95 else host_mib + 100
+                return SuspendFinished(
+                    at_ms=0,
+                    lease_id=lease_id,
+                    operation_id=operation_id,
+                    generation=generation,
+                    outcome=outcome,
+                    saved_mib=saved,
+                )
+            case Resume(lease_id=lease_id, operation_id=operation_id, generation=generation):
+                result = random.choices(list(ResumeOutcome), (12, 2, 1))[0]
+                return ResumeFinished(
+                    at_ms=0, lease_id=lease_id, operation_id=operation_id, generation=generation, outcome=result
+                )
+            case LookAgain(lease_id=lease_id, generation=generation):
+                state = random.choice([s for s in LeaseState if s is not LeaseState.ENDED])
+                device = random.choice([None, *(device.device_id for device in self.devices)])
+                return TruthFound(
+                    at_ms=0, lease_id=lease_id, generation=generation, state=state, device_id=device, saved_mib=50
+                )
+            case _:
+                return None
+
+    # -- the world ----------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Let one thing happen: what is due, or something random."""
+        random = self.random
+        due = [self.late[0][0]] if self.late else []
+        if self.observer.wake is not None:
+            due.append(self.observer.wake)
+        if due and random.random() < 0.5:
+            self.now = max(self.now, min(due))
+            if self.late and self.late[0][0] <= self.now:
+                self._deliver(heapq.heappop(self.late)[2])
+            else:
+                self.send(Tick(at_ms=self.now))
+            return
+        self.now += random.choice((0, 0, 1, 50, 1_000))
+        _, make = random.choices(_HAPPENINGS, [weight for weight, _ in _HAPPENINGS])[0]
+        self.send(make(self, self.now - (random.randrange(5_000) if random.random() < 0.03 else 0)))
+
+    def _deliver(self, event: Event) -> None:
+        """Deliver an answer; now and then it lies about which operation it answers."""
+        if isinstance(event, SuspendFinished | ResumeFinished):
+            lie = self.random.random() < 0.03
+            changes = {"operation_id": event.operation_id + self.random.choice((-1, 1))} if lie else {}
+            if lie:
+                self.send(_with(event, self.now, changes))
+        self.send(_with(event, self.now, {}))
+
+    def check_rest(self) -> None:
+        """Nothing was left undone, and nothing would happen by time alone before the alarm."""
+        wake = self.observer.wake
+        clone = copy.deepcopy(self.arbiter)
+        clone._changes.now_ms = max(clone._changes.now_ms, wake - 1 if wake is not None else self.now + _FAR_MS)
+        clone._serving.serve()
+        effects = clone._changes.take_effects()
+        undone = [effect for effect in effects if isinstance(effect, StateChanged | Recorded)]
+        if any(isinstance(effect, StateChanged) for effect in undone):
+            raise LawBrokenError(f"law 7: with the alarm at {wake}, this was left undone at {self.now}: {undone}")
+
+
+def _with(event: Event, at_ms: int, changes: dict[str, int]) -> Event:
+    """Return the event at another time, with fields changed."""
+    fields = {name: getattr(event, name) for name in event.__dataclass_fields__}
+    return type(event)(**{**fields, "at_ms": at_ms, **changes})
+
+
+# -- what can happen ------------------------------------------------------------------------------------------------------------------
+
+
+def _spec(world: World) -> LeaseSpec:
+    random = world.random
+    return LeaseSpec(
+        lease_id=random.choice(_NAMES),
+        pool=random.choice(("p", "p", "q")),
+        owner="somebody",
+        fraction_milli=250,
+        reserve_mib=random.choice((100, 125, 250, 250, 400, 700, 990)),
+        priority=random.choice((0, 0, 0, 1)),
+        gated=random.random() < 0.7,
+    )
+
+
+def _requested(world: World, at_ms: int) -> Event:
+    spec = _spec(world)
+    return LeaseRequested(at_ms=at_ms, spec=spec, needs_reservation=not spec.gated)
+
+
+def _recovered(world: World, at_ms: int) -> Event:
+    random = world.random
+    states = (
+        LeaseState.UNATTACHED,
+        LeaseState.UNARMED,
+        LeaseState.RESIDENT,
+        LeaseState.SUSPENDED,
+        LeaseState.QUARANTINED,
+    )
+    return LeaseRecovered(
+        at_ms=at_ms,
+        spec=_spec(world),
+        state=random.choice(states),
+        generation=random.randrange(5),
+        device_id=random.choice([None, *(device.device_id for device in world.devices)]),
+        saved_mib=random.choice((0, 60, 300)),
+        busy=random.random() < 0.5,
+    )
+
+
+def _seen(world: World, at_ms: int) -> Event:
+    device = world.random.choice(world.devices)
+    stranger_mib = world.random.choice((0, 0, 0, 100, 500, 2_000))
+    return DeviceSeen(at_ms=at_ms, device=device, stranger_mib=stranger_mib)
+
+
+def _configured(world: World, at_ms: int) -> Event:
+    """Give a pool a new policy, and now and then other devices."""
+    random = world.random
+    place = random.randrange(2)
+    pool = world.pools[place]
+    devices = pool.devices
+    if random.random() < 0.3:
+        mine = {device for other in world.pools if other is not pool for device in other.devices}
+        devices = tuple(d.device_id for d in world.devices if d.device_id not in mine and random.random() < 0.7)
+    world.pools[place] = world._pool(pool.name, devices)
+    return PoolConfigured(at_ms=at_ms, pool=world.pools[place])
+
+
+def _named(make: Callable[[World, int, str], Event], *states: LeaseState) -> Callable[[World, int], Event]:
+    """Return a maker of events about a lease: mostly one of these states, sometimes any, or none that exists."""
+
+    def choose(world: World, at_ms: int) -> Event:
+        fitting = [name for name, seen in world.observer.leases.items() if seen.state in states]
+        names = fitting if fitting and world.random.random() < 0.9 else _NAMES
+        return make(world, at_ms, world.random.choice(names))
+
+    return choose
+
+
+_HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
+    (8, _requested),
+    (1, _recovered),
+    (2, _seen),
+    (1, lambda world, at: DeviceLost(at_ms=at, device_id=world.random.choice(world.devices).device_id)),
+    (1, lambda world, at: HostMemorySeen(at_ms=at, budget_mib=world.random.choice((200, 2000, 10_000)))),
+    (1, _configured),
+    (12, _named(lambda _, at, name: Attached(at_ms=at, lease_id=name, gated=True), _S.UNATTACHED)),
+    (1, _named(lambda _, at, name: ProcessExited(at_ms=at, lease_id=name))),
+    (1, _named(lambda _, at, name: LeaseReleased(at_ms=at, lease_id=name))),
+    (
+        20,
+        _named(
+            lambda world, at, name: Wanted(at_ms=at, lease_id=name, urgent=world.random.random() < 0.05),
+            _S.UNARMED,
+            _S.SUSPENDED,
+            _S.SUSPENDING,
+        ),
+    ),
+    (3, _named(lambda _, at, name: Unwanted(at_ms=at, lease_id=name))),
+    (
+        25,
+        _named(
+            lambda world, at, name: BusyChanged(at_ms=at, lease_id=name, busy=world.random.random() < 0.4), _S.RESIDENT
+        ),
+    ),
+    (3, _named(lambda world, at, name: LeaseMeasured(at_ms=at, lease_id=name, used_mib=world.random.randrange(500)))),
+    (3, _named(lambda _, at, name: SuspendRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
+    (1, lambda _, at: Tick(at_ms=at)),
+]
+
+
+def simulate(seed: int, events: int = 2_000, *, rest_every: int = 100) -> World:
+    """Run a world of that many steps, checking everything on the way. Raises LawBrokenError or InvariantError, with the seed."""
+    random = Random(seed)
+    try:
+        world = World(random, parallel_swaps=2 if seed % 7 == 0 else 1)
+        for number in range(events):
+            world.step()
+            if number % rest_every == 0:
+                world.check_rest()
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
+    return world
