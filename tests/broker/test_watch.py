@@ -10,7 +10,7 @@ from provisioner.broker.gate import GateLink
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.watch import Watcher
 from provisioner.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView
+from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.host.process import identify
 from tests.broker.driver import DEVICE, Driver
@@ -62,6 +62,7 @@ class World:
 def view_of(state: LeaseState, reserve_mib: int = 500) -> LeaseView:
     spec = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500, reserve_mib=reserve_mib)
     return LeaseView(
+        reserved_mib=reserve_mib if state in HOLDING else 0,
         spec=spec, state=state, generation=1, device_id=DEVICE, saved_mib=0, used_mib=0, busy=False, since_ms=0,
         last_active_ms=0, operation_id=None, reason="", sentence="",
     )  # fmt: skip
