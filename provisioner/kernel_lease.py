@@ -100,6 +100,17 @@ class KernelLease:
         with BrokerClient(self.socket, token=self.token, timeout_s=_SHORT_S) as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
+    def unblock(self) -> None:
+        """Bring the GPU state back if the process is suspended, busy, and waits for nothing that it asked for.
+
+        Such a process may be blocked in a GPU call, where no interrupt reaches it before its state is back. Returns when it
+        is. Raises the errors of the protocol.
+        """
+        with BrokerClient(self.socket, token=self.token) as client:
+            status = client.lease(self.lease_id)
+            if status.state == "suspended" and status.busy and status.position is None:
+                client.resume(self.lease_id)
+
 
 def take_lease(request: LeaseRequest, *, timeout_s: float) -> KernelLease:
     """Take a new lease from the broker, which is started if need be.

@@ -16,6 +16,9 @@ Rules:
 
 import asyncio
 import os
+import signal
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
@@ -46,6 +49,7 @@ __all__ = ["FractionalGPUProvisioner"]
 # the rest of the keywords is the stanza's
 _OF_JUPYTER = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
 _WAIT_UNGATED_MS = 10_000  # a person waits before the launcher for so long
+_INTERRUPT_PATIENCE_S = 1.0  # a process that is not blocked has heard an interrupt by then
 _SHUTDOWN_FROZEN_S = 2.0  # half of it passes before `terminate`
 _SIGNS_OF_NVIDIA = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
@@ -95,6 +99,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._plan = KernelPlan(is_ipykernel=False, gated=False)
         self._is_restart = False
         self._frozen_at_shutdown = False
+        self._unblocking: threading.Thread | None = None
 
     @default("default_pool")
     def _default_pool_default(self) -> str:
@@ -158,6 +163,23 @@ class FractionalGPUProvisioner(LocalProvisioner):
             raise
         self._is_restart = True
         return connection
+
+    async def send_signal(self, signum: int) -> None:
+        """Signal the process group; an interrupt that has no effect because the GPU state is away brings that back."""
+        await super().send_signal(signum)
+        lease = self._lease
+        if signum == signal.SIGINT and lease is not None and not (self._unblocking and self._unblocking.is_alive()):
+            # A thread of its own: a blocking manager's event loop stands still between two calls, and a pool's thread
+            # would keep this program from ending.
+            self._unblocking = threading.Thread(target=self._unblock, args=(lease,), name="gpu-interrupt", daemon=True)
+            self._unblocking.start()
+
+    def _unblock(self, lease: KernelLease) -> None:
+        time.sleep(_INTERRUPT_PATIENCE_S)
+        try:
+            lease.unblock()
+        except FractionalGPUError as error:
+            self.log.debug("Nothing more was done about the interrupt of kernel %s: %s", self.kernel_id, error)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Note whether the process can be relied on to end by itself."""

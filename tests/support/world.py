@@ -347,6 +347,14 @@ class Notebook:
                     reply.error = f"{content['ename']}: {content['evalue']}"
         return reply
 
+    def ask(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Send another kind of request on the shell channel, such as `complete_request`, and return its reply's content."""
+        msg_id = uuid.uuid4().hex
+        self._send("shell", kind, msg_id, content)
+        (reply,) = [message for message in self.messages(msg_id) if message["header"]["msg_type"].endswith("_reply")]
+        answer: dict[str, Any] = reply["content"]
+        return answer
+
     def run(self, code: str) -> Reply:
         """Run a cell to its end, whatever that is."""
         return self.wait(self.send(code))

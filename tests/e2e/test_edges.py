@@ -1,0 +1,237 @@
+"""What else may happen to a kernel that is suspended, or about to be: nobody hangs for ever, and nothing is lost."""
+
+import json
+
+import pytest
+
+from provisioner.gpu.simulated import faults
+from provisioner.gpu.simulated.processes import processes_of
+from provisioner.gpu.simulated.store import Store
+from tests.support.stories import CHECK, fill
+from tests.support.world import Notebook, Server, World, until
+
+CHILD = """
+import hashlib, sys
+from provisioner.gpu.simulated import cuda
+def work(lines, answer):
+    buffer = cuda.allocate(8 << 20)
+    buffer.fill(b"child")
+    answer("ready")
+    for _ in lines:
+        answer(buffer.sha256())
+"""
+SUBPROCESS = f"""
+import hashlib, subprocess, sys
+code = {CHILD!r} + "work(sys.stdin, lambda line: print(line, flush=True))"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+ask = lambda: (child.stdin.write("\\n"), child.stdin.flush())
+answer = lambda: child.stdout.readline().strip()
+"""
+FORK = f"""
+import multiprocessing
+exec({CHILD!r})
+def forked(pipe):
+    def lines():
+        while True:
+            yield pipe.recv()
+    work(lines(), pipe.send)
+pipe, other = multiprocessing.Pipe()
+child = multiprocessing.get_context("fork").Process(target=forked, args=(other,), daemon=True)
+child.start()
+ask = lambda: pipe.send("")
+answer = lambda: pipe.recv()
+"""
+CHILDREN = {
+    "subprocess": "options = {}" + SUBPROCESS,
+    "session of its own": "options = {'start_new_session': True}" + SUBPROCESS,
+    "fork": FORK,
+}
+TOUCHING = """
+class Touching:
+    __doc__ = property(lambda self: str(buffer.read(1)))
+    def __dir__(self):
+        return [f"found_{buffer.read(1)[0]}"]
+touching = Touching()
+"""
+IN_THREAD = """
+import threading
+count, stop = 0, threading.Event()
+def use():
+    global count
+    while not stop.is_set():
+        assert buffer.read(4) == start
+        count += 1
+start = buffer.read(4)
+thread = threading.Thread(target=use, daemon=True)
+thread.start()
+"""
+
+
+def two_kernels(world: World, server: Server) -> tuple[Notebook, Notebook]:
+    """Two kernels that do not fit together, of which the first was suspended for the second."""
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1))
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    return first, second
+
+
+def phases(world: World) -> list[str]:
+    """Where the bytes of each simulated process are, sorted."""
+    store = Store(world.simulated_folder)
+    try:
+        return sorted(process.phase for process in processes_of(store))
+    finally:
+        store.close()
+
+
+def shown(notebook: Notebook, text: str) -> None:
+    """Read on, whatever it is about, until the text is displayed."""
+    while text not in json.dumps(json.loads(notebook.socket.recv())["content"].get("data", {})):
+        pass
+
+
+def test_gpu_suspend_and_resume_in_a_notebook(world: World, server: Server) -> None:
+    (name,) = world.install(750)
+    notebook = server.start(name)
+    notebook.must(fill(1))
+    notebook.send("%gpu suspend")
+    shown(notebook, "Suspended: this kernel holds no GPU memory")
+    assert world.lease(notebook.kernel_id).state == "suspended"
+    assert phases(world) == ["saved"]
+    assert "saved in host memory" in notebook.must("%gpu").data[0]["text/plain"]
+    assert world.lease(notebook.kernel_id).state == "suspended"  # looking does not bring it back
+    assert "on the GPU" in notebook.must("%gpu resume").data[-1]["text/plain"]
+    assert world.lease(notebook.kernel_id).state == "resident"
+    assert notebook.must(CHECK).text == "intact\n"
+    notebook.must("%gpu suspend\n%gpu suspend")  # twice in one cell
+    world.await_state(notebook.kernel_id, "suspended")
+    assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_gpu_suspend_in_a_cell_with_other_work_comes_after_the_work(world: World, server: Server) -> None:
+    (name,) = world.install(750)
+    notebook = server.start(name)
+    notebook.must(fill(1) + "get_ipython().run_line_magic('gpu', 'suspend')" + CHECK)
+    world.await_state(notebook.kernel_id, "suspended")
+    assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_a_silent_execute_brings_the_memory_back(world: World, server: Server) -> None:
+    first, second = two_kernels(world, server)
+    assert first.wait(first.send("silent_result = buffer.sha256() == digest", silent=True)).status == "ok"
+    assert world.lease(first.kernel_id).state == "resident"
+    assert first.must("print(silent_result)").text == "True\n"
+    assert second.must(CHECK).text == "intact\n"
+
+
+def test_completion_on_a_suspended_kernel_answers_at_once_and_leaves_it_suspended(world: World, server: Server) -> None:
+    first, second = two_kernels(world, server)
+    answer = first.ask("complete_request", {"code": "buffer.rea", "cursor_pos": 10})
+    assert "read" in " ".join(answer["matches"])
+    assert world.lease(first.kernel_id).state == "suspended"
+    assert second.must(CHECK).text == "intact\n"
+
+
+@pytest.mark.parametrize("kind", ["complete_request", "inspect_request"])
+def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(
+    world: World, server: Server, kind: str
+) -> None:
+    (name,) = world.install(750)
+    first = server.start(name)
+    first.must(fill(1) + TOUCHING)
+    second = server.start(name)
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    code = "touching.found" if kind == "complete_request" else "touching"
+    answer = first.ask(kind, {"code": code, "cursor_pos": len(code), "detail_level": 0})
+    assert answer["status"] == "ok"
+    world.await_state(first.kernel_id, "resident")
+    assert first.must(CHECK).text == "intact\n"
+    assert second.must(CHECK).text == "intact\n"
+
+
+def test_a_background_thread_is_held_while_suspended_and_goes_on_afterwards(world: World, server: Server) -> None:
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1) + IN_THREAD)
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    counted = [first.must("%%cpu\nprint(count)").text for _ in range(3)]
+    assert len(set(counted)) == 1
+    assert second.must(CHECK).text == "intact\n"
+    first.must(f"while count <= {int(counted[0])}: pass")
+    first.must("stop.set()\nthread.join()\nassert not thread.is_alive()")
+    assert first.must(CHECK).text == "intact\n"
+
+
+@pytest.mark.parametrize("kind", CHILDREN)
+def test_a_child_process_is_suspended_and_resumed_with_its_kernel(world: World, server: Server, kind: str) -> None:
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1) + CHILDREN[kind])
+    assert first.must("print(answer())").text == "ready\n"
+    digest = first.must("ask()\nprint(answer())").text
+    second.must(fill(2))
+    lease = world.await_state(first.kernel_id, "suspended")
+    assert phases(world) == ["device", "saved", "saved"]
+    assert lease.saved_mib >= 16 + 8
+    first.must("%%cpu\nask()")  # the child tries to use the GPU, and is held
+    assert second.must(CHECK).text == "intact\n"
+    assert first.must("print(answer())").text == digest
+    assert first.must(CHECK).text == "intact\n"
+    world.await_state(second.kernel_id, "suspended")
+    assert phases(world) == ["device", "device", "saved"]
+
+
+@pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
+def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(world: World, step: str) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'retry_refused': '1s', 'min_residency': '1s'}}")
+    with Server(world) as server:
+        first, second = two_kernels(world, server)
+        if step != "restore":
+            assert first.must(CHECK).text == "intact\n"  # now the second one is suspended
+        faults.inject(world.simulated_folder, step, "slow:1000")
+        asking = second if step != "restore" else first
+        other = first if step != "restore" else second
+        cell = asking.send(CHECK)
+        if step == "restore":
+            world.await_state(asking.kernel_id, "resuming")
+        else:
+            world.await_state(other.kernel_id, "suspending")
+        meanwhile = other.send(CHECK)
+        assert other.wait(meanwhile).text == "intact\n"
+        assert asking.wait(cell).text == "intact\n"
+        for notebook in (first, second):
+            assert notebook.must(CHECK).text == "intact\n"
+        assert "failed" not in phases(world)
+
+
+def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on_it(
+    world: World, server: Server
+) -> None:
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    cell = first.send("%%cpu\nprint('touches', flush=True)\nbuffer.read(1)\nwhile True: pass")
+    shown_text = ""
+    while "touches" not in shown_text:
+        shown_text += str(json.loads(first.socket.recv())["content"].get("text", ""))
+    first.interrupt()
+    assert first.wait(cell).error.startswith("KeyboardInterrupt")
+    assert first.must(CHECK).text == "intact\n"
+    assert second.must(CHECK).text == "intact\n"
+
+
+def test_a_kernel_that_was_blocked_by_its_finished_work_becomes_idle_again(world: World, server: Server) -> None:
+    """GPU work that a cell left running in a thread delays the suspend, and does not break it."""
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1) + "import threading\nthreading.Thread(target=cuda.launch, args=(1.0,), daemon=True).start()")
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    assert first.must(CHECK).text == "intact\n"
+    assert until(lambda: "saved" in phases(world), "the second one is suspended for the first")
