@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _BUSY_INTERVAL_S = 2.0
 _QUIET_INTERVAL_S = 10.0
+_STEP_S = 0.5
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
 _SILENCE_S = 4 * PULSE_S  # an extension that has not pulsed for this long: its Python does not run
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
@@ -46,10 +48,14 @@ class Watcher:
 
     async def run(self) -> None:
         """Sample for ever."""
+        sampled_s = -math.inf
         while True:
-            await self.sample()
+            interval_s = _BUSY_INTERVAL_S if self._broker.kernels else _QUIET_INTERVAL_S
+            if time.monotonic() - sampled_s >= interval_s:
+                await self.sample()
+                sampled_s = time.monotonic()
             self.relieve_silent()
-            await asyncio.sleep(_BUSY_INTERVAL_S if self._broker.kernels else _QUIET_INTERVAL_S)
+            await asyncio.sleep(_STEP_S)  # in steps: kernels may come, and one may fall silent, just after a sample
 
     async def sample(self) -> None:
         """Look once and tell the arbiter what changed; a look that a state change overtook is thrown away."""

@@ -1,6 +1,7 @@
 """What else may happen to a kernel that is suspended, or about to be: nobody hangs for ever, and nothing is lost."""
 
 import json
+import time
 
 import pytest
 
@@ -145,8 +146,10 @@ def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(
     second.must(fill(2))
     world.await_state(first.kernel_id, "suspended")
     code = "touching.found" if kind == "complete_request" else "touching"
+    begun = time.monotonic()
     answer = first.ask(kind, {"code": code, "cursor_pos": len(code), "detail_level": 0})
     assert answer["status"] == "ok"
+    assert time.monotonic() - begun < 5  # it is noticed after a moment, not at some later look
     world.await_state(first.kernel_id, "resident")
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"
