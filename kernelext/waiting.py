@@ -84,8 +84,8 @@ def _listen(waiter: Waiter, line: LiveLine | None) -> None:
 def _describe(progress: "Progress") -> str:
     """What the line says."""
     place = f" (place {progress.position} in the queue)" if progress.position is not None else ""
-    why = progress.sentence or "the GPU is in use."
-    return f"This cell waits for the GPU{place}: {why} Interrupt the kernel to stop waiting."
+    why = (progress.sentence or "the GPU is in use").rstrip(".")
+    return f"This cell waits for the GPU{place}: {why}. Interrupt the kernel to stop waiting."
 
 
 @contextlib.contextmanager

@@ -258,7 +258,8 @@ class Service:
             kernel.waiting -= 1
             view = broker.arbiter.lease(kernel.lease_id)
             if kernel.waiting == 0 and view is not None:
-                if view.state is not LeaseState.RESIDENT:
+                # A ticket that the broker filed for a kernel that is blocked is not this caller's to withdraw.
+                if view.state is not LeaseState.RESIDENT and not kernel.wanted_by_broker:
                     broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
                 broker.look_at_use(kernel)
 

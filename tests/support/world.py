@@ -221,12 +221,22 @@ class Server:
             )
         info = world.folder / "run" / f"jpserver-{self.process.pid}.json"
         self.url: str = until(lambda: self._address(info), "the server writes its address")
+        until(self._listens, "the server listens there")  # it writes the address first
 
     @staticmethod
     def _address(info: Path) -> str | None:
         with suppress(FileNotFoundError, json.JSONDecodeError):
             return str(json.loads(info.read_text())["url"])
         return None
+
+    def _listens(self) -> bool:
+        try:
+            self.request("GET", "api")
+        except urllib.error.HTTPError:
+            raise
+        except urllib.error.URLError:
+            return False
+        return True
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401 - JSON
         """One REST call; raises urllib's HTTPError."""
