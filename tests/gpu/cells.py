@@ -1,0 +1,140 @@
+"""What kernels run in these tests: with torch on a real device, and as much of the same with the simulated device's own API.
+
+`check()` prints `intact` if every byte on the device is what `fill` put there, computed by the device itself.
+"""
+
+from typing import Protocol
+
+__all__ = ["Cells", "SimulatedCells", "TorchCells"]
+
+_TORCH_SUM = """
+import torch
+def checksum(tensor):
+    "Depends on every element and its place; integers wrap around, so the sum is exact on any device and in any order."
+    flat, total = tensor.reshape(-1).view(torch.int64), 0
+    for start in range(0, flat.numel(), 1 << 22):
+        part = flat[start:start + (1 << 22)]
+        odd = 2 * torch.arange(start, start + part.numel(), device=part.device) + 1
+        total = (total + int((part * odd).sum())) % (1 << 64)
+    return total
+"""
+_TORCH_FILL = """
+generator = torch.Generator(device="cuda").manual_seed({seed})
+buffer = torch.randint(-2**62, 2**62, ({mib} << 17,), device="cuda", generator=generator)
+expected = checksum(buffer)
+torch.cuda.synchronize()
+"""
+_TORCH_STRANGER = """
+import sys, torch
+held = torch.empty(int(sys.argv[1]) << 20, dtype=torch.uint8, device="cuda").fill_(7)
+torch.cuda.synchronize()
+print("holding", flush=True)
+sys.stdin.read()
+"""
+_SIMULATED_FILL = """
+import random
+from provisioner.gpu.simulated import cuda
+buffer = cuda.allocate({mib} << 20)
+buffer.write(random.Random({seed}).randbytes(1 << 20) * {mib})
+expected = buffer.sha256()
+"""
+
+
+class Cells(Protocol):
+    """The code of one kind of device. Sizes in MiB."""
+
+    context_mib: int  # about what a process takes that holds nothing
+    stranger_context_mib: int  # at least what a stranger takes beside what it asks for
+
+    def fill(self, seed: int, mib: int) -> str:
+        """Code that puts so many MiB of noise on the device as `buffer`."""
+
+    def check(self) -> str:
+        """Code that prints `intact`, or fails."""
+
+    def busy_until(self, file: str) -> str:
+        """Code that uses the device until the file exists, then checks."""
+
+    def grab(self, step_mib: int) -> str:
+        """Code that allocates in steps until that is refused, frees everything and prints how many MiB it got."""
+
+    def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:
+        """Arguments of Python for a process without a lease; it prints `holding` and ends with its standard input."""
+
+
+class TorchCells:
+    """Cells for a real device."""
+
+    context_mib = 512
+    stranger_context_mib = 1024
+
+    def fill(self, seed: int, mib: int) -> str:
+        """See Cells."""
+        return _TORCH_SUM + _TORCH_FILL.format(seed=seed, mib=mib)
+
+    def check(self) -> str:
+        """See Cells."""
+        return 'assert checksum(buffer) == expected, "the bytes differ"\nprint("intact")'
+
+    def busy_until(self, file: str) -> str:
+        """See Cells."""
+        return (
+            f"import os\nwhile not os.path.exists({file!r}):\n    assert checksum(buffer) == expected\n{self.check()}"
+        )
+
+    def grab(self, step_mib: int) -> str:
+        """See Cells."""
+        return f"""
+import torch
+held = []
+try:
+    while True:
+        held.append(torch.empty({step_mib} << 20, dtype=torch.uint8, device="cuda"))
+except torch.cuda.OutOfMemoryError as error:
+    refusal = str(error)
+print(len(held) * {step_mib})
+del held
+torch.cuda.empty_cache()
+"""
+
+    def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:  # noqa: ARG002 - the environment says which
+        """See Cells."""
+        return ["-c", _TORCH_STRANGER, str(mib)]
+
+
+class SimulatedCells:
+    """The same for a simulated device."""
+
+    context_mib = 32
+    stranger_context_mib = 32
+
+    def fill(self, seed: int, mib: int) -> str:
+        """See Cells."""
+        return _SIMULATED_FILL.format(seed=seed, mib=mib)
+
+    def check(self) -> str:
+        """See Cells."""
+        return 'assert buffer.sha256() == expected, "the bytes differ"\nprint("intact")'
+
+    def busy_until(self, file: str) -> str:
+        """See Cells."""
+        return f"import os\nwhile not os.path.exists({file!r}):\n    assert buffer.read(4096)\n{self.check()}"
+
+    def grab(self, step_mib: int) -> str:
+        """See Cells."""
+        return f"""
+from provisioner.gpu.simulated import cuda
+held = []
+try:
+    while True:
+        held.append(cuda.allocate({step_mib} << 20))
+except cuda.SimulatedOutOfMemory as error:
+    refusal = str(error)
+print(len(held) * {step_mib})
+for one in held:
+    one.free()
+"""
+
+    def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:
+        """See Cells."""
+        return ["-m", "provisioner.gpu.simulated.stranger", backend.removeprefix("simulated:"), device_id, str(mib)]

@@ -1,0 +1,81 @@
+"""Tests on a real GPU: JUPYTER_GPU_HARDWARE=1 python -m pytest tests/gpu (see docs/gpu-tests.md).
+
+With JUPYTER_GPU_HARDWARE=simulated the flows that need no torch run on a simulated device: it tests the tests.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterator
+
+import pytest
+
+from tests.gpu.installed import entry_points_installed
+from tests.gpu.kernels import close_event_loop
+from tests.gpu.lab import Lab, open_lab
+from tests.gpu.results import Results
+
+MODE = os.environ.get("JUPYTER_GPU_HARDWARE", "")
+SIMULATED = MODE == "simulated"
+
+collect_ignore_glob = ["test_torch_*.py"] if SIMULATED else []
+
+_results = pytest.StashKey[Results]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
+    if MODE not in ("1", "simulated"):
+        raise pytest.UsageError(
+            f"tests/gpu needs a GPU: set JUPYTER_GPU_HARDWARE=1 to use the first one of this machine (given: {MODE!r}), "
+            "or JUPYTER_GPU_HARDWARE=simulated to try the tests themselves"
+        )
+    config.stash[_results] = Results(simulated=SIMULATED)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    lab = getattr(item, "funcargs", {}).get("lab")
+    if report.failed and isinstance(lab, Lab) and lab.folder.exists():
+        report.sections.extend((f"{name} of the test's broker", text) for name, text in lab.logs().items())
+    results = item.config.stash.get(_results, None)
+    if results is not None and (report.when == "call" or report.failed):
+        results.end(item.name, report.outcome, report.duration)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    results = config.stash.get(_results, None)
+    if results is None:
+        return
+    terminalreporter.section("what was seen" + (" (on a simulated device)" if SIMULATED else ""))
+    for name, one in results.content["tests"].items():
+        for what, value in one["saw"].items():
+            terminalreporter.write_line(f"{name}: {what} = {value}")
+    path = results.write()
+    if path is not None:
+        terminalreporter.write_line(f"written to {path}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> Iterator[None]:
+    with entry_points_installed():
+        yield
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with open_lab(simulated=SIMULATED) as opened:
+        try:
+            yield opened
+        finally:
+            close_event_loop()
+
+
+@pytest.fixture
+def saw(request: pytest.FixtureRequest) -> Callable[[str, object], None]:
+    """Note something for the results file."""
+    results = request.config.stash[_results]
+
+    def note(name: str, value: object) -> None:
+        results.note(request.node.name, name, value)
+
+    return note

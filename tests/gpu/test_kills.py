@@ -1,0 +1,67 @@
+"""The broker is killed in each phase of a swap: the next one finds out what is true, and no byte is lost.
+
+On hardware there is nothing to hold an operation up, so the ledger is watched and the kill follows the phase's first sight; how far the
+driver has come by then differs from run to run, and is noted.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from provisioner.protocol.errors import FractionalGPUError
+from tests.gpu.kernels import Kernel
+from tests.gpu.lab import Lab, until
+
+Note = Callable[[str, object], None]
+
+PHASES = [
+    ("suspend", "locking", "lock"),
+    ("suspend", "checkpointing", "checkpoint"),
+    ("resume", "restoring", "restore"),
+]
+_SLOW_MS = 400
+_SETTLED = ("resident", "suspended")
+
+
+@contextmanager
+def begun(act: Callable[[], object]) -> Iterator[None]:
+    """Let another thread ask for something whose answer never comes, because who is asked is killed."""
+
+    def ask() -> None:
+        with suppress(FractionalGPUError):
+            act()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize(("kind", "phase", "operation"), PHASES)
+def test_a_broker_killed_in_a_phase_loses_nothing(lab: Lab, saw: Note, kind: str, phase: str, operation: str) -> None:
+    with Kernel(lab, lab.install(6)) as kernel:
+        kernel.must(lab.cells.fill(8, 4 * lab.unit_mib))
+        if kind == "resume":
+            kernel.suspend()
+        with lab.slowed(operation, _SLOW_MS), begun(kernel.suspend if kind == "suspend" else kernel.resume):
+            until(lambda: (kind, phase) in lab.operations(), f"the {kind} is {phase}", longest_pause_s=0.002)
+            lab.kill_broker()
+        left = lab.operations()
+        saw("ledger_at_the_kill", [list(one) for one in left])
+        assert left, "the operation was over before the kill: nothing was shown"
+        killed = time.perf_counter()
+        lab.start_broker()
+        kernel_id = str(kernel.manager.kernel_id)
+        lease = lab.await_lease(kernel_id, lambda lease: lease.state in _SETTLED, "the truth is known")
+        saw("then", {"state": lease.state, "after_s": round(time.perf_counter() - killed, 3)})
+        assert kernel.is_intact()
+        kernel.suspend()
+        assert lab.used_by(kernel.pid) == 0
+        assert kernel.is_intact()
+        (device,) = lab.status().devices
+        assert not device.over_committed
