@@ -49,6 +49,9 @@ COMMANDS: dict[str, _Entry] = {
     "resume": _Entry("provisioner.commands.resume", "bring a suspended kernel back onto a GPU"),
     "kernels": _Entry("provisioner.commands.kernels", "install, list and remove the kernels that the launcher offers"),
     "doctor": _Entry("provisioner.commands.doctor", "examine the machine, the driver, the broker and Jupyter"),
+    "simulate": _Entry(
+        "provisioner.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
+    ),
     "broker": _Entry("provisioner.commands.broker", "run the broker (it starts by itself where it is needed)"),
 }
 

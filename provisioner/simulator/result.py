@@ -41,7 +41,7 @@ class Point:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The figures of a run. GPU time is counted in milli-GPU times ms: a quarter held for a second is 250,000."""
+    """The figures of a run. GPU time is counted in milli-GPU times ms: one GPU for a second is 1,000,000."""
 
     name: str
     sessions: int
@@ -50,7 +50,7 @@ class Result:
     devices: int
     reserved: int = 0  # what the sessions would have reserved, whole GPUs from open to close
     busy: int = 0  # cells on a GPU, each counted as the GPUs it uses
-    held: int = 0  # fractions reserved on devices
+    held: int = 0  # devices on which somebody holds memory
     peak_devices_held: int = 0
     waits: Waits = field(default_factory=lambda: Waits(()))
     suspends: int = 0

@@ -153,7 +153,7 @@ class _Run:
         self._sizes = {device.device_id: device.memory_mib for device in host.devices}
         self._used = dict.fromkeys(self._sizes, 0)
         self._holders = dict.fromkeys(self._sizes, 0)
-        self._held_milli = self._running_gpus = self._waiting = self._accounted_ms = self._host_mib = 0
+        self._devices_held = self._running_gpus = self._waiting = self._accounted_ms = self._host_mib = 0
         self._waits: list[int] = []
         self._result = Result(
             name="fractional",
@@ -205,9 +205,9 @@ class _Run:
     def _account(self, now_ms: int) -> None:
         passed = now_ms - self._accounted_ms
         if passed > 0:
-            self._result.held += self._held_milli * passed
             self._result.busy += self._running_gpus * passed * 1000
-            point = Point(self._accounted_ms, sum(map(bool, self._holders.values())), self._running_gpus, self._waiting)
+            point = Point(self._accounted_ms, self._devices_held, self._running_gpus, self._waiting)
+            self._result.held += point.devices_held * passed * 1000
             if not self._result.timeline or self._result.timeline[-1] != point:
                 self._result.timeline.append(point)
             self._result.peak_devices_held = max(self._result.peak_devices_held, point.devices_held)
@@ -258,10 +258,10 @@ class _Run:
         held = kernel.state in HOLDING
         holds = change.new in HOLDING
         if held:
-            self._held_milli -= kernel.spec.fraction_milli
             self._holders[kernel.device_id] -= 1
+            self._devices_held -= self._holders[kernel.device_id] == 0
         if holds and change.device_id is not None:
-            self._held_milli += kernel.spec.fraction_milli
+            self._devices_held += self._holders[change.device_id] == 0
             self._holders[change.device_id] += 1
             kernel.device_id = change.device_id
         kernel.state = change.new

@@ -1,0 +1,258 @@
+"""`jupyter gpu simulate`: how many devices a group of notebook users needs, and how long they would wait, before anybody buys one."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from provisioner.commands.failure import CommandError, UsageError
+from provisioner.commands.placement import configure_placement, run_placement
+from provisioner.config import ConfigError, load
+from provisioner.core.model import DeviceSpec, PoolSpec
+from provisioner.core.units import parse_duration_ms, parse_memory_mib
+from provisioner.gpu.simulated.host import parse_devices
+from provisioner.gpu.simulated.store import SimulatedHostError
+from provisioner.simulator.baselines import BASELINES, run_baseline
+from provisioner.simulator.errors import SimulationError
+from provisioner.simulator.log import EventLog, replay
+from provisioner.simulator.picture import picture
+from provisioner.simulator.result import Result
+from provisioner.simulator.search import fewest_devices
+from provisioner.simulator.simulation import Host, SwapSpeed, simulate
+from provisioner.simulator.synthetic import synthetic_sessions
+from provisioner.simulator.traces import Session, read_sessions, write_sessions
+
+__all__ = ["configure", "run"]
+
+_QUIET_S = 2.0
+_MOST_DEVICES = 1024
+
+EPILOG = """\
+examples:
+  jupyter gpu simulate --users 50 --devices 8x80GiB
+  jupyter gpu simulate --users 50 --find-devices --p95-wait 3s --baseline reservation --picture run.html
+  jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
+  jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
+  jupyter gpu simulate --placement --nodes nodes.csv --pods pods.csv --policy fgd --seeds 42-51 --json
+
+The arbiter is the one that the broker runs; only time is virtual. What is assumed is in docs/simulator.md.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Run notebook sessions against the broker's arbiter in virtual time."
+    parser.epilog = EPILOG
+    who = parser.add_argument_group("sessions, from files or made up")
+    who.add_argument("--sessions", type=Path, metavar="FILE", help="CSV of sessions (with --cells)")
+    who.add_argument("--cells", type=Path, metavar="FILE", help="CSV of executed cells (with --sessions)")
+    who.add_argument("--users", type=_positive, metavar="N", help="so many synthetic build-phase users")
+    who.add_argument("--days", type=_positive, default=1, metavar="D", help="for so many days (default: 1)")
+    who.add_argument("--seed", type=int, default=1, metavar="S", help="which of the synthetic traces (default: 1)")
+    who.add_argument("--one-gpu-only", action="store_true", help="leave sessions out that use several GPUs at once")
+    who.add_argument(
+        "--write-trace", type=Path, nargs=2, metavar=("SESSIONS", "CELLS"), help="write the sessions there"
+    )
+    host = parser.add_argument_group("the machine")
+    host.add_argument("--devices", default="8x80GiB", metavar="NxSIZE", help="the GPUs (default: 8x80GiB)")
+    host.add_argument("--host-memory", metavar="SIZE", help="for suspended state (default: the policy's size, or 1TiB)")
+    host.add_argument("--swap-fixed", default="300ms", metavar="TIME", help="of every swap (default: 300ms)")
+    host.add_argument("--save-speed", default="1800MiB", metavar="SIZE", help="saved a second (default: 1800MiB)")
+    host.add_argument("--restore-speed", default="4000MiB", metavar="SIZE", help="restored a second (default: 4000MiB)")
+    host.add_argument("--parallel-swaps", type=_positive, default=1, metavar="N", help="swaps at a time (default: 1)")
+    host.add_argument("--no-slowdown", action="store_true", help="busy cells on one device do not slow each other down")
+    host.add_argument("--every-cell-asks", action="store_true", help="cells that touch no GPU wait for it, too")
+    host.add_argument(
+        "--policy", metavar="FILE", help="a broker's configuration file; with --placement a policy's name"
+    )
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument("--find-devices", action="store_true", help="find the fewest devices with short enough waits")
+    asked.add_argument(
+        "--p95-wait", default="3s", metavar="TIME", help="short enough for 95 %% of GPU cells (default: 3s)"
+    )
+    asked.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
+    asked.add_argument("--record", type=Path, metavar="FILE", help="write every event and what followed from it")
+    asked.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
+    asked.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
+    asked.add_argument("--json", action="store_true", help="print JSON; baselines come under `baselines`")
+    configure_placement(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate, replay or place, and print what came of it."""
+    try:
+        if options.placement:
+            return run_placement(options)
+        if options.replay is not None:
+            events, effects = replay(options.replay)
+            print(f"{events} events gave the same {effects} effects as when they were recorded")
+            return 0
+        return _run(options)
+    except (SimulationError, ConfigError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _run(options: argparse.Namespace) -> int:
+    sizes = _devices(options.devices)
+    trace = _trace(options)
+    if options.write_trace:
+        _writing(options.write_trace[0], lambda: write_sessions(trace, *options.write_trace))
+    if options.find_devices:
+        wanted_ms = _parsed("--p95-wait", parse_duration_ms, options.p95_wait)
+        if options.record is not None:
+            raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
+        result = fewest_devices(
+            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None), wanted_ms, _MOST_DEVICES
+        )
+        sizes = [sizes[0]] * result.devices
+    else:
+        result = _simulate(_host(options, sizes), trace, options.record)
+    baselines = []
+    for name in dict.fromkeys(options.baseline):
+        began = time.perf_counter()
+        baselines.append(run_baseline(name, trace, sizes, slowdown=not options.no_slowdown))
+        baselines[-1].wall_s = time.perf_counter() - began
+    if options.picture is not None:
+        page = picture([result, *baselines])
+        _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
+    if options.json:
+        shown = result.as_json()
+        if baselines:
+            shown["baselines"] = {baseline.name: baseline.as_json() for baseline in baselines}
+        print(json.dumps(shown))
+    else:
+        sys.stdout.write(_table([result, *baselines]))
+    return 0
+
+
+def _simulate(host: Host, trace: Sequence[Session], record: Path | None) -> Result:
+    began = spoke = time.perf_counter()
+
+    def progress(ended: int, sessions: int) -> None:
+        nonlocal spoke
+        now = time.perf_counter()
+        if now - spoke >= _QUIET_S:
+            spoke = now
+            devices = len(host.devices)
+            print(f"{devices} devices: {ended} of {sessions} sessions after {now - began:.0f} s", file=sys.stderr)
+
+    with ExitStack() as stack:
+        log = stack.enter_context(EventLog(record, parallel_swaps=host.parallel_swaps)) if record is not None else None
+        result = simulate(host, trace, watch=log.watch if log is not None else None, progress=progress)
+    result.wall_s = time.perf_counter() - began
+    return result
+
+
+# -- reading the options ----------------------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 1 to 1000000 is")
+    return int(text)
+
+
+def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _devices(text: str) -> list[int]:
+    try:
+        return parse_devices(text)
+    except SimulatedHostError as error:
+        raise UsageError(f"--devices: {error}") from error
+
+
+def _trace(options: argparse.Namespace) -> list[Session]:
+    if (options.sessions is None) != (options.cells is None):
+        raise UsageError(
+            "--sessions and --cells belong together: one file says when sessions were open, one what ran in them"
+        )
+    if (options.users is None) == (options.sessions is None):
+        raise UsageError("say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE")
+    if options.users is not None:
+        return synthetic_sessions(options.users, options.days, options.seed)
+    trace = read_sessions(options.sessions, options.cells)
+    if not options.one_gpu_only:
+        return trace
+    kept = [session for session in trace if session.most_gpus <= 1]
+    if len(kept) < len(trace):
+        print(f"{len(trace) - len(kept)} sessions that use several GPUs at once are left out", file=sys.stderr)
+    if not kept:
+        raise CommandError(
+            f"every session of {options.sessions} uses several GPUs at once; nothing is left to simulate"
+        )
+    return kept
+
+
+def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
+    settings = load(options.policy) if options.policy is not None else None
+    overhead = settings.overhead_mib(simulated=True) if settings is not None else 0
+    devices = tuple(
+        DeviceSpec(device_id=f"simulated-{number}", name=f"simulated-{mib}", memory_mib=mib, overhead_mib=overhead)
+        for number, mib in enumerate(sizes)
+    )
+    pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=tuple(device.device_id for device in devices)),)
+    budget_mib = 1 << 20
+    if settings is not None:
+        first = settings.default_pool
+        pools = tuple(sorted(settings.pool_specs(devices), key=lambda pool: pool.name != first))
+        budget_mib = settings.host_memory_mib if settings.host_memory_mib is not None else budget_mib
+    if options.host_memory is not None:
+        budget_mib = _parsed("--host-memory", parse_memory_mib, options.host_memory)
+    return Host(
+        devices=devices,
+        pools=pools,
+        host_memory_mib=budget_mib,
+        swap=SwapSpeed(
+            fixed_ms=_parsed("--swap-fixed", parse_duration_ms, options.swap_fixed),
+            save_mib_per_s=_parsed("--save-speed", parse_memory_mib, options.save_speed),
+            restore_mib_per_s=_parsed("--restore-speed", parse_memory_mib, options.restore_speed),
+        ),
+        parallel_swaps=options.parallel_swaps,
+        slowdown=not options.no_slowdown,
+        every_cell_asks=options.every_cell_asks,
+    )
+
+
+def _writing(path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise CommandError(f"{error.filename or path} cannot be written: {error.strerror}") from error
+
+
+# -- printing ---------------------------------------------------------------------------------------------------------
+
+
+def _table(results: Sequence[Result]) -> str:
+    """Return the figures side by side, a run a column."""
+    rows: list[list[str]] = [["", *(result.name for result in results)]]
+    for key, value in results[0].as_json().items():
+        if isinstance(value, dict):
+            rows.extend([f"{key} {part}", *(_shown(_part(one, key, part)) for one in results)] for part in value)
+        else:
+            rows.append([key, *(_shown(one.as_json()[key]) for one in results)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        + "\n"
+        for row in rows
+    )
+
+
+def _part(result: Result, key: str, part: str) -> object:
+    value = result.as_json()[key]
+    return value[part] if isinstance(value, dict) else value
+
+
+def _shown(value: object) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
