@@ -253,6 +253,8 @@ class Arbiter:
         self._books.hold(lease, device_id, max(held_mib, lease.need_mib) if holds else 0)
         lease.home_id = device_id if keeps_saved else None
         lease.ran = lease.busy
+        if not keeps_saved:
+            lease.failed_resumes = lease.resume_after_ms = 0
         lease.expires_ms = None
         if state is LeaseState.UNATTACHED:
             self._changes.restart_expiry(lease)

@@ -76,6 +76,7 @@ class Room:
         self._coming: dict[str, int] = {}
         self._planned_host_mib = 0
         self._willing: dict[str, list[Lease]] | None = None
+        self._holders: dict[str, list[Lease]] | None = None
         for lease in books.by_state[LeaseState.SUSPENDING].values():
             self._add_coming(lease.device_id or "", lease.held_mib)
 
@@ -165,6 +166,16 @@ class Room:
                 idle.sort(key=lambda lease: (lease.last_active_ms, lease.lease_id))
         return self._willing.setdefault(device_id, [])
 
+    def _on(self, device_id: str) -> list[Lease]:
+        """Return who holds something on the device, at the time of the first question."""
+        if self._holders is None:
+            self._holders = {}
+            for state in (LeaseState.UNATTACHED, *sorted(HOLDING)):
+                for lease in self._books.by_state[state].values():
+                    if lease.held_mib:
+                        self._holders.setdefault(lease.device_id or "", []).append(lease)
+        return self._holders.get(device_id, [])
+
     def _victims(self, device_id: str, short_mib: int) -> tuple[Lease, ...] | None:
         """Return idle leases whose room covers the shortage, none of them in vain; None if there are not enough."""
         if short_mib <= 0:
@@ -199,20 +210,15 @@ class Room:
             if any(self._books.devices[device_id].stranger_mib for device_id in devices):
                 return Wait("wait.stranger", f"{need} are needed, {free}; processes that hold no lease use the rest")
             return Wait("wait.too-large", f"{need} are needed, more than any device that this kernel may use has")
-        return self._in_the_way(need, free, frozenset(devices))
+        return self._in_the_way(need, free, devices)
 
     def _nowhere(self, lease: Lease, need: str) -> Wait:
         if lease.spec.pool in self._books.pools:
             return Wait("wait.device-lost", f"{need} are needed, but no device that this kernel may use is there now")
         return Wait("wait.no-pool", f"pool {lease.spec.pool!r} is not configured any more: ask the administrator")
 
-    def _in_the_way(self, need: str, free: str, devices: frozenset[str]) -> Wait:
-        holders = [
-            other
-            for state in (LeaseState.UNATTACHED, *sorted(HOLDING))
-            for other in self._books.by_state[state].values()
-            if other.reserved and other.device_id in devices
-        ]
+    def _in_the_way(self, need: str, free: str, devices: Sequence[str]) -> Wait:
+        holders = [other for device_id in devices for other in self._on(device_id)]
         busy = tuple(other.lease_id for other in holders if other.busy)
         if busy:
             kernels = "1 kernel is" if len(busy) == 1 else f"{len(busy)} kernels are"

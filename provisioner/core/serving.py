@@ -13,7 +13,8 @@ from provisioner.core.units import format_duration, format_memory
 
 __all__ = ["Serving"]
 
-_Waiting = tuple[Lease, tuple[str, ...]]
+_Waiting = tuple[Lease, Ticket, tuple[str, ...]]
+_OPEN = frozenset({LeaseState.UNARMED, LeaseState.SUSPENDED})  # nothing but room is in their way
 
 
 class Serving:
@@ -37,6 +38,8 @@ class Serving:
         now_ms, books = self._changes.now_ms, self._books
         due: list[int | None] = [lease.expires_ms for lease in books.by_state[LeaseState.UNATTACHED].values()]
         for lease in books.by_state[LeaseState.RESIDENT].values():
+            if lease.busy:
+                continue
             due.append(self._idle_due(lease))
             if books.waiting:
                 due.append(willing_from_ms(books.policy(lease), lease))
@@ -85,6 +88,8 @@ class Serving:
 
     def _idle_due(self, lease: Lease) -> int | None:
         """When an idle lease is to be suspended without anybody needing its room. A lost device saves nothing."""
+        if lease.busy:
+            return None
         pool = self._books.policy(lease)
         willing_ms = willing_from_ms(pool, lease)
         if willing_ms is None or pool.idle_after_ms is None or self._is_lost(lease):
@@ -103,6 +108,7 @@ class _Pass:
         self._ahead: list[_Waiting] = []  # could be served and were not
         self._kept: set[tuple[str, str]] = set()  # lease and device: room is kept or promised there already
         self._allowed: dict[tuple[str, str | None], tuple[str, ...]] = {}
+        self._mosts: dict[str, int] = {}
         self._reordered = False
         self._hopeless: dict[tuple[tuple[str, ...], int], Wait] = {}  # room only shrinks on the way
 
@@ -112,45 +118,47 @@ class _Pass:
             ticket = lease.ticket
             if ticket is None:
                 continue
-            wait = _not_yet(lease, ticket)
+            wait = None if lease.state in _OPEN else _not_yet(lease, ticket)
             if wait is None:
-                wait = self._serve(place, lease)
+                wait = self._serve(place, lease, ticket)
             if wait is not None:
                 self._changes.explain(lease, wait)
         return self._reordered
 
-    def _serve(self, place: int, lease: Lease) -> Wait | None:
+    def _serve(self, place: int, lease: Lease, ticket: Ticket) -> Wait | None:
         """Serve one ticket as far as it can be now; say why it waits, if it does."""
-        if lease.resume_after_ms > self._changes.now_ms:
-            self._stays(lease, self._devices(lease))
-            return Wait("wait.retry", f"{lease.sentence}; it is tried again in a moment")
         devices, need_mib = self._devices(lease), lease.need_mib
-        saved = lease.state is LeaseState.SUSPENDED
+        if lease.resume_after_ms > self._changes.now_ms:
+            self._stays(lease, ticket, devices)
+            return Wait("wait.retry", f"{lease.sentence}; it is tried again in a moment")
         hopeless = self._hopeless.get((devices, need_mib))
         if hopeless is not None:
-            self._stays(lease, devices)
+            self._stays(lease, ticket, devices)
             return hopeless
+        saved = lease.state is LeaseState.SUSPENDED
         home = [device_id for device_id in devices if saved and device_id == lease.home_id]
         device_id = self._room.best_fit(home, need_mib) or self._room.best_fit(devices, need_mib)
         if device_id is not None:
             if saved and not self._changes.channel_free:
                 self._keep(lease, device_id)
                 return Wait("wait.swap-channel", "another kernel is being moved; this one is next")
-            ticket = lease.ticket
             self._changes.grant(lease, device_id)
-            if ticket is not None:
-                self._pass_over(place, lease, ticket, device_id)
+            self._pass_over(place, lease, ticket, device_id)
             return None
         plan = self._room.plan(lease, devices)
         if isinstance(plan, Wait):
             self._hopeless[devices, need_mib] = plan
-            self._stays(lease, devices)
+        else:
+            self._make_room(lease, ticket, plan)
+        self._stays(lease, ticket, devices)
+        if isinstance(plan, Wait):
             return plan
-        return self._make_room(lease, plan, devices)
+        victims = tuple(victim.lease_id for victim in plan.victims)
+        return Wait("wait.making-room", "an idle kernel is being suspended to make room", victims)
 
-    def _make_room(self, lease: Lease, plan: Plan, devices: tuple[str, ...]) -> Wait:
+    def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
         need_mib = lease.need_mib
-        self._room.promise(plan, need_mib, firm=self._is_owed(lease))
+        self._room.promise(plan, need_mib, firm=ticket.passed_over >= self._most(lease))
         self._kept.add((lease.lease_id, plan.device_id))
         for victim in plan.victims:
             if not self._changes.channel_free:
@@ -158,9 +166,6 @@ class _Pass:
             self._room.begun(victim)
             why = f"idle, and {format_memory(need_mib)} are needed by lease {lease.lease_id[:8]}"
             self._changes.begin_suspend(victim, "suspend.needed-by", why)
-        self._stays(lease, devices)
-        victims = tuple(victim.lease_id for victim in plan.victims)
-        return Wait("wait.making-room", "an idle kernel is being suspended to make room", victims)
 
     def _devices(self, lease: Lease) -> tuple[str, ...]:
         key = (lease.spec.pool, lease.home_id if lease.state is LeaseState.SUSPENDED else None)
@@ -170,51 +175,50 @@ class _Pass:
 
     # -- law 4 -------------------------------------------------------------------------------------------------------------------
 
-    def _stays(self, lease: Lease, devices: tuple[str, ...]) -> None:
+    def _most(self, lease: Lease) -> int:
+        """How often a ticket of the lease's pool may be passed over."""
+        name = lease.spec.pool
+        if name not in self._mosts:
+            self._mosts[name] = self._books.policy(lease).max_passed_over
+        return self._mosts[name]
+
+    def _stays(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
         """The ticket waits, and may be passed over from now on; one that was passed over too often keeps room."""
-        self._ahead.append((lease, devices))
-        self._keep_what_is_due(lease, devices)
+        self._ahead.append((lease, ticket, devices))
+        if ticket.passed_over >= self._most(lease):
+            self._keep_what_is_due(lease, ticket, devices)
 
     def _pass_over(self, place: int, winner: Lease, winning: Ticket, device_id: str) -> None:
         """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""
         left_mib = self._books.devices[device_id].free_mib
-        for lease, devices in self._ahead:
-            if device_id in devices and left_mib < lease.need_mib and self._count(lease):
-                self._keep_what_is_due(lease, devices)
+        for lease, ticket, devices in self._ahead:
+            if device_id in devices and left_mib < lease.need_mib and self._count(lease, ticket):
+                self._keep_what_is_due(lease, ticket, devices)
         if not winning.ahead:
             return
         for lease in self._line[place + 1 :]:  # those that an urgent ticket went before
-            ticket = lease.ticket
-            if ticket is None or lease.spec.priority != winner.spec.priority or ticket.order > winning.order:
+            other = lease.ticket
+            if other is None or lease.spec.priority != winner.spec.priority or other.order > winning.order:
                 continue
-            wants = _not_yet(lease, ticket) is None and device_id in self._devices(lease)
-            if wants and left_mib < lease.need_mib and self._count(lease):
+            wants = _not_yet(lease, other) is None and device_id in self._devices(lease)
+            if wants and left_mib < lease.need_mib and self._count(lease, other):
                 self._reordered |= self._changes.put_ahead(lease)
 
-    def _count(self, lease: Lease) -> bool:
+    def _count(self, lease: Lease, ticket: Ticket) -> bool:
         """Count one more; return whether that is as often as a ticket may be passed over."""
-        ticket, most = lease.ticket, self._books.policy(lease).max_passed_over
-        if ticket is None:
-            return False
+        most = self._most(lease)
         if ticket.passed_over < most:
             ticket.passed_over += 1
         else:
             ticket.passed_elsewhere += 1
         return ticket.passed_over >= most
 
-    def _is_owed(self, lease: Lease) -> bool:
-        """Whether the ticket was passed over as often as may be."""
-        return lease.ticket is not None and lease.ticket.passed_over >= self._books.policy(lease).max_passed_over
-
-    def _keep_what_is_due(self, lease: Lease, devices: tuple[str, ...]) -> None:
+    def _keep_what_is_due(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
         """Keep room on one device for a ticket that was passed over K times, and on one more for every K times since.
 
         The device stays the same while it can serve, so that the room there can grow to what is needed.
         """
-        ticket, most = lease.ticket, self._books.policy(lease).max_passed_over
-        if ticket is None or ticket.passed_over < most:
-            return
-        due = 1 + ticket.passed_elsewhere // max(1, most)
+        due = 1 + ticket.passed_elsewhere // max(1, self._most(lease))
         able = [device_id for device_id in devices if self._room.nearest([device_id], lease.need_mib) is not None]
         promised = [device_id for device_id in able if (lease.lease_id, device_id) in self._kept]
         kept = list(dict.fromkeys([*(device_id for device_id in ticket.kept_on if device_id in able), *promised]))[:due]

@@ -79,7 +79,7 @@ class Lease:
     @property
     def need_mib(self) -> int:
         """What must be reserved on a device for it: its cap, or what was saved of one that had gone past its cap."""
-        return max(self.spec.reserve_mib, self.saved_mib)
+        return max(self.spec.reserve_mib, self.saved_mib) if self.saved_mib else self.spec.reserve_mib
 
     @property
     def host_need_mib(self) -> int:

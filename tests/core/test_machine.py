@@ -1,0 +1,239 @@
+"""Every event in every order that hypothesis can think of, against the independent model. After each step everything is checked."""
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.effects import LookAgain, Resume, Suspend
+from provisioner.core.events import (
+    Attached,
+    BusyChanged,
+    DeviceLost,
+    DeviceSeen,
+    Event,
+    HostMemorySeen,
+    LeaseMeasured,
+    LeaseRecovered,
+    LeaseReleased,
+    LeaseRequested,
+    PoolConfigured,
+    ProcessExited,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    SuspendRequested,
+    Tick,
+    TruthFound,
+    Unwanted,
+    Wanted,
+)
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from tests.core.observer import Observer
+
+DEVICES = ("d0", "d1", "d2")
+names = st.sampled_from(["a", "b", "c", "d", "e", "f"])
+devices = st.sampled_from(DEVICES)
+sizes = st.sampled_from([1, 100, 250, 400, 500, 600, 1000])
+found = st.sampled_from([state for state in LeaseState if state not in ("suspending", "resuming", "ended")])
+specs = st.builds(
+    LeaseSpec,
+    lease_id=names,
+    pool=st.sampled_from(["p", "q", "gone"]),
+    owner=st.just("ann"),
+    fraction_milli=st.just(250),
+    reserve_mib=sizes,
+    priority=st.sampled_from([0, 0, 1]),
+    gated=st.booleans(),
+)
+policies = st.builds(
+    PoolSpec,
+    name=st.sampled_from(["p", "q"]),
+    devices=st.lists(devices, unique=True).map(tuple),
+    fractions_milli=st.just(()),
+    oversubscription_milli=st.sampled_from([None, None, 1500]),
+    idle_after_ms=st.sampled_from([None, 0, 1_000]),
+    min_residency_ms=st.sampled_from([0, 500]),
+    unattached_ttl_ms=st.sampled_from([5_000, 100_000]),
+    retry_refused_ms=st.sampled_from([0, 2_000]),
+    max_passed_over=st.sampled_from([0, 1, 3]),
+    may_move=st.booleans(),
+)
+
+
+class ArbiterMachine(RuleBasedStateMachine):
+    """Kernels, devices, clocks and drivers that do what they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.asked: list[Suspend | Resume] = []  # also those that were answered: they may be answered again
+        self.looks: list[LookAgain] = []
+
+    @initialize(swaps=st.sampled_from([1, 1, 2]), kinds=st.tuples(*[st.sampled_from("HA")] * 3))
+    def begin(self, swaps: int, kinds: tuple[str, ...]) -> None:
+        self.arbiter = Arbiter(parallel_swaps=swaps)
+        self.observer = Observer(self.arbiter, parallel_swaps=swaps)
+        self.specs = {
+            name: DeviceSpec(device_id=name, name=kind, memory_mib=1000)
+            for name, kind in zip(DEVICES, kinds, strict=True)
+        }
+        self.send(DeviceSeen, device=self.specs["d0"])
+        self.send(PoolConfigured, pool=PoolSpec(name="p", devices=("d0", "d1"), fractions_milli=(), max_passed_over=1))
+        self.send(HostMemorySeen, budget_mib=3_000)
+
+    def send(self, kind: type[Event], **fields: Any) -> None:  # noqa: ANN401 - the fields of any event
+        event = kind(at_ms=self.now, **fields)
+        effects = self.arbiter.handle(event)
+        self.observer.see(event, effects)
+        for effect in effects:
+            if isinstance(effect, Suspend | Resume):
+                self.asked.append(effect)
+            elif isinstance(effect, LookAgain):
+                self.looks.append(effect)
+
+    # -- time --------------------------------------------------------------------------------------------------------------------
+
+    @rule(ms=st.sampled_from([-60_000, -1, 1, 500, 1_000, 2_000, 60_000]))
+    def clock_jumps(self, ms: int) -> None:
+        self.now = max(0, self.now + ms)
+        self.send(Tick)
+
+    @precondition(lambda self: self.observer.wake is not None)
+    @rule()
+    def alarm(self) -> None:
+        self.now = max(self.now, self.observer.wake or 0)
+        self.send(Tick)
+
+    # -- devices, pools, host ----------------------------------------------------------------------------------------------------
+
+    @rule(name=devices, stranger_mib=st.sampled_from([0, 0, 100, 700, 5_000, -1]))
+    def device_seen(self, name: str, stranger_mib: int) -> None:
+        self.send(DeviceSeen, device=self.specs[name], stranger_mib=stranger_mib)
+
+    @rule(name=devices)
+    def device_lost(self, name: str) -> None:
+        self.send(DeviceLost, device_id=name)
+
+    @rule(policy=policies)
+    def pool_configured(self, policy: PoolSpec) -> None:
+        self.send(PoolConfigured, pool=policy)
+
+    @rule(budget_mib=st.sampled_from([0, 500, 3_000]))
+    def host_memory_seen(self, budget_mib: int) -> None:
+        self.send(HostMemorySeen, budget_mib=budget_mib)
+
+    # -- kernels -----------------------------------------------------------------------------------------------------------------
+
+    @rule(spec=specs, needs=st.booleans())
+    def requested(self, spec: LeaseSpec, needs: bool) -> None:
+        self.send(LeaseRequested, spec=spec, needs_reservation=needs)
+
+    @rule(
+        spec=specs,
+        state=found,
+        generation=st.integers(0, 3),
+        device=st.none() | devices,
+        saved=st.sampled_from([0, 300, 2_000]),
+        busy=st.booleans(),
+    )
+    def recovered(  # noqa: PLR0917 - hypothesis calls it by name
+        self, spec: LeaseSpec, state: LeaseState, generation: int, device: str | None, saved: int, busy: bool
+    ) -> None:
+        self.send(
+            LeaseRecovered,
+            spec=spec,
+            state=state,
+            generation=generation,
+            device_id=device,
+            saved_mib=saved,
+            busy=busy,
+        )
+
+    @rule(name=names, reserve_mib=sizes, idle=st.booleans())
+    def runs(self, name: str, reserve_mib: int, idle: bool) -> None:
+        """Have a kernel go the whole way, so that much happens in few steps."""
+        spec = LeaseSpec(lease_id=name, pool="p", owner="ann", fraction_milli=250, reserve_mib=reserve_mib)
+        self.send(LeaseRequested, spec=spec)
+        self.send(Attached, lease_id=name, gated=True)
+        self.send(Wanted, lease_id=name)
+        self.send(BusyChanged, lease_id=name, busy=True)
+        if idle:
+            self.send(BusyChanged, lease_id=name, busy=False)
+
+    @rule(name=names, gated=st.booleans())
+    def attached(self, name: str, gated: bool) -> None:
+        self.send(Attached, lease_id=name, gated=gated)
+
+    @rule(name=names, urgent=st.sampled_from([False, False, True]))
+    def wanted(self, name: str, urgent: bool) -> None:
+        self.send(Wanted, lease_id=name, urgent=urgent)
+
+    @rule(name=names, busy=st.booleans())
+    def busy_changed(self, name: str, busy: bool) -> None:
+        self.send(BusyChanged, lease_id=name, busy=busy)
+
+    @rule(name=names, used_mib=st.sampled_from([0, 300, 900]), armed=st.booleans())
+    def measured(self, name: str, used_mib: int, armed: bool) -> None:
+        self.send(LeaseMeasured, lease_id=name, used_mib=used_mib, armed=armed)
+
+    @rule(name=names, kind=st.sampled_from([Unwanted, ProcessExited, LeaseReleased, SuspendRequested]))
+    def said_of(self, name: str, kind: type[Event]) -> None:
+        self.send(kind, lease_id=name)
+
+    # -- answers: in any order, late, twice, or lies -------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def answered(self, data: st.DataObject) -> None:
+        newest_first = self.asked[::-1]
+        self.answer(data, data.draw(st.sampled_from(newest_first)), lie=0)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), lie=st.sampled_from([-1, 1]))
+    def answered_with_a_lie(self, data: st.DataObject, lie: int) -> None:
+        self.answer(data, data.draw(st.sampled_from(self.asked)), lie=lie)
+
+    def answer(self, data: st.DataObject, effect: Suspend | Resume, *, lie: int) -> None:
+        what: dict[str, Any] = {
+            "lease_id": effect.lease_id,
+            "generation": effect.generation,
+            "operation_id": effect.operation_id,
+        }
+        if lie:
+            about = data.draw(st.sampled_from(["lease_id", "generation", "operation_id", "kind"]))
+            if about == "lease_id":
+                what["lease_id"] = data.draw(names)
+            elif about != "kind":
+                what[about] += lie
+            elif isinstance(effect, Suspend):
+                self.send(ResumeFinished, **what, outcome=ResumeOutcome.RESTORED)
+                return
+        if isinstance(effect, Suspend):
+            saved_mib = data.draw(st.sampled_from([0, 100, 1_500, -5]))
+            outcome = data.draw(st.sampled_from(list(SuspendOutcome)))
+            self.send(SuspendFinished, **what, outcome=outcome, saved_mib=saved_mib)
+        else:
+            self.send(ResumeFinished, **what, outcome=data.draw(st.sampled_from(list(ResumeOutcome))))
+
+    @precondition(lambda self: self.looks)
+    @rule(data=st.data(), state=st.sampled_from(LeaseState), device=st.none() | devices)
+    def truth_found(self, data: st.DataObject, state: LeaseState, device: str | None) -> None:
+        look = data.draw(st.sampled_from(self.looks[::-1]))
+        self.send(
+            TruthFound,
+            lease_id=look.lease_id,
+            generation=look.generation,
+            state=state,
+            device_id=device,
+            saved_mib=data.draw(st.sampled_from([0, 300])),
+        )
+
+
+TestArbiterMachine = ArbiterMachine.TestCase
+TestArbiterMachine.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)

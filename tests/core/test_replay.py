@@ -1,0 +1,41 @@
+"""The same events give the same effects, in another process and with another hash seed."""
+
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+from provisioner.core.arbiter import Arbiter
+from tests.core.simulation import simulate
+
+_REPLAY = """
+import hashlib, pickle, sys
+from provisioner.core.arbiter import Arbiter
+arbiter = Arbiter()
+effects = [effect for event in pickle.load(sys.stdin.buffer) for effect in arbiter.handle(event)]
+print(hashlib.sha256(repr(effects).encode()).hexdigest())
+"""
+
+
+def _digest_elsewhere(recorded: bytes, hash_seed: str) -> str:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", _REPLAY], input=recorded, env=environment, capture_output=True, check=True, timeout=60
+    )
+    return done.stdout.decode().strip()
+
+
+def test_a_recorded_log_replays_to_the_same_effects_in_another_process() -> None:
+    world = simulate(5)
+    expected = hashlib.sha256(repr(world.made).encode()).hexdigest()
+    recorded = pickle.dumps(world.log)
+    assert {_digest_elsewhere(recorded, hash_seed) for hash_seed in ("0", "1", "4711")} == {expected}
+
+
+def test_checks_change_no_decision() -> None:
+    world = simulate(6)
+    unchecked = Arbiter(check=False)
+    assert [effect for event in world.log for effect in unchecked.handle(event)] == world.made
