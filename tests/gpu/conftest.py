@@ -27,7 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config) -> None:
             f"tests/gpu needs a GPU: set JUPYTER_GPU_HARDWARE=1 to use the first one of this machine (given: {MODE!r}), "
             "or JUPYTER_GPU_HARDWARE=simulated to try the tests themselves"
         )
-    config.stash[_results] = Results(simulated=SIMULATED)
+    if not config.option.collectonly:
+        try:
+            config.stash[_results] = Results(simulated=SIMULATED)
+        except RuntimeError as error:
+            raise pytest.UsageError(f"tests/gpu cannot run: {error}") from error
 
 
 @pytest.hookimpl(wrapper=True)

@@ -47,7 +47,7 @@ class Results:
 
 
 def machine(*, simulated: bool) -> dict[str, Any]:
-    """Return what was measured on. Never says less than that a device was simulated."""
+    """Return what was measured on, and whether it was simulated. Raises RuntimeError where there is no device or no torch."""
     found: dict[str, Any] = {
         "simulated": simulated,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -61,10 +61,15 @@ def machine(*, simulated: bool) -> dict[str, Any]:
     with closing(NvidiaMonitor()) as monitor:
         devices = monitor.devices()
         found["devices"] = [{"name": device.name, "memory_mib": device.memory_mib} for device in devices]
-        if devices:
-            found["driver"] = pynvml.nvmlSystemGetDriverVersion()
-            level = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-            found["cuda_driver"] = f"{level // 1000}.{level % 1000 // 10}"
-    done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, check=True)
+        if not devices:
+            raise RuntimeError(f"no GPU was found: {monitor.why_none}")
+        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        level = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        found["cuda_driver"] = f"{level // 1000}.{level % 1000 // 10}"
+    done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"torch is needed here: {(done.stderr.strip().splitlines() or ['it cannot be imported'])[-1]}"
+        )
     found["torch"], found["torch_cuda"] = json.loads(done.stdout)
     return found
