@@ -18,9 +18,10 @@ from kernelext.settings import Settings
 
 if TYPE_CHECKING:
     from provisioner.client import BrokerClient
+    from provisioner.protocol.errors import FractionalGPUError
     from provisioner.protocol.messages import Progress
 
-__all__ = ["INTERRUPTED", "OPENED", "Acquirer", "Refusal", "Waiter"]
+__all__ = ["INTERRUPTED", "OPENED", "Acquirer", "Refusal", "Waiter", "explain"]
 
 MAX_FRUITLESS = 5  # attempts in a row in which the broker said nothing before it broke
 LONGEST_PAUSE_S = 5.0
@@ -138,7 +139,7 @@ class Acquirer:
                 if fruitless >= MAX_FRUITLESS:
                     return Refusal(str(error))
             except FractionalGPUError as error:
-                return Refusal(str(error))
+                return Refusal(explain(error))
             try:
                 self._tell(attempt, _reviving())
                 self._settings.revive()
@@ -177,6 +178,13 @@ class Acquirer:
             if self._attempt is attempt:
                 for waiter in self._waiters:
                     waiter.put(progress)
+
+
+def explain(error: "FractionalGPUError") -> str:
+    """What an error of the broker means to the person at this kernel."""
+    if error.reason == "unknown-lease":
+        return "The lease of this kernel is over (released, or unknown to a new broker): restart the kernel to get another."
+    return str(error)
 
 
 def _reviving() -> "Progress":

@@ -14,7 +14,7 @@ from typing import Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
-from kernelext.acquisition import Acquirer
+from kernelext.acquisition import Acquirer, explain
 from kernelext.display import LiveLine, Sentence, StatusView, publish
 from kernelext.gate import Gate
 from kernelext.settings import Settings
@@ -103,7 +103,7 @@ class Magics:
             )
             publish(self._shell, Sentence(f"{error}. Meanwhile this kernel {now}."))
         except FractionalGPUError as error:
-            raise _usage_error(str(error)) from None
+            raise _usage_error(explain(error)) from None
         else:
             publish(self._shell, StatusView(status))
 
@@ -143,7 +143,7 @@ class Magics:
             with self._settings.connect() as client:
                 client.suspend(self._settings.lease_id)
         except FractionalGPUError as error:
-            line.show(f"Not suspended: {error}")
+            line.show(f"Not suspended: {explain(error)}")
         else:
             line.show(
                 "Suspended: this kernel holds no GPU memory; what it had there is saved. The next cell brings it back."

@@ -153,7 +153,7 @@ def _last_sentence(descriptor: int, code: int) -> str:
     text = os.pread(descriptor, _LONGEST_COMPLAINT, max(0, size - _LONGEST_COMPLAINT)).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if lines:
-        return lines[-1]
+        return lines[-1].removeprefix("jupyter gpu broker: ")
     return f"the GPU broker could not be started (exit code {code}); run `jupyter gpu broker` to see why"
 
 

@@ -14,6 +14,7 @@ from tornado.netutil import bind_unix_socket
 from provisioner.broker.api import make_server
 from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.listener import PatientListener
 from provisioner.broker.recovery import recover
 from provisioner.broker.service import Service
 from provisioner.broker.swaps import Swaps, SwapTimes
@@ -150,7 +151,8 @@ class Run:
     def _bind(self) -> socket_module.socket:
         service = os.getuid() == 0 and Path(self._socket).parent == Path("/run/jupyter-gpu")
         try:
-            return bind_unix_socket(self._socket, mode=_SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN)
+            mode = _SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN
+            return PatientListener.of(bind_unix_socket(self._socket, mode=mode))
         except ValueError as error:
             raise BrokerUnavailableError(
                 f"{self._socket} is there and is not a socket; move it away, or choose another place with --socket"

@@ -52,10 +52,17 @@ class Watcher:
         while True:
             interval_s = _BUSY_INTERVAL_S if self._broker.kernels else _QUIET_INTERVAL_S
             if time.monotonic() - sampled_s >= interval_s:
-                await self.sample()
+                await self._sample_if_possible()
                 sampled_s = time.monotonic()
             self.relieve_silent()
             await asyncio.sleep(_STEP_S)  # in steps: kernels may come, and one may fall silent, just after a sample
+
+    async def _sample_if_possible(self) -> None:
+        """Look once. A machine that is short of descriptors or memory is looked at the next time: leases must not suffer for it."""
+        try:
+            await self.sample()
+        except OSError as error:
+            log.error("the devices and the machine could not be looked at: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
         """Look once and tell the arbiter what changed; a look that a state change overtook is thrown away."""

@@ -1,0 +1,234 @@
+"""What an awkward user and a tired machine do to it: leases taken away, few descriptors, little host memory, kernels within kernels."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.stories import CHECK, fill
+from tests.support.world import Notebook, Server, World, until
+
+LOOKING = """
+class Touching:
+    __doc__ = property(lambda self: str(buffer.read(1)))
+touching = Touching()
+"""
+
+
+def two_kernels(world: World, server: Server, mib: int = 16) -> tuple[Notebook, Notebook]:
+    """Two kernels that do not fit together, of which the first was suspended for the second."""
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1, mib))
+    second.must(fill(2, mib))
+    world.await_state(first.kernel_id, "suspended")
+    return first, second
+
+
+def occupy(notebook: Notebook, world: World) -> str:
+    """Run a cell that lasts until the file `go` is there; returns when it runs."""
+    cell = notebook.send("import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    until(lambda: world.lease(notebook.kernel_id).busy, "the neighbour is busy")
+    return cell
+
+
+def sentence(notebook: Notebook) -> str:
+    """Read on until the line that says why a cell waits, and return it."""
+    while True:
+        text = str(json.loads(notebook.socket.recv())["content"].get("data", {}).get("text/plain", ""))
+        if "waits for the GPU" in text:
+            return text
+
+
+def threads_and_files(pid: int) -> tuple[int, int]:
+    """How many threads and descriptors a process has."""
+    return len(list(Path(f"/proc/{pid}/task").iterdir())), len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def time_spent_s(pid: int) -> float:
+    """How long a process has computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_kib(pid: int) -> int:
+    """A process's own memory: what it shares with files is not counted."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+def test_a_resume_that_is_given_up_leaves_a_blocked_kernel_its_place(world: World, server: Server) -> None:
+    (name,) = world.install(750)
+    first = server.start(name)
+    first.must(fill(1) + LOOKING)
+    second = server.start(name)
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    busy = occupy(second, world)
+    looks = threading.Thread(
+        target=first.ask, args=("inspect_request", {"code": "touching", "cursor_pos": 8, "detail_level": 0})
+    )
+    looks.start()
+    until(lambda: world.lease(first.kernel_id).position, "the broker speaks for the kernel that is blocked")
+    lease_id = world.lease(first.kernel_id).lease_id
+    with socket.socket(socket.AF_UNIX) as line:  # `jupyter gpu resume`, and Control-C
+        line.connect(world.socket)
+        line.sendall(
+            f"POST /v1/leases/{lease_id}/resume HTTP/1.1\r\nHost: broker\r\nContent-Length: 0\r\n\r\n".encode()
+        )
+        with contextlib.suppress(TimeoutError):
+            line.settimeout(0.5)
+            line.recv(1)
+    assert world.lease(first.kernel_id).position == 1
+    (world.notebooks / "go").touch()
+    assert second.wait(busy).status == "ok"
+    looks.join()
+    assert first.must(CHECK).text == "intact\n"
+
+
+def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(world: World, server: Server) -> None:
+    first, second = two_kernels(world, server)
+    busy = occupy(second, world)
+    cell = first.send(CHECK)
+    assert "1 kernel is running a cell. Interrupt the kernel to stop waiting." in sentence(first)
+    with world.client() as client:
+        client.release(world.lease(first.kernel_id).lease_id)
+    answer = first.wait(cell)
+    assert answer.status == "error"
+    assert "restart the kernel" in answer.error
+    assert "restart the kernel" in first.run(CHECK).error
+    (world.notebooks / "go").touch()
+    assert second.wait(busy).status == "ok"
+    first.restart()
+    first.must(fill(3))
+    assert first.must(CHECK).text == "intact\n"
+    assert second.must(CHECK).text == "intact\n"
+
+
+def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so(world: World) -> None:
+    world.configure("c.GPUBroker.host_memory = '64MiB'")
+    with Server(world) as server:
+        (name,) = world.install(750)
+        first, second = server.start(name), server.start(name)
+        first.must(fill(1, 256))
+        cell = second.send(fill(2, 256))
+        assert "host memory" in sentence(second)
+        assert world.lease(first.kernel_id).state == "resident"
+        assert first.must(CHECK).text == "intact\n"
+        first.shut_down()
+        assert second.wait(cell).status == "ok"
+        assert second.must(CHECK).text == "intact\n"
+
+
+def test_a_kernel_started_by_a_kernel_has_a_share_of_its_own(world: World, server: Server) -> None:
+    (name,) = world.install(500)
+    outer = server.start(name)
+    outer.must(fill(1))
+    outer.must(
+        "from jupyter_client.manager import start_new_kernel\n"
+        f"manager, client = start_new_kernel(kernel_name={name!r})\n"
+        f"client.execute_interactive({fill(2)!r})"
+    )
+    leases = {lease.lease_id: lease for lease in world.status().leases}
+    assert len(leases) == 2
+    inner_id = next(one for one, lease in leases.items() if lease.kernel_id != outer.kernel_id)
+    assert leases[inner_id].state == "resident"
+    outer.must("%gpu suspend")
+    world.await_state(outer.kernel_id, "suspended")
+    inner = next(lease for lease in world.status().leases if lease.lease_id == inner_id)
+    assert (inner.state, inner.suspends) == ("resident", 0)
+    outer.must(f"reply = client.execute_interactive({CHECK!r})\nassert reply['content']['status'] == 'ok', reply")
+    outer.must("client.stop_channels()\nmanager.shutdown_kernel()")
+    assert [lease.kernel_id for lease in world.status().leases] == [outer.kernel_id]
+    assert outer.must(CHECK).text == "intact\n"
+
+
+def test_a_suspended_kernel_may_fork(world: World, server: Server) -> None:
+    first, second = two_kernels(world, server)
+    answer = first.must(
+        "%%cpu\n"
+        "import multiprocessing\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, -2]))"
+    )
+    assert answer.text == "[1, 2]\n"
+    assert world.lease(first.kernel_id).state == "suspended"
+    assert first.must(CHECK).text == "intact\n"
+    assert second.must(CHECK).text == "intact\n"
+
+
+def test_turns_leave_nothing_behind_in_kernels_and_broker(world: World, server: Server) -> None:
+    turns = int(os.environ.get("TURNS", "40"))
+    first, second = two_kernels(world, server, mib=4)
+    broker = world.broker_pid()
+    assert broker is not None
+    pids = [broker, *(int(one.must("import os; print(os.getpid())").text) for one in (first, second))]
+
+    def take_turns(count: int) -> None:
+        for _ in range(count):
+            for notebook in (first, second):
+                assert notebook.must(CHECK).text == "intact\n"
+
+    take_turns(5)
+    before = [threads_and_files(pid) for pid in pids]
+    memory = [resident_kib(pid) for pid in pids]
+    take_turns(turns // 2)
+
+    def settled() -> bool:
+        now = [threads_and_files(pid) for pid in pids]
+        return all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(now, before, strict=True))
+
+    until(settled, f"threads and descriptors are {before} again", deadline_s=20)
+    grown = [resident_kib(pid) - was for pid, was in zip(pids, memory, strict=True)]
+    assert max(grown) < 8 * 1024 + 64 * turns, f"broker, first and second kernel grew by {grown} KiB"
+
+
+def test_a_broker_without_descriptors_lives_and_recovers(world: World, server: Server) -> None:
+    first, second = two_kernels(world, server)
+    broker = world.broker_pid()
+    assert broker is not None
+    limits = resource.prlimit(broker, resource.RLIMIT_NOFILE)
+    has = threads_and_files(broker)[1]
+    resource.prlimit(broker, resource.RLIMIT_NOFILE, (has + 4, limits[1]))
+    with contextlib.ExitStack() as stack:
+        for _ in range(32):
+            line = stack.enter_context(socket.socket(socket.AF_UNIX))
+            line.connect(world.socket)
+        until(lambda: threads_and_files(broker)[1] >= has + 4, "no descriptor is left")
+        cell = first.send(CHECK)
+        until(lambda: "no connection can be accepted" in world.logs()["broker.log"], "the broker says so")
+        until(lambda: "could not be looked at" in world.logs()["broker.log"], "the broker cannot look")
+        spent_s = time_spent_s(broker)
+        until(lambda: world.logs()["broker.log"].count("no connection can be accepted") > 4, "it tries again")
+        assert time_spent_s(broker) - spent_s < 1.0, "it spins"
+        resource.prlimit(broker, resource.RLIMIT_NOFILE, limits)
+    assert first.wait(cell).text == "intact\n"
+    assert second.must(CHECK).text == "intact\n"
+    assert world.broker_pid() == broker
+
+
+@pytest.mark.parametrize("simulate", ["2x1GiB", "1x2GiB"])
+def test_a_broker_for_other_devices_does_not_take_over_suspended_kernels(
+    world: World, server: Server, simulate: str
+) -> None:
+    first, second = two_kernels(world, server)
+    world.kill_broker()
+    other = subprocess.run(
+        [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach"]  # noqa: RUF005 - two short lines
+        + ["--socket", world.socket, "--simulate", simulate],
+        env=world.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert other.returncode == 1, other
+    assert first.must(CHECK).text == "intact\n"
+    assert second.must(CHECK).text == "intact\n"
