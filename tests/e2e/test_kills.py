@@ -218,7 +218,24 @@ def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
     assert not any(device.over_committed for device in status.devices)
 
 
-@pytest.mark.parametrize(("operation", "fault"), STEPS)
+def test_a_worker_that_hangs_without_its_broker_ends_itself(world: World, server: Server) -> None:
+    """The next broker gets its turn at the old one's deadline, and the cell that waits for it goes on."""
+    config = Path(world.folder / "config" / "jupyter_gpu_config.py")
+    config.write_text(config.read_text() + 'c.GPUBroker.checkpoint_deadline = "4s"\n')
+    pair = Pair(world, server)
+    with held_up(world, "checkpoint", "hang"):
+        cell = pair.begin_turn()
+        await_held(world)
+        orphans = workers(world)
+        kill_all(brokers(world))
+        pair.end_turn(cell)
+        assert workers(world) != orphans
+    pair.finish()
+
+
+@pytest.mark.parametrize(
+    ("operation", "fault"), [("lock", "late"), ("checkpoint", "hang"), ("restore", "late"), ("unlock", "hang")]
+)
 def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
     world: World, server: Server, pair: Pair, operation: str, fault: str
 ) -> None:
