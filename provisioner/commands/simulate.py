@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +14,7 @@ from provisioner.commands.placement import configure_placement, run_placement
 from provisioner.config import ConfigError, load
 from provisioner.core.model import DeviceSpec, PoolSpec
 from provisioner.core.units import parse_duration_ms, parse_memory_mib
-from provisioner.gpu.simulated.host import parse_devices
-from provisioner.gpu.simulated.store import SimulatedHostError
-from provisioner.simulator.baselines import BASELINES, run_baseline
+from provisioner.simulator.baselines import BASELINES, WAITING, run_baseline
 from provisioner.simulator.errors import SimulationError
 from provisioner.simulator.log import EventLog, replay
 from provisioner.simulator.picture import picture
@@ -28,7 +27,8 @@ from provisioner.simulator.traces import Session, read_sessions, write_sessions
 __all__ = ["configure", "run"]
 
 _QUIET_S = 2.0
-_MOST_DEVICES = 1024
+MOST_DEVICES = 8192
+_DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
 
 EPILOG = """\
 examples:
@@ -66,7 +66,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     host.add_argument("--no-slowdown", action="store_true", help="busy cells on one device do not slow each other down")
     host.add_argument("--every-cell-asks", action="store_true", help="cells that touch no GPU wait for it, too")
     host.add_argument(
-        "--policy", metavar="FILE", help="a broker's configuration file; with --placement a policy's name"
+        "--policy",
+        metavar="FILE",
+        help="a broker's configuration file (default: suspend only when somebody needs the room, resume on any device); "
+        "with --placement the name of a placement policy",
     )
     asked = parser.add_argument_group("what is asked")
     asked.add_argument("--find-devices", action="store_true", help="find the fewest devices with short enough waits")
@@ -105,16 +108,12 @@ def _run(options: argparse.Namespace) -> int:
         if options.record is not None:
             raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
         result = fewest_devices(
-            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None), wanted_ms, _MOST_DEVICES
+            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None), wanted_ms, _most(trace)
         )
         sizes = [sizes[0]] * result.devices
     else:
         result = _simulate(_host(options, sizes), trace, options.record)
-    baselines = []
-    for name in dict.fromkeys(options.baseline):
-        began = time.perf_counter()
-        baselines.append(run_baseline(name, trace, sizes, slowdown=not options.no_slowdown))
-        baselines[-1].wall_s = time.perf_counter() - began
+    baselines = [_baseline(name, trace, sizes, options) for name in dict.fromkeys(options.baseline)]
     if options.picture is not None:
         page = picture([result, *baselines])
         _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
@@ -126,6 +125,28 @@ def _run(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_table([result, *baselines]))
     return 0
+
+
+def _baseline(name: str, trace: Sequence[Session], sizes: Sequence[int], options: argparse.Namespace) -> Result:
+    """Run a baseline; with `--find-devices` on its own fewest devices, if it makes anybody wait at all."""
+    began = time.perf_counter()
+
+    def on(devices: Sequence[int]) -> Result:
+        return run_baseline(name, trace, devices, slowdown=not options.no_slowdown)
+
+    if options.find_devices and name in WAITING:
+        wanted_ms = _parsed("--p95-wait", parse_duration_ms, options.p95_wait)
+        least = max(session.gpus for session in trace)
+        result = fewest_devices(lambda count: on([sizes[0]] * count), wanted_ms, _most(trace), least=max(1, least))
+    else:
+        result = on(sizes)
+    result.wall_s = time.perf_counter() - began
+    return result
+
+
+def _most(trace: Sequence[Session]) -> int:
+    """Return a number of devices past which more of them cannot help: everybody has their own."""
+    return min(MOST_DEVICES, max(1, sum(max(1, session.gpus) for session in trace)))
 
 
 def _simulate(host: Host, trace: Sequence[Session], record: Path | None) -> Result:
@@ -163,10 +184,18 @@ def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
 
 
 def _devices(text: str) -> list[int]:
-    try:
-        return parse_devices(text)
-    except SimulatedHostError as error:
-        raise UsageError(f"--devices: {error}") from error
+    """Return the MiB of each device from `8x80GiB` or `6x80GiB,2x40GiB`."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        match = _DEVICES.fullmatch(part.strip())
+        count = int(match[1]) if match else 0
+        if match is None or not 0 < count <= MOST_DEVICES - len(sizes):
+            raise UsageError(
+                f"--devices {text[:60]!r} is not allowed; COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB is, at most "
+                f"{MOST_DEVICES} in all"
+            )
+        sizes += [_parsed("--devices", parse_memory_mib, match[2])] * count
+    return sizes
 
 
 def _trace(options: argparse.Namespace) -> list[Session]:
@@ -198,7 +227,8 @@ def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
         DeviceSpec(device_id=f"simulated-{number}", name=f"simulated-{mib}", memory_mib=mib, overhead_mib=overhead)
         for number, mib in enumerate(sizes)
     )
-    pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=tuple(device.device_id for device in devices)),)
+    names = tuple(device.device_id for device in devices)
+    pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=names, idle_after_ms=None, may_move=True),)
     budget_mib = 1 << 20
     if settings is not None:
         first = settings.default_pool

@@ -20,9 +20,10 @@ from provisioner.simulator.errors import SimulationError
 from provisioner.simulator.result import Point, Result, Waits
 from provisioner.simulator.traces import Session
 
-__all__ = ["BASELINES", "CULL_AFTER_MS", "run_baseline"]
+__all__ = ["BASELINES", "CULL_AFTER_MS", "WAITING", "run_baseline"]
 
 BASELINES = ("reservation", "cull", "time-slice")
+WAITING = frozenset({"reservation", "cull"})  # those in which more devices mean shorter waits
 CULL_AFTER_MS = 3_600_000
 
 

@@ -8,13 +8,13 @@ from provisioner.simulator.result import Result
 __all__ = ["fewest_devices"]
 
 
-def fewest_devices(run: Callable[[int], Result], p95_wait_ms: int, most: int) -> Result:
-    """Return the run with the fewest devices whose 95th percentile of waits is at most `p95_wait_ms`.
+def fewest_devices(run: Callable[[int], Result], p95_wait_ms: int, most: int, *, least: int = 1) -> Result:
+    """Return the run with the fewest devices, from `least` to `most`, whose 95th percentile of waits is at most `p95_wait_ms`.
 
     Doubles the number of devices until the waits are short enough, then halves the interval; that finds the fewest where more devices
     never make waits longer, which holds but for luck. Raises SimulationError where `most` devices are too few.
     """
-    count, too_few = 1, 0
+    count, too_few = least, least - 1
     good: Result | None = None
     while good is None:
         result = run(count)

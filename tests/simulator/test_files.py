@@ -1,0 +1,138 @@
+"""Traces, event logs and pictures as files."""
+
+from pathlib import Path
+
+import pytest
+
+from provisioner.core.effects import LeaseEnded
+from provisioner.core.model import DeviceSpec, PoolSpec
+from provisioner.simulator.baselines import run_baseline
+from provisioner.simulator.errors import SimulationError, TraceError
+from provisioner.simulator.log import EventLog, digest, replay
+from provisioner.simulator.picture import picture
+from provisioner.simulator.simulation import Host, simulate
+from provisioner.simulator.synthetic import synthetic_sessions
+from provisioner.simulator.traces import Session, read_sessions, write_sessions
+
+CELLS = "session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\n"
+SESSIONS = "session,user,open_s,close_s,gpus,gpu_mib\n"
+
+
+@pytest.fixture(scope="module")
+def trace() -> list[Session]:
+    return synthetic_sessions(4, 1, 2)
+
+
+def host() -> Host:
+    device = DeviceSpec(device_id="d0", name="d", memory_mib=81_920)
+    return Host(devices=(device,), pools=(PoolSpec(name="default", devices=("d0",)),))
+
+
+def read(tmp_path: Path, sessions: str, cells: str) -> list[Session]:
+    (tmp_path / "sessions.csv").write_text(SESSIONS + sessions)
+    (tmp_path / "cells.csv").write_text(CELLS + cells)
+    return read_sessions(tmp_path / "sessions.csv", tmp_path / "cells.csv")
+
+
+def test_a_trace_survives_its_files(tmp_path: Path, trace: list[Session]) -> None:
+    write_sessions(trace, tmp_path / "sessions.csv", tmp_path / "cells.csv")
+    assert read_sessions(tmp_path / "sessions.csv", tmp_path / "cells.csv") == trace
+
+
+@pytest.mark.parametrize(
+    ("sessions", "cells", "message"),
+    [
+        ("s,u,0,10,1,100\n", "s,u,1,-2,1,100,5\n", r"cells\.csv, line 2: duration_s is '-2'; allowed: a number from 0"),
+        ("s,u,0,10,1,100\n", "s,u,1,nan,1,100,5\n", r"duration_s is 'nan'"),
+        ("s,u,0,10,1,100\n", "s,u,1,2,1,100\n", r"line 2: expected 7 values, as in the header"),
+        ("s,u,0,10,1,100\n", "s,u,1,2,1.5,100,5\n", r"gpus is '1.5'; allowed: a whole number from 0 to 64"),
+        ("s,u,0,10,1,100\n", "s,u,1,2,1,100,101\n", r"gpu_util is '101'"),
+        ("s,u,0,10,1,100\n", "t,u,1,2,1,100,5\n", r"has cells of session 't', which is not in .*sessions\.csv"),
+        ("s,u,10,5,1,100\n", "", r"sessions\.csv, line 2: session 's' closes before it opens"),
+        ("s,u,5,10,1,100\n", "s,u,1,2,1,100,5\n", r"session 's' runs a cell before it opens"),
+        ("s,u,0,10,1,100\ns,u,0,10,1,100\n", "", r"line 3: session is 's'; allowed: an id that no other row has"),
+        ("", "", r"sessions\.csv lists no sessions"),
+    ],
+)
+def test_a_bad_trace_says_where_and_what_is_allowed(tmp_path: Path, sessions: str, cells: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        read(tmp_path, sessions, cells)
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"absent\.csv cannot be read: No such file"):
+        read_sessions(tmp_path / "absent.csv", tmp_path / "absent.csv")
+    (tmp_path / "cells.csv").write_text("name\nx\n")
+    with pytest.raises(TraceError, match=r"the header has no column 'session'; expected session,user,start_s"):
+        read_sessions(tmp_path / "cells.csv", tmp_path / "cells.csv")
+    (tmp_path / "cells.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(TraceError, match="is not UTF-8 text"):
+        read_sessions(tmp_path / "cells.csv", tmp_path / "cells.csv")
+
+
+def record(path: Path, trace: list[Session]) -> None:
+    with EventLog(path, parallel_swaps=1) as log:
+        simulate(host(), trace, watch=log.watch)
+
+
+def test_a_recorded_run_replays_to_the_same_effects(tmp_path: Path, trace: list[Session]) -> None:
+    record(tmp_path / "run.log", trace)
+    events, effects = replay(tmp_path / "run.log")
+    assert events == len((tmp_path / "run.log").read_text().splitlines()) - 1
+    assert effects > events
+    record(tmp_path / "again.log", trace)
+    assert (tmp_path / "again.log").read_bytes() == (tmp_path / "run.log").read_bytes()
+
+
+def test_a_replay_names_the_first_event_that_is_answered_differently(tmp_path: Path, trace: list[Session]) -> None:
+    record(tmp_path / "run.log", trace)
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if '"Wanted"' in line)
+    del lines[at]
+    (tmp_path / "run.log").write_text("\n".join(lines) + "\n")
+    with pytest.raises(
+        SimulationError, match=r"line \d+: the arbiter now answers \w+ with other effects than recorded"
+    ):
+        replay(tmp_path / "run.log")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "line 2: not JSON"),
+        ("[]", "line 2: expected an object"),
+        ('{"event": "Party", "fields": {}, "effects": ""}', "there is no event 'Party'"),
+        ('{"event": "Tick", "fields": {"at": 1}, "effects": ""}', "Tick has no field 'at'"),
+        ('{"event": "Tick", "effects": ""}', "the fields of Tick cannot be read"),
+    ],
+)
+def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> None:
+    with EventLog(tmp_path / "run.log", parallel_swaps=1):
+        pass
+    with (tmp_path / "run.log").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(TraceError, match=message):
+        replay(tmp_path / "run.log")
+
+
+def test_another_file_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text("{}\n")
+    with pytest.raises(TraceError, match="is not an event log of version 1"):
+        replay(tmp_path / "run.log")
+
+
+def test_equal_effects_have_equal_digests_and_others_do_not() -> None:
+    ended = LeaseEnded(lease_id="a", reason="released")
+    assert digest([ended]) == digest([LeaseEnded(lease_id="a", reason="released")])
+    assert digest([ended]) != digest([LeaseEnded(lease_id="b", reason="released")])
+    assert digest([ended, ended]) != digest([ended])
+
+
+def test_the_picture_loads_nothing_and_shows_every_run(trace: list[Session]) -> None:
+    runs = [simulate(host(), trace), run_baseline("reservation", trace, [81_920], slowdown=True)]
+    runs[1].name = "<b>plain</b>"
+    page = picture(runs)
+    assert page.count("<svg") == 4
+    assert page.count("<polyline") == 8
+    assert "&lt;b&gt;plain" in page
+    assert not any(outside in page for outside in ("<script", "http:", "https:", "<b>plain"))

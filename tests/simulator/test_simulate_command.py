@@ -1,0 +1,182 @@
+"""`jupyter gpu simulate` from the outside."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from provisioner.commands.main import main
+
+KEYS = [
+    "sessions",
+    "cells",
+    "gpu_cells",
+    "devices",
+    "reserved_gpu_hours",
+    "busy_gpu_hours",
+    "held_gpu_hours",
+    "saved_gpu_hours",
+    "peak_devices_held",
+    "wait_s",
+    "suspends",
+    "resumes",
+    "preemptions",
+    "moved_gib",
+    "host_peak_mib",
+    "out_of_memory",
+    "lost",
+    "wall_s",
+]
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["simulate", "--json", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("\n") == 1
+    figures: dict[str, object] = json.loads(shown)
+    return figures
+
+
+def test_json_has_the_promised_keys_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = simulated(capsys, "--users", "3", "--devices", "2x80GiB")
+    assert list(figures) == KEYS
+    waits = figures["wait_s"]
+    assert isinstance(waits, dict)
+    assert list(waits) == ["p50", "p90", "p95", "p99", "max"]
+    assert (figures["sessions"], figures["devices"], figures["lost"], figures["out_of_memory"]) == (12, 2, 0, 0)
+
+
+def test_baselines_stand_beside_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "run.html"
+    arguments = ("--users", "3", "--baseline", "reservation", "--baseline", "time-slice", "--picture", str(picture))
+    figures = simulated(capsys, *arguments)
+    assert list(figures) == [*KEYS, "baselines"]
+    baselines = figures["baselines"]
+    assert isinstance(baselines, dict)
+    assert [list(one) for one in baselines.values()] == [KEYS, KEYS]
+    assert "time-slice" in picture.read_text()
+    assert main(["simulate", *arguments]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["fractional", "reservation", "time-slice"]
+    assert table[1].split() == ["sessions", "12", "12", "12"]
+
+
+def test_a_written_trace_gives_the_same_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = [str(tmp_path / "sessions.csv"), str(tmp_path / "cells.csv")]
+    made_up = simulated(capsys, "--users", "3", "--write-trace", *files)
+    read = simulated(capsys, "--sessions", files[0], "--cells", files[1])
+    assert {**made_up, "wall_s": 0} == {**read, "wall_s": 0}
+
+
+def test_a_policy_file_is_the_brokers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    policy = tmp_path / "jupyter_gpu_config.py"
+    policy.write_text('c.GPUBroker.pools = {"default": {"fractions": ["1"], "idle_after": "on-demand"}}\n')
+    figures = simulated(capsys, "--users", "3", "--devices", "4x80GiB", "--policy", str(policy))
+    assert figures["peak_devices_held"] == 4
+    policy.write_text('c.GPUBroker.pools = {"default": {"fractoins": ["1"]}}\n')
+    assert main(["simulate", "--users", "3", "--policy", str(policy)]) == 1
+    assert "unknown key; did you mean 'fractions'?" in capsys.readouterr().err
+
+
+def test_the_fewest_devices_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = simulated(capsys, "--users", "4", "--find-devices", "--p95-wait", "60s")
+    devices, waits = figures["devices"], figures["wait_s"]
+    assert isinstance(devices, int)
+    assert isinstance(waits, dict)
+    assert waits["p95"] <= 60
+    if devices > 1:
+        fewer = simulated(capsys, "--users", "4", "--devices", f"{devices - 1}x80GiB")["wait_s"]
+        assert isinstance(fewer, dict)
+        assert fewer["p95"] > 60
+
+
+def test_a_baseline_is_given_its_own_fewest_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = simulated(capsys, "--users", "4", "--find-devices", "--baseline", "reservation")
+    baselines = figures["baselines"]
+    assert isinstance(baselines, dict)
+    assert baselines["reservation"]["wait_s"]["p95"] <= 3
+    assert baselines["reservation"]["devices"] >= 4  # everybody works at the same time of the day
+
+
+def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    simulated(capsys, "--users", "2", "--record", str(log))
+    assert main(["simulate", "--replay", str(log)]) == 0
+    events = len(log.read_text().splitlines()) - 1
+    assert capsys.readouterr().out.startswith(f"{events} events gave the same ")
+    lines = log.read_text().splitlines(keepends=True)
+    attached = next(number for number, line in enumerate(lines) if '"Attached"' in line)
+    log.write_text("".join(lines[:attached] + lines[attached + 1 :]))
+    assert main(["simulate", "--replay", str(log)]) == 1
+    assert "with other effects than recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE"),
+        (["--sessions", "a.csv"], 2, "--sessions and --cells belong together"),
+        (["--users", "2", "--devices", "many"], 2, "--devices 'many' is not allowed; COUNTxMEMORY such as 8x80GiB"),
+        (["--users", "2", "--devices", "9999x80GiB"], 2, "at most 8192 in all"),
+        (["--users", "2", "--devices", "2x80kB"], 2, "--devices: memory '80kB' is not a size"),
+        (["--users", "2", "--save-speed", "0"], 2, "--save-speed: memory '0' is less than 1 MiB"),
+        (["--users", "2", "--find-devices", "--record", "x"], 2, "find first, then record"),
+        (["--sessions", "absent.csv", "--cells", "absent.csv"], 1, "absent.csv cannot be read: No such file"),
+        (["--users", "2", "--devices", "2x1GiB"], 1, "simulate larger devices with --devices"),
+        (["--users", "1", "--picture", "/nonexistent/run.html"], 1, "/nonexistent/run.html cannot be written"),
+        (["--users", "1", "--record", "/nonexistent/run.log"], 1, "/nonexistent/run.log cannot be written"),
+        (["--placement"], 2, "--placement needs --nodes FILE and --pods FILE"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *arguments]) == code
+    complaint = capsys.readouterr().err
+    assert message in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_sessions_with_several_gpus_are_left_out_on_demand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sessions, cells = tmp_path / "sessions.csv", tmp_path / "cells.csv"
+    sessions.write_text("session,user,open_s,close_s,gpus,gpu_mib\na,u,0,9,1,10\nb,u,0,9,2,10\n")
+    cells.write_text("session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\na,u,1,1,1,10,5\nb,u,1,1,2,10,5\n")
+    files = ["--sessions", str(sessions), "--cells", str(cells)]
+    assert main(["simulate", *files]) == 1
+    assert "session 'b' uses 2 GPUs at once" in capsys.readouterr().err
+    assert main(["simulate", "--json", "--one-gpu-only", *files]) == 0
+    shown = capsys.readouterr()
+    assert "1 sessions that use several GPUs at once are left out" in shown.err
+    assert json.loads(shown.out)["sessions"] == 1
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> list[str]:
+    nodes, pods = tmp_path / "nodes.csv", tmp_path / "pods.csv"
+    nodes.write_text(
+        "sn,cpu_milli,memory_mib,gpu,model\n" + "".join(f"n{number},32000,1000,4,T4\n" for number in range(10))
+    )
+    rows = [f"p{number},3000,10,1,{(1000, 470, 810)[number % 3]},,LS\n" for number in range(60)]
+    pods.write_text("name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos\n" + "".join(rows))
+    return ["--placement", "--nodes", str(nodes), "--pods", str(pods)]
+
+
+def test_placement_prints_every_seed_and_the_mean(cluster: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *cluster, "--policy", "fgd", "--seeds", "42-44", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert list(figures) == ["policy", "seeds", "mean"]
+    assert figures["policy"] == "fgd"
+    assert [seed["seed"] for seed in figures["seeds"]] == [42, 43, 44]
+    for key in ("alloc_at_100", "alloc_at_130"):
+        mean = sum(seed[key] for seed in figures["seeds"]) / 3
+        assert figures["mean"][key] == pytest.approx(mean, abs=0.002)
+        assert 50 < mean <= 100
+
+
+def test_placement_has_a_default_and_names_the_policies(cluster: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *cluster, "--seeds", "1"]) == 0
+    assert capsys.readouterr().out.startswith("default: GPUs allocated")
+    assert main(["simulate", *cluster, "--policy", "luck"]) == 2
+    assert "allowed: random, best-fit, dot-product, fgd, default" in capsys.readouterr().err
+    assert main(["simulate", *cluster, "--seeds", "9-3"]) == 2
+    assert "--seeds '9-3' is not allowed" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""The simulator against traces small enough to work out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from provisioner.core.model import DeviceSpec, PoolSpec
+from provisioner.simulator.errors import SimulationError
+from provisioner.simulator.result import Result
+from provisioner.simulator.search import fewest_devices
+from provisioner.simulator.simulation import Host, SwapSpeed, fraction_for, simulate
+from provisioner.simulator.synthetic import synthetic_sessions
+from provisioner.simulator.traces import Cell, Session
+
+SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
+
+
+def host(count: int = 1, mib: int = 8000, **policy: object) -> Host:
+    """Devices of that size in one pool whose leases are suspended only when somebody needs the room."""
+    devices = tuple(DeviceSpec(device_id=f"d{number}", name="d", memory_mib=mib) for number in range(count))
+    pool = PoolSpec(name="default", devices=tuple(device.device_id for device in devices), idle_after_ms=None)
+    return Host(devices=devices, pools=(replace(pool, **policy),), swap=SWAP)  # type: ignore[arg-type]
+
+
+def session(name: str, *cells: Cell, open_ms: int = 0, close_ms: int = 1_000_000) -> Session:
+    return Session(name, name, open_ms, close_ms, 1, 0, cells)
+
+
+def gpu_cell(start_ms: int, duration_ms: int, mib: int = 6000, util: int = 10) -> Cell:
+    return Cell(start_ms, duration_ms, 1, mib, util)
+
+
+def test_a_session_alone_never_waits() -> None:
+    trace = [session("a", gpu_cell(1_000, 10_000), gpu_cell(60_000, 10_000))]
+    result = simulate(host(), trace)
+    assert result.waits.ordered == (0, 0)
+    assert (result.suspends, result.resumes, result.out_of_memory, result.lost) == (0, 0, 0, 0)
+    assert result.busy == 20_000 * 1000
+    assert result.reserved == 1_000_000 * 1000
+
+
+def test_a_wait_is_the_neighbours_suspend_and_the_own_restore() -> None:
+    # `a` ran, idles and is saved for `b`; then `a` comes back, for which `b` is saved.
+    trace = [
+        session("a", gpu_cell(0, 10_000), gpu_cell(200_000, 1_000)),
+        session("b", gpu_cell(100_000, 10_000)),
+    ]
+    result = simulate(host(), trace)
+    save_ms, restore_ms = SWAP.save_ms(6000), SWAP.restore_ms(6000)
+    assert result.waits.ordered == (0, save_ms, save_ms + restore_ms)
+    assert (result.suspends, result.resumes) == (2, 1)
+    assert result.moved_mib == 3 * 6000
+    assert result.host_peak_mib == 12_000  # `b` is saved before `a` leaves the host
+    assert result.out_of_memory == 0
+
+
+def test_a_wait_delays_the_cells_behind_it_and_not_the_thinking() -> None:
+    # `b` waits for the whole of `a`'s cell; its second cell comes five seconds after its first, as in the trace.
+    began: list[int] = []
+    trace = [
+        session("a", gpu_cell(0, 50_000), close_ms=50_000),
+        session("b", gpu_cell(10_000, 1_000), gpu_cell(16_000, 1_000)),
+    ]
+    result = simulate(
+        host(),
+        trace,
+        watch=lambda event, _effects: (
+            began.append(event.at_ms)
+            if type(event).__name__ == "BusyChanged" and getattr(event, "lease_id", "") == "b"
+            else None
+        ),
+    )
+    assert result.waits.ordered == (0, 0, 40_000)
+    assert began == [10_000, 51_000, 56_000, 57_000]
+
+
+def test_a_cell_without_a_gpu_waits_only_if_every_cell_asks() -> None:
+    trace = [
+        session("a", gpu_cell(0, 50_000), close_ms=50_000),
+        session("b", Cell(10_000, 1_000, 0, 0, 0), close_ms=20_000),
+    ]
+    asked: list[str] = []
+
+    def watch(event: object, _effects: object) -> None:
+        if type(event).__name__ == "Wanted":
+            asked.append(getattr(event, "lease_id", ""))
+
+    result = simulate(host(), trace, watch=watch)
+    assert asked == ["a"]
+    assert (result.cells, result.gpu_cells, len(result.waits.ordered)) == (2, 1, 1)
+    asked.clear()
+    simulate(replace(host(), every_cell_asks=True), trace, watch=watch)
+    assert asked == ["a", "b"]
+
+
+def test_neighbours_slow_each_other_down_only_past_a_whole_device() -> None:
+    light = [session(name, gpu_cell(0, 10_000, mib=900, util=50), close_ms=10_000) for name in "ab"]
+    heavy = [session(name, gpu_cell(0, 10_000, mib=900, util=100), close_ms=10_000) for name in "ab"]
+    assert simulate(host(), light).busy == 20_000 * 1000
+    assert simulate(host(), heavy).busy == 40_000 * 1000
+    assert simulate(replace(host(), slowdown=False), heavy).busy == 20_000 * 1000
+
+
+def test_the_smallest_fraction_that_covers_the_peak_is_taken() -> None:
+    pool, devices = host().pools[0], host().devices
+    assert fraction_for(session("a", gpu_cell(0, 1, mib=1000)), pool, devices) == (125, 1000)
+    assert fraction_for(session("a", gpu_cell(0, 1, mib=1001)), pool, devices) == (250, 2000)
+    assert fraction_for(session("a"), pool, devices) == (125, 1000)
+    any_size = replace(pool, fractions_milli=())
+    assert fraction_for(session("a", gpu_cell(0, 1, mib=801)), any_size, devices) == (101, 808)
+
+
+def test_what_cannot_be_served_is_refused_in_one_sentence() -> None:
+    with pytest.raises(SimulationError, match=r"'a' holds up to 8\.8 GiB.*larger devices with --devices"):
+        simulate(host(), [session("a", gpu_cell(0, 1, mib=9000))])
+    with pytest.raises(SimulationError, match=r"'a' uses 2 GPUs at once.*--one-gpu-only"):
+        simulate(host(), [session("a", Cell(0, 1, 2, 10, 10))])
+    with pytest.raises(SimulationError, match="'b' was refused"):
+        simulate(host(oversubscription_milli=1000), [session(name, gpu_cell(0, 1)) for name in "ab"])
+
+
+def test_a_crowd_loses_nothing_and_never_runs_out_of_memory() -> None:
+    trace = synthetic_sessions(12, 1, 7)
+    result = simulate(host(2, 81_920, may_move=True), trace)
+    assert (result.lost, result.out_of_memory) == (0, 0)
+    assert result.suspends >= result.resumes > 0
+    assert len(result.waits.ordered) == result.gpu_cells
+    assert result.peak_devices_held == 2
+    assert result.busy >= sum(cell.duration_ms * 1000 for one in trace for cell in one.cells if cell.gpus)
+
+
+def test_one_trace_gives_one_result() -> None:
+    trace = synthetic_sessions(5, 1, 3)
+    assert simulate(host(1, 81_920), trace) == simulate(host(1, 81_920), trace)
+
+
+def test_the_search_finds_the_fewest_devices() -> None:
+    tried: list[int] = []
+
+    def run(count: int) -> Result:
+        tried.append(count)
+        return simulate(host(count), [session(name, gpu_cell(0, 60_000), close_ms=60_000) for name in "abcde"])
+
+    found = fewest_devices(run, 3_000, 64)
+    assert found.devices == 5
+    assert tried == [1, 2, 4, 8, 6, 5]
+    with pytest.raises(SimulationError, match="with 4 devices the 95th percentile of waits is still 60 s"):
+        fewest_devices(run, 3_000, 4)
