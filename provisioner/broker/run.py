@@ -6,6 +6,7 @@ import os
 import signal
 import socket as socket_module
 import time
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -13,7 +14,7 @@ from tornado.netutil import bind_unix_socket
 
 from provisioner.broker.api import make_server
 from provisioner.broker.backend import Backend
-from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.listener import PatientListener
 from provisioner.broker.recovery import recover
 from provisioner.broker.service import Service
@@ -37,6 +38,8 @@ __all__ = ["Run", "device_specs"]
 log = logging.getLogger(__name__)
 
 _ORPHAN_PATIENCE_S = 2.0
+_DAY_S = 24 * 3600
+_HISTORY_MS = 90 * _DAY_S * 1000  # what is over is remembered so long
 _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
 
@@ -104,7 +107,8 @@ class Run:
         server = make_server(Service(broker, self._settings), self._socket)
         server.add_socket(self._bind())
         self._say_ready()
-        tasks = [asyncio.create_task(watcher.run()), asyncio.create_task(self._stop_when_unused(broker))]
+        works = (watcher.run(), self._stop_when_unused(broker), self._forget_history(broker))
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             await self._until_stopped(tasks)
         finally:
@@ -176,6 +180,13 @@ class Run:
                 task.result()
         finally:
             stop.cancel()
+
+    @staticmethod
+    async def _forget_history(broker: Broker) -> None:
+        """Keep the ledger from growing for ever: now and once a day."""
+        while True:
+            broker.writer.submit(partial(broker.writer.ledger.prune, wall_ms() - _HISTORY_MS))
+            await asyncio.sleep(_DAY_S)
 
     async def _stop_when_unused(self, broker: Broker) -> None:
         limit_ms = self._settings.idle_exit_ms

@@ -19,7 +19,6 @@ __all__ = [
     "LeaseRecovered",
     "LeaseReleased",
     "LeaseRequested",
-    "Operator",
     "PoolConfigured",
     "ProcessExited",
     "ResumeFinished",
@@ -201,15 +200,6 @@ class TruthFound(Event):
     state: LeaseState
     device_id: str | None = None
     saved_mib: int = 0
-
-
-class Operator(StrEnum):
-    """Who asked, for the story."""
-
-    KERNEL = "kernel"
-    USER = "user"
-    ADMIN = "admin"
-    BROKER = "broker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

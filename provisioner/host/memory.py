@@ -13,7 +13,6 @@ The rules:
 - A limit that exists but cannot be read is an error, never "no limit".
 """
 
-import errno
 import os
 import re
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from typing import Final, NamedTuple
 
 from provisioner.host.process import PROC
 
-__all__ = ["Headroom", "headroom", "memory_pressure", "system_headroom"]
+__all__ = ["Headroom", "headroom", "system_headroom"]
 
 _MIB: Final = 1024 * 1024
 _MARGIN_PARTS: Final = 50  # 2 %: page tables and what the process allocates meanwhile
@@ -64,20 +63,6 @@ def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
     Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
     """
     return min([system_headroom(proc=proc), *_group_headrooms(pid, proc)])
-
-
-def memory_pressure(*, proc: Path = PROC) -> float | None:
-    """Return the share of the last 10 s in which some process waited for memory, percent; None if nobody can tell."""
-    try:
-        text = (proc / "pressure/memory").read_text(encoding="ascii")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        if error.errno == errno.EOPNOTSUPP:  # built in, but switched off
-            return None
-        raise
-    found = re.search(r"^some avg10=(\d+\.\d+)", text, re.MULTILINE)
-    return float(found[1]) if found else None
 
 
 def _room(limit: int, left: int, name: str) -> Headroom:

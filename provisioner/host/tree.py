@@ -19,7 +19,7 @@ from pathlib import Path
 
 from provisioner.host.process import PROC, ProcessIdentity, boot_id, parse_environment, parse_stat, parse_uid
 
-__all__ = ["Snapshot", "process_tree", "scan"]
+__all__ = ["Snapshot", "scan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +98,6 @@ def scan(marker_name: str | None = None, *, proc: Path = PROC) -> Snapshot:
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
     seen = (_look(pid, boot, marker_name, proc) for pid in pids)
     return Snapshot(boot, (process for process in seen if process is not None), marker_name)
-
-
-def process_tree(root: ProcessIdentity, marker: tuple[str, str] | None = None) -> list[ProcessIdentity]:
-    """Return the tree of one process, oldest first; `marker` is a variable and its value.
-
-    Raises OSError when /proc cannot be read.
-    """
-    return scan(None if marker is None else marker[0]).tree(root, marker)
 
 
 def _look(pid: int, boot: str, marker_name: str | None, proc: Path) -> _Seen | None:

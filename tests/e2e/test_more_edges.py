@@ -5,14 +5,17 @@ import json
 import os
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from provisioner.ledger.ledger import Ledger
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -127,6 +130,21 @@ def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so
         first.shut_down()
         assert second.wait(cell).status == "ok"
         assert second.must(CHECK).text == "intact\n"
+
+
+def test_what_is_long_over_is_forgotten(world: World) -> None:
+    path = world.folder / "run" / "ledger-simulated.sqlite"
+    now_ms = time.time_ns() // 1_000_000
+    with Ledger.open(path) as ledger:
+        ledger.record("old", now_ms - 100 * 24 * 3_600_000, "test", "a hundred days ago")
+        ledger.record("young", now_ms - 10 * 24 * 3_600_000, "test", "ten days ago")
+    world.start_broker()
+    broker = world.broker_pid()
+    assert broker is not None
+    world.end(broker, signal.SIGTERM)
+    with Ledger.open(path) as ledger:
+        assert ledger.story("old") == []
+        assert [line.sentence for line in ledger.story("young")] == ["ten days ago"]
 
 
 def test_a_kernel_started_by_a_kernel_has_a_share_of_its_own(world: World, server: Server) -> None:

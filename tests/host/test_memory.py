@@ -1,12 +1,11 @@
 """Promises of provisioner.host.memory, on made-up /proc and control group trees, and once on the real ones."""
 
-import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from provisioner.host.memory import Headroom, headroom, memory_pressure, system_headroom
+from provisioner.host.memory import Headroom, headroom, system_headroom
 
 MIB = 1024 * 1024
 PID = 4242
@@ -196,17 +195,3 @@ def test_the_real_machine_answers_for_this_process() -> None:
     found = headroom(os.getpid())
     assert 0 <= found.mib <= system_headroom().mib + 1024  # memory comes and goes between the two readings
     assert found.limited_by
-
-
-def test_pressure_is_read_where_the_kernel_tells_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory_pressure(proc=host.proc) is None
-    (host.proc / "pressure").mkdir()
-    file = host.proc / "pressure/memory"
-    file.write_text("some avg10=12.34 avg60=1.00 avg300=0.00 total=99\nfull avg10=9.99 avg60=0 avg300=0 total=1\n")
-    assert memory_pressure(proc=host.proc) == pytest.approx(12.34)
-
-    def switched_off(_self: Path, encoding: str) -> str:
-        raise OSError(errno.EOPNOTSUPP, f"switched off, whatever the {encoding}")
-
-    monkeypatch.setattr(Path, "read_text", switched_off)
-    assert memory_pressure(proc=host.proc) is None

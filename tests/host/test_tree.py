@@ -11,7 +11,7 @@ import pytest
 
 from provisioner.host import tree as tree_module
 from provisioner.host.process import ProcessIdentity, identify
-from provisioner.host.tree import process_tree, scan
+from provisioner.host.tree import scan
 
 MARKER = "JUPYTER_GPU_LEASE"
 
@@ -73,7 +73,7 @@ def pids(identities: list[ProcessIdentity]) -> list[int]:
 
 def test_descendants_and_members_of_the_session_belong_to_the_tree(family: Callable[..., Family]) -> None:
     one = family()
-    tree = process_tree(one.root)
+    tree = scan().tree(one.root)
     assert set(pids(tree)) == {one.root.pid, one.child, one.in_new_session, one.orphan}
     assert tree[0] == one.root
     assert [identity.start_time for identity in tree] == sorted(identity.start_time for identity in tree)
@@ -81,9 +81,9 @@ def test_descendants_and_members_of_the_session_belong_to_the_tree(family: Calla
 
 def test_an_orphan_outside_of_the_session_is_found_by_its_marker_only(family: Callable[..., Family]) -> None:
     one = family(session=False, **{MARKER: "lease-1"})
-    assert one.orphan not in pids(process_tree(one.root))
-    assert one.orphan in pids(process_tree(one.root, (MARKER, "lease-1")))
-    assert one.orphan not in pids(process_tree(one.root, (MARKER, "lease-2")))
+    assert one.orphan not in pids(scan().tree(one.root))
+    assert one.orphan in pids(scan(MARKER).tree(one.root, (MARKER, "lease-1")))
+    assert one.orphan not in pids(scan(MARKER).tree(one.root, (MARKER, "lease-2")))
 
 
 def test_a_tree_holds_nothing_of_another(family: Callable[..., Family]) -> None:
@@ -117,8 +117,8 @@ def test_a_reused_pid_brings_in_nothing(family: Callable[..., Family]) -> None:
     one = family()
     earlier = ProcessIdentity(one.root.boot_id, one.root.pid, one.root.start_time - 1)
     other_boot = ProcessIdentity("another-boot", one.root.pid, one.root.start_time)
-    assert process_tree(earlier) == []
-    assert process_tree(other_boot) == []
+    assert scan().tree(earlier) == []
+    assert scan().tree(other_boot) == []
 
 
 def test_a_root_below_another_keeps_its_own_tree(family: Callable[..., Family]) -> None:
