@@ -100,23 +100,22 @@ class _Kernel:
         return self.session.cells[self.next_cell]
 
 
-def fraction_for(session: Session, pool: PoolSpec, devices: Sequence[DeviceSpec]) -> tuple[int, int]:
-    """Return the smallest fraction on offer (milli-GPU) that covers the session's peak memory, and its cap in MiB.
+def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
+    """Return the smallest fraction on offer (milli-GPU) of a device of that size that covers the session's peak memory, and its cap in MiB.
 
     Raises SimulationError where none does.
     """
-    size = min((device.leasable_mib for device in devices if device.device_id in pool.devices), default=0)
     peak = max(1, session.peak_mib)
-    if not pool.fractions_milli and peak <= size:
-        milli = -(-peak * 1000 // size)
-        return milli, size * milli // 1000
+    if not pool.fractions_milli and peak <= device_mib:
+        milli = -(-peak * 1000 // device_mib)
+        return milli, device_mib * milli // 1000
     for milli in pool.fractions_milli:
-        if size * milli // 1000 >= peak:
-            return milli, size * milli // 1000
+        if device_mib * milli // 1000 >= peak:
+            return milli, device_mib * milli // 1000
     most = format_fraction(max(pool.fractions_milli, default=1000))
     raise SimulationError(
         f"session {session.session_id!r} holds up to {format_memory(peak)}, but the largest fraction of pool {pool.name!r}, {most} of "
-        f"{format_memory(size)}, does not cover that; simulate larger devices with --devices"
+        f"{format_memory(device_mib)}, does not cover that; simulate larger devices with --devices"
     )
 
 
@@ -148,6 +147,9 @@ class _Run:
         self._now_ms = self._order = self._ended = self._wake_version = 0
         self._moments: list[tuple[int, int, Callable[[], None]]] = []
         self._events: deque[Event] = deque()
+        served = frozenset(host.pools[0].devices)
+        usable = [device.leasable_mib for device in host.devices if device.device_id in served]
+        self._device_mib = min(usable, default=0)
         self._kernels = {session.session_id: self._kernel(session) for session in trace}
         self._shared = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
         self._sizes = {device.device_id: device.memory_mib for device in host.devices}
@@ -171,7 +173,7 @@ class _Run:
                 "leave such sessions out with --one-gpu-only"
             )
         pool = self._host.pools[0]
-        milli, cap_mib = fraction_for(session, pool, self._host.devices)
+        milli, cap_mib = fraction_for(session, pool, self._device_mib)
         spec = LeaseSpec(
             lease_id=session.session_id, pool=pool.name, owner=session.user, fraction_milli=milli, reserve_mib=cap_mib
         )

@@ -102,12 +102,12 @@ def test_neighbours_slow_each_other_down_only_past_a_whole_device() -> None:
 
 
 def test_the_smallest_fraction_that_covers_the_peak_is_taken() -> None:
-    pool, devices = host().pools[0], host().devices
-    assert fraction_for(session("a", gpu_cell(0, 1, mib=1000)), pool, devices) == (125, 1000)
-    assert fraction_for(session("a", gpu_cell(0, 1, mib=1001)), pool, devices) == (250, 2000)
-    assert fraction_for(session("a"), pool, devices) == (125, 1000)
+    pool = host().pools[0]
+    assert fraction_for(session("a", gpu_cell(0, 1, mib=1000)), pool, 8000) == (125, 1000)
+    assert fraction_for(session("a", gpu_cell(0, 1, mib=1001)), pool, 8000) == (250, 2000)
+    assert fraction_for(session("a"), pool, 8000) == (125, 1000)
     any_size = replace(pool, fractions_milli=())
-    assert fraction_for(session("a", gpu_cell(0, 1, mib=801)), any_size, devices) == (101, 808)
+    assert fraction_for(session("a", gpu_cell(0, 1, mib=801)), any_size, 8000) == (101, 808)
 
 
 def test_what_cannot_be_served_is_refused_in_one_sentence() -> None:
