@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 __all__ = ["Notebook", "Reply", "Server", "World", "new_world", "until"]
 
+# JupyterLab's own extension starts a node process at each start of a server; nothing here looks at its pages.
+_NO_EXTENSIONS = dict.fromkeys(("jupyterlab", "jupyter_lsp", "jupyter_server_terminals", "notebook_shim"), False)
 DEADLINE_S = 60.0
 
 
@@ -211,6 +213,7 @@ class Server:
                     "--no-browser",
                     "--allow-root",
                     "--ServerApp.port=0",
+                    f"--ServerApp.jpserver_extensions={_NO_EXTENSIONS}",
                     f"--IdentityProvider.token={self.token}",
                     f"--ServerApp.root_dir={world.notebooks}",
                     *arguments,
