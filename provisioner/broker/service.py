@@ -235,7 +235,9 @@ class Service:
 
     # -- having the GPU -----------------------------------------------------------------------------------------------------------
 
-    async def acquire(self, kernel: Kernel, request: AcquireRequest) -> AsyncGenerator[Progress, None]:
+    async def acquire(
+        self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
+    ) -> AsyncGenerator[Progress, None]:
         """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket."""
         broker = self.broker
         deadline_s = time.monotonic() + max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
@@ -243,7 +245,7 @@ class Service:
         try:
             self._tell_busy(kernel)
             kernel.take_declined()
-            broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=request.urgent))
+            broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
             told: Progress | None = None
             while True:
                 change, queue = kernel.change(), broker.queue_changed
@@ -320,7 +322,9 @@ class Service:
         if self._view(kernel).state is LeaseState.UNATTACHED:
             raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
         last = Progress(kind=ProgressKind.REFUSED)
-        async with aclosing(self.acquire(kernel, AcquireRequest())) as stream:
+        # Something executes, nobody waits at the gate: the kernel may be blocked on the GPU, deaf to the interrupt that brings us here.
+        blocked = kernel.executing_since_s is not None and kernel.waiting == 0
+        async with aclosing(self.acquire(kernel, AcquireRequest(), urgent=blocked)) as stream:
             async for progress in stream:
                 last = progress
         if last.kind != ProgressKind.GRANTED:

@@ -130,7 +130,6 @@ class LeaseStatus:
 class AcquireRequest:
     """I need the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket."""
 
-    urgent: bool = False
     wait_ms: int = 3_600_000
 
 

@@ -218,8 +218,8 @@ def test_acquire_tells_how_the_wait_goes_and_ends_with_the_grant(broker: FakeBro
     waiting = Progress(kind="waiting", reason="queue", sentence="2 kernels before you", position=3)
     granted = Progress(kind="granted", environment={"CUDA_VISIBLE_DEVICES": "GPU-1"}, device_id="GPU-1")
     broker.progress = [waiting, granted]
-    assert list(client.acquire("lease-1", AcquireRequest(urgent=True))) == [waiting, granted]
-    assert broker.bodies("acquire") == [{"urgent": True, "wait_ms": 3_600_000}]
+    assert list(client.acquire("lease-1", AcquireRequest(wait_ms=7_000))) == [waiting, granted]
+    assert broker.bodies("acquire") == [{"wait_ms": 7_000}]
 
 
 def test_leaving_acquire_hangs_up(broker: FakeBroker, client: BrokerClient) -> None:

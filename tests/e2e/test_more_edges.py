@@ -98,6 +98,29 @@ def test_a_resume_that_is_given_up_leaves_a_blocked_kernel_its_place(world: Worl
     assert first.must(CHECK).text == "intact\n"
 
 
+def test_an_interrupted_kernel_that_is_blocked_goes_before_those_that_wait(world: World, server: Server) -> None:
+    (name,) = world.install(750)
+    first, second, third = (server.start(name) for _ in range(3))
+    first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
+    third.must(fill(3))
+    second.must(fill(2))
+    busy = occupy(second, world)
+    waits = third.send(CHECK)
+    until(lambda: world.lease(third.kernel_id).position == 1, "the third one waits")
+    blocked = first.send("%%cpu\nbuffer.read(1)\nwhile True: pass")
+    until(lambda: world.lease(first.kernel_id).busy, "the first one is blocked")
+    interrupt = threading.Thread(target=first.interrupt)
+    interrupt.start()
+    until(lambda: world.lease(first.kernel_id).position == 1, "the first one has a place")
+    assert world.lease(third.kernel_id).position == 2
+    (world.notebooks / "go").touch()
+    assert second.wait(busy).status == "ok"
+    assert first.wait(blocked).error.startswith("KeyboardInterrupt")
+    interrupt.join()
+    assert third.wait(waits).text == "intact\n"
+    assert first.must(CHECK).text == "intact\n"
+
+
 def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(world: World, server: Server) -> None:
     first, second = two_kernels(world, server)
     busy = occupy(second, world)
