@@ -139,6 +139,10 @@ class Swaps:
 
     async def _check_host_memory(self, use: dict[ProcessIdentity, int]) -> None:
         for identity, used_mib in use.items():
+            if used_mib == 0:
+                # A context always costs something. Where the count is missing (a container with pids of its own, say), nobody
+                # can tell what room the state needs on the host, or to come back.
+                raise StepError(SuspendOutcome.REFUSED, f"no device tells how much memory process {identity.pid} uses")
             room = await asyncio.to_thread(headroom, identity.pid)
             if room.mib < used_mib + _HOST_MARGIN_MIB:
                 raise StepError(

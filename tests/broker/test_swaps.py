@@ -67,6 +67,10 @@ def checkpoint_lies(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
     driver.leaves["checkpoint", pids[0]] = S.LOCKED
 
 
+def uncounted(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.has_context(pids[0], S.RUNNING, 0)
+
+
 def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
     quiet.busy = True
 
@@ -78,6 +82,7 @@ def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
         (not_permitted, SuspendOutcome.REFUSED, "lock failed as told"),
         (checkpoint_refused, SuspendOutcome.REFUSED, "checkpoint failed as told"),
         (checkpoint_lies, SuspendOutcome.REFUSED, "after a checkpoint that it called done"),
+        (uncounted, SuspendOutcome.REFUSED, "no device tells how much memory"),
         (busy_already, SuspendOutcome.ABORTED, "the kernel became busy"),
     ],
 )
