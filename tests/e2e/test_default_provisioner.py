@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jupyter_client.manager import KernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
 from provisioner import provisioning
 from provisioner.kernelspecs import PROVISIONER_NAME
@@ -166,7 +167,9 @@ def test_where_no_broker_can_be_had_kernels_start_all_the_same(
     with entered(world):
         monkeypatch.setattr(provisioning, "_SIGNS_OF_NVIDIA", signs)
         monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(nowhere / "broker.sock"))
-        monkeypatch.setenv("JUPYTER_DEFAULT_PROVISIONER_NAME", PROVISIONER_NAME)
+        # jupyter_client reads its variable once in a process, and an earlier test may have been there.
+        factory = KernelProvisionerFactory.instance(parent=None)
+        monkeypatch.setattr(factory, "default_provisioner_name", PROVISIONER_NAME)
         manager = KernelManager(kernel_name="python3")
         with caplog.at_level(logging.WARNING):
             manager.start_kernel()
