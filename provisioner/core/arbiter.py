@@ -326,7 +326,7 @@ class Arbiter:
             case SuspendOutcome.SAVED:
                 books.hold(lease, lease.device_id)
                 books.save_on_host(lease, saved_mib=max(0, event.saved_mib))
-                lease.used_mib = 0
+                lease.used_mib = lease.aborted_suspends = 0
                 changes.move(lease, Cause.SAVED, "suspended", sentence)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 books.hold(lease, lease.device_id)
@@ -338,10 +338,18 @@ class Arbiter:
             case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED:
                 books.save_on_host(lease)
                 lease.home_id = None
-                lease.retry_ms = changes.now_ms + books.policy(lease).retry_refused_ms
+                lease.retry_ms = changes.now_ms + self._pause_ms(lease, event.outcome)
                 changes.withdraw(lease)
                 changes.move(lease, Cause.ROLLED_BACK, f"suspend.{event.outcome}", sentence)
                 changes.let_in(lease)
+
+    def _pause_ms(self, lease: Lease, outcome: SuspendOutcome) -> int:
+        """How long the lease is left alone: what cannot be saved for long, what was only at a bad moment for a moment, then longer."""
+        longest_ms = self._books.policy(lease).retry_refused_ms
+        if outcome is SuspendOutcome.REFUSED:
+            return longest_ms
+        lease.aborted_suspends += 1
+        return min(_FIRST_RETRY_MS << min(lease.aborted_suspends - 1, 16), longest_ms)
 
     def _resume_finished(self, event: ResumeFinished) -> None:
         changes, books = self._changes, self._books

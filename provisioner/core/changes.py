@@ -97,7 +97,7 @@ class Changes:
         self.books.save_on_host(lease)
         lease.home_id, lease.busy, lease.ran, lease.used_mib = None, False, False, 0
         lease.operation_id, lease.asked_to_suspend, lease.expires_ms = None, False, None
-        lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = 0
+        lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = lease.aborted_suspends = 0
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
         """The lease is over: forget it."""

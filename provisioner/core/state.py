@@ -60,6 +60,7 @@ class Lease:
     sentence: str = ""
     ran: bool = False  # has been busy since it became resident
     retry_ms: int = 0  # not chosen for a suspend before this
+    aborted_suspends: int = 0  # in a row
     failed_resumes: int = 0  # in a row
     resume_after_ms: int = 0  # a resume that could not start is not tried again before this
     expires_ms: int | None = None

@@ -125,15 +125,27 @@ def test_a_victim_that_cannot_be_suspended_is_let_in_again_and_another_is_asked_
     assert hand.suspends(effects) == ["b"]
 
 
-def test_a_victim_that_could_not_be_suspended_is_tried_again_later() -> None:
+def test_a_victim_that_cannot_be_saved_is_left_alone_for_long() -> None:
     hand = Hand()
     hand.idle("a")
     hand.start("b")
-    effects = hand.saved(hand.want("b"), SuspendOutcome.ABORTED)
+    effects = hand.saved(hand.want("b"), SuspendOutcome.REFUSED)
     assert hand.suspends(effects) == []
     assert hand.ticket("b").reason == "wait.unwilling-neighbour"
     assert _one(effects, WakeAt) == WakeAt(at_ms=30_000)
     assert hand.suspends(hand.wait(30_000)) == ["a"]
+
+
+def test_a_victim_met_at_a_bad_moment_is_tried_again_soon_and_then_less_often() -> None:
+    hand = Hand()
+    hand.idle("a")
+    hand.start("b")
+    effects = hand.want("b")
+    for pause_ms in (1_000, 2_000, 4_000, 8_000, 16_000, 30_000, 30_000):
+        assert hand.suspends(hand.saved(effects, SuspendOutcome.ABORTED)) == []
+        assert hand.suspends(hand.wait(pause_ms - 1)) == []
+        effects = hand.wait(1)
+        assert hand.suspends(effects) == ["a"]
 
 
 def test_an_idle_kernel_that_could_not_be_suspended_rests_before_the_next_try() -> None:
