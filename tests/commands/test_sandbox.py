@@ -3,6 +3,7 @@
 import os
 import select
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,15 @@ def test_inside_everything_is_the_sandboxs_and_outside_nothing_is_left(monkeypat
     assert dict(os.environ) == before
 
 
-def test_a_folder_that_is_to_be_kept_is_kept_and_a_failure_passes_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(CommandError, match="no luck"), open_sandbox(keep=False):
-        raise CommandError("no luck")
-    assert list(tmp_path.iterdir()) == []
-    with open_sandbox(keep=True) as sandbox:
-        pass
-    assert (sandbox.notebooks / EXAMPLES[0]).is_file()
+def test_a_folder_that_is_to_be_kept_is_kept_and_a_failure_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="jfg-") as short:  # pytest's own folders can be too deep for a socket
+        monkeypatch.setattr("tempfile.tempdir", short)
+        with pytest.raises(CommandError, match="no luck"), open_sandbox(keep=False):
+            raise CommandError("no luck")
+        assert list(Path(short).iterdir()) == []
+        with open_sandbox(keep=True) as sandbox:
+            pass
+        assert (sandbox.notebooks / EXAMPLES[0]).is_file()
 
 
 def test_a_temporary_folder_too_deep_for_a_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
