@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-__all__ = ["Checkpointer", "DeviceInfo", "DeviceUse", "GPUError", "GPUErrorCode", "Monitor", "ProcessState", "ProcessUse"]
+__all__ = [
+    "Checkpointer",
+    "DeviceInfo",
+    "DeviceUse",
+    "GPUError",
+    "GPUErrorCode",
+    "Monitor",
+    "ProcessState",
+    "ProcessUse",
+]
 
 
 class GPUErrorCode(StrEnum):
