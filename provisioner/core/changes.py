@@ -114,20 +114,16 @@ class Changes:
     # -- the queue ---------------------------------------------------------------------------------------------------------------
 
     def file_ticket(self, lease: Lease, *, before_start: bool = False, urgent: bool = False) -> None:
-        """Give the lease a place in the queue, or make the place it has a better one. Where nobody may be passed over, none is urgent."""
-        urgent = urgent and self.books.policy(lease).max_passed_over > 0
-        self._file(lease, before_start=before_start, ahead=urgent)
-
-    def _file(self, lease: Lease, *, before_start: bool, ahead: bool) -> None:
+        """Give the lease a place in the queue, or make the place it has a better one."""
         old = lease.ticket
-        if old is not None and old.before_start >= before_start and old.ahead >= ahead:
+        if old is not None and old.before_start >= before_start and old.urgent >= urgent:
             return
         self.books.dequeue(lease)
         ticket = old or Ticket(order=self._next_order, asked_ms=self.now_ms)
         if old is None:
             self._next_order += 1
         ticket.before_start |= before_start
-        ticket.ahead |= ahead
+        ticket.urgent |= urgent
         self.books.enqueue(lease, ticket)
         self._requeued.add(lease.spec.pool)
 
@@ -135,12 +131,6 @@ class Changes:
         """Take the lease out of the queue."""
         if self.books.dequeue(lease) is not None:
             self._requeued.add(lease.spec.pool)
-
-    def put_ahead(self, lease: Lease) -> bool:
-        """Put a ticket that was passed over too often among the urgent ones. Returns True if it was not there already."""
-        news = lease.ticket is not None and not lease.ticket.ahead
-        self._file(lease, before_start=False, ahead=True)
-        return news
 
     def explain(self, lease: Lease, wait: Wait) -> None:
         """Say why the lease waits, if that is news; a new kind of reason is a line of its story."""

@@ -29,8 +29,7 @@ class Serving:
         self._expire()
         self._suspend_asked()
         if self._books.waiting:
-            while _Pass(self._changes).serve():
-                pass
+            _Pass(self._changes).serve()
         self._suspend_idle()
 
     def wake_ms(self) -> int | None:
@@ -104,16 +103,18 @@ class _Pass:
         self._changes = changes
         self._books = changes.books
         self._room = Room(changes.books, changes.now_ms)
+        self._mosts: dict[str, int] = {}
         self._line = changes.books.line()
+        self._urgent = any(lease.ticket is not None and lease.ticket.urgent for lease in self._line)
+        if self._urgent:
+            self._line = self._owed_first(self._line)
         self._ahead: list[_Waiting] = []  # could be served and were not
         self._kept: set[tuple[str, str]] = set()  # lease and device: room is kept or promised there already
         self._allowed: dict[tuple[str, str | None], tuple[str, ...]] = {}
-        self._mosts: dict[str, int] = {}
-        self._reordered = False
         self._hopeless: dict[tuple[tuple[str, ...], int], Wait] = {}  # room only shrinks on the way
 
-    def serve(self) -> bool:
-        """Serve everybody once, in order. Returns True if the order has changed on the way: then somebody may be served yet."""
+    def serve(self) -> None:
+        """Serve everybody once, in order."""
         for place, lease in enumerate(self._line):
             ticket = lease.ticket
             if ticket is None:
@@ -123,7 +124,6 @@ class _Pass:
                 wait = self._serve(place, lease, ticket)
             if wait is not None:
                 self._changes.explain(lease, wait)
-        return self._reordered
 
     def _serve(self, place: int, lease: Lease, ticket: Ticket) -> Wait | None:
         """Serve one ticket as far as it can be now; say why it waits, if it does."""
@@ -194,15 +194,30 @@ class _Pass:
         for lease, ticket, devices in self._ahead:
             if device_id in devices and left_mib < lease.need_mib and self._count(lease, ticket):
                 self._keep_what_is_due(lease, ticket, devices)
-        if not winning.ahead:
+        if not self._urgent:
             return
-        for lease in self._line[place + 1 :]:  # those that an urgent ticket went before
+        for lease in self._line[place + 1 :]:  # those that an urgent ticket, or one that was owed more, went before
             other = lease.ticket
             if other is None or lease.spec.priority != winner.spec.priority or other.order > winning.order:
                 continue
-            wants = _not_yet(lease, other) is None and device_id in self._devices(lease)
-            if wants and left_mib < lease.need_mib and self._count(lease, other):
-                self._reordered |= self._changes.put_ahead(lease)
+            if _not_yet(lease, other) is None and device_id in self._devices(lease) and left_mib < lease.need_mib:
+                self._count(lease, other)
+
+    def _owed_first(self, line: list[Lease]) -> list[Lease]:
+        """Return the line with those that were passed over too often before the urgent ones that are younger."""
+        latest: dict[int, int] = {}  # urgent ticket by priority
+        for lease in line:
+            if lease.ticket is not None and lease.ticket.urgent:
+                latest[lease.spec.priority] = max(lease.ticket.order, latest.get(lease.spec.priority, 0))
+
+        def rank(lease: Lease) -> tuple[int, bool, int]:
+            ticket, priority = lease.ticket, lease.spec.priority
+            if ticket is None:
+                return (-priority, True, 0)
+            owed = ticket.order < latest.get(priority, 0) and ticket.passed_over >= self._most(lease)
+            return (-priority, not (owed or ticket.urgent), ticket.order)
+
+        return sorted(line, key=rank)
 
     def _count(self, lease: Lease, ticket: Ticket) -> bool:
         """Count one more; return whether that is as often as a ticket may be passed over."""

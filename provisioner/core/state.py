@@ -25,12 +25,12 @@ class Operation:
 
 @dataclass(slots=True, kw_only=True)
 class Ticket:
-    """A lease's place in the queue: by priority, then the urgent (and those they passed over too often), then first come first served."""
+    """A lease's place in the queue: by priority, then the urgent, then first come first served."""
 
     order: int
     asked_ms: int
     before_start: bool = False  # may be served before a process stands behind the lease
-    ahead: bool = False  # urgent, or passed over by urgent ones too often
+    urgent: bool = False
     passed_over: int = 0  # at most the pool's K; from then on room is kept
     passed_elsewhere: int = 0  # passed over since, on devices where no room is kept
     kept_on: tuple[str, ...] = ()  # devices where room is kept
@@ -245,7 +245,7 @@ def _ticket_view(lease: Lease, ticket: Ticket, position: int) -> TicketView:
         reason=ticket.reason,
         sentence=ticket.sentence,
         blockers=ticket.blockers,
-        urgent=ticket.ahead,
+        urgent=ticket.urgent,
         need_mib=lease.need_mib,
         kept_on=ticket.kept_on,
     )
@@ -254,4 +254,4 @@ def _ticket_view(lease: Lease, ticket: Ticket, position: int) -> TicketView:
 def _rank(lease: Lease) -> tuple[int, bool, int]:
     if lease.ticket is None:
         raise ValueError(f"lease {lease.lease_id} has no ticket")
-    return (-lease.spec.priority, not lease.ticket.ahead, lease.ticket.order)
+    return (-lease.spec.priority, not lease.ticket.urgent, lease.ticket.order)

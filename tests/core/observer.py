@@ -326,8 +326,6 @@ class Observer:
 
     def _count_passes(self, winner: Seen, device: str) -> None:
         """Law 4, counted anew: who waited longer, could have used this room, and saw it go to somebody else."""
-        if winner.urgent:
-            return
         asked = winner.asked if winner.asked >= 0 else self._asked + 1  # asked and served in one event
         for seen in self.leases.values():
             if seen is winner or seen.asked < 0 or seen.state not in ELIGIBLE or seen.spec.pool != winner.spec.pool:
@@ -372,11 +370,28 @@ class Observer:
                 seen = self.leases[view.lease_id]
                 line.append(((-seen.spec.priority, not view.urgent, seen.asked), seen, view))
         line.sort(key=lambda item: item[0])
-        ahead: list[TicketView] = []
-        for _, seen, view in line:
+        for place, (_, seen, view) in enumerate(line):
             if seen.need <= roomiest:
+                ahead = [other for _, _, other in line[:place]]
+                if any(other.urgent for _, _, other in line):  # who was passed over too often goes before the urgent
+                    ahead += [other for _, _, other in line[place + 1 :] if other.kept_on]
                 self._fits_and_waits(seen, view, free, ahead)
-            ahead.append(view)
+
+        self._nobody_blocks_each_other([(seen, view) for _, seen, view in line], free)
+
+    def _nobody_blocks_each_other(self, line: list[tuple[Seen, TicketView]], free: dict[str, int]) -> None:
+        """Room is kept for those who do not fit: if everybody who waits would fit by himself, somebody must have been served."""
+        pausing = any(view.reason == "wait.retry" and view.kept_on for _, view in line)
+        if pausing or len(self.operations) >= self.parallel_swaps:
+            return
+        waiting = [
+            seen
+            for seen, view in line
+            if view.reason != "wait.retry"
+            and (seen.state in (S.UNARMED, S.SUSPENDED) or (seen.state is S.UNATTACHED and not seen.spec.gated))
+        ]
+        fits = [any(free[d] >= seen.need for d in self.allowed(seen, seen.state)) for seen in waiting]
+        self._law(7, not waiting or not all(fits), "they keep room from each other:", line)
 
     def _fits_and_waits(self, seen: Seen, view: TicketView, free: dict[str, int], ahead: list[TicketView]) -> None:
         if seen.state not in ELIGIBLE or (seen.state is S.UNATTACHED and seen.spec.gated):

@@ -226,3 +226,43 @@ def test_no_room_is_kept_where_there_can_never_be_enough() -> None:
     assert hand.ticket("large").kept_on == ("d0",)
     assert _small(hand, "s0", 500)
     assert hand.view("s0").device_id == "d1"
+
+
+def test_a_ticket_passed_over_often_enough_keeps_free_room_even_while_room_is_made_for_it() -> None:
+    hand = Hand(pools=[pool(max_passed_over=1)])
+    hand.run("a", 500)
+    hand.start("large", 800)
+    hand.want("large")
+    assert _small(hand, "s0")
+    effects = hand.rest("a")
+    assert (hand.suspends(effects), hand.ticket("large").reason) == (["a"], "wait.making-room")
+    assert not _small(hand, "s1")  # or an abort would have cost the large one its room again
+    hand.saved(effects)
+    assert hand.state("large") is LeaseState.RESIDENT
+    assert hand.state("s1") is LeaseState.RESIDENT
+
+
+def test_an_urgent_ticket_leaves_the_room_that_is_kept_for_an_older_one() -> None:
+    hand = Hand(device("d0"), device("d1"), pools=[pool("d0", "d1", max_passed_over=1)])
+    hand.run("a", 600)
+    hand.run("b", 700)
+    hand.start("large", 1000)
+    hand.want("large")
+    assert _small(hand, "s0", 50)
+    (kept_on,) = hand.ticket("large").kept_on
+    hand.start("u", 250)
+    hand.want("u", urgent=True)
+    assert hand.view("u").device_id != kept_on
+
+
+def test_an_urgent_ticket_and_one_that_it_may_not_pass_do_not_block_each_other() -> None:
+    hand = Hand(pools=[pool(max_passed_over=0)])
+    hand.run("a")
+    hand.start("old")
+    hand.want("old")
+    hand.start("late")
+    hand.want("late", urgent=True)
+    hand.send(LeaseReleased(at_ms=0, lease_id="a"))
+    assert hand.state("old") is LeaseState.RESIDENT
+    hand.send(LeaseReleased(at_ms=0, lease_id="old"))
+    assert hand.state("late") is LeaseState.RESIDENT
