@@ -39,8 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun, broken, moves = time.monotonic(), 0, Counter[str]()
     with ProcessPoolExecutor(options.jobs) as executor:
         seeds = range(options.first, options.first + options.seeds)
-        for seed, what, counts in executor.map(partial(run_seed, events=options.events), seeds, chunksize=4):
+        run = partial(run_seed, events=options.events)
+        for done, (seed, what, counts) in enumerate(executor.map(run, seeds, chunksize=4), 1):
             moves.update(counts)
+            if done % 500 == 0:
+                sys.stderr.write(f"{done} seeds after {time.monotonic() - begun:.0f} s, {broken} broken so far\n")
             if what:
                 broken += 1
                 sys.stdout.write(f"seed {seed}: {what}\n")

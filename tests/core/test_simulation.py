@@ -8,7 +8,7 @@ from provisioner.core.model import LeaseState
 from tests.core.seeds import main, run_seed
 from tests.core.simulation import simulate
 
-SEEDS = 60
+SEEDS = 120
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 10))
