@@ -374,7 +374,7 @@ class Observer:
             if seen.need <= roomiest:
                 ahead = [other for _, _, other in line[:place]]
                 if any(other.urgent for _, _, other in line):  # who was passed over too often goes before the urgent
-                    ahead += [other for _, _, other in line[place + 1 :] if other.kept_on]
+                    ahead += [other for _, _, other in line[place + 1 :]]
                 self._fits_and_waits(seen, view, free, ahead)
 
         self._nobody_blocks_each_other([(seen, view) for _, seen, view in line], free)
