@@ -12,10 +12,13 @@ __all__ = [
     "LeaseEnded",
     "LeaseRefused",
     "LookAgain",
+    "Pinned",
     "Recorded",
+    "Resized",
     "Resume",
     "StateChanged",
     "Suspend",
+    "SuspendAnnounced",
     "TicketsChanged",
     "WakeAt",
 ]
@@ -57,6 +60,8 @@ class Granted(Effect):
 
     lease_id: str
     device_id: str
+    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
+    reserved_mib: int = 0  # on each: what the kernel's own memory limit may be for now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,8 @@ class Suspend(Effect):
     generation: int
     device_id: str
     host_mib: int  # reserved on the host for what will be saved
+    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
+    preempt: bool = False  # the lease is busy and is suspended all the same: do not wait for its gate or its idleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +87,34 @@ class Resume(Effect):
     device_id: str
     from_device_id: str | None  # the device it was checkpointed on
     reserve_mib: int
+    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
+    from_device_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized(Effect):
+    """The lease has another size, or (by measured use) another reservation: tell the kernel its memory limit."""
+
+    lease_id: str
+    fraction_milli: int
+    reserve_mib: int  # its cap
+    reserved_mib: int  # what it holds on each of its devices now; 0: nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned(Effect):
+    """The lease is not suspended for others, nor for being idle, before `until_ms`; 0: it is not pinned (any more)."""
+
+    lease_id: str
+    until_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendAnnounced(Effect):
+    """An idle lease will be suspended at `at_ms` unless it runs something or is pinned before."""
+
+    lease_id: str
+    at_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,20 @@ from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 __all__ = [
     "Attached",
     "BusyChanged",
+    "DeviceDrained",
     "DeviceLost",
     "DeviceSeen",
+    "DeviceUndrained",
     "Event",
     "HostMemorySeen",
     "LeaseMeasured",
     "LeaseRecovered",
     "LeaseReleased",
     "LeaseRequested",
+    "PinRequested",
     "PoolConfigured",
     "ProcessExited",
+    "ResizeRequested",
     "ResumeFinished",
     "ResumeOutcome",
     "SuspendFinished",
@@ -28,6 +32,7 @@ __all__ = [
     "SuspendRequested",
     "Tick",
     "TruthFound",
+    "UnpinRequested",
     "Unwanted",
     "Wanted",
 ]
@@ -51,6 +56,21 @@ class DeviceSeen(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLost(Event):
     """A device fell off the bus or answers nothing: it admits nobody until seen again."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceDrained(Event):
+    """An administrator empties a device: it admits nobody, and who is on it is suspended; with `evict_busy` busy leases too."""
+
+    device_id: str
+    evict_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUndrained(Event):
+    """The device takes part again."""
 
     device_id: str
 
@@ -87,6 +107,8 @@ class LeaseRecovered(Event):
     device_id: str | None = None
     saved_mib: int = 0
     busy: bool = False
+    device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; empty: only that one
+    pinned_until_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +168,35 @@ class LeaseMeasured(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendRequested(Event):
     """Somebody asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRequested(Event):
+    """Another size for a lease that exists. Answered by `Resized`, at once or when there is room, or by `Declined`.
+
+    A resident lease that grows keeps what it has until there is room beside it; idle neighbours step aside for it. An idle one that
+    may move goes where there is room. A newer request replaces an older one that still waits.
+    """
+
+    lease_id: str
+    fraction_milli: int
+    reserve_mib: int
+    request_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinRequested(Event):
+    """Keep the lease resident for `duration_ms` from now. Answered by `Pinned` or `Declined`. Replaces the pin there was."""
+
+    lease_id: str
+    duration_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpinRequested(Event):
+    """End the pin; what is left of it goes back to its owner's budget."""
 
     lease_id: str
 

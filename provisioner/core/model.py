@@ -13,7 +13,10 @@ __all__ = [
     "LeaseSpec",
     "LeaseState",
     "LeaseView",
+    "Limits",
     "PoolSpec",
+    "ReserveBy",
+    "Span",
     "TicketView",
 ]
 
@@ -33,6 +36,31 @@ class LeaseState(StrEnum):
 
 HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
 """States whose reservation counts against the device (a quarantined lease only if it has a device)."""
+
+
+class ReserveBy(StrEnum):
+    """What a resident lease's reservation is made of."""
+
+    CAP = "cap"  # its whole cap (limit)
+    USE = "use"  # what it uses plus headroom, never under its request and never over its cap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A forecast in milliseconds: what is expected, and the bounds that four of five outcomes lie between."""
+
+    expected_ms: int
+    low_ms: int
+    high_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one user, or one group, may have of a pool; None: no limit. The first two refuse a new lease, the last one makes it wait."""
+
+    leases: int | None = None
+    milli: int | None = None  # sum of the fractions of all leases, milli-GPU
+    resident_milli: int | None = None  # sum of the fractions that hold a reservation at a time, milli-GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +97,29 @@ class PoolSpec:
     retry_refused_ms: int = 30_000  # after a refused or aborted suspend, a lease is left alone for this long
     max_passed_over: int = 8  # K of law 4
     may_move: bool = False  # a suspended lease may be resumed on another device of the same name
+    move_busy: bool = False  # with `may_move`: a busy lease may be moved where that lets a waiting one in
+    reserve_by: ReserveBy = ReserveBy.CAP
+    headroom_mib: int = 512  # ReserveBy.USE: reserved beyond what is used
+    min_residency_swaps_milli: int = (
+        4000  # minimum residency is at least so many thousandths of the predicted suspend and resume
+    )
+    preempt_equals: bool = False  # weighted fair share among equal priorities, by preempting busy leases
+    preempt_priorities: bool = (
+        True  # a higher priority preempts busy leases of a lower one after their minimum residency
+    )
+    max_pin_ms: int = 14_400_000  # longest pin; 0: nobody may pin
+    pin_budget_ms: int | None = (
+        28_800_000  # pinned time per user and day, which comes back evenly over a day; None = unlimited
+    )
+    warn_before_ms: int = 0  # announce an idle suspension so long before it; 0 = not at all
+    max_devices: int = 8  # whole devices that one lease may ask for
+    user_limits: Limits = Limits()  # of every user
+    group_limits: tuple[tuple[str, Limits], ...] = ()  # by group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSpec:
-    """What a kernel asks for. `reserve_mib` is the reservation a resident lease holds: everything its process tree may use."""
+    """What a kernel asks for. `reserve_mib` is its cap (limit) on each of its devices: everything its process tree may use there."""
 
     lease_id: str
     pool: str
@@ -83,6 +129,11 @@ class LeaseSpec:
     priority: int = 0
     gated: bool = True  # our extension guards its cells: it may start without a reservation and be suspended without losing a race
     label: str = ""  # for people: kernel or notebook name
+    request_mib: int | None = None  # guaranteed; None: as much as the cap
+    devices: int = 1  # more than one: so many whole devices, all or none (fraction_milli is 1000)
+    group: str = ""  # whose limits it counts against, beside the owner's
+    owner_weight: int = 100  # the owner's share among owners, where the pool preempts equals
+    weight: int = 100  # this lease's share among its owner's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +155,9 @@ class LeaseView:
     reserved_mib: int = 0  # what it holds on `device_id` now (an unattached lease may hold its reservation in advance)
     host_reserved_mib: int = 0  # reserved in host memory for what a suspend under way will save
     suspend_asked: bool = False  # somebody asked for its suspend, which waits for the swap channel
+    device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first
+    pinned_until_ms: int = 0  # not suspended for others, nor for being idle, before this
+    resume_ms: int | None = None  # predicted time to bring it back, for one that is suspended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +173,7 @@ class DeviceView:
     stranger_mib: int
     over_committed: bool
     lost: bool
+    draining: bool = False  # admits nobody; who is on it leaves as soon as may be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +190,4 @@ class TicketView:
     urgent: bool = False  # goes before others of its priority
     need_mib: int = 0  # what it will hold once it is served
     kept_on: tuple[str, ...] = ()  # devices where room is kept for it, because it was passed over too often
+    expected: Span | None = None  # how long it will still wait; None: cannot be told

@@ -14,9 +14,16 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     POST   /v1/leases/L/acquire AcquireRequest -> stream of Progress lines (NDJSON), the last one `granted` or `refused`
     POST   /v1/leases/L/suspend            -> LeaseStatus         waits until it is suspended or refused
     POST   /v1/leases/L/resume             -> LeaseStatus         waits until it is resident or refused
+    POST   /v1/leases/L/pin    PinRequest  -> LeaseStatus         keeps it resident for a while
+    POST   /v1/leases/L/unpin              -> LeaseStatus
+    POST   /v1/leases/L/resize ResizeRequest -> LeaseStatus       waits until it has its new size or is refused
+    GET    /v1/leases/L/story              -> Story               why everything happened to it
+    GET    /v1/leases/L/history            -> History             its memory and state over time
     POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
     POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
     GET    /v1/status                      -> HostStatus
+    POST   /v1/devices/D/drain DrainRequest -> DeviceStatus       administrators: empty a device
+    POST   /v1/devices/D/undrain           -> DeviceStatus        administrators
 """
 
 from dataclasses import dataclass, field
@@ -28,17 +35,25 @@ __all__ = [
     "AttachRequest",
     "DeviceStatus",
     "Done",
+    "DrainRequest",
     "GateAnswer",
     "GateCommand",
     "GateHello",
     "GateVerb",
+    "History",
     "HostStatus",
     "LeaseReply",
     "LeaseRequest",
     "LeaseStatus",
+    "Neighbour",
+    "PinRequest",
     "Pong",
     "Progress",
     "ProgressKind",
+    "ResizeRequest",
+    "Story",
+    "StoryLine",
+    "UsagePoint",
 ]
 
 
@@ -99,6 +114,77 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PinRequest:
+    """Keep the lease resident for so long from now."""
+
+    duration_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRequest:
+    """Another size; None: as it is (`memory_mib` None with a new fraction: the fraction's share of the device)."""
+
+    fraction_milli: int | None = None
+    memory_mib: int | None = None
+    wait_ms: int = 600_000  # how long to wait for room before the lease is left as it was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequest:
+    """Empty a device; `evict_busy`: suspend kernels that are running a cell too."""
+
+    evict_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoryLine:
+    """Something that happened to a lease. `at_ms`: since the epoch."""
+
+    at_ms: int
+    reason: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """The recorded reasons of everything that happened to a lease, oldest first; `omitted` older lines are left out."""
+
+    lease_id: str
+    lines: list[StoryLine] = field(default_factory=list)
+    omitted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsagePoint:
+    """A lease at one moment: it stays so until the next point. `at_ms`: since the epoch."""
+
+    at_ms: int
+    state: str
+    used_mib: int
+    saved_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A lease over time, oldest first."""
+
+    lease_id: str
+    cap_mib: int
+    points: list[UsagePoint] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """Another lease on the same device. `label` only if it belongs to the same user."""
+
+    fraction_milli: int
+    reserved_mib: int
+    state: str
+    busy: bool
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseStatus:
     """One lease for people and programs. Memory in MiB, ages in milliseconds."""
 
@@ -124,6 +210,15 @@ class LeaseStatus:
     position: int | None = None  # place in the queue
     suspends: int = 0
     resumes: int = 0
+    device_ids: list[str] = field(default_factory=list)
+    request_mib: int = 0
+    reserved_mib: int = 0  # what it holds on each of its devices now
+    pinned_ms: int = 0  # how long it stays pinned
+    expected_ms: int | None = None  # forecast of the rest of its wait, and the bounds of four outcomes of five
+    low_ms: int | None = None
+    high_ms: int | None = None
+    resume_ms: int | None = None  # forecast of its resume, for one that is suspended
+    neighbours: list[Neighbour] = field(default_factory=list)  # with one lease only, not in listings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +244,9 @@ class Progress:
     reason: str = ""
     sentence: str = ""
     position: int | None = None
+    expected_ms: int | None = None  # forecast of the rest of the wait, and the bounds of four outcomes of five
+    low_ms: int | None = None
+    high_ms: int | None = None
     device_id: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -160,6 +258,8 @@ class GateVerb(StrEnum):
     SHRINK = "shrink"  # give cached device memory back, on the idle main loop: answer `done` or `busy`
     OPEN = "open"  # cells may run; carries the environment of the device
     NOTICE = "notice"  # show a sentence at the next cell
+    PREEMPT = "preempt"  # shut the gate for the next cell, although one is running: answer `closed`
+    LIMIT = "limit"  # the memory limit is another one now; carries the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +309,7 @@ class DeviceStatus:
     stranger_mib: int
     over_committed: bool
     lost: bool
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
