@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.benchmarks import decision_time
 from tests.benchmarks.acquiring import measure_acquires
 from tests.benchmarks.cells import measure_cells
 from tests.benchmarks.report import Row, as_json, as_table
@@ -40,9 +41,22 @@ class Amounts:
     acquires: int = 2000
     sizes_mib: tuple[int, ...] = (64, 256, 640)
     swaps: int = 9
+    arbiter_leases: tuple[int, ...] = decision_time.LEASES
+    decisions: int = 20_000
 
 
-QUICK = Amounts(start_pairs=2, cell_pairs=1, cell_blocks=2, cells=10, leases=20, acquires=50, sizes_mib=(64,), swaps=2)
+QUICK = Amounts(
+    start_pairs=2,
+    cell_pairs=1,
+    cell_blocks=2,
+    cells=10,
+    leases=20,
+    acquires=50,
+    sizes_mib=(64,),
+    swaps=2,
+    arbiter_leases=(10, 100),
+    decisions=400,
+)
 
 
 def say(line: str) -> None:
@@ -76,24 +90,37 @@ def _circumstances(before: tuple[float, float, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and return the exit status."""
-    parts = ("start", "cells", "acquire", "swaps")
+    parts = ("start", "cells", "acquire", "swaps", "decisions")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run; its numbers mean little")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers here")
     parser.add_argument("--only", metavar="PART", choices=parts, action="append", help=f"one of {', '.join(parts)}")
     options = parser.parse_args(arguments)
-    before = os.getloadavg()
+    before, amounts, chosen = os.getloadavg(), QUICK if options.quick else Amounts(), options.only or parts
+    crowds: list[decision_time.Crowd] = []
+    if "decisions" in chosen:
+        say("decisions")
+        crowds = decision_time.measure(amounts.arbiter_leases, decision_time.DEVICES, amounts.decisions)
+    rows = _measure_kernels(amounts, [part for part in chosen if part != "decisions"])
+    print("\n\n".join(filter(None, (as_table(rows) if rows else "", decision_time.as_table(crowds) if crowds else ""))))
+    print(f"\n{_circumstances(before)}")
+    if options.json is not None:
+        found = as_json(rows) + decision_time.as_json(crowds)
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    met = all(row.met is not False for row in rows) and not decision_time.missed(crowds)
+    return 0 if options.quick or met else 1
+
+
+def _measure_kernels(amounts: Amounts, parts: Sequence[str]) -> list[Row]:
+    """Measure what needs kernels and a broker, in a world of their own."""
+    if not parts:
+        return []
     with new_world(_DEVICE) as world:
         # Bytecode is kept, as it is where the project is installed: else each kernel would compile the extension anew.
         world.environment.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ.clear()
         os.environ.update(world.environment)
-        rows = measure(world, QUICK if options.quick else Amounts(), options.only or parts)
-    print(as_table(rows))
-    print(f"\n{_circumstances(before)}")
-    if options.json is not None:
-        options.json.write_text(json.dumps(as_json(rows), indent=2) + "\n", encoding="utf-8")
-    return 0 if options.quick or all(row.met is not False for row in rows) else 1
+        return measure(world, amounts, parts)
 
 
 if __name__ == "__main__":
