@@ -28,7 +28,7 @@ from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.limits import PROTOCOL_VERSION
 
-__all__ = ["SYSTEM_SOCKET", "ensure_broker", "restart_file", "runtime_dir", "socket_path"]
+__all__ = ["SYSTEM_SOCKET", "ensure_broker", "restart_command", "restart_file", "runtime_dir", "socket_path"]
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
@@ -165,11 +165,19 @@ def restart_file(path: str) -> Path:
 def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
     """Return argv and extra environment of the start command."""
     default = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", path]
+    return restart_command(path) or (default, {})
+
+
+def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
+    """Return argv and extra environment that the last broker on this socket left behind, or None.
+
+    Raises BrokerUnavailableError for a file that others could have written, or that is none of ours.
+    """
     settings = restart_file(path)
     try:
         descriptor = os.open(settings, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
-        return default, {}
+        return None
     except OSError as error:
         raise BrokerUnavailableError(
             f"{settings} cannot be read ({error.strerror}); delete it and try again"

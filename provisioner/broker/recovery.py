@@ -16,7 +16,7 @@ from provisioner.host.process import ProcessIdentity, is_alive
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, OperationRecord
 
-__all__ = ["recover"]
+__all__ = ["kernel_of", "recover"]
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
     """Bring every live lease of the ledger back into the arbiter. Pools and devices must be known to it already."""
     operations = {operation.lease_id: operation for operation in ledger.open_operations()}
     records = ledger.live_leases()
-    broker.kernels = {record.spec.lease_id: _kernel(record) for record in records}
+    broker.kernels = {record.spec.lease_id: kernel_of(record) for record in records}
     found: list[tuple[LeaseRecord, OperationRecord | None, Truth | None, int]] = []
     for record in records:
         operation = operations.pop(record.spec.lease_id, None)
@@ -72,7 +72,8 @@ def _follow(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connectio
         broker.process_gone(kernel, identity)
 
 
-def _kernel(record: LeaseRecord) -> Kernel:
+def kernel_of(record: LeaseRecord) -> Kernel:
+    """Return the lease as the ledger knows it, with its process if that lives."""
     kernel = Kernel(
         lease_id=record.spec.lease_id,
         uid=record.uid,

@@ -52,6 +52,7 @@ COMMANDS: dict[str, _Entry] = {
     "simulate": _Entry(
         "provisioner.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
     ),
+    "rescue": _Entry("provisioner.commands.rescue", "bring suspended kernels back when no broker can run any more"),
     "broker": _Entry("provisioner.commands.broker", "run the broker (it starts by itself where it is needed)"),
 }
 

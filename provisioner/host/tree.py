@@ -54,6 +54,16 @@ class Snapshot:
         found = self._by_pid.get(identity.pid)
         return found is not None and found.identity == identity
 
+    def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
+        """Return the processes that carry a marker by its value, oldest first; of one user only if `uid` is given."""
+        return {
+            value: sorted(
+                (process.identity for process in members), key=lambda identity: (identity.start_time, identity.pid)
+            )
+            for value, processes in self._marked.items()
+            if (members := [process for process in processes if uid is None or process.uid == uid])
+        }
+
     def tree(
         self,
         root: ProcessIdentity,

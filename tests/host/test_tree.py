@@ -14,6 +14,8 @@ from provisioner.host.process import ProcessIdentity, identify
 from provisioner.host.tree import scan
 
 MARKER = "JUPYTER_GPU_LEASE"
+# Other tests on this machine start kernels with leases, too.
+LEASE_1, LEASE_2 = (f"lease-of-{os.getpid()}-{number}" for number in (1, 2))
 
 # Starts a child, one in a session of its own, and an orphan (its parent leaves at once); prints their pids and waits.
 FAMILY = """
@@ -80,37 +82,37 @@ def test_descendants_and_members_of_the_session_belong_to_the_tree(family: Calla
 
 
 def test_an_orphan_outside_of_the_session_is_found_by_its_marker_only(family: Callable[..., Family]) -> None:
-    one = family(session=False, **{MARKER: "lease-1"})
+    one = family(session=False, **{MARKER: LEASE_1})
     assert one.orphan not in pids(scan().tree(one.root))
-    assert one.orphan in pids(scan(MARKER).tree(one.root, (MARKER, "lease-1")))
-    assert one.orphan not in pids(scan(MARKER).tree(one.root, (MARKER, "lease-2")))
+    assert one.orphan in pids(scan(MARKER).tree(one.root, (MARKER, LEASE_1)))
+    assert one.orphan not in pids(scan(MARKER).tree(one.root, (MARKER, LEASE_2)))
 
 
 def test_a_tree_holds_nothing_of_another(family: Callable[..., Family]) -> None:
-    one, two = family(**{MARKER: "lease-1"}), family(**{MARKER: "lease-2"})
+    one, two = family(**{MARKER: LEASE_1}), family(**{MARKER: LEASE_2})
     snapshot = scan(MARKER)
-    first, second = (snapshot.tree(a.root, (MARKER, lease)) for a, lease in ((one, "lease-1"), (two, "lease-2")))
+    first, second = (snapshot.tree(a.root, (MARKER, lease)) for a, lease in ((one, LEASE_1), (two, LEASE_2)))
     assert not set(first) & set(second)
     assert len(first) == len(second) == 4
     assert os.getpid() not in pids(first)
 
 
 def test_marked_processes_of_another_user_do_not_count(family: Callable[..., Family]) -> None:
-    one = family(session=False, **{MARKER: "lease-1"})
-    tree = scan(MARKER).tree(one.root, (MARKER, "lease-1"), uid=os.getuid() + 1)
+    one = family(session=False, **{MARKER: LEASE_1})
+    tree = scan(MARKER).tree(one.root, (MARKER, LEASE_1), uid=os.getuid() + 1)
     assert one.orphan not in pids(tree)
     assert one.child in pids(tree)  # a descendant, whoever owns it
 
 
 def test_what_a_dead_root_left_behind_is_found_for_its_user(family: Callable[..., Family]) -> None:
-    one = family(**{MARKER: "lease-1"})
+    one = family(**{MARKER: LEASE_1})
     one.process.kill()
     one.process.wait()
     snapshot = scan(MARKER)
     assert set(pids(snapshot.tree(one.root, uid=os.getuid()))) == {one.child, one.orphan}
-    marked = snapshot.tree(one.root, (MARKER, "lease-1"), uid=os.getuid())
+    marked = snapshot.tree(one.root, (MARKER, LEASE_1), uid=os.getuid())
     assert set(pids(marked)) == {one.child, one.in_new_session, one.orphan}
-    assert snapshot.tree(one.root, (MARKER, "lease-1")) == []
+    assert snapshot.tree(one.root, (MARKER, LEASE_1)) == []
 
 
 def test_a_reused_pid_brings_in_nothing(family: Callable[..., Family]) -> None:
@@ -223,3 +225,12 @@ def test_an_unreadable_environment_carries_no_marker(proc: Path, monkeypatch: py
 
     monkeypatch.setattr(tree_module, "_read_at", read)
     assert pids(scan(MARKER, proc=proc).tree(ProcessIdentity("boot", 10, 100), (MARKER, "x"))) == [10]
+
+
+def test_the_marked_are_listed_by_their_marker(family: Callable[..., Family]) -> None:
+    one = family(**{MARKER: LEASE_1})
+    members = [one.root.pid, one.child, one.in_new_session, one.orphan]
+    marked = scan(MARKER).marked()
+    assert sorted(pids(marked[LEASE_1])) == sorted(members)
+    assert marked[LEASE_1][0] == one.root, "the oldest comes first"
+    assert LEASE_1 not in scan(MARKER).marked(os.getuid() + 1)

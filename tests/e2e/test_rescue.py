@@ -1,0 +1,95 @@
+"""The last resort: no broker can run any more, and the memory of suspended kernels comes back all the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.support.stories import CHECK, fill
+from tests.support.world import Notebook, Server, World
+
+WITHOUT_WAITING = "%%cpu\n" + CHECK
+
+
+def rescue(world: World, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Run the command; return its exit code, what it printed as JSON, and its complaints."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "provisioner.commands.main", "rescue", "--json", *arguments],
+        env={name: value for name, value in world.environment.items() if name != "JUPYTER_GPU_SIMULATE"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+
+def by_pid(result: dict[str, Any], notebook: Notebook) -> dict[str, Any]:
+    """What became of one kernel."""
+    pid = int(notebook.must("%%cpu\nimport os\nprint(os.getpid())").text)
+    kernels: list[dict[str, Any]] = result["kernels"]
+    (found,) = [kernel for kernel in kernels if kernel["pid"] == pid]
+    return found
+
+
+def suspended(world: World, server: Server, seed: int, mib: int = 16) -> Notebook:
+    """A kernel whose bytes are in host memory."""
+    (name,) = world.install(750)
+    notebook = server.start(name)
+    notebook.must(fill(seed, mib))
+    with world.client() as client:
+        client.suspend(world.lease(notebook.kernel_id).lease_id)
+    return notebook
+
+
+def test_a_suspended_kernel_is_rescued_where_no_broker_starts(world: World, server: Server) -> None:
+    notebook = suspended(world, server, 1)
+    code, _, complaint = rescue(world)
+    assert code == 1
+    assert "a broker serves" in complaint
+    world.kill_broker()
+    code, result, _ = rescue(world)
+    assert (code, result["problem"]) == (0, "")
+    assert by_pid(result, notebook)["outcome"] == "restored"
+    assert notebook.must(WITHOUT_WAITING).text == "intact\n"
+    code, result, _ = rescue(world)
+    assert (code, by_pid(result, notebook)["outcome"]) == (0, "running")
+    world.start_broker()  # one that can run again finds the kernel on its device
+    world.await_state(notebook.kernel_id, "resident")
+    assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_without_a_readable_ledger_proc_shows_the_kernels(world: World, server: Server) -> None:
+    first, second = suspended(world, server, 1), suspended(world, server, 2)
+    world.kill_broker()
+    (ledger,) = Path(world.socket).parent.glob("ledger*.sqlite")
+    ledger.write_bytes(b"not a ledger" * 1000)
+    code, result, _ = rescue(world)
+    assert str(ledger) in result["problem"]
+    outcomes = {by_pid(result, notebook)["outcome"] for notebook in (first, second)}
+    assert (code, outcomes) == (1, {"restored", "no-room"}), (
+        "the second one's size is unknown and the device is not empty"
+    )
+    back, waits = (first, second) if by_pid(result, first)["outcome"] == "restored" else (second, first)
+    assert back.must(WITHOUT_WAITING).text == "intact\n"
+    back.shut_down()
+    code, result, _ = rescue(world)
+    assert (code, by_pid(result, waits)["outcome"]) == (0, "restored")
+    assert waits.must(WITHOUT_WAITING).text == "intact\n"
+
+
+def test_a_kernel_that_does_not_fit_stays_saved(world: World, server: Server) -> None:
+    first = suspended(world, server, 1, 520)
+    second = suspended(world, server, 2, 520)
+    world.kill_broker()
+    code, result, _ = rescue(world)
+    outcomes = {notebook.kernel_id: by_pid(result, notebook) for notebook in (first, second)}
+    assert code == 1
+    assert sorted(found["outcome"] for found in outcomes.values()) == ["no-room", "restored"]
+    back, waits = sorted((first, second), key=lambda one: outcomes[one.kernel_id]["outcome"], reverse=True)
+    assert "are needed" in outcomes[waits.kernel_id]["sentence"]
+    assert back.must(WITHOUT_WAITING).text == "intact\n"
+    back.shut_down()
+    code, result, _ = rescue(world)
+    assert (code, by_pid(result, waits)["outcome"]) == (0, "restored")
+    assert waits.must(WITHOUT_WAITING).text == "intact\n"
