@@ -134,6 +134,7 @@ class LeaseSpec:
     group: str = ""  # whose limits it counts against, beside the owner's
     owner_weight: int = 100  # the owner's share among owners, where the pool preempts equals
     weight: int = 100  # this lease's share among its owner's
+    seat: str = ""  # the hub seat that it draws on; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
