@@ -1,6 +1,23 @@
-"""What outlives the broker: leases, operations, stories."""
+"""What outlives the broker: leases, seats, operations, stories, usage."""
 
 from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import LeaseRecord, LedgerError, OperationRecord, RecordError, StoryLine
+from provisioner.ledger.records import (
+    LeaseRecord,
+    LedgerError,
+    OperationRecord,
+    RecordError,
+    SeatRecord,
+    StoryLine,
+    UsageRecord,
+)
 
-__all__ = ["LeaseRecord", "Ledger", "LedgerError", "OperationRecord", "RecordError", "StoryLine"]
+__all__ = [
+    "LeaseRecord",
+    "Ledger",
+    "LedgerError",
+    "OperationRecord",
+    "RecordError",
+    "SeatRecord",
+    "StoryLine",
+    "UsageRecord",
+]

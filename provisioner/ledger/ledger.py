@@ -22,7 +22,15 @@ import msgspec
 
 from provisioner.core.model import LeaseSpec, LeaseState
 from provisioner.ledger import opening
-from provisioner.ledger.records import LeaseRecord, LedgerError, OperationRecord, RecordError, StoryLine
+from provisioner.ledger.records import (
+    LeaseRecord,
+    LedgerError,
+    OperationRecord,
+    RecordError,
+    SeatRecord,
+    StoryLine,
+    UsageRecord,
+)
 
 __all__ = ["Ledger"]
 
@@ -69,6 +77,26 @@ _STORY = """
 SELECT at_ms, reason, sentence
 FROM (SELECT * FROM story WHERE lease_id = ? ORDER BY line_id DESC LIMIT ?) ORDER BY line_id
 """
+_SEAT_FIELDS = tuple(SeatRecord.__dataclass_fields__)
+_SAVE_SEAT = f"""
+INSERT INTO seats ({", ".join(_SEAT_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _SEAT_FIELDS)})
+ON CONFLICT (seat_id) DO UPDATE SET expires_ms = excluded.expires_ms, device_id = excluded.device_id
+WHERE seats.ended_ms IS NULL
+"""  # noqa: S608 - names of our own
+_END_SEAT = "UPDATE seats SET ended_ms = ?, end_reason = ?, token_sha256 = '' WHERE seat_id = ? AND ended_ms IS NULL"
+_LIVE_SEATS = f"SELECT {', '.join(_SEAT_FIELDS)} FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"  # noqa: S608
+_ADD_USAGE = """
+INSERT INTO usage (owner, pool, day, live_ms, busy_ms, busy_mib_ms, peak_mib)
+VALUES (:owner, :pool, :day, :live_ms, :busy_ms, :busy_mib_ms, :peak_mib)
+ON CONFLICT (owner, pool, day) DO UPDATE SET
+    live_ms = live_ms + excluded.live_ms, busy_ms = busy_ms + excluded.busy_ms,
+    busy_mib_ms = busy_mib_ms + excluded.busy_mib_ms, peak_mib = max(peak_mib, excluded.peak_mib)
+"""
+_SEAT_TIMES = """
+SELECT ended_ms - created_ms AS lasted_ms FROM seats
+WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
+"""
+_DAY_MS = 86_400_000
 
 
 class Ledger:
@@ -195,6 +223,34 @@ class Ledger:
         (row,) = self._read("SELECT value + 1 AS next FROM counters WHERE name = 'operation'")
         return int(row["next"])
 
+    # Seats
+
+    def save_seat(self, record: SeatRecord) -> None:
+        """Insert the seat, or record when it expires and where it is placed. Raises RecordError for one that has ended."""
+        if self._write(_SAVE_SEAT, asdict(record)) == 0:
+            raise RecordError(f"seat {record.seat_id} has ended and cannot be saved again; take a new one")
+
+    def live_seats(self) -> list[SeatRecord]:
+        """Return the seats that have not ended, oldest first; some may have expired meanwhile."""
+        return [SeatRecord(**dict(row)) for row in self._read(_LIVE_SEATS)]
+
+    def end_seat(self, seat_id: str, at_ms: int, reason: str) -> None:
+        """Record that the seat is over and erase its secret. One that is unknown or over already is left alone."""
+        self._write(_END_SEAT, (at_ms, reason, seat_id))
+
+    def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
+        """Return how long the last seats of the pool lasted, the latest end first."""
+        return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
+
+    def add_usage(self, usage: UsageRecord) -> None:
+        """Add to what is known of that user, pool and day."""
+        self._write(_ADD_USAGE, asdict(usage))
+
+    def usage(self, since_day: int) -> list[UsageRecord]:
+        """Return what is known from that day on, by user, pool and day."""
+        rows = self._read("SELECT * FROM usage WHERE day >= ? ORDER BY owner, pool, day", (since_day,))
+        return [UsageRecord(**dict(row)) for row in rows]
+
     # Stories
 
     def record(self, lease_id: str, at_ms: int, reason: str, sentence: str) -> None:
@@ -209,11 +265,13 @@ class Ledger:
         return [StoryLine(**dict(row)) for row in self._read(_STORY, (lease_id, max(0, limit)))]
 
     def prune(self, before_ms: int) -> None:
-        """Forget ended leases, finished operations and lines from before. Live leases and open operations stay."""
+        """Forget ended leases and seats, finished operations, usage and lines from before. Live leases and open operations stay."""
         with self.transaction():
             self._write(_PRUNE_LEASES, (before_ms,))
             self._write("DELETE FROM operations WHERE finished_ms < ?", (before_ms,))
             self._write("DELETE FROM story WHERE at_ms < ?", (before_ms,))
+            self._write("DELETE FROM seats WHERE ended_ms < ?", (before_ms,))
+            self._write("DELETE FROM usage WHERE day < ?", (before_ms // _DAY_MS,))
         self._read("PRAGMA incremental_vacuum")
 
     # The file

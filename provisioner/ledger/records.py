@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from provisioner.core.model import LeaseSpec, LeaseState
 
-__all__ = ["LeaseRecord", "LedgerError", "LedgerInUseError", "OperationRecord", "RecordError", "StoryLine"]
+__all__ = [
+    "LeaseRecord",
+    "LedgerError",
+    "LedgerInUseError",
+    "OperationRecord",
+    "RecordError",
+    "SeatRecord",
+    "StoryLine",
+    "UsageRecord",
+]
 
 
 class LedgerError(Exception):
@@ -68,3 +77,38 @@ class StoryLine:
     at_ms: int
     reason: str  # machine-readable
     sentence: str  # for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatRecord:
+    """A hub user's entitlement in a pool: what the kernels of one server may have together."""
+
+    seat_id: str
+    owner: str  # the hub's name of the user
+    server: str  # the hub's name of the server; one server has one seat
+    group_name: str  # the group through which the user may use the pool, or ""
+    pool: str
+    fraction_milli: int  # of all its kernels together
+    memory_mib: int  # likewise, on a device
+    devices: int
+    priority: int
+    weight: int
+    max_kernels: int
+    uid: int | None  # the only user of the system that may draw on it; None: whoever has the token
+    device_id: str | None  # where it was placed by forecast
+    token_sha256: str
+    created_ms: int
+    expires_ms: int | None  # None: confirmed, so it stays until it is ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord:
+    """What a user did in a pool on one day (days since 1970, UTC), summed over kernels. Times in milliseconds."""
+
+    owner: str
+    pool: str
+    day: int
+    live_ms: int  # kernels were there
+    busy_ms: int  # kernels were busy with the GPU
+    busy_mib_ms: int  # device memory in use while busy, MiB times milliseconds
+    peak_mib: int

@@ -15,7 +15,7 @@ __all__ = ["APPLICATION_ID", "MIGRATIONS", "TABLES", "migrate", "newest_version"
 
 APPLICATION_ID = 0x6A667067  # "jfpg"
 
-TABLES = frozenset({"leases", "operations", "story", "counters"})
+TABLES = frozenset({"leases", "operations", "story", "counters", "seats", "usage"})
 
 
 def _version_1(connection: sqlite3.Connection) -> None:
@@ -85,7 +85,49 @@ def _version_1(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _version_1}
+def _version_2(connection: sqlite3.Connection) -> None:
+    """Seats, and how much each user used each pool on each day. (A lease's seat is part of its spec.)"""
+    for statement in (
+        """
+        CREATE TABLE seats (
+            seat_id        TEXT PRIMARY KEY NOT NULL,
+            owner          TEXT NOT NULL,
+            server         TEXT NOT NULL,
+            group_name     TEXT NOT NULL,
+            pool           TEXT NOT NULL,
+            fraction_milli INTEGER NOT NULL,
+            memory_mib     INTEGER NOT NULL,
+            devices        INTEGER NOT NULL,
+            priority       INTEGER NOT NULL,
+            weight         INTEGER NOT NULL,
+            max_kernels    INTEGER NOT NULL,
+            uid            INTEGER,
+            device_id      TEXT,
+            token_sha256   TEXT NOT NULL,
+            created_ms     INTEGER NOT NULL,
+            expires_ms     INTEGER,
+            ended_ms       INTEGER,
+            end_reason     TEXT
+        )
+        """,
+        "CREATE INDEX seats_by_end ON seats (ended_ms)",
+        """
+        CREATE TABLE usage (
+            owner       TEXT NOT NULL,
+            pool        TEXT NOT NULL,
+            day         INTEGER NOT NULL,
+            live_ms     INTEGER NOT NULL,
+            busy_ms     INTEGER NOT NULL,
+            busy_mib_ms INTEGER NOT NULL,
+            peak_mib    INTEGER NOT NULL,
+            PRIMARY KEY (owner, pool, day)
+        )
+        """,
+    ):
+        connection.execute(statement)
+
+
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _version_1, 2: _version_2}
 
 
 def newest_version() -> int:

@@ -1,0 +1,108 @@
+"""Seats and usage outlive the broker, and a ledger of schema 1 learns to keep them."""
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from provisioner.ledger import LeaseRecord, Ledger, RecordError, SeatRecord, UsageRecord, schema
+
+_SEAT = SeatRecord(
+    seat_id="s1",
+    owner="ada",
+    server="lab",
+    group_name="students",
+    pool="default",
+    fraction_milli=250,
+    memory_mib=20_480,
+    devices=1,
+    priority=3,
+    weight=200,
+    max_kernels=4,
+    uid=1000,
+    device_id="GPU-1",
+    token_sha256="cd" * 32,
+    created_ms=1_750_000_000_000,
+    expires_ms=1_750_000_060_000,
+)
+_USAGE = UsageRecord(
+    owner="ada", pool="default", day=20_000, live_ms=600_000, busy_ms=60_000, busy_mib_ms=120_000_000, peak_mib=4096
+)
+_DAY_MS = 86_400_000
+
+
+def test_a_seat_comes_back_as_it_was_saved(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.save_seat(_SEAT)
+        ledger.save_seat(replace(_SEAT, seat_id="s2", uid=None, device_id=None, expires_ms=None))
+    with Ledger.open(path) as ledger:
+        assert ledger.live_seats() == [
+            _SEAT,
+            replace(_SEAT, seat_id="s2", uid=None, device_id=None, expires_ms=None),
+        ]
+
+
+def test_a_confirmed_seat_no_longer_expires_and_keeps_everything_else(ledger: Ledger) -> None:
+    ledger.save_seat(_SEAT)
+    ledger.save_seat(replace(_SEAT, expires_ms=None, fraction_milli=1000, max_kernels=9))
+    assert ledger.live_seats() == [replace(_SEAT, expires_ms=None)]
+
+
+def test_an_ended_seat_stays_ended_and_its_secret_is_gone(ledger: Ledger) -> None:
+    ledger.save_seat(_SEAT)
+    ledger.end_seat("s1", _SEAT.created_ms + 5000, "released")
+    ledger.end_seat("s1", _SEAT.created_ms + 9000, "again")
+    assert ledger.live_seats() == []
+    assert ledger._read("SELECT token_sha256, end_reason FROM seats")[0][:] == ("", "released")
+    assert ledger.seat_times_ms("default") == [5000]
+    with pytest.raises(RecordError, match="seat s1 has ended"):
+        ledger.save_seat(_SEAT)
+
+
+def test_usage_of_a_day_adds_up_and_the_peak_is_the_highest(ledger: Ledger) -> None:
+    ledger.add_usage(_USAGE)
+    ledger.add_usage(replace(_USAGE, peak_mib=1024))
+    ledger.add_usage(replace(_USAGE, day=20_001))
+    assert ledger.usage(20_000) == [
+        replace(_USAGE, live_ms=1_200_000, busy_ms=120_000, busy_mib_ms=240_000_000),
+        replace(_USAGE, day=20_001),
+    ]
+    assert ledger.usage(20_001) == [replace(_USAGE, day=20_001)]
+
+
+def test_old_seats_and_usage_are_forgotten_and_living_seats_are_not(ledger: Ledger) -> None:
+    ledger.save_seat(_SEAT)
+    ledger.save_seat(replace(_SEAT, seat_id="over"))
+    ledger.end_seat("over", _SEAT.created_ms, "released")
+    ledger.add_usage(_USAGE)
+    ledger.prune(max(_SEAT.created_ms + 1, (_USAGE.day + 1) * _DAY_MS))
+    assert ledger.live_seats() == [_SEAT]
+    assert ledger.seat_times_ms("default") == []
+    assert ledger.usage(0) == []
+
+
+def test_a_ledger_of_schema_1_keeps_its_leases_and_learns_seats(
+    path: Path, make_lease: Callable[..., LeaseRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        for version in [number for number in schema.MIGRATIONS if number > 1]:
+            patch.delitem(schema.MIGRATIONS, version)
+        patch.setattr(schema, "TABLES", frozenset({"leases", "operations", "story", "counters"}))
+        with Ledger.open(path) as ledger:
+            ledger.save_lease(make_lease("old"))
+            ledger.record("old", 1, "begun", "It began.")
+    with closing(sqlite3.connect(path)) as reader:
+        assert reader.execute("PRAGMA user_version").fetchone() == (1,)
+        # Written by a broker that knew no seats: its leases' specs do not speak of them.
+        spec = reader.execute("SELECT json_remove(spec, '$.seat') FROM leases").fetchone()
+        reader.execute("UPDATE leases SET spec = ?", spec)
+        reader.commit()
+    with Ledger.open(path) as ledger:
+        assert [lease.spec.lease_id for lease in ledger.live_leases()] == ["old"]
+        assert [line.reason for line in ledger.story("old")] == ["begun"]
+        assert ledger.live_seats() == []
+        ledger.save_seat(_SEAT)
+        assert ledger.live_seats() == [_SEAT]
