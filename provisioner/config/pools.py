@@ -20,13 +20,14 @@ __all__ = ["KEYS", "Key", "PoolSettings", "assign", "find_device", "parse_pool"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of a pool. `field` is PoolSpec's."""
+    """One key of a pool. `field` is PoolSpec's; with `also`, `parse` returns a value for `field` and for each of these."""
 
     field: str
     parse: Callable[[object], Any]
     default: object
     example: object
     help: str
+    also: tuple[str, ...] = ()
 
 
 KEYS: Mapping[str, Key] = {
@@ -93,6 +94,86 @@ KEYS: Mapping[str, Key] = {
         example=True,
         help="Resume kernels on any device of the same kind; needs a driver that can move them (580 or newer).",
     ),
+    "move_busy": Key(
+        field="move_busy",
+        parse=values.boolean,
+        default=False,
+        example=True,
+        help="With may_move: move kernels that are running a cell, too, where that lets a waiting one in.",
+    ),
+    "reserve": Key(
+        field="reserve_by",
+        parse=values.reserve_by,
+        default="cap",
+        example="use",
+        help="What a kernel on a device holds: 'cap': all that it may use; 'use': what it uses and some headroom.",
+    ),
+    "headroom": Key(
+        field="headroom_mib",
+        parse=values.memory,
+        default="512MiB",
+        example="1GiB",
+        help="With reserve 'use': how much is kept for a kernel beyond what it uses.",
+    ),
+    "min_residency_swaps": Key(
+        field="min_residency_swaps_milli",
+        parse=values.times(1000),
+        default=4,
+        example=10,
+        help="A busy kernel stays at least so many times as long as suspending and resuming it is expected to take.",
+    ),
+    "preempt": Key(
+        field="preempt_equals",
+        parse=values.preempt,
+        default="priorities",
+        example="fair",
+        help="Suspend kernels that are running a cell: 'never'; 'priorities': for kernels of a higher priority; 'fair': also "
+        "for equals, so that all get their share of the time.",
+        also=("preempt_priorities",),
+    ),
+    "max_pin": Key(
+        field="max_pin_ms",
+        parse=values.duration(),
+        default="4h",
+        example="30m",
+        help="How long a kernel may be pinned to its device at a time; 0: nobody may pin.",
+    ),
+    "pin_budget": Key(
+        field="pin_budget_ms",
+        parse=values.duration(word="unlimited"),
+        default="8h",
+        example="2h",
+        help="Pinned time per user and day, all kernels together; it comes back evenly. 'unlimited': no budget.",
+    ),
+    "warn_before": Key(
+        field="warn_before_ms",
+        parse=values.duration(),
+        default=0,
+        example="1m",
+        help="Tell a notebook so long before its kernel is suspended for being idle; 0: not at all.",
+    ),
+    "max_devices": Key(
+        field="max_devices",
+        parse=values.whole_number(1, 8),
+        default=8,
+        example=2,
+        help="How many whole devices one kernel may ask for.",
+    ),
+    "user_limits": Key(
+        field="user_limits",
+        parse=values.limits,
+        default={},
+        example={"leases": 4, "fraction": 2, "resident": 1},
+        help="What each user may have: 'leases': kernels; 'fraction': GPUs, all kernels together; 'resident': GPUs held at a "
+        "time (more wait). What is not named is unlimited.",
+    ),
+    "group_limits": Key(
+        field="group_limits",
+        parse=values.group_limits,
+        default={},
+        example={"students": {"leases": 60, "resident": 2}},
+        help="The same for the members of a group together.",
+    ),
 }
 
 
@@ -125,9 +206,10 @@ def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
     for key, rule in KEYS.items():
         value = raw.get(key, rule.default)
         try:
-            parsed[rule.field] = rule.parse(value)
+            found = rule.parse(value)
         except ValueError as error:
             raise refuse(f"{where}[{key!r}]", value, str(error)) from None
+        parsed |= zip((rule.field, *rule.also), found if rule.also else (found,), strict=True)
     return PoolSettings(
         name=name,
         where=where,

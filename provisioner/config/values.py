@@ -7,10 +7,11 @@ Memory in MiB, durations in milliseconds, shares in thousandths.
 # ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
 
+from provisioner.core.model import Limits, ReserveBy
 from provisioner.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 
 __all__ = [
@@ -19,11 +20,16 @@ __all__ = [
     "duration",
     "fraction",
     "fractions",
+    "group_limits",
     "host_memory",
+    "limits",
     "log_level",
     "memory",
     "oversubscription",
+    "preempt",
+    "reserve_by",
     "state_dir",
+    "times",
     "whole_number",
 ]
 
@@ -34,6 +40,11 @@ _PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _MOST_DEVICES = 1024
+_MOST_GROUPS = 1000
+_MOST_LEASES = 1_000_000
+_LONGEST_GROUP = 200
+_LIMITS = {"leases": "leases", "fraction": "milli", "resident": "resident_milli"}  # as written, and in core
+_PREEMPT = {"never": (False, False), "priorities": (False, True), "fair": (True, True)}  # equals, priorities
 
 
 def duration(*, least_ms: int = 0, word: str | None = None) -> Callable[[object], int | None]:
@@ -106,6 +117,82 @@ def oversubscription(value: object) -> int | None:
     if not 1000 <= milli <= 1_000_000:
         raise ValueError(allowed)
     return int(milli)
+
+
+def times(most: int) -> Callable[[object], int]:
+    """Return a parser of factors from 0 to `most`, in thousandths."""
+
+    def parse(value: object) -> int:
+        milli = _thousandths(value)
+        if milli is None or milli > most * 1000:
+            raise ValueError(f"allowed: a number from 0 to {most}")
+        return milli
+
+    return parse
+
+
+def _thousandths(value: object) -> int | None:
+    """Return a plain number that is not negative in thousandths, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not _NUMBER.fullmatch(str(value)):
+        return None
+    return int(Fraction(str(value)) * 1000)
+
+
+def reserve_by(value: object) -> ReserveBy:
+    """Return what a reservation is made of."""
+    if not isinstance(value, str) or value not in set(ReserveBy):
+        raise ValueError("allowed: 'cap' or 'use'")
+    return ReserveBy(value)
+
+
+def preempt(value: object) -> tuple[bool, bool]:
+    """Return whether equals, and whether lower priorities, may be preempted."""
+    found = _PREEMPT.get(value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError("allowed: 'never', 'priorities' or 'fair'")
+    return found
+
+
+def limits(value: object) -> Limits:
+    """Return a user's or a group's limits."""
+    allowed = "allowed: a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with some of these or none"
+    if not isinstance(value, Mapping):
+        raise ValueError(allowed)
+    for name in value:
+        if name not in _LIMITS:
+            raise ValueError(f"there is no limit {str(name)[:_LONGEST_TEXT]!r}; {allowed}")
+    return Limits(**{_LIMITS[name]: _limit(name, raw) for name, raw in value.items()})
+
+
+def _limit(name: str, raw: object) -> int:
+    if name == "leases":
+        if isinstance(raw, bool) or not isinstance(raw, int) or not 0 <= raw <= _MOST_LEASES:
+            raise ValueError(
+                f"{name!r} is {str(raw)[:_LONGEST_TEXT]}; allowed: a whole number from 0 to {_MOST_LEASES}"
+            )
+        return raw
+    milli = _thousandths(raw)
+    if milli is None and isinstance(raw, str):
+        milli = fraction(raw)
+    if milli is None:
+        raise ValueError(f"{name!r} is {str(raw)[:_LONGEST_TEXT]}; allowed: a number of GPUs such as 2, 1.5 or '1/2'")
+    return milli
+
+
+def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
+    """Return each group's limits, sorted by its name."""
+    allowed = "allowed: a dictionary such as {'students': {'leases': 60, 'resident': 2}}"
+    if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
+        raise ValueError(f"{allowed}, of at most {_MOST_GROUPS} groups")
+    found: list[tuple[str, Limits]] = []
+    for group, raw in value.items():
+        if not isinstance(group, str) or not 0 < len(group) <= _LONGEST_GROUP:
+            raise ValueError(f"a group's name has 1 to {_LONGEST_GROUP} characters; {allowed}")
+        try:
+            found.append((group, limits(raw)))
+        except ValueError as error:
+            raise ValueError(f"group {group!r}: {error}") from None
+    return tuple(sorted(found, key=lambda one: one[0]))
 
 
 def boolean(value: object) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from provisioner.config import ConfigError, load
-from provisioner.core.model import DeviceSpec, PoolSpec
+from provisioner.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-bb3")
 
@@ -41,6 +41,17 @@ def test_every_key_reaches_the_arbiter() -> None:
         "retry_refused": "1s",
         "max_passed_over": 3,
         "may_move": True,
+        "move_busy": True,
+        "reserve": "use",
+        "headroom": "1GiB",
+        "min_residency_swaps": 2.5,
+        "preempt": "fair",
+        "max_pin": "30m",
+        "pin_budget": "2h",
+        "warn_before": "1m",
+        "max_devices": 2,
+        "user_limits": {"leases": 4, "fraction": 2, "resident": "1/2"},
+        "group_limits": {"staff": {}, "students": {"leases": 60, "resident": 1.5}},
     }
     assert _specs({"lab": policy})["lab"] == PoolSpec(
         name="lab",
@@ -53,10 +64,25 @@ def test_every_key_reaches_the_arbiter() -> None:
         retry_refused_ms=1000,
         max_passed_over=3,
         may_move=True,
+        move_busy=True,
+        reserve_by=ReserveBy.USE,
+        headroom_mib=1024,
+        min_residency_swaps_milli=2500,
+        preempt_equals=True,
+        preempt_priorities=True,
+        max_pin_ms=1_800_000,
+        pin_budget_ms=7_200_000,
+        warn_before_ms=60_000,
+        max_devices=2,
+        user_limits=Limits(leases=4, milli=2000, resident_milli=500),
+        group_limits=(("staff", Limits()), ("students", Limits(leases=60, resident_milli=1500))),
     )
 
 
 def test_words_stand_for_policies_without_a_number() -> None:
+    assert _specs({"a": {"pin_budget": "unlimited"}})["a"].pin_budget_ms is None
+    never = _specs({"a": {"preempt": "never"}})["a"]
+    assert (never.preempt_equals, never.preempt_priorities) == (False, False)
     spec = _specs({"a": {"idle_after": "on-demand", "oversubscription": "unlimited", "fractions": "any"}})["a"]
     assert (spec.idle_after_ms, spec.oversubscription_milli, spec.fractions_milli) == (None, None, ())
     assert _specs({"a": {"idle_after": 0, "oversubscription": "1"}})["a"].oversubscription_milli == 1000
@@ -86,6 +112,23 @@ def test_words_stand_for_policies_without_a_number() -> None:
         ({"max_passed_over": 2.0}, "max_passed_over", "allowed: a whole number from 0 to 1000"),
         ({"may_move": "no"}, "may_move", "allowed: True or False"),
         ({"devices": "GPU-aa11"}, "devices", "allowed: 'all', or a list"),
+        ({"reserve": "measured"}, "reserve", "allowed: 'cap' or 'use'"),
+        ({"reserve": ["use"]}, "reserve", "allowed: 'cap' or 'use'"),
+        ({"headroom": "some"}, "headroom", "memory 'some' is not a size"),
+        ({"min_residency_swaps": -1}, "min_residency_swaps", "allowed: a number from 0 to 1000"),
+        ({"min_residency_swaps": 1001}, "min_residency_swaps", "allowed: a number from 0 to 1000"),
+        ({"preempt": True}, "preempt", "allowed: 'never', 'priorities' or 'fair'"),
+        ({"max_pin": "on-demand"}, "max_pin", "allowed: a duration such as 30s, 5m, 2h or 0"),
+        ({"pin_budget": None}, "pin_budget", "or 'unlimited'"),
+        ({"max_devices": 9}, "max_devices", "allowed: a whole number from 1 to 8"),
+        ({"user_limits": 4}, "user_limits", "allowed: a dictionary such as {'leases': 4"),
+        ({"user_limits": {"gpus": 4}}, "user_limits", "there is no limit 'gpus'; allowed: a dictionary"),
+        ({"user_limits": {"leases": 1.5}}, "user_limits", "'leases' is 1.5; allowed: a whole number"),
+        ({"user_limits": {"fraction": -1}}, "user_limits", "'fraction' is -1; allowed: a number of GPUs"),
+        ({"user_limits": {"resident": "x"}}, "user_limits", "fraction 'x' is not a fraction"),
+        ({"group_limits": {"a": {"leases": True}}}, "group_limits", "group 'a': 'leases' is True; allowed"),
+        ({"group_limits": {"": {}}}, "group_limits", "a group's name has 1 to 200 characters"),
+        ({"group_limits": []}, "group_limits", "allowed: a dictionary such as {'students'"),
     ],
 )
 def test_a_bad_policy_names_the_pool_the_key_and_what_is_allowed(policy: object, key: str, allowed: str) -> None:
