@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from provisioner.protocol.errors import BrokerUnavailableError, InternalBrokerError, error_from_reply
-from provisioner.protocol.limits import MAX_WAIT_S
+from provisioner.protocol.limits import MAX_WAIT_S, PULSE_S
 from provisioner.protocol.messages import (
     AcquireRequest,
     AttachRequest,
@@ -44,6 +44,7 @@ from provisioner.wire import Connection, decode_json
 __all__ = ["BrokerClient"]
 
 _KEPT_CONNECTIONS = 2
+_SILENCE_S = 4 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
 _NO_BODY: dict[str, Any] = {}
 
 Message = TypeVar("Message")
@@ -79,6 +80,18 @@ class BrokerClient:
     def status(self) -> HostStatus:
         """Devices, pools and the leases that this user may see."""
         return _decode(HostStatus, self._call("GET", "/v1/status"))
+
+    def events(self) -> Iterator[HostStatus]:
+        """Yield what `status` would return: at once, and again after each change, for as long as the caller wants.
+
+        Between changes it blocks; the broker's keep-alives are not passed on, and without them for `timeout_s` it raises
+        BrokerUnavailableError. `close` from another thread wakes it: it then raises BrokerUnavailableError, too. Ends
+        when the broker ends the stream.
+        """
+        with closing(self._stream("/v1/events", None, max(self.timeout_s, _SILENCE_S), method="GET")) as stream:
+            for payload in stream:
+                if payload:
+                    yield _decode(HostStatus, payload)
 
     def create_lease(self, request: LeaseRequest) -> LeaseReply:
         """Ask for a new lease; waits `request.wait_ms` longer than usual, for that long the broker may make room.
@@ -207,12 +220,14 @@ class BrokerClient:
             raise error_from_reply(payload, connection.status)
         return payload
 
-    def _stream(self, target: str, body: Mapping[str, Any], timeout_s: float | None) -> Generator[object, None, None]:
+    def _stream(
+        self, target: str, body: Mapping[str, Any] | None, timeout_s: float | None, *, method: str = "POST"
+    ) -> Generator[object, None, None]:
         """Yield the decoded lines of a streamed reply."""
         connection = Connection(self.socket_path, self.timeout_s)
         self._active.add(connection)
         try:
-            self._send(connection, "POST", target, body)
+            self._send(connection, method, target, body)
             connection.set_timeout(timeout_s)
             connection.read_head()
             if connection.status >= 300:

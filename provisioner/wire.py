@@ -26,7 +26,7 @@ from provisioner.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_ST
 __all__ = ["Connection", "decode_json"]
 
 MAX_REPLY_BYTES = 32 * 1024 * 1024  # a whole host's status
-MAX_LINE_BYTES = 1024 * 1024  # one line of a stream
+MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: a whole host again
 _BACKLOG_RETRY_S = 0.02
 
 

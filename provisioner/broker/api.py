@@ -16,8 +16,10 @@ from tornado.httpserver import HTTPServer
 
 from provisioner.broker.checks import Peer
 from provisioner.broker.decode import decode, printable
+from provisioner.broker.feed import Feed
 from provisioner.broker.service import Service
 from provisioner.broker.status import host_status
+from provisioner.host import failpoints
 from provisioner.host.peers import peer_credentials
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import (
@@ -76,6 +78,7 @@ class _Handler(web.RequestHandler):
 
     def reply(self, message: object) -> None:
         """Answer with a message."""
+        failpoints.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.reply")
         self.set_header("Content-Type", "application/json")
         self.finish(msgspec.json.encode(message))
 
@@ -192,6 +195,18 @@ class _Stream(_Handler):
             pass
         finally:
             work.cancel()
+
+
+class _Events(_Stream):
+    async def get(self) -> None:
+        uid = None if self.peer.admin else self.peer.credentials.uid
+
+        async def work() -> None:
+            async with aclosing(self.settings["feed"].follow(uid)) as news:
+                async for status in news:
+                    await self.line({} if status is None else status)
+
+        await self.run(asyncio.create_task(work()))
 
 
 class _Resume(_Stream):
@@ -320,6 +335,7 @@ def make_server(service: Service, socket_path: str) -> HTTPServer:
         [
             ("/v1/ping", _Ping, shared),
             ("/v1/status", _Status, shared),
+            ("/v1/events", _Events, shared),
             ("/v1/leases", _Leases, shared),
             (_LEASE, _Lease, shared),
             (_LEASE + "/attach", _Attach, shared),
@@ -332,6 +348,7 @@ def make_server(service: Service, socket_path: str) -> HTTPServer:
         ],
         default_handler_class=_Missing,
         default_handler_args=shared,
+        feed=Feed(service.broker, socket_path),
         log_function=_log_request,
     )
     return _Server(

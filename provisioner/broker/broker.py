@@ -51,6 +51,7 @@ from provisioner.core.events import (
 )
 from provisioner.core.model import HOLDING, LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceInfo, Monitor
+from provisioner.host import failpoints
 from provisioner.host.process import ProcessIdentity
 from provisioner.ledger.records import LeaseRecord, LedgerError, OperationRecord
 from provisioner.protocol.messages import GateVerb
@@ -84,6 +85,7 @@ class Broker:
         self.kernels: dict[str, Kernel] = {}
         self.devices: dict[str, DeviceInfo] = {}
         self.queue_changed = asyncio.Event()
+        self.stirred = asyncio.Event()  # anything at all may have changed; take it before looking, then wait for it
         self.last_use_s = time.monotonic()
         self.stopping = False
         self.used_mib: dict[str, int] = {}  # by device, as last measured
@@ -100,10 +102,20 @@ class Broker:
 
     def dispatch(self, event: Event) -> list[Effect]:
         """Hand an event to the arbiter and carry out what it answers. Returns the effects, for callers that wait for one."""
+        point = self._failpoint(event) if failpoints.enabled() else ""
+        failpoints.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
         for effect in effects:
             self._carry_out(effect)
+        failpoints.reach(f"{point}.after")
+        self.stirred.set()
+        self.stirred = asyncio.Event()
         return effects
+
+    def _failpoint(self, event: Event) -> str:
+        """Name the event and the state of the lease it is about."""
+        lease = self.arbiter.lease(getattr(event, "lease_id", ""))
+        return f"event.{type(event).__name__}" + (f"@{lease.state}" if lease is not None else "")
 
     def _carry_out(self, effect: Effect) -> None:  # noqa: C901, PLR0912 - one case per effect
         match effect:

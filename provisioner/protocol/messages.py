@@ -22,6 +22,8 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
     POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
     GET    /v1/status                      -> HostStatus
+    GET    /v1/events                      -> stream of HostStatus lines (NDJSON): the present one, then one after each change (a few a
+                                              second at most); `{}` is a keep-alive
     POST   /v1/devices/D/drain DrainRequest -> DeviceStatus       administrators: empty a device
     POST   /v1/devices/D/undrain           -> DeviceStatus        administrators
 """
