@@ -7,7 +7,7 @@ import json
 import textwrap
 from typing import Any
 
-from provisioner.config.pools import KEYS
+from provisioner.config.pools import ALL_KEYS
 from provisioner.config.traits import GPUBroker
 
 __all__ = ["example_config"]
@@ -37,7 +37,7 @@ def _setting(name: str, trait: Any) -> str:  # noqa: ANN401 -- traitlets' traits
 
 def _pools(text: str) -> str:
     lines = [_comment(text) + "# c.GPUBroker.pools = {", '#     "default": {']
-    for key, rule in KEYS.items():
+    for key, rule in ALL_KEYS.items():
         lines += textwrap.wrap(rule.help, _WIDTH, initial_indent="##         ", subsequent_indent="##         ")
         lines.append(f'#         "{key}": {_literal(rule.default)},  # or {_literal(rule.example)}')
     return "\n".join([*lines, "#     },", "# }"]) + "\n"

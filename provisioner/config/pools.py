@@ -1,33 +1,23 @@
 """A pool's policy: the keys that one may have, and which devices it gets.
 
-- `KEYS` is the truth: what a key is called, how it is read, what it means, its default and an example. The help, the
-  example configuration and the refusals are made from it.
+- `ALL_KEYS` is the truth (the arbiter's here, a hub's in `hub`): what a key is called, how it is read, what it means, its
+  default and an example. The help, the example configuration and the refusals are made from it.
 - A device is in one pool. At most one pool says 'all': it gets what the others left. A pool without devices is an error,
   except on a host that has none at all.
 - Devices are named by number (as listed by the broker), UUID, or the beginning of a UUID that fits one device only.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from provisioner.config import values
 from provisioner.config.errors import ConfigError, did_you_mean, refuse
+from provisioner.config.hub import HUB_KEYS, HubPool
+from provisioner.config.keys import Key
 from provisioner.core.model import DeviceSpec, PoolSpec
 
-__all__ = ["KEYS", "Key", "PoolSettings", "assign", "find_device", "parse_pool"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """One key of a pool. `field` is PoolSpec's; with `also`, `parse` returns a value for `field` and for each of these."""
-
-    field: str
-    parse: Callable[[object], Any]
-    default: object
-    example: object
-    help: str
-    also: tuple[str, ...] = ()
+__all__ = ["ALL_KEYS", "KEYS", "PoolSettings", "assign", "find_device", "parse_pool"]
 
 
 KEYS: Mapping[str, Key] = {
@@ -176,6 +166,8 @@ KEYS: Mapping[str, Key] = {
     ),
 }
 
+ALL_KEYS: Mapping[str, Key] = {**KEYS, **HUB_KEYS}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
@@ -186,6 +178,7 @@ class PoolSettings:
     devices: tuple[str, ...] | None
     fractions_milli: tuple[int, ...]
     policy: Mapping[str, Any]
+    hub: HubPool = field(default_factory=HubPool)  # what a hub's users are offered
 
     def spec(self, devices: tuple[str, ...]) -> PoolSpec:
         """Return the pool as the arbiter knows it, with the devices it got."""
@@ -200,23 +193,30 @@ def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
             where, raw, "a pool is a dictionary such as {'fractions': ['1/4', '1/2', '1'], 'idle_after': '5m'}"
         )
     for key in raw:
-        if key not in KEYS:
-            raise refuse(f"{where}[{key!r}]", raw[key], f"unknown key; {did_you_mean(str(key), KEYS)}")
-    parsed: dict[str, Any] = {}
-    for key, rule in KEYS.items():
-        value = raw.get(key, rule.default)
-        try:
-            found = rule.parse(value)
-        except ValueError as error:
-            raise refuse(f"{where}[{key!r}]", value, str(error)) from None
-        parsed |= zip((rule.field, *rule.also), found if rule.also else (found,), strict=True)
+        if key not in ALL_KEYS:
+            raise refuse(f"{where}[{key!r}]", raw[key], f"unknown key; {did_you_mean(str(key), ALL_KEYS)}")
+    parsed = _parsed(where, raw, KEYS)
     return PoolSettings(
         name=name,
         where=where,
         devices=parsed.pop("devices"),
         fractions_milli=parsed.pop("fractions_milli"),
         policy=parsed,
+        hub=HubPool(**_parsed(where, raw, HUB_KEYS)),
     )
+
+
+def _parsed(where: str, raw: Mapping[Any, object], keys: Mapping[str, Key]) -> dict[str, Any]:
+    """Return the fields that the keys stand for. Raises ConfigError."""
+    parsed: dict[str, Any] = {}
+    for key, rule in keys.items():
+        value = raw.get(key, rule.default)
+        try:
+            found = rule.parse(value)
+        except ValueError as error:
+            raise refuse(f"{where}[{key!r}]", value, str(error)) from None
+        parsed |= zip((rule.field, *rule.also), found if rule.also else (found,), strict=True)
+    return parsed
 
 
 def find_device(where: str, reference: str, devices: Sequence[DeviceSpec]) -> DeviceSpec:

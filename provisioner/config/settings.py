@@ -43,6 +43,7 @@ class Settings:
     devices: tuple[str, ...] | None  # references; None: all
     devices_where: str  # the key of `devices`, for errors that only the devices can show
     pools: tuple[PoolSettings, ...]
+    seats_required: bool = False
 
     def host_budget_mib(self, total_mib: int) -> int:
         """Return the host memory that suspended state may take on a machine with `total_mib`, never more than all of it."""
@@ -118,6 +119,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         devices=plain["devices"],
         devices_where=where("devices"),
         pools=configured,
+        seats_required=traits.seats_required,
     )
 
 

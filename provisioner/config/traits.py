@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from traitlets import Dict, Float, Int, List, Unicode, Union
+from traitlets import Bool, Dict, Float, Int, List, Unicode, Union
 from traitlets.config import Configurable
 
 __all__ = ["GPUBroker"]
@@ -70,6 +70,10 @@ class GPUBroker(Configurable):
         help="""The devices that this broker manages: 'all', or a list of numbers, UUIDs or beginnings of UUIDs. Others are
         left alone.""",
     ).tag(config=True, example=[0, 1])
+    seats_required = Bool(
+        default_value=False,
+        help="""Refuse every kernel that has no seat from a hub, whoever asks. Set by the hub that runs the broker.""",
+    ).tag(config=True, example=True)
     pools: "Dict[str, Any]" = Dict(  # traitlets' Dict is generic for type checkers only
         key_trait=Unicode(),
         default_value={"default": {}},
