@@ -8,6 +8,7 @@
 - Every failure is a LedgerError; after one, nothing of the failed write or transaction is there.
 """
 
+import json
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from provisioner.ledger.records import (
     LeaseRecord,
     LedgerError,
     OperationRecord,
+    PointRecord,
     RecordError,
     SeatRecord,
     StoryLine,
@@ -34,23 +36,13 @@ from provisioner.ledger.records import (
 
 __all__ = ["Ledger"]
 
-_SAVE_LEASE = """
-INSERT INTO leases (
-    lease_id, spec, state, generation, device_id, saved_mib, uid, kernel_id, token_sha256, boot_id, pid, start_time,
-    connection, language, ipykernel, created_ms, suspends, resumes, home_device_id
-) VALUES (
-    :lease_id, :spec, :state, :generation, :device_id, :saved_mib, :uid, :kernel_id, :token_sha256, :boot_id, :pid,
-    :start_time, :connection, :language, :ipykernel, :created_ms, :suspends, :resumes, :home_device_id
-)
-ON CONFLICT (lease_id) DO UPDATE SET
-    spec = excluded.spec, state = excluded.state, generation = excluded.generation, device_id = excluded.device_id,
-    saved_mib = excluded.saved_mib, uid = excluded.uid, kernel_id = excluded.kernel_id,
-    token_sha256 = excluded.token_sha256, boot_id = excluded.boot_id, pid = excluded.pid,
-    start_time = excluded.start_time, connection = excluded.connection, language = excluded.language,
-    ipykernel = excluded.ipykernel, created_ms = excluded.created_ms, suspends = excluded.suspends,
-    resumes = excluded.resumes, home_device_id = excluded.home_device_id
+_LEASE_FIELDS = ("lease_id", *LeaseRecord.__dataclass_fields__)
+_LISTS = ("device_ids", "home_device_ids")  # kept as JSON
+_SAVE_LEASE = f"""
+INSERT INTO leases ({", ".join(_LEASE_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _LEASE_FIELDS)})
+ON CONFLICT (lease_id) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _LEASE_FIELDS[1:])}
 WHERE leases.ended_ms IS NULL
-"""
+"""  # noqa: S608 - names of our own
 _END_LEASE = """
 UPDATE leases SET ended_ms = ?, end_reason = ?, state = ?, connection = '', token_sha256 = ''
 WHERE lease_id = ? AND ended_ms IS NULL
@@ -76,6 +68,13 @@ WHERE ended_ms < ? AND lease_id NOT IN (SELECT lease_id FROM operations WHERE fi
 _STORY = """
 SELECT at_ms, reason, sentence
 FROM (SELECT * FROM story WHERE lease_id = ? ORDER BY line_id DESC LIMIT ?) ORDER BY line_id
+"""
+_ADD_POINT = """
+INSERT INTO points (lease_id, at_ms, state, used_mib, saved_mib) VALUES (:lease_id, :at_ms, :state, :used_mib, :saved_mib)
+"""
+_POINTS = """
+SELECT lease_id, at_ms, state, used_mib, saved_mib
+FROM (SELECT * FROM points WHERE lease_id = ? ORDER BY point_id DESC LIMIT ?) ORDER BY point_id
 """
 _SEAT_FIELDS = tuple(SeatRecord.__dataclass_fields__)
 _SAVE_SEAT = f"""
@@ -173,6 +172,7 @@ class Ledger:
             raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
         row = {name: getattr(record, name) for name in LeaseRecord.__dataclass_fields__}
         row |= {"lease_id": lease_id, "spec": msgspec.json.encode(record.spec).decode(), "state": record.state.value}
+        row |= {name: json.dumps(row[name]) for name in _LISTS}
         with self.transaction():
             if self._write(_SAVE_LEASE, row) == 0:
                 raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
@@ -264,12 +264,51 @@ class Ledger:
         """Return the last `limit` lines in the order in which they were recorded."""
         return [StoryLine(**dict(row)) for row in self._read(_STORY, (lease_id, max(0, limit)))]
 
+    def story_length(self, lease_id: str) -> int:
+        """Return how many lines the lease's story has."""
+        (row,) = self._read("SELECT count(*) AS lines FROM story WHERE lease_id = ?", (lease_id,))
+        return int(row["lines"])
+
+    def add_point(self, point: PointRecord) -> None:
+        """Record what a lease is from now on."""
+        self._write(_ADD_POINT, asdict(point))
+
+    def points(self, lease_id: str, limit: int = 1000) -> list[PointRecord]:
+        """Return the last `limit` points of the lease in the order in which they were recorded."""
+        return [PointRecord(**dict(row)) for row in self._read(_POINTS, (lease_id, max(0, limit)))]
+
+    # What administrators said, and what was learnt
+
+    def set_drained(self, device_id: str, *, evict_busy: bool) -> None:
+        """Record that the device is being emptied."""
+        self._write("INSERT OR REPLACE INTO drained (device_id, evict_busy) VALUES (?, ?)", (device_id, evict_busy))
+
+    def set_undrained(self, device_id: str) -> None:
+        """Record that the device takes part again."""
+        self._write("DELETE FROM drained WHERE device_id = ?", (device_id,))
+
+    def drained(self) -> dict[str, bool]:
+        """Return the devices that are being emptied, and whether busy kernels leave them too."""
+        return {
+            row["device_id"]: bool(row["evict_busy"]) for row in self._read("SELECT * FROM drained ORDER BY device_id")
+        }
+
+    def keep(self, name: str, value: str) -> None:
+        """Keep a text under a name, in place of the one that was there."""
+        self._write("INSERT OR REPLACE INTO kept (name, value) VALUES (?, ?)", (name, value))
+
+    def kept(self, name: str) -> str | None:
+        """Return the text that was kept under the name."""
+        rows = self._read("SELECT value FROM kept WHERE name = ?", (name,))
+        return str(rows[0]["value"]) if rows else None
+
     def prune(self, before_ms: int) -> None:
-        """Forget ended leases and seats, finished operations, usage and lines from before. Live leases and open operations stay."""
+        """Forget ended leases and seats, finished operations, usage, points and lines from before. What lives or is open stays."""
         with self.transaction():
             self._write(_PRUNE_LEASES, (before_ms,))
             self._write("DELETE FROM operations WHERE finished_ms < ?", (before_ms,))
             self._write("DELETE FROM story WHERE at_ms < ?", (before_ms,))
+            self._write("DELETE FROM points WHERE at_ms < ?", (before_ms,))
             self._write("DELETE FROM seats WHERE ended_ms < ?", (before_ms,))
             self._write("DELETE FROM usage WHERE day < ?", (before_ms // _DAY_MS,))
         self._read("PRAGMA incremental_vacuum")
@@ -312,6 +351,7 @@ class Ledger:
         try:
             values["spec"] = msgspec.json.decode(row["spec"], type=LeaseSpec)
             values["state"] = LeaseState(row["state"])
+            values |= {name: tuple(msgspec.json.decode(row[name], type=list[str])) for name in _LISTS}
         except (msgspec.DecodeError, ValueError) as error:
             raise opening.say(self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}") from error
         return LeaseRecord(**(values | {"ipykernel": bool(row["ipykernel"])}))

@@ -12,6 +12,7 @@ __all__ = [
     "LedgerError",
     "LedgerInUseError",
     "OperationRecord",
+    "PointRecord",
     "RecordError",
     "SeatRecord",
     "StoryLine",
@@ -53,6 +54,9 @@ class LeaseRecord:
     suspends: int
     resumes: int
     home_device_id: str | None = None  # where its processes last had their memory: a checkpoint is of that device
+    device_ids: tuple[str, ...] = ()  # of a lease of several devices: all of them, `device_id` first
+    home_device_ids: tuple[str, ...] = ()  # likewise
+    pinned_until_ms: int = 0  # 0: not pinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,17 @@ class StoryLine:
     at_ms: int
     reason: str  # machine-readable
     sentence: str  # for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointRecord:
+    """What a lease was from this moment to the next point."""
+
+    lease_id: str
+    at_ms: int
+    state: str
+    used_mib: int
+    saved_mib: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ __all__ = ["APPLICATION_ID", "MIGRATIONS", "TABLES", "migrate", "newest_version"
 
 APPLICATION_ID = 0x6A667067  # "jfpg"
 
-TABLES = frozenset({"leases", "operations", "story", "counters", "seats", "usage"})
+TABLES = frozenset({"leases", "operations", "story", "counters", "seats", "usage", "points", "drained", "kept"})
 
 
 def _version_1(connection: sqlite3.Connection) -> None:
@@ -127,7 +127,31 @@ def _version_2(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _version_1, 2: _version_2}
+def _version_3(connection: sqlite3.Connection) -> None:
+    """Pins, leases of several devices, leases over time, devices that are being emptied, and what was learnt."""
+    for statement in (
+        "ALTER TABLE leases ADD COLUMN device_ids TEXT NOT NULL DEFAULT '[]'",
+        "ALTER TABLE leases ADD COLUMN home_device_ids TEXT NOT NULL DEFAULT '[]'",
+        "ALTER TABLE leases ADD COLUMN pinned_until_ms INTEGER NOT NULL DEFAULT 0",
+        """
+        CREATE TABLE points (
+            point_id  INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL,
+            lease_id  TEXT NOT NULL,
+            at_ms     INTEGER NOT NULL,
+            state     TEXT NOT NULL,
+            used_mib  INTEGER NOT NULL,
+            saved_mib INTEGER NOT NULL
+        )
+        """,
+        "CREATE INDEX points_by_lease ON points (lease_id, point_id)",
+        "CREATE INDEX points_by_time ON points (at_ms)",
+        "CREATE TABLE drained (device_id TEXT PRIMARY KEY NOT NULL, evict_busy INTEGER NOT NULL)",
+        "CREATE TABLE kept (name TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL)",
+    ):
+        connection.execute(statement)
+
+
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _version_1, 2: _version_2, 3: _version_3}
 
 
 def newest_version() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.ledger import LeaseRecord, Ledger, RecordError, SeatRecord, UsageRecord, schema
+from provisioner.ledger import Ledger, RecordError, SeatRecord, UsageRecord, schema
 
 _SEAT = SeatRecord(
     seat_id="s1",
@@ -85,14 +85,14 @@ def test_old_seats_and_usage_are_forgotten_and_living_seats_are_not(ledger: Ledg
 
 
 def test_a_ledger_of_schema_1_keeps_its_leases_and_learns_seats(
-    path: Path, make_lease: Callable[..., LeaseRecord], monkeypatch: pytest.MonkeyPatch
+    path: Path, save_old: Callable[[Ledger], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         for version in [number for number in schema.MIGRATIONS if number > 1]:
             patch.delitem(schema.MIGRATIONS, version)
         patch.setattr(schema, "TABLES", frozenset({"leases", "operations", "story", "counters"}))
         with Ledger.open(path) as ledger:
-            ledger.save_lease(make_lease("old"))
+            save_old(ledger)
             ledger.record("old", 1, "begun", "It began.")
     with closing(sqlite3.connect(path)) as reader:
         assert reader.execute("PRAGMA user_version").fetchone() == (1,)

@@ -1,0 +1,85 @@
+"""Pins, devices that are being emptied, what a lease was over time and what was learnt outlive the broker."""
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from provisioner.ledger import LeaseRecord, Ledger, LedgerError, PointRecord, schema
+
+_VERSION_2 = frozenset({"leases", "operations", "story", "counters", "seats", "usage"})
+
+
+def point(at_ms: int, lease_id: str = "a") -> PointRecord:
+    return PointRecord(lease_id=lease_id, at_ms=at_ms, state="resident", used_mib=at_ms * 10, saved_mib=1)
+
+
+def test_points_come_back_in_order_and_no_more_than_asked_for(ledger: Ledger) -> None:
+    for at_ms in range(5):
+        ledger.add_point(point(at_ms))
+        ledger.add_point(point(at_ms, "other"))
+    assert ledger.points("a") == [point(at_ms) for at_ms in range(5)]
+    assert ledger.points("a", 2) == [point(3), point(4)]
+    assert ledger.points("nobody") == []
+    ledger.prune(3)
+    assert ledger.points("a") == [point(3), point(4)]
+
+
+def test_the_length_of_a_story_counts_what_is_not_shown(ledger: Ledger) -> None:
+    for number in range(5):
+        ledger.record("a", number, "r", "s")
+    assert (len(ledger.story("a", 2)), ledger.story_length("a"), ledger.story_length("b")) == (2, 5, 0)
+
+
+def test_a_device_that_is_being_emptied_is_so_after_a_restart(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.set_drained("GPU-2", evict_busy=False)
+        ledger.set_drained("GPU-1", evict_busy=False)
+        ledger.set_drained("GPU-1", evict_busy=True)
+    with Ledger.open(path) as ledger:
+        assert ledger.drained() == {"GPU-1": True, "GPU-2": False}
+        ledger.set_undrained("GPU-2")
+        ledger.set_undrained("GPU-7")
+        assert ledger.drained() == {"GPU-1": True}
+
+
+def test_what_was_learnt_is_kept_by_name(path: Path) -> None:
+    with Ledger.open(path) as ledger:
+        assert ledger.kept("forecasts") is None
+        ledger.keep("forecasts", "[1]")
+        ledger.keep("forecasts", "[2]")
+    with Ledger.open(path) as ledger:
+        assert ledger.kept("forecasts") == "[2]"
+
+
+def test_a_ledger_of_schema_2_keeps_its_leases_and_learns_the_rest(
+    path: Path,
+    make_lease: Callable[..., LeaseRecord],
+    save_old: Callable[[Ledger], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        for version in [number for number in schema.MIGRATIONS if number > 2]:
+            patch.delitem(schema.MIGRATIONS, version)
+        patch.setattr(schema, "TABLES", _VERSION_2)
+        with Ledger.open(path) as ledger:
+            save_old(ledger)
+    with Ledger.open(path) as ledger:
+        (old,) = ledger.live_leases()
+        assert (old.saved_mib, old.device_ids, old.home_device_ids, old.pinned_until_ms) == (7, (), (), 0)
+        ledger.save_lease(make_lease("new"))
+        assert ledger.live_leases()[-1] == make_lease("new")
+
+
+def test_devices_that_make_no_sense_are_an_error_and_not_an_empty_list(
+    path: Path, make_lease: Callable[..., LeaseRecord]
+) -> None:
+    with Ledger.open(path) as ledger:
+        ledger.save_lease(make_lease("a"))
+    with closing(sqlite3.connect(path)) as spoiler:
+        spoiler.execute("UPDATE leases SET device_ids = '{'")
+        spoiler.commit()
+    with Ledger.open(path) as ledger, pytest.raises(LedgerError, match="unreadable entry for lease a"):
+        ledger.live_leases()
