@@ -31,13 +31,20 @@ from provisioner.protocol.messages import (
     GateAnswer,
     GateCommand,
     GateHello,
+    History,
     HostStatus,
     LeaseReply,
     LeaseRequest,
     LeaseStatus,
+    Neighbour,
+    PinRequest,
     Pong,
     Progress,
     ProgressKind,
+    ResizeRequest,
+    Story,
+    StoryLine,
+    UsagePoint,
 )
 from provisioner.wire import Connection, decode_json
 
@@ -48,6 +55,13 @@ _SILENCE_S = 4 * PULSE_S  # a stream with keep-alives that is silent for so long
 _NO_BODY: dict[str, Any] = {}
 
 Message = TypeVar("Message")
+
+_PARTS: dict[type[Any], dict[str, type[Any]]] = {  # fields that are lists of messages
+    HostStatus: {"devices": DeviceStatus, "leases": LeaseStatus},
+    LeaseStatus: {"neighbours": Neighbour},
+    Story: {"lines": StoryLine},
+    History: {"points": UsagePoint},
+}
 
 
 class BrokerClient:
@@ -136,6 +150,33 @@ class BrokerClient:
         return _decode(
             LeaseStatus, self._call("POST", _route(lease_id, "resume"), timeout_s=MAX_WAIT_S + self.timeout_s)
         )
+
+    def pin(self, lease_id: str, request: PinRequest) -> LeaseStatus:
+        """Keep the lease resident for a while; replaces the pin there was. Raises ConflictError with the limit that forbids it."""
+        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "pin"), asdict(request)))
+
+    def unpin(self, lease_id: str) -> LeaseStatus:
+        """End the pin. A lease that is not pinned is no error."""
+        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "unpin")))
+
+    def resize(self, lease_id: str, request: ResizeRequest) -> LeaseStatus:
+        """Give the lease another size; returns when it has it, `request.wait_ms` later at most.
+
+        Raises BadRequestError, ConflictError or NoRoomError with the reason when it is refused: the lease is as it was.
+        `close` from another thread hangs up; a later `resize` replaces one that waits.
+        """
+        timeout_s = self.timeout_s + request.wait_ms / 1000
+        return _decode(
+            LeaseStatus, self._call("POST", _route(lease_id, "resize"), asdict(request), timeout_s=timeout_s)
+        )
+
+    def story(self, lease_id: str) -> Story:
+        """Why everything happened to the lease. Raises NotFoundError."""
+        return _decode(Story, self._call("GET", _route(lease_id, "story")))
+
+    def history(self, lease_id: str) -> History:
+        """The lease's memory and state over time. Raises NotFoundError."""
+        return _decode(History, self._call("GET", _route(lease_id, "history")))
 
     def acquire(self, lease_id: str, request: AcquireRequest) -> Iterator[Progress]:
         """Yield what the broker says while this lease waits for the GPU; the last line is `granted` or `refused`.
@@ -288,9 +329,9 @@ def _decode(message: type[Message], payload: object) -> Message:
             raise InternalBrokerError(
                 f"the broker's answer lacks {field.name!r} of {message.__name__}: is it of another version?"
             )
-    if message is HostStatus:
-        known["devices"] = [_decode(DeviceStatus, each) for each in _list(known["devices"])]
-        known["leases"] = [_decode(LeaseStatus, each) for each in _list(known["leases"])]
+    for name, part in _PARTS.get(message, {}).items():
+        if name in known:
+            known[name] = [_decode(part, each) for each in _list(known[name])]
     return message(**known)
 
 

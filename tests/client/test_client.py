@@ -31,7 +31,11 @@ from provisioner.protocol.messages import (
     GateCommand,
     GateHello,
     LeaseRequest,
+    PinRequest,
     Progress,
+    ResizeRequest,
+    StoryLine,
+    UsagePoint,
 )
 from tests.support.fake_broker import DEADLINE_S, FakeBroker
 
@@ -55,6 +59,26 @@ def test_a_lease_lives_from_creation_to_release(broker: FakeBroker, client: Brok
     assert broker.bodies("create")[0]["label"] == "notebook.ipynb"
     assert broker.bodies("attach")[0]["connection"] == {"key": "k", "shell_port": 1}
     assert broker.bodies("answer")[0] == {"number": 3, "word": "closed", "detail": ""}
+
+
+def test_a_lease_is_pinned_and_resized_and_tells_its_story(broker: FakeBroker, client: BrokerClient) -> None:
+    client.create_lease(REQUEST)
+    assert client.pin("lease-1", PinRequest(duration_ms=60_000)).lease_id == "lease-1"
+    assert client.unpin("lease-1").lease_id == "lease-1"
+    assert client.resize("lease-1", ResizeRequest(fraction_milli=500, wait_ms=5)).fraction_milli == 500
+    assert broker.bodies("pin") == [{"duration_ms": 60_000}]
+    assert broker.bodies("resize") == [{"fraction_milli": 500, "memory_mib": None, "wait_ms": 5}]
+    broker.extra = {
+        "lines": [{"at_ms": 1, "reason": "admitted", "sentence": "It came.", "mood": "good"}],
+        "points": [{"at_ms": 1, "state": "resident", "used_mib": 2, "saved_mib": 0}],
+        "neighbours": [{"fraction_milli": 125, "reserved_mib": 64, "state": "resident", "busy": False}],
+    }
+    assert client.story("lease-1").lines == [StoryLine(at_ms=1, reason="admitted", sentence="It came.")]
+    history = client.history("lease-1")
+    assert history.cap_mib == 2048
+    assert history.points == [UsagePoint(at_ms=1, state="resident", used_mib=2, saved_mib=0)]
+    (neighbour,) = client.lease("lease-1").neighbours
+    assert (neighbour.fraction_milli, neighbour.label) == (125, "")
 
 
 def test_status_brings_leases_as_messages(broker: FakeBroker, client: BrokerClient) -> None:

@@ -171,7 +171,9 @@ class FakeBroker:
         with self._changed:
             self._move(lease, call)
             self._changed.notify_all()
-        if call.route in {"lease", "attach", "suspend", "resume"}:
+        if call.route in {"story", "history"}:
+            return {"lease_id": call.lease_id, **({"cap_mib": 2048} if call.route == "history" else {})}
+        if call.route in {"lease", "attach", "suspend", "resume", "pin", "unpin", "resize"}:
             return asdict(self._status(call.lease_id))
         return {"ok": True}
 
@@ -188,6 +190,8 @@ class FakeBroker:
             lease.attach = call.body
         if call.route == "detach":
             lease.attach = {}
+        if call.route == "resize":
+            lease.request["fraction_milli"] = call.body["fraction_milli"] or lease.request["fraction_milli"]
 
     def _create(self, request: dict[str, Any]) -> LeaseReply:
         with self._changed:
