@@ -52,6 +52,7 @@ class Declined(Effect):
     lease_id: str
     reason: str
     sentence: str
+    about: str = ""  # what was asked: "suspend" (also when empty), "pin" or "resize"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
