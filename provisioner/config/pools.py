@@ -15,6 +15,7 @@ from provisioner.config import values
 from provisioner.config.errors import ConfigError, did_you_mean, refuse
 from provisioner.config.hub import HUB_KEYS, HubPool
 from provisioner.config.keys import Key
+from provisioner.config.sharing import SHARING_KEYS, whole_instances
 from provisioner.core.model import DeviceSpec, PoolSpec
 
 __all__ = ["ALL_KEYS", "KEYS", "PoolSettings", "assign", "find_device", "parse_pool"]
@@ -164,6 +165,7 @@ KEYS: Mapping[str, Key] = {
         example={"students": {"leases": 60, "resident": 2}},
         help="The same for the members of a group together.",
     ),
+    **SHARING_KEYS,
 }
 
 ALL_KEYS: Mapping[str, Key] = {**KEYS, **HUB_KEYS}
@@ -196,6 +198,7 @@ def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
         if key not in ALL_KEYS:
             raise refuse(f"{where}[{key!r}]", raw[key], f"unknown key; {did_you_mean(str(key), ALL_KEYS)}")
     parsed = _parsed(where, raw, KEYS)
+    whole_instances(where, raw, parsed)
     return PoolSettings(
         name=name,
         where=where,

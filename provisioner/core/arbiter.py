@@ -14,10 +14,12 @@ from provisioner.core.effects import Effect, LeaseAdmitted, LeaseRefused, LookAg
 from provisioner.core.events import (
     Attached,
     BusyChanged,
+    Checkpointable,
     DeviceLost,
     DeviceSeen,
     Event,
     HostMemorySeen,
+    HostPressureSeen,
     LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
@@ -39,6 +41,7 @@ from provisioner.core.model import DeviceView, LeaseState, LeaseView, PoolSpec, 
 from provisioner.core.requests import refusal
 from provisioner.core.serving import Serving
 from provisioner.core.state import Device, Lease, Operation
+from provisioner.core.staying import note, note_all
 from provisioner.core.transitions import Cause, next_state
 from provisioner.core.units import format_memory
 
@@ -60,6 +63,8 @@ _AboutALease = (
     | Wanted
     | Unwanted
     | BusyChanged
+    | Checkpointable
+    | HostPressureSeen
     | LeaseMeasured
     | SuspendRequested
     | TruthFound
@@ -157,6 +162,7 @@ class Arbiter:
                     self._books.devices[event.device_id].lost = True
             case PoolConfigured():
                 self._books.pools[event.pool.name] = event.pool
+                note_all(self._books, self._books.leases.values())
             case HostMemorySeen():
                 self._books.host_budget_mib = event.budget_mib
             case LeaseRequested():
@@ -173,7 +179,7 @@ class Arbiter:
                 return self._take_about_lease(event)
         return True
 
-    def _take_about_lease(self, event: Event) -> bool:  # noqa: C901 - one case per event
+    def _take_about_lease(self, event: Event) -> bool:  # noqa: C901, PLR0912 - one case per event
         if not isinstance(event, _AboutALease):
             raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
         lease = self._books.leases.get(event.lease_id)
@@ -196,6 +202,11 @@ class Arbiter:
                 return self._measured(lease, max(0, event.used_mib))
             case SuspendRequested():
                 self._suspend_asked(lease)
+            case Checkpointable():
+                lease.why_not = event.why_not
+                note(self._books, lease)
+            case HostPressureSeen():
+                self._changes.press(lease, pressed=event.pressed and lease.state is LeaseState.SUSPENDED)
             case TruthFound():
                 self._truth_found(lease, event)
         return True
@@ -204,12 +215,15 @@ class Arbiter:
 
     def _device_seen(self, event: DeviceSeen) -> None:
         device = self._books.devices.get(event.device.device_id)
+        news = device is None or device.spec != event.device
         if device is None:
             device = self._books.devices[event.device.device_id] = Device(spec=event.device)
             for lease in self._books.leases.values():  # recovered before its device came
                 if lease.device_id == event.device.device_id:
                     device.reserved_mib += lease.held_mib
         device.spec, device.stranger_mib, device.lost = event.device, max(0, event.stranger_mib), False
+        if news:
+            note_all(self._books, self._books.leases.values())
 
     def _requested(self, event: LeaseRequested) -> None:
         spec, changes = event.spec, self._changes
@@ -253,6 +267,7 @@ class Arbiter:
         self._books.hold(lease, device_id, max(held_mib, lease.need_mib) if holds else 0)
         lease.home_id = device_id if keeps_saved else None
         lease.ran = lease.busy
+        note(self._books, lease)
         if not keeps_saved:
             lease.failed_resumes = lease.resume_after_ms = 0
         lease.expires_ms = None
@@ -301,9 +316,10 @@ class Arbiter:
     def _measured(self, lease: Lease, used_mib: int) -> bool:
         if lease.state not in (LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDING):
             return False
-        need_mib = lease.host_need_mib
+        need_mib, stayed = lease.host_need_mib, lease.staying
         lease.used_mib = used_mib
-        return lease.host_need_mib != need_mib
+        breaches = self._serving.caps.measured(lease)
+        return breaches or lease.host_need_mib != need_mib or lease.staying != stayed
 
     def _suspend_asked(self, lease: Lease) -> None:
         if lease.state is not LeaseState.RESIDENT:
@@ -335,7 +351,10 @@ class Arbiter:
                 changes.move(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
             case SuspendOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
-            case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED:
+            case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
+                if event.outcome is SuspendOutcome.IMPOSSIBLE:
+                    lease.why_not = sentence
+                    note(books, lease)
                 books.save_on_host(lease)
                 lease.home_id = None
                 lease.retry_ms = changes.now_ms + self._pause_ms(lease, event.outcome)
@@ -346,7 +365,7 @@ class Arbiter:
     def _pause_ms(self, lease: Lease, outcome: SuspendOutcome) -> int:
         """How long the lease is left alone: what cannot be saved for long, what was only at a bad moment for a moment, then longer."""
         longest_ms = self._books.policy(lease).retry_refused_ms
-        if outcome is SuspendOutcome.REFUSED:
+        if outcome is not SuspendOutcome.ABORTED:
             return longest_ms
         lease.aborted_suspends += 1
         return min(_FIRST_RETRY_MS << min(lease.aborted_suspends - 1, 16), longest_ms)

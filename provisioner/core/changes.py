@@ -18,6 +18,7 @@ from provisioner.core.effects import (
 from provisioner.core.model import LeaseState
 from provisioner.core.scheduling import Wait
 from provisioner.core.state import Books, Lease, Operation, Ticket
+from provisioner.core.staying import note
 from provisioner.core.transitions import Cause, next_state
 from provisioner.core.units import format_duration, format_memory
 
@@ -98,6 +99,16 @@ class Changes:
         lease.home_id, lease.busy, lease.ran, lease.used_mib = None, False, False, 0
         lease.operation_id, lease.asked_to_suspend, lease.expires_ms = None, False, None
         lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = lease.aborted_suspends = 0
+        lease.why_not = lease.stays = ""
+        self.press(lease, pressed=False)
+
+    def press(self, lease: Lease, *, pressed: bool) -> None:
+        """Note whether host memory is short where the lease's saved state lies."""
+        lease.pressed = pressed
+        if pressed:
+            self.books.pressed[lease.lease_id] = lease
+        else:
+            self.books.pressed.pop(lease.lease_id, None)
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
         """The lease is over: forget it."""
@@ -174,10 +185,18 @@ class Changes:
         lease.last_active_ms = self.now_ms
         lease.ran = lease.busy
         lease.home_id = None
+        self.press(lease, pressed=False)
+        note(self.books, lease)
 
-    def _begin_resume(self, lease: Lease, device_id: str, sentence: str) -> None:
+    def resume_early(self, lease: Lease, device_id: str, sentence: str) -> None:
+        """Reserve room for a saved lease that nobody asked for, and bring it back."""
+        self.books.hold(lease, device_id, lease.need_mib)
+        self.touched.add(device_id)
+        self._begin_resume(lease, device_id, sentence, reason="resume.host-memory")
+
+    def _begin_resume(self, lease: Lease, device_id: str, sentence: str, *, reason: str = "resume.room") -> None:
         operation_id = self._begin(lease)
-        self.move(lease, Cause.RESUME, "resume.room", sentence)
+        self.move(lease, Cause.RESUME, reason, sentence)
         self.operations[operation_id] = Operation(lease.lease_id, "resume", lease.generation)
         self.effects.append(
             Resume(

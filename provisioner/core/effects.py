@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from provisioner.core.model import LeaseState
+from provisioner.core.model import Breach, LeaseState
 
 __all__ = [
+    "CapBreached",
     "Declined",
     "Effect",
     "Granted",
@@ -90,6 +91,15 @@ class Resume(Effect):
     reserve_mib: int
     device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
     from_device_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapBreached(Effect):
+    """The lease uses more than its cap: tell the kernel; with `Breach.KILL` end those of its processes that use the device."""
+
+    lease_id: str
+    action: Breach
+    sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,14 @@ from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 __all__ = [
     "Attached",
     "BusyChanged",
+    "Checkpointable",
     "DeviceDrained",
     "DeviceLost",
     "DeviceSeen",
     "DeviceUndrained",
     "Event",
     "HostMemorySeen",
+    "HostPressureSeen",
     "LeaseMeasured",
     "LeaseRecovered",
     "LeaseReleased",
@@ -84,7 +86,10 @@ class PoolConfigured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """Host memory that suspended state may take in all, MiB: what is saved already counts against it."""
+    """Host memory that suspended state may take in all, MiB: what is saved already counts against it.
+
+    Where more is saved than that, leases are brought back early until it fits.
+    """
 
     budget_mib: int
 
@@ -166,6 +171,22 @@ class LeaseMeasured(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointable(Event):
+    """Whether the lease's process can be checkpointed: a sentence why not, for as long as it lives, or nothing."""
+
+    lease_id: str
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPressureSeen(Event):
+    """Whether host memory is short where the saved state of this lease lies (its control group): it comes back early if it can."""
+
+    lease_id: str
+    pressed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendRequested(Event):
     """Somebody asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
 
@@ -207,7 +228,8 @@ class SuspendOutcome(StrEnum):
     SAVED = "saved"  # checkpointed: saved_mib in host memory
     NOTHING_TO_SAVE = "nothing-to-save"  # no CUDA context: the reservation is given back, lease unarmed
     ABORTED = "aborted"  # rolled back (became busy, gate did not close, lock timed out): resident
-    REFUSED = "refused"  # cannot be checkpointed: resident, and not tried again for a while
+    REFUSED = "refused"  # not now: resident, and not tried again for a while
+    IMPOSSIBLE = "impossible"  # cannot be checkpointed: resident, and not tried again while this process lives
     UNKNOWN = "unknown"  # quarantine
 
 

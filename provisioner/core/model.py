@@ -8,6 +8,7 @@ from enum import StrEnum
 
 __all__ = [
     "HOLDING",
+    "Breach",
     "DeviceSpec",
     "DeviceView",
     "LeaseSpec",
@@ -16,7 +17,9 @@ __all__ = [
     "Limits",
     "PoolSpec",
     "ReserveBy",
+    "Sharing",
     "Span",
+    "Strangers",
     "TicketView",
 ]
 
@@ -43,6 +46,29 @@ class ReserveBy(StrEnum):
 
     CAP = "cap"  # its whole cap (limit)
     USE = "use"  # what it uses plus headroom, never under its request and never over its cap
+
+
+class Sharing(StrEnum):
+    """How leases share a device. Only time-slicing goes together with checkpoints."""
+
+    TIME_SLICE = "time-slice"
+    MPS = "mps"  # compute and memory are limited by the MPS server; leases stay resident
+    MIG = "mig"  # the devices are instances, one lease has a whole one; leases stay resident
+
+
+class Breach(StrEnum):
+    """What a pool does with a lease that uses more than its cap."""
+
+    WARN = "warn"
+    SUSPEND = "suspend"  # as soon as it is idle; it comes back where all that it really uses fits
+    KILL = "kill"  # its processes that use the device
+
+
+class Strangers(StrEnum):
+    """What a pool does with processes that use its devices and belong to no lease."""
+
+    SHOW = "show"
+    REFUSE = "refuse"  # they are ended, where the broker may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +100,7 @@ class DeviceSpec:
     name: str
     memory_mib: int
     overhead_mib: int = 0
+    why_not: str = ""  # why nothing on it can be checkpointed, a sentence: leases there stay resident; empty: it can
 
     @property
     def leasable_mib(self) -> int:
@@ -115,6 +142,11 @@ class PoolSpec:
     max_devices: int = 8  # whole devices that one lease may ask for
     user_limits: Limits = Limits()  # of every user
     group_limits: tuple[tuple[str, Limits], ...] = ()  # by group
+    sharing: Sharing = Sharing.TIME_SLICE
+    breach: Breach = Breach.WARN  # what happens to a lease that uses more than its cap
+    strangers: Strangers = Strangers.SHOW  # what happens to processes of no lease on the pool's devices
+    suspend_unseen: bool = True  # kernels without our extension may be suspended, though nobody can tell what they use
+    hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +191,7 @@ class LeaseView:
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first
     pinned_until_ms: int = 0  # not suspended for others, nor for being idle, before this
     resume_ms: int | None = None  # predicted time to bring it back, for one that is suspended
+    stays: str = ""  # why it cannot be suspended for as long as it is resident, a sentence; empty: it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +208,7 @@ class DeviceView:
     over_committed: bool
     lost: bool
     draining: bool = False  # admits nobody; who is on it leaves as soon as may be
+    why_not: str = ""  # why leases there cannot be suspended, a sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

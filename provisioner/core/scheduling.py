@@ -61,7 +61,7 @@ def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
 
 def willing_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """Return when a resident lease may be suspended for others: not while it is busy, or was refused, or has had no chance to run."""
-    if lease.busy:
+    if lease.busy or lease.staying:
         return None
     return max(lease.retry_ms, 0 if lease.ran else lease.since_ms + max(1, pool.min_residency_ms))
 
@@ -82,7 +82,8 @@ class Room:
 
     def free_mib(self, device_id: str) -> int:
         """What is free on the device and not kept; negative if more is kept than there is."""
-        return self._books.devices[device_id].free_mib - self._kept.get(device_id, 0)
+        device, kept_mib = self._books.devices[device_id], self._kept.get(device_id, 0)
+        return min(0, device.free_mib - kept_mib) if device.whole and kept_mib else device.free_mib - kept_mib
 
     def best_fit(self, devices: Iterable[str], need_mib: int) -> str | None:
         """Return the device that the need leaves least room on, the first among equals; None if it fits nowhere."""
@@ -223,6 +224,12 @@ class Room:
         if busy:
             kernels = "1 kernel is" if len(busy) == 1 else f"{len(busy)} kernels are"
             return Wait("wait.busy-neighbour", f"{need} are needed, {free}; {kernels} running a cell", busy)
+        if holders and all(other.staying for other in holders):
+            return Wait(
+                "wait.cannot-be-suspended",
+                f"{need} are needed, {free}; the kernels there cannot be suspended ({holders[0].stays}): it waits until one ends",
+                tuple(other.lease_id for other in holders),
+            )
         return Wait(
             "wait.unwilling-neighbour",
             f"{need} are needed, {free}; the kernels there are idle but cannot be suspended just now",

@@ -4,8 +4,10 @@ In this order: leases whose time is over end; suspends that somebody asked for b
 enough are suspended. One swap channel serves all of them.
 """
 
+from provisioner.core.caps import Caps
 from provisioner.core.changes import Changes
 from provisioner.core.model import LeaseState
+from provisioner.core.relief import Relief
 from provisioner.core.scheduling import Plan, Room, Wait, candidates, willing_from_ms
 from provisioner.core.state import Lease, Ticket
 from provisioner.core.transitions import Cause
@@ -23,19 +25,24 @@ class Serving:
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
+        self.caps = Caps(changes)
+        self._relief = Relief(changes)
 
     def serve(self) -> None:
         """Do everything that can be done now."""
         self._expire()
         self._suspend_asked()
+        self._suspend_breaching()
         if self._books.waiting:
             _Pass(self._changes).serve()
+        self._relief.relieve()
         self._suspend_idle()
 
     def wake_ms(self) -> int | None:
         """Return when to serve again though nothing happens, or None. What waits for an answer needs no alarm."""
         now_ms, books = self._changes.now_ms, self._books
-        due: list[int | None] = [lease.expires_ms for lease in books.by_state[LeaseState.UNATTACHED].values()]
+        due: list[int | None] = [self.caps.due_ms()]
+        due += [lease.expires_ms for lease in books.by_state[LeaseState.UNATTACHED].values()]
         for lease in books.by_state[LeaseState.RESIDENT].values():
             if lease.busy:
                 continue
@@ -60,8 +67,15 @@ class Serving:
             elif self._changes.channel_free:
                 self._changes.begin_suspend(lease, "suspend.asked", "somebody asked for it")
 
+    def _suspend_breaching(self) -> None:
+        for lease in self.caps.enforce():
+            if self._changes.channel_free and lease.retry_ms <= self._changes.now_ms and not self.cannot_suspend(lease):
+                self._changes.begin_suspend(lease, "suspend.breach", "it uses more than its cap")
+
     def cannot_suspend(self, lease: Lease) -> Wait | None:
         """Say why a resident, idle lease cannot be suspended at all now, or return None."""
+        if lease.staying:
+            return Wait("not-checkpointable", lease.stays)
         if self._is_lost(lease):
             return Wait("device-lost", "its device answers nothing, so nothing can be saved from it")
         left_mib, need_mib = self._books.host_left_mib, lease.host_need_mib

@@ -66,6 +66,16 @@ class Lease:
     expires_ms: int | None = None
     asked_to_suspend: bool = False
     ticket: Ticket | None = None
+    why_not: str = ""  # why its process cannot be checkpointed, a sentence
+    stays: str = ""  # that, or what its pool or device say; written by `staying` alone
+    over_since_ms: int | None = None  # more than its cap since then
+    over_told: bool = False
+    pressed: bool = False  # host memory is short where its saved state lies
+
+    @property
+    def staying(self) -> bool:
+        """Whether it cannot be suspended: it has something that cannot be saved, or may have it at any moment."""
+        return bool(self.stays) and (self.used_mib > 0 or not self.spec.gated)
 
     @property
     def lease_id(self) -> str:
@@ -105,6 +115,7 @@ class Lease:
             reserved_mib=self.held_mib,
             host_reserved_mib=self.host_mib,
             suspend_asked=self.asked_to_suspend,
+            stays=self.stays,
         )
 
 
@@ -116,6 +127,7 @@ class Device:
     stranger_mib: int = 0
     lost: bool = False
     reserved_mib: int = 0
+    whole: bool = False  # one lease has all of it
 
     @property
     def free_mib(self) -> int:
@@ -124,7 +136,8 @@ class Device:
 
     @property
     def _left(self) -> int:
-        return self.spec.leasable_mib - self.reserved_mib - self.stranger_mib
+        left_mib = self.spec.leasable_mib - self.reserved_mib - self.stranger_mib
+        return min(0, left_mib) if self.whole and self.reserved_mib else left_mib
 
 
 @dataclass(slots=True)
@@ -140,6 +153,7 @@ class Books:
     host_budget_mib: int = 0
     host_saved_mib: int = 0
     host_reserved_mib: int = 0
+    pressed: dict[str, Lease] = field(default_factory=dict)  # whose saved state lies where host memory is short
 
     def add(self, lease: Lease) -> None:
         """Take a new lease in."""
@@ -231,6 +245,7 @@ class Books:
                 stranger_mib=device.stranger_mib,
                 over_committed=device.reserved_mib + device.stranger_mib > device.spec.leasable_mib,
                 lost=device.lost,
+                why_not=device.spec.why_not,
             )
             for device in self.devices.values()
         ]

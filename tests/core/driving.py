@@ -130,6 +130,13 @@ class Hand:
         self.run(name, reserve_mib)
         self.rest(name)
 
+    def idle_again(self, name: str) -> None:
+        """Have the kernel of a lease that lost its process start anew, get the GPU, run a cell and rest."""
+        self.send(Attached(at_ms=self.now, lease_id=name, gated=True))
+        self.want(name)
+        self.work(name)
+        self.rest(name)
+
     def wait(self, ms: int) -> list[Effect]:
         """Let time pass."""
         self.now += ms

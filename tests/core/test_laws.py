@@ -63,10 +63,12 @@ def test_law_2_no_suspend_without_host_memory_and_no_resume_without_room_for_wha
             if isinstance(effect, Suspend):
                 assert effect.host_mib >= max(cap, used[number])
                 assert hand.arbiter.host_saved_mib + hand.arbiter.host_reserved_mib <= budgets[number]
-                hand.saved([effect], saved_mib=saved[number])
-                (resume,) = [effect for effect in hand.want(name) if isinstance(effect, Resume)]
-                assert resume.reserve_mib >= max(cap, saved[number])
-                hand.restored([resume], ResumeOutcome.NOT_STARTED)
+                begun = [*hand.saved([effect], saved_mib=saved[number]), *hand.want(name)]
+                while resumes := [effect for effect in begun if isinstance(effect, Resume)]:  # asked for, or early
+                    (resume,) = resumes
+                    kernel = int(resume.lease_id.removeprefix("k"))
+                    assert resume.reserve_mib >= max(caps[kernel], saved[kernel])
+                    begun = hand.restored([resume], ResumeOutcome.NOT_STARTED)
 
 
 @few

@@ -1,0 +1,55 @@
+"""Bringing saved leases back before anybody asks, because host memory is short and a device has room.
+
+Only while nobody waits for room (a ticket comes first), one after another, those first whose own control group is short, then
+whoever was active last: it is likely to be the next to run. What was brought back is not saved again before host memory allows it.
+"""
+
+from provisioner.core.changes import Changes
+from provisioner.core.model import LeaseState
+from provisioner.core.scheduling import candidates
+from provisioner.core.state import Lease
+from provisioner.core.units import format_memory
+
+__all__ = ["Relief"]
+
+
+class Relief:
+    """Relieves the host."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+
+    def relieve(self) -> None:
+        """Begin one early resume if host memory is short and somebody fits on a device."""
+        books = self._books
+        excess_mib = books.host_saved_mib - books.host_budget_mib
+        if books.waiting or not self._changes.channel_free or (excess_mib <= 0 and not books.pressed):
+            return
+        for lease in self._order(anybody=excess_mib > 0):
+            device_id = self._device_for(lease)
+            if device_id is not None:
+                why = "where its saved state lies" if lease.pressed else f"by {format_memory(excess_mib)}"
+                sentence = f"host memory is short {why}, and a device has room: it comes back early"
+                self._changes.resume_early(lease, device_id, sentence)
+                return
+
+    def _order(self, *, anybody: bool) -> list[Lease]:
+        now_ms = self._changes.now_ms
+        saved = [
+            lease
+            for lease in self._books.by_state[LeaseState.SUSPENDED].values()
+            if (anybody or lease.pressed) and lease.resume_after_ms <= now_ms
+        ]
+        return sorted(saved, key=lambda lease: (not lease.pressed, -lease.last_active_ms, lease.lease_id))
+
+    def _device_for(self, lease: Lease) -> str | None:
+        """Return its home if there is room, else the device of those it may go to that has the least room to spare."""
+        able = [
+            device_id
+            for device_id in candidates(self._books, self._books.policy(lease), lease)
+            if self._books.devices[device_id].free_mib >= lease.need_mib
+        ]
+        if lease.home_id in able:
+            return lease.home_id
+        return min(able, key=lambda device_id: (self._books.devices[device_id].free_mib, device_id), default=None)

@@ -1,0 +1,34 @@
+"""Who stays on its device: leases whose state cannot be saved are nobody's victims, and nobody tries again and again.
+
+A lease stays because of its process (the driver, or its extension, said that it cannot be checkpointed), its device (MIG, an old
+driver) or its pool (MPS and MIG share without checkpoints). The reason is one sentence, which status and refusals repeat. It is kept on the
+lease and renewed when one of the three changes: who chooses victims looks at `Lease.staying` only.
+"""
+
+from collections.abc import Iterable
+
+from provisioner.core.model import Sharing
+from provisioner.core.state import Books, Lease
+
+__all__ = ["note", "note_all"]
+
+_BY_SHARING = {
+    Sharing.MPS: "its pool shares devices through MPS, whose clients the driver cannot checkpoint",
+    Sharing.MIG: "its pool hands out MIG instances, on which the driver cannot checkpoint",
+}
+
+
+def note(books: Books, lease: Lease) -> None:
+    """Write down why the lease stays, if it does."""
+    device = books.devices.get(lease.device_id or "")
+    by_device = device.spec.why_not if device is not None else ""
+    lease.stays = lease.why_not or _BY_SHARING.get(books.policy(lease).sharing, "") or by_device
+
+
+def note_all(books: Books, leases: Iterable[Lease]) -> None:
+    """Do so for several, and say which devices one lease has as a whole."""
+    whole = {device_id for pool in books.pools.values() if pool.sharing is Sharing.MIG for device_id in pool.devices}
+    for device_id, device in books.devices.items():
+        device.whole = device_id in whole
+    for lease in leases:
+        note(books, lease)
