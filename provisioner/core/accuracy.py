@@ -1,0 +1,56 @@
+"""How good forecasts were: the last few hundred of a kind, compared with what happened."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from provisioner.core.model import Span
+
+__all__ = ["Accuracy", "ErrorView"]
+
+_KEPT = 512
+_LEAST_MS = 100  # errors are relative to what happened, or to this
+_MOST_PERMILLE = 1_000_000
+_INSIDE = 1 << 20  # marks one that lay between its bounds; larger than any error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorView:
+    """The error of one kind of forecast over the last 512 of them, thousandths."""
+
+    what: str  # wait, suspend, resume or cell
+    count: int  # forecasts that were compared, ever
+    median_error_permille: int  # median of |expected - happened| / happened
+    covered_permille: int  # lay between their bounds; 800 is what the bounds promise
+
+
+class Accuracy:
+    """Compares one kind of forecast with what happened."""
+
+    __slots__ = ("count", "recent", "what")
+
+    def __init__(self, what: str, *, count: int = 0, recent: Iterable[int] = ()) -> None:
+        self.what, self.count = what, count
+        self.recent = list(recent)[-_KEPT:]  # a ring: error in thousandths, marked if inside
+
+    def compare(self, expected: Span, happened_ms: int) -> None:
+        """Take down a forecast and what happened."""
+        off = abs(expected.expected_ms - happened_ms) * 1000 // max(_LEAST_MS, happened_ms)
+        entry = min(off, _MOST_PERMILLE)
+        if expected.low_ms <= happened_ms <= expected.high_ms:
+            entry += _INSIDE
+        if len(self.recent) < _KEPT:
+            self.recent.append(entry)
+        else:
+            self.recent[self.count % _KEPT] = entry
+        self.count += 1
+
+    def view(self) -> ErrorView:
+        """Return the figures."""
+        errors = sorted(entry % _INSIDE for entry in self.recent)
+        inside = sum(entry >= _INSIDE for entry in self.recent)
+        return ErrorView(
+            what=self.what,
+            count=self.count,
+            median_error_permille=errors[len(errors) // 2] if errors else 0,
+            covered_permille=inside * 1000 // len(errors) if errors else 0,
+        )

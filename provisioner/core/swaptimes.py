@@ -1,0 +1,96 @@
+"""How long a suspend or resume takes: a fixed time and the bytes over the bandwidth, learnt from those that were done.
+
+A line through the last swaps of the kind, by least squares of relative errors; swaps far off the line weigh less, so one hiccup does
+not spoil the forecast and a new truth is believed as soon as it has been seen about as often as the old one. A prior line stands beside
+the swaps, scaled to how quick they are: a prior that is ten times too slow is corrected by the first swap whatever its size, and how
+the time divides into its two parts is as in the prior until sizes differ. Floats, with nothing but + - * / and comparisons, so every
+machine learns the same.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from provisioner.core.histograms import Histogram, Scale, shape, value_at
+
+__all__ = ["KEPT", "RATIOS", "SwapTimes", "ratio"]
+
+RATIOS = Scale(bits=3, shift=0, most=1 << 20)
+"""Ratios of what was to what was expected, in 1024ths."""
+KEPT = 16  # swaps that the line is drawn through
+_ONE = 1 << 10
+_ANCHORS = (0, 8192)  # MiB at which the prior counts ...
+_ANCHOR_WEIGHT = 0.25  # ... as so many swaps
+_ROUNDS = 4
+_FAR = 0.5  # relative errors beyond this weigh less
+# Ratios that 10, 50 and 90 % of swaps stay under, before any was seen.
+_PRIOR = tuple(shape(RATIOS, ((400, 0), (700, 100), (1024, 500), (1500, 900), (4000, 1000)), 8 * 1024))
+
+
+def ratio(was: int, expected: int) -> int:
+    """Return how the one compares with the other, in 1024ths."""
+    return was * _ONE // max(1, expected)
+
+
+class SwapTimes:
+    """One kind of swap on one kind of device. The prior: `fixed_ms` and MiB a second."""
+
+    def __init__(
+        self,
+        *,
+        fixed_ms: int,
+        mib_per_s: int,
+        swaps: Iterable[tuple[int, int]] = (),
+        ratios: Sequence[int] = (),
+    ) -> None:
+        self._prior = (float(fixed_ms), 1000 / mib_per_s)
+        self.swaps = list(swaps)[-KEPT:]  # (MiB, ms), the last ones; the constructor takes them
+        self.ratios = Histogram(RATIOS, memory=32, weights=ratios or _PRIOR)
+        self._fit()
+
+    def expected_ms(self, mib: int) -> int:
+        """Return how long a swap of so many MiB is expected to take, ms."""
+        return int(self.fixed_ms + self.ms_per_mib * mib + 0.5)
+
+    def bounds_ms(self, mib: int) -> tuple[int, int]:
+        """Return between which times four of five such swaps end, ms."""
+        expected, total = self.expected_ms(mib), self._totals[-1]
+        low = value_at(RATIOS, self._totals, total // 10)
+        high = value_at(RATIOS, self._totals, total * 9 // 10)
+        return min(expected, expected * low // _ONE), max(expected, expected * high // _ONE)
+
+    def learn(self, mib: int, took_ms: int) -> None:
+        """Take a swap into account."""
+        mib, took_ms = max(0, mib), max(0, took_ms)
+        self.ratios.add(ratio(took_ms, self.expected_ms(mib)))
+        self.swaps = [*self.swaps[1 - KEPT :], (mib, took_ms)]
+        self._fit()
+
+    def _fit(self) -> None:
+        """Draw the line, from the prior at the swaps' middle level on; neither part of it is negative."""
+        fixed, slope = self._prior
+        levels = sorted(took / max(1.0, fixed + slope * mib) for mib, took in self.swaps)
+        level = (levels[(len(levels) - 1) // 2] + levels[len(levels) // 2]) / 2 if levels else 1.0
+        fixed, slope = fixed * level, slope * level
+        anchors = [(mib, max(1.0, fixed + slope * mib)) for mib in _ANCHORS]
+        for _ in range(_ROUNDS if self.swaps else 0):
+            fixed, slope = _line(self.swaps, anchors, fixed, slope)
+        self.fixed_ms, self.ms_per_mib = fixed, slope
+        self._totals = self.ratios.totals()
+
+
+def _line(
+    swaps: Sequence[tuple[int, int]], anchors: Sequence[tuple[int, float]], fixed: float, slope: float
+) -> tuple[float, float]:
+    """Return the line that fits best, each swap weighing as it should by the line there was."""
+    aa = ab = bb = ay = by = 0.0
+    for place, (mib, took) in enumerate([*anchors, *swaps]):
+        expected = max(1.0, fixed + slope * mib)
+        off = abs(took - expected) / max(1.0, min(took, expected))
+        weight = _ANCHOR_WEIGHT if place < len(anchors) else 1.0
+        weight *= (1.0 if off < _FAR else _FAR / off) / (expected * expected)
+        aa, ab, bb = aa + weight, ab + weight * mib, bb + weight * mib * mib
+        ay, by = ay + weight * took, by + weight * mib * took
+    det = aa * bb - ab * ab
+    fixed, slope = (ay * bb - by * ab) / det, (aa * by - ab * ay) / det
+    if fixed < 0:
+        return 0.0, by / bb
+    return (fixed, slope) if slope >= 0 else (ay / aa, 0.0)
