@@ -96,6 +96,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         super().__init__(**kwargs)
         self._lease: KernelLease | None = None  # what is held, over restarts too
         self._launching: KernelLease | None = None  # what the process that is about to start gets
+        self._notice = ""
         self._plan = KernelPlan(is_ipykernel=False, gated=False)
         self._is_restart = False
         self._frozen_at_shutdown = False
@@ -108,6 +109,16 @@ class FractionalGPUProvisioner(LocalProvisioner):
     @default("default_fraction")
     def _default_fraction_default(self) -> str:
         return os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION") or "1/4"
+
+    @property
+    def gpu_notice(self) -> str:
+        """Why the kernel was started without a GPU, one sentence, or nothing: for the server that shows it."""
+        return self._notice
+
+    @property
+    def gpu_token(self) -> str | None:
+        """The token of the lease that is held, for the server that steers it."""
+        return None if self._lease is None else self._lease.token
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
         """Check the stanza, take or renew the lease, and put it into the command and the environment.
@@ -122,6 +133,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         with_spec = self._spec_environment(environment)
         self._plan = await asyncio.to_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
         request = self._request(config, environment)
+        self._notice = ""
         lease, notice = await self._obtain(request)
         self._launching = lease
         managed = lease is not None or bool(notice)
@@ -288,7 +300,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
     def _explain(self, error: FractionalGPUError) -> str:
         """Log that the kernel gets no GPU, and return the sentence for its first cell."""
         self.log.warning("Kernel %s starts without a GPU: %s", self.kernel_id, error)
-        return f"This kernel was started without a GPU: {_sentence(error)}. Restart the kernel to try again."
+        self._notice = f"This kernel was started without a GPU: {_sentence(error)}. Restart the kernel to try again."
+        return self._notice
 
     def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
         """Attach the process that was just started (in a thread)."""

@@ -1,0 +1,90 @@
+"""A Jupyter server with the extension, and its event stream as a page hears it."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import websocket
+
+import kernelext.server
+from kernelext.server.news import NOTICE_ID, STATE_ID
+from tests.support.world import DEADLINE_S, Server, World, new_world
+
+State = dict[str, Any]
+CONFIG = Path(kernelext.server.__file__).with_name("jupyter-fractional-gpu.json")
+
+
+def enable(world: World) -> None:
+    """Let the world's servers load the extension, as an installation does."""
+    folder = world.folder / "config" / "jupyter_server_config.d"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(CONFIG, folder)
+
+
+class Page:
+    """What a browser's page hears from its server, without asking."""
+
+    def __init__(self, server: Server) -> None:
+        address = server.url.replace("http", "ws", 1) + "api/events/subscribe"
+        self.socket = websocket.create_connection(
+            address, header=[f"Authorization: token {server.token}"], timeout=DEADLINE_S
+        )
+
+    def hear(self, schema_id: str) -> dict[str, Any]:
+        """Return the next event of this kind."""
+        while True:
+            event: dict[str, Any] = json.loads(self.socket.recv())
+            if event["schema_id"] == schema_id:
+                return event
+
+    def until(self, wanted: Callable[[State], bool]) -> State:
+        """Return the first state that is as wanted."""
+        while not wanted(state := self.hear(STATE_ID)):
+            pass
+        return state
+
+    def notice(self) -> dict[str, Any]:
+        """Return the next notice."""
+        return self.hear(NOTICE_ID)
+
+    def until_kernel(self, kernel_id: str, wanted: str) -> State:
+        """Return the kernel as it is told of when it is first in this state."""
+
+        def kernels(state: State) -> list[State]:
+            return [one for one in state["kernels"] if (one["kernel_id"], one["state"]) == (kernel_id, wanted)]
+
+        (kernel,) = kernels(self.until(lambda state: bool(kernels(state))))
+        return kernel
+
+
+@contextmanager
+def page_of(server: Server) -> Iterator[Page]:
+    """A page that is open for the block."""
+    page = Page(server)
+    try:
+        yield page
+    finally:
+        page.socket.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with new_world() as made:
+        enable(made)
+        yield made
+
+
+@pytest.fixture
+def server(world: World) -> Iterator[Server]:
+    with Server(world) as started:
+        yield started
+
+
+@pytest.fixture
+def page(server: Server) -> Iterator[Page]:
+    with page_of(server) as opened:
+        yield opened

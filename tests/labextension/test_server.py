@@ -1,0 +1,165 @@
+"""The server extension: pages hear of their server's kernels without asking, steer those alone, and nobody seems to be at work."""
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.labextension.conftest import Page, State, page_of
+from tests.support.stories import fill
+from tests.support.world import Notebook, Server, World
+
+STATE = "jupyter-fractional-gpu/state?no_track_activity=1"
+
+
+def act(server: Server, kernel_id: str, action: str, body: dict[str, Any] | None = None) -> State:
+    reply: State = server.request("POST", f"jupyter-fractional-gpu/kernels/{kernel_id}/{action}", body or {})
+    return reply
+
+
+def refusal(server: Server, kernel_id: str, action: str, body: dict[str, Any] | None = None) -> tuple[int, State]:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        act(server, kernel_id, action, body)
+    with refused.value as reply:
+        return reply.code, json.loads(reply.read())
+
+
+def test_without_a_broker_it_says_so_and_starts_none(world: World, server: Server) -> None:
+    assert server.request("GET", STATE) == {"broker": False, "simulated": False, "kernels": [], "devices": []}
+    assert world.broker_pid() is None
+
+
+def test_a_page_hears_what_becomes_of_a_kernel(world: World, server: Server, page: Page) -> None:
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    kernel = page.until_kernel(notebook.kernel_id, "unarmed")
+    assert (kernel["fraction_milli"], kernel["reserve_mib"], kernel["simulated"]) == (250, 256, True)
+    notebook.must(fill(1, 24))
+    page.until_kernel(notebook.kernel_id, "resident")
+    assert act(server, notebook.kernel_id, "suspend")["state"] == "suspended"
+    assert page.until_kernel(notebook.kernel_id, "suspended")["saved_mib"] >= 24
+    assert act(server, notebook.kernel_id, "resume")["state"] == "resident"
+    state = page.until(lambda state: [one["state"] for one in state["kernels"]] == ["resident"])
+    assert [device["memory_mib"] for device in state["devices"]] == [1024]
+    assert server.request("GET", STATE)["kernels"][0]["kernel_id"] == notebook.kernel_id
+    notebook.shut_down()
+    page.until(lambda state: state["broker"] and state["kernels"] == [])
+
+
+def test_two_servers_show_and_steer_their_own_kernels_only(world: World, server: Server, page: Page) -> None:
+    (name,) = world.install(250)
+    mine = server.start(name)
+    page.until_kernel(mine.kernel_id, "unarmed")
+    with Server(world) as other, page_of(other) as other_page:
+        theirs = other.start(name)
+        other_page.until_kernel(theirs.kernel_id, "unarmed")
+        for asked, kernel in ((server, mine), (other, theirs)):
+            assert [one["kernel_id"] for one in asked.request("GET", STATE)["kernels"]] == [kernel.kernel_id]
+        status, said = refusal(server, theirs.kernel_id, "suspend")
+        assert (status, said["reason"]) == (404, "unknown-kernel")
+
+
+def test_a_broker_that_dies_is_gone_and_comes_back(world: World, server: Server, page: Page) -> None:
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    page.until_kernel(notebook.kernel_id, "unarmed")
+    world.kill_broker()
+    assert page.until(lambda state: not state["broker"])["kernels"] == []
+    status, said = refusal(server, notebook.kernel_id, "suspend")
+    assert (status, said["reason"]) == (409, "no-lease")
+    world.start_broker()
+    page.until_kernel(notebook.kernel_id, "unarmed")
+
+
+def last_activity(server: Server, kernel_id: str) -> tuple[str, str, str]:
+    kernel = server.request("GET", f"api/kernels/{kernel_id}?no_track_activity=1")
+    status = server.request("GET", "api/status?no_track_activity=1")
+    return status["last_activity"], kernel["last_activity"], kernel["execution_state"]
+
+
+def test_watching_is_no_activity_and_makes_no_kernel_busy(world: World, server: Server, page: Page) -> None:
+    first, second = world.install(250, 500)
+    watched = server.start(first)
+    watched.must("1 + 1")
+    page.until_kernel(watched.kernel_id, "resident")
+    noise = Server(world)
+    try:
+        other = noise.start(second)
+        before = last_activity(server, watched.kernel_id)
+        other.must(fill(1, 24))  # what happens on the device is news to the page
+        page.until(lambda state: state["devices"][0]["reserved_mib"] >= 768)
+        assert server.request("GET", STATE)["broker"]
+        assert last_activity(server, watched.kernel_id) == before
+    finally:
+        noise.stop()
+
+
+def test_a_kernel_restarted_without_a_gpu_is_told_of(world: World, server: Server, page: Page) -> None:
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    page.until_kernel(notebook.kernel_id, "unarmed")
+    world.kill_broker()
+    Path(world.socket).with_name("broker.json").write_text("not what it was")
+    notebook.restart()
+    notice = page.notice()
+    assert notice["kernel_id"] == notebook.kernel_id
+    assert notice["sentence"].startswith("This kernel was started without a GPU: ")
+    Path(world.socket).with_name("broker.json").unlink()
+
+
+def test_a_restart_that_fails_is_told_of(world: World, server: Server, page: Page) -> None:
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    page.until_kernel(notebook.kernel_id, "unarmed")
+    spec = world.kernels_dir / name / "kernel.json"
+    content = json.loads(spec.read_text())
+    content["metadata"]["kernel_provisioner"]["config"]["fraction"] = "lots"
+    # The manager read the kernelspec before; what it cannot find any more is the interpreter's folder to start in.
+    spec.write_text(json.dumps(content))
+    world.notebooks.rename(world.folder / "moved")
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        notebook.restart()
+    failed.value.close()
+    notice = page.notice()
+    assert notice["kernel_id"] == notebook.kernel_id
+    assert notice["sentence"].startswith("The kernel could not be restarted: ")
+
+
+@pytest.fixture
+def quiet(world: World, server: Server, page: Page) -> Notebook:
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    page.until_kernel(notebook.kernel_id, "unarmed")
+    return notebook
+
+
+def test_what_makes_no_sense_is_one_sentence(server: Server, quiet: Notebook) -> None:
+    for action, body, sentence in (
+        ("explode", {}, "there is no action 'explode'; allowed: pin, suspend, resume, unpin"),
+        ("suspend", {"now": True}, "suspend takes no 'now'; allowed: nothing"),
+        ("pin", {"minutes": 0}, "minutes is '0'; allowed: 1 to 10080"),
+        ("pin", {}, "minutes is 'None'; allowed: 1 to 10080"),
+    ):
+        assert refusal(server, quiet.kernel_id, action, body) == (400, {"message": sentence, "reason": "bad-request"})
+
+
+def test_an_action_needs_a_sign_in_and_a_page_of_this_server(server: Server, quiet: Notebook) -> None:
+    address = f"{server.url}jupyter-fractional-gpu/kernels/{quiet.kernel_id}/suspend"
+    bare = urllib.request.Request(address, data=b"{}", method="POST")  # noqa: S310 - loopback
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(bare)  # noqa: S310
+    refused.value.close()
+    assert refused.value.code == 403
+    # Signed in by cookie, as browsers are, but without the token that only a page of this server can read: another site's form.
+    page = urllib.request.Request(f"{server.url}api/status?token={server.token}")  # noqa: S310
+    with urllib.request.urlopen(page) as reply:  # noqa: S310
+        cookies = "; ".join(cookie.split(";")[0] for cookie in reply.headers.get_all("Set-Cookie", []))
+    assert "username" in cookies
+    forged = urllib.request.Request(address, data=b"{}", method="POST", headers={"Cookie": cookies})  # noqa: S310
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(forged)  # noqa: S310
+    refused.value.close()
+    assert refused.value.code == 403
