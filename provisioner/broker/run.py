@@ -23,7 +23,7 @@ from provisioner.broker.watch import Watcher
 from provisioner.broker.writer import LedgerWriter
 from provisioner.config import Settings
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.events import DeviceSeen, PoolConfigured
+from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from provisioner.core.model import DeviceSpec
 from provisioner.core.units import format_memory
 from provisioner.gpu.worker_claim import WorkerClaim
@@ -147,6 +147,8 @@ class Run:
         everything = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
         for pool in self._settings.pool_specs(everything):
             broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
+        # Until the first look at the host's memory; without it everything that is found saved would seem too much.
+        broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=self._host_budget_mib))
 
     def _host_budget(self, saved_mib: int) -> int:
         """What suspended state may take: the configured budget, and no more than there is."""

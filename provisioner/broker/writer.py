@@ -5,13 +5,16 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
+from provisioner.host import failpoints
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError, RecordError
 
 __all__ = ["LedgerWriter"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,11 @@ class LedgerWriter:
     async def run(self, act: Callable[[], None]) -> None:
         """Write and return when it is on the disk. Raises LedgerError. Cancellation does not take the write back."""
         await asyncio.shield(self._enqueue(act))
+
+    async def read(self, act: Callable[[], T]) -> T:
+        """Return what `act` reads once everything handed over before is on the disk. Raises LedgerError."""
+        await self.run(_nothing)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def close(self) -> None:
         """Write what is pending and close the ledger."""
@@ -75,6 +83,8 @@ class LedgerWriter:
 
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
         failures: list[LedgerError | None] = []
+        points = sorted({_name(act) for act in acts}) if failpoints.enabled() else []
+        _reach(points, "before")
         with self.ledger.transaction():
             for act in acts:
                 try:
@@ -83,7 +93,22 @@ class LedgerWriter:
                     failures.append(error)
                 else:
                     failures.append(None)
+            _reach(points, "unfinished")
+        _reach(points, "after")
         return failures
+
+
+def _name(act: Callable[[], None]) -> str:
+    return str(getattr(getattr(act, "func", act), "__name__", "write"))
+
+
+def _reach(points: list[str], moment: str) -> None:
+    for point in points:
+        failpoints.reach(f"ledger.{point}.{moment}")
+
+
+def _nothing() -> None:
+    """Write nothing, in its turn."""
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Final
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.gpu.worker import MAX_LINE, PROTOCOL
 from provisioner.gpu.worker_claim import WorkerClaim
+from provisioner.host import failpoints
 from provisioner.host.process import ProcessIdentity
 
 __all__ = ["WorkerLink"]
@@ -36,6 +37,7 @@ _CODES: Final = frozenset(code.value for code in GPUErrorCode)
 
 @dataclass(frozen=True, slots=True)
 class _Call:
+    op: str
     number: int
     line: bytes
     what: str  # for people
@@ -149,7 +151,7 @@ class WorkerLink:
         if len(line) > MAX_LINE:
             raise GPUError(GPUErrorCode.UNKNOWN, f"a request of {len(line)} bytes is too long; at most {MAX_LINE}")
         what = f"{request['op']} of process {request['target']['pid']}" if "target" in request else "ping"
-        call = _Call(self._number, line, what, deadline_s, asyncio.get_running_loop().create_future())
+        call = _Call(request["op"], self._number, line, what, deadline_s, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._more.set()
         reply = await call.answer
@@ -183,7 +185,9 @@ class WorkerLink:
         process = self._process
         if process is None or process.returncode is not None:
             process = await self._begin()
+        failpoints.reach(f"worker.{call.op}.before")
         reply = await self._exchange(process, call.line, call.deadline_s, call.what)
+        failpoints.reach(f"worker.{call.op}.after")
         if reply.get("id") != call.number:
             await self._kill()
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker answered another request than {call.what}")

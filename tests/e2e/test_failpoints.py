@@ -1,0 +1,41 @@
+"""The broker dies at a sample of the points where it changes something. `tests/run failpoints` takes them all."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.dying import SIMULATE, Story, points_of
+from tests.support.world import new_world
+
+SAMPLE = [
+    "ledger.save_lease.unfinished",
+    "api.POST.leases.reply",
+    "event.SuspendFinished@suspending.before",
+    "ledger.begin.after",
+    "worker.checkpoint.after",
+    "worker.restore.before",
+    "event.ResumeFinished@resuming.after",
+    "event.ProcessExited@suspended.before",
+    "ledger.end_lease.unfinished",
+]
+
+
+@pytest.fixture(scope="module")
+def story() -> Iterator[Story]:
+    with new_world(SIMULATE) as world:
+        made = Story(world)
+        yield made
+        made.close()
+
+
+def test_every_step_is_a_point(story: Story) -> None:
+    reached = points_of(story)
+    missing = [point for point in SAMPLE if point not in reached]
+    assert not missing, sorted(reached)
+    kinds = {point.split(".")[0] for point in reached}
+    assert kinds == {"event", "ledger", "worker", "api"}
+
+
+@pytest.mark.parametrize("point", SAMPLE)
+def test_nothing_is_lost_when_the_broker_dies(story: Story, point: str) -> None:
+    assert story.tell(point), "the broker was to die there"
