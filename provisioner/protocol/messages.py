@@ -82,6 +82,7 @@ class LeaseRequest:
     label: str = ""  # for people
     gated: bool = True  # the extension will be loaded: no reservation is needed before the first cell
     wait_ms: int = 0  # ungated only: how long the broker may make room (bounded by it) before it refuses
+    seat: str = ""  # the hub seat that it draws on; its token goes with the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +222,7 @@ class LeaseStatus:
     high_ms: int | None = None
     resume_ms: int | None = None  # forecast of its resume, for one that is suspended
     neighbours: list[Neighbour] = field(default_factory=list)  # with one lease only, not in listings
+    seat: str = ""  # the hub seat that it draws on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
