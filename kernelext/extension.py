@@ -1,6 +1,7 @@
 """The extension of a kernel that has a lease: its parts, put together."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
@@ -28,7 +29,8 @@ class LeasedKernel:
         self._notices = Notices(shell, notice)
         self.gate = Gate(self._limits.bind)
         self._acquirer = Acquirer(settings, self.gate)
-        self._link = Link(settings, self.gate, Shrinker(self._on_main_loop, self.gate), self._notices.add)
+        shrinker = Shrinker(self._on_main_loop, self.gate)
+        self._link = Link(settings, self.gate, shrinker, self._notices.add, self._take_limit)
         self._guard = Guard(shell, self.gate, self._acquirer, self._limits, self._link.exempt)
         self._magics = Magics(shell, settings, self.gate, self._acquirer)
         self._cpu_transform = make_cpu_transform(cell_magic, leading_empty_lines)
@@ -58,6 +60,16 @@ class LeasedKernel:
         """For a forked child: the lease, the connections and the threads are the parent's."""
         self.gate.become_inert()
         self._acquirer.become_inert()
+
+    def _take_limit(self, environment: Mapping[str, str]) -> None:
+        """The lease has another size: what is imported from now on is told at once, what is loaded on the main loop."""
+        self.gate.bind(environment)
+        self._on_main_loop(self._apply_limit)
+
+    def _apply_limit(self) -> None:
+        """Tell loaded frameworks, but lower nothing beneath a running cell (`await` lets the loop go on): the next one begins with it."""
+        if self._limits.is_stale and not (self._limits.is_lowered and self.gate.is_running):
+            self._limits.refresh()
 
     def _on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
         """Hand a callback to the kernel's main loop; False where there is none (a terminal, or a kernel that has not started)."""

@@ -5,6 +5,8 @@ Rules:
 - Shut until the broker has granted the GPU once; the broker shuts and opens it after that.
 - A cell that runs, or that waits for the gate, answers a `close` with "busy": the broker then knows that the GPU is in use or
   wanted, whatever order the two connections deliver their lines in. Otherwise the gate shuts and answers "closed", in one step.
+- A preemption shuts the gate although a cell runs. That cell goes on (what it asks of the GPU blocks until its state is back); when
+  it ends the gate stays shut, and the next cell asks.
 - An open gate costs a cell two uncontended lock operations and no round trip.
 - In a forked child the gate is inert: the lease, the connections and the threads are the parent's.
 """
@@ -68,12 +70,16 @@ class Gate:
             if self._open:
                 on_open()
 
-    def stop_waiting(self, on_open: Callable[[], None], mark: object | None) -> None:
-        """The wait is over. A mark that is given enters in the same step if the gate is open, so that no `close` comes between."""
+    def stop_waiting(self, on_open: Callable[[], None], mark: object | None) -> bool:
+        """The wait is over; return whether the gate is open.
+
+        A mark that is given enters in the same step if it is, so that no `close` comes between. A `preempt` may have come.
+        """
         with self._lock:
             self._waiting.remove(on_open)
             if mark is not None and self._open:
                 self._running.add(mark)
+            return self._open
 
     def close(self) -> str:
         """Shut the gate and return "closed", or return "busy" and change nothing."""
@@ -82,6 +88,18 @@ class Gate:
                 return "busy"
             self._open = False
             return "closed"
+
+    def preempt(self) -> str:
+        """Shut the gate for the next cell, whatever runs or waits; return "closed"."""
+        with self._lock:
+            self._open = self._inert
+            return "closed"
+
+    def bind(self, environment: Mapping[str, str]) -> None:
+        """Take variables of the lease that have changed while the gate stays as it is."""
+        with self._lock:
+            if not self._inert:
+                self._apply(environment)
 
     def open(self, environment: Mapping[str, str], still_wanted: Callable[[], bool] | None = None) -> bool:
         """Bind the process to its device and let cells run; returns whether it did.

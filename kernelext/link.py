@@ -7,7 +7,7 @@ broker: a kernel that nobody uses needs none, and a cell that waits starts one i
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -30,13 +30,21 @@ LONGEST_PAUSE_UNKNOWN_S = (
 
 
 class Link:
-    """One kernel's line. `notice` takes a sentence to show at the next cell."""
+    """One kernel's line. `notice` takes a sentence to show; `limit` the variables of a lease that has another size now."""
 
-    def __init__(self, settings: Settings, gate: Gate, shrinker: Shrinker, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        gate: Gate,
+        shrinker: Shrinker,
+        notice: Callable[[str], None],
+        limit: Callable[[Mapping[str, str]], None],
+    ) -> None:
         self._settings = settings
         self._gate = gate
         self._shrinker = shrinker
         self._notice = notice
+        self._limit = limit
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
@@ -119,6 +127,11 @@ class Link:
                 return
             case GateVerb.CLOSE:
                 self._answer(number, self._gate.close())
+            case GateVerb.PREEMPT:
+                self._answer(number, self._gate.preempt())
+            case GateVerb.LIMIT:
+                self._limit(command.environment)
+                self._answer(number, "done")
             case GateVerb.OPEN:
                 self._gate.open(command.environment)
                 self._answer(number, "open")

@@ -8,7 +8,9 @@ framework's own out-of-memory error; what allocates past them is seen by the bro
   set them.
 - torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA. It is handed to torch's own queue of
   things to do when CUDA is first initialised, right after torch is imported (an entry of `sys.meta_path` sees that; until then it
-  costs one string comparison per module that is imported). A changed cap is applied again before the next cell.
+  costs one string comparison per module that is imported).
+- A cap that changes (a resize) reaches torch and CuPy where they are loaded already: on the kernel's main loop while no cell runs, or
+  before the next cell. JAX and TensorFlow read theirs once: there a changed cap needs a restart of the kernel to be felt.
 """
 
 import os
@@ -23,6 +25,7 @@ __all__ = ["CONTEXT_MIB", "MemoryLimits", "framework_mib"]
 
 MEMORY = "JUPYTER_GPU_MEMORY_MIB"
 DEVICE = "JUPYTER_GPU_DEVICE_MIB"
+CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 
 CONTEXT_MIB = 512
 """What a CUDA context with the kernels of a framework and cuBLAS's workspace takes; 300 to 600 MiB on data-centre GPUs."""
@@ -39,7 +42,8 @@ class MemoryLimits:
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         self._environment = environment
         self._ours: dict[str, str] = {}  # what we set, so that a resize may change it and a user's own setting stays
-        self._applied_mib: int | None = None
+        self._cap_mib = _positive(environment.get(MEMORY))
+        self._told_mib = self._cap_mib  # what frameworks that are loaded work with; 0: torch has to be looked at
         self._finder = _TorchFinder(self)
 
     def install(self) -> None:
@@ -61,17 +65,23 @@ class MemoryLimits:
         for name, value in environment.items():
             if name and "=" not in name and "\0" not in name + value:
                 self._environment[name] = value
+        self._cap_mib = _positive(self._environment.get(MEMORY))
         self._hint()
 
     @property
     def is_stale(self) -> bool:
-        """Whether torch works with another cap than the lease's present one."""
-        return self._applied_mib is not None and self._applied_mib != self.cap_mib
+        """Whether loaded frameworks work with another cap than the lease's present one."""
+        return self._told_mib != self._cap_mib
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether loaded frameworks work with a larger cap than the lease's present one."""
+        return bool(self._told_mib and self._cap_mib and self._told_mib > self._cap_mib)
 
     @property
     def cap_mib(self) -> int | None:
         """The cap of the process tree, MiB; None: no cap."""
-        return _positive(self._environment.get(MEMORY))
+        return self._cap_mib
 
     def torch_imported(self, torch: ModuleType) -> None:
         """Torch is complete: limit it when it initialises CUDA (at once if it has)."""
@@ -84,13 +94,19 @@ class MemoryLimits:
         elif cuda.is_initialized():
             self._limit(torch)
         else:
-            self._applied_mib = 0  # stale: looked at again before each cell
+            self._told_mib = 0  # stale: looked at again before each cell
 
     def refresh(self) -> None:
-        """Apply a changed cap. For the thread that runs cells, when `is_stale` says so."""
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            self._limit(torch)
+        """Apply a changed cap to what is loaded. For the thread that runs cells, when `is_stale` says so."""
+        torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+        if torch is not None and not _is_half_imported(torch):
+            if torch.cuda.is_initialized():
+                self._limit(torch)
+            elif not hasattr(torch.cuda, "_lazy_call"):
+                return  # there is nothing that would limit it later: look again before the next cell
+        if cupy is not None and self._told_mib and not _is_half_imported(cupy):
+            self._limit_cupy(cupy)
+        self._told_mib = self._cap_mib
 
     def _limit(self, torch: ModuleType) -> None:
         cap = self.cap_mib
@@ -100,7 +116,12 @@ class MemoryLimits:
         for index in range(cuda.device_count()):
             total_mib = cuda.get_device_properties(index).total_memory // 2**20
             cuda.set_per_process_memory_fraction(min(1.0, framework_mib(cap) / max(total_mib, 1)), index)
-        self._applied_mib = cap
+
+    def _limit_cupy(self, cupy: Any) -> None:  # noqa: ANN401 - CuPy is not ours to import
+        """CuPy read its limit from the environment when it was imported; a user's own limit there stays."""
+        cap = self.cap_mib
+        if cap is not None and self._environment.get(CUPY_LIMIT) == self._ours.get(CUPY_LIMIT):
+            cupy.get_default_memory_pool().set_limit(size=framework_mib(cap) * 2**20)
 
     def _hint(self) -> None:
         cap = self.cap_mib
@@ -108,7 +129,7 @@ class MemoryLimits:
             return
         mib = framework_mib(cap)
         hints = {
-            "CUPY_GPU_MEMORY_LIMIT": str(mib * 2**20),  # bytes
+            CUPY_LIMIT: str(mib * 2**20),  # bytes
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         }

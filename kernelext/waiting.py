@@ -25,7 +25,7 @@ from kernelext.gate import Gate
 if TYPE_CHECKING:
     from provisioner.protocol.messages import Progress
 
-__all__ = ["RefusedError", "wait_for_gpu"]
+__all__ = ["LOOK_UP_S", "QUIET_S", "RefusedError", "interrupts_to", "wait_for_gpu"]
 
 QUIET_S = 0.15
 LOOK_UP_S = 0.5
@@ -45,16 +45,18 @@ def wait_for_gpu(gate: Gate, acquirer: Acquirer, line: LiveLine | None, mark: ob
     def on_open() -> None:
         waiter.put(OPENED)
 
-    opened = False
-    with _interrupts_to(waiter):
-        gate.start_waiting(on_open)
-        try:
-            acquirer.join(waiter)
-            _listen(waiter, line)
-            opened = True
-        finally:
-            acquirer.leave(waiter)
-            gate.stop_waiting(on_open, mark if opened else None)
+    entered = False
+    with interrupts_to(waiter):
+        while not entered:  # again, if it was shut for a preemption between its opening and our passing
+            opened = False
+            gate.start_waiting(on_open)
+            try:
+                acquirer.join(waiter)
+                _listen(waiter, line)
+                opened = True
+            finally:
+                acquirer.leave(waiter)
+                entered = gate.stop_waiting(on_open, mark if opened else None) or mark is None
 
 
 def _listen(waiter: Waiter, line: LiveLine | None) -> None:
@@ -89,7 +91,7 @@ def _describe(progress: "Progress") -> str:
 
 
 @contextlib.contextmanager
-def _interrupts_to(waiter: Waiter) -> Iterator[None]:
+def interrupts_to(waiter: Waiter) -> Iterator[None]:
     """Let SIGINT leave INTERRUPTED in the queue meanwhile. Does nothing outside the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -55,6 +55,42 @@ def test_a_grant_that_nobody_waits_for_any_more_does_not_open() -> None:
     assert not gate.is_open
 
 
+def test_a_preemption_shuts_beneath_a_running_cell_and_its_end_does_not_open() -> None:
+    gate = Gate(ignore)
+    gate.open({})
+    assert gate.enter("cell")
+    assert gate.preempt() == "closed"
+    assert not gate.enter("next cell")
+    assert gate.close() == "busy"
+    gate.leave("cell")
+    assert not gate.is_open
+    gate.open({})
+    assert gate.enter("next cell")
+
+
+def test_a_preemption_between_opening_and_passing_makes_the_cell_wait_again() -> None:
+    gate = Gate(ignore)
+    note: list[None] = []
+
+    def on_open() -> None:
+        note.append(None)
+
+    gate.start_waiting(on_open)
+    gate.open({})
+    gate.preempt()
+    assert not gate.stop_waiting(on_open, "cell")
+    assert not gate.is_running
+
+
+def test_a_changed_limit_binds_without_opening() -> None:
+    bound: list[Mapping[str, str]] = []
+    gate = Gate(bound.append)
+    gate.bind({"JUPYTER_GPU_MEMORY_MIB": "1"})
+    gate.become_inert()
+    gate.bind({"JUPYTER_GPU_MEMORY_MIB": "2"})
+    assert (bound, gate.preempt(), gate.is_open) == ([{"JUPYTER_GPU_MEMORY_MIB": "1"}], "closed", True)
+
+
 def test_a_forked_child_is_not_told_and_not_bound() -> None:
     def fail(_: Mapping[str, str]) -> None:
         pytest.fail("bound")
@@ -112,6 +148,11 @@ class GateMachine(RuleBasedStateMachine):
         was_open = self.gate.is_open
         assert self.gate.close() == ("busy" if in_use else "closed")
         assert self.gate.is_open == (was_open and in_use)
+
+    @rule()
+    def preempt(self) -> None:
+        assert self.gate.preempt() == "closed"
+        assert not self.gate.is_open
 
     @invariant()
     def knows_who_is_there(self) -> None:

@@ -251,6 +251,57 @@ def test_the_line_is_connected_again_and_tells_the_state_of_the_gate(
     assert broker.stream("gate", 2).body == {**broker.stream("gate").body, "open": True, "busy": False}
 
 
+@pytest.mark.parametrize("read", ["open(fifo).close()", "await asyncio.to_thread(lambda: open(fifo).close())"])
+def test_a_preempted_cell_runs_on_and_the_next_one_asks(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path, read: str
+) -> None:
+    open_gate(kernel, broker)
+    gate, fifo = broker.stream("gate"), folder / "fifo"
+    os.mkfifo(fifo)
+    kernel.run(f"import asyncio; fifo = {str(fifo)!r}")
+    running = kernel.send(f"print('on'); {read}; print('over')")
+    kernel.until_published(running, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    gate.command(GateVerb.PREEMPT, 5)
+    assert broker.answer_to(5) == "closed"
+    assert broker.count("acquire") == 1
+    fifo.write_text("")
+    assert kernel.finish(running).printed == "on\nover\n"
+    following = kernel.send("print('next')")
+    broker.stream("acquire", 2).granted()
+    assert kernel.finish(following).printed == "next\n"
+
+
+def test_a_new_limit_reaches_torch_on_the_idle_main_loop_and_raising_it_does_not_wait_for_a_cell(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    open_gate(kernel, broker)
+    gate = broker.stream("gate")
+    gate.command(GateVerb.LIMIT, 1, JUPYTER_GPU_MEMORY_MIB="4096")
+    assert broker.answer_to(1) == "done"
+    kernel.run(
+        "import asyncio, sys, types\n"
+        "calls, told = [], asyncio.Event()\n"
+        "def limit(fraction, device): calls.append(round(fraction * 100)); told.set()\n"
+        "torch = types.ModuleType('torch'); torch.cuda = types.SimpleNamespace(\n"
+        "    _lazy_call=None, is_initialized=lambda: True, device_count=lambda: 1,\n"
+        "    get_device_properties=lambda _: types.SimpleNamespace(total_memory=100 * 2**30),\n"
+        "    set_per_process_memory_fraction=limit)\n"
+        "sys.modules['torch'] = torch"
+    )
+    running = kernel.send("print('on'); await told.wait(); print(calls)")
+    kernel.until_published(running, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    gate.command(GateVerb.LIMIT, 2, JUPYTER_GPU_MEMORY_MIB=str(51712))
+    assert kernel.finish(running).printed == "on\n[50]\n", "raised beneath the cell"
+    lowering = "print('on'); input(); await asyncio.sleep(0); print(calls)"
+    running = kernel.send(lowering, allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=60)
+    gate.command(GateVerb.LIMIT, 3, JUPYTER_GPU_MEMORY_MIB=str(26112))
+    assert broker.answer_to(3) == "done"
+    kernel.client.input("")
+    assert kernel.finish(running).printed == "on\n[50]\n", "not lowered beneath a cell"
+    assert kernel.run("print(calls)").printed == "[50, 25]\n"
+
+
 def test_shrink_runs_on_the_idle_main_loop(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     open_gate(kernel, broker)
     kernel.run(

@@ -107,6 +107,40 @@ def test_a_torch_without_a_queue_is_limited_before_the_cell_after_its_start(limi
     assert len(calls) == 1
 
 
+@pytest.mark.usefixtures("torch_on_path")
+def test_a_cap_that_changes_before_cuda_starts_is_the_one_that_torch_gets(limits: MemoryLimits) -> None:
+    limits.install()
+    torch = import_torch()
+    limits.bind({"JUPYTER_GPU_MEMORY_MIB": "10240"})
+    assert (limits.is_stale, limits.is_lowered) == (True, True)
+    limits.refresh()
+    assert (torch.calls, limits.is_stale) == ([], False)
+    torch.cuda.init()
+    assert torch.calls == [(10240 - CONTEXT_MIB, 0)]
+
+
+def test_cupy_that_is_loaded_is_told_unless_the_user_set_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def set_limit(size: int) -> None:
+        told.append(size)
+
+    pool = SimpleNamespace(set_limit=set_limit)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool))
+    environment = {"JUPYTER_GPU_MEMORY_MIB": "20480"}
+    limits = MemoryLimits(environment)
+    limits.bind({})
+    assert not limits.is_stale
+    limits.bind({"JUPYTER_GPU_MEMORY_MIB": "40960"})
+    assert (limits.is_stale, limits.is_lowered) == (True, False)
+    limits.refresh()
+    assert told == [(40960 - CONTEXT_MIB) * 2**20]
+    environment["CUPY_GPU_MEMORY_LIMIT"] = "50%"
+    limits.bind({"JUPYTER_GPU_MEMORY_MIB": "20480"})
+    limits.refresh()
+    assert len(told) == 1
+
+
 def test_a_missing_torch_is_still_reported_as_missing(limits: MemoryLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     limits.install()
     monkeypatch.setattr(sys, "path", [])
