@@ -22,7 +22,7 @@ from provisioner.core.histograms import Histogram, shape, value_at
 from provisioner.core.learnt import Learnt, Reader, sparse
 from provisioner.core.model import Span
 from provisioner.core.rhythm import DURATIONS, Common, Own, rest_ms
-from provisioner.core.swaptimes import RATIOS, SwapTimes, ratio
+from provisioner.core.swaptimes import ONE, RATIOS, SwapTimes, ratio
 
 __all__ = ["RESUME", "SUSPEND", "ErrorView", "Forecasts", "WaitSpan"]
 
@@ -43,7 +43,7 @@ _GAPS = ((5_000, 0), (60_000, 250), (180_000, 500), (480_000, 750), (2_460_000, 
 _NEVER_MS = 1 << 40
 _WAIT_MEMORY = 32
 _EVEN_MS = 50  # added to both sides of a ratio of waits: nobody cares about less
-_WAITS = shape(RATIOS, ((64, 0), (300, 100), (1024, 500), (2600, 900), (12_000, 1000)), 8 * 1024)
+_WAITS = shape(RATIOS, ((64, 0), (300, 100), (ONE, 500), (2600, 900), (12_000, 1000)), 8 * 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +209,12 @@ class Forecasts:
         """Return how long a cell of the lease takes."""
         return self._cell(self._leases.get(lease_id, _NOBODY), 0)
 
+    def next_cell_ms(self, lease_id: str) -> int:
+        """Return what half of the lease's cells are shorter than, ms."""
+        lease = self._leases.get(lease_id)
+        totals = self._cells.totals if lease is None or lease.cells is None else lease.cells.totals
+        return rest_ms(totals, 0, 500)
+
     def forget(self, lease_id: str) -> None:
         """The lease is over. If it idled, no next cell ever came."""
         lease = self._leases.pop(lease_id, None)
@@ -227,7 +233,7 @@ class Forecasts:
         known = self._waits.get((kind, _octaves(basis_ms)))
         totals = _WAIT_TOTALS if known is None else known.totals()
         low, middle, high = (
-            max(0, value_at(RATIOS, totals, totals[-1] * permille // 1000) * (basis_ms + _EVEN_MS) // 1024 - _EVEN_MS)
+            max(0, value_at(RATIOS, totals, totals[-1] * permille // 1000) * (basis_ms + _EVEN_MS) // ONE - _EVEN_MS)
             for permille in (100, 500, 900)
         )
         return WaitSpan(expected_ms=middle, low_ms=low, high_ms=high, kind=kind, basis_ms=basis_ms)

@@ -11,23 +11,24 @@ from collections.abc import Iterable, Sequence
 
 from provisioner.core.histograms import Histogram, Scale, shape, value_at
 
-__all__ = ["KEPT", "RATIOS", "SwapTimes", "ratio"]
+__all__ = ["KEPT", "ONE", "RATIOS", "SwapTimes", "ratio"]
 
 RATIOS = Scale(bits=3, shift=0, most=1 << 20)
-"""Ratios of what was to what was expected, in 1024ths."""
+"""Ratios of what was to what was expected."""
+ONE = 1088
+"""The ratio of what was just as expected: the middle of its bucket, so that the half below and the half above of it are alike."""
 KEPT = 16  # swaps that the line is drawn through
-_ONE = 1 << 10
 _ANCHORS = (0, 8192)  # MiB at which the prior counts ...
 _ANCHOR_WEIGHT = 0.25  # ... as so many swaps
 _ROUNDS = 4
 _FAR = 0.5  # relative errors beyond this weigh less
 # Ratios that 10, 50 and 90 % of swaps stay under, before any was seen.
-_PRIOR = tuple(shape(RATIOS, ((400, 0), (700, 100), (1024, 500), (1500, 900), (4000, 1000)), 8 * 1024))
+_PRIOR = tuple(shape(RATIOS, ((400, 0), (700, 100), (ONE, 500), (1500, 900), (4000, 1000)), 8 * 1024))
 
 
 def ratio(was: int, expected: int) -> int:
-    """Return how the one compares with the other, in 1024ths."""
-    return was * _ONE // max(1, expected)
+    """Return how the one compares with the other, on the scale `RATIOS`."""
+    return was * ONE // max(1, expected)
 
 
 class SwapTimes:
@@ -55,7 +56,7 @@ class SwapTimes:
         expected, total = self.expected_ms(mib), self._totals[-1]
         low = value_at(RATIOS, self._totals, total // 10)
         high = value_at(RATIOS, self._totals, total * 9 // 10)
-        return min(expected, expected * low // _ONE), max(expected, expected * high // _ONE)
+        return min(expected, expected * low // ONE), max(expected, expected * high // ONE)
 
     def learn(self, mib: int, took_ms: int) -> None:
         """Take a swap into account."""

@@ -1,0 +1,234 @@
+"""How long a ticket will still wait: the queue ahead of it is played through on what the devices are expected to give back, and when.
+
+Each device has what is free, and what each lease there gives back: an idle one when it may be suspended, a busy one when its cell is
+expected to end or it may be preempted, one that is being suspended when that is done; one that cannot be suspended gives nothing back.
+The tickets are served in order: each takes the device on which it can be brought in first, waits for the swaps ahead of it and its own,
+and then runs a cell of its own. The sum of it is the basis that `Forecasts.wait_span` corrects by how such sums turned out before: what
+is left out here (that tickets overtake each other, that two cells seldom end in their middle at the same time) is learnt there.
+
+The work is bounded: the first `MOST_AHEAD` tickets are played through, on at most `MOST_DEVICES` devices with `MOST_HOLDERS` leases
+each; a ticket further back waits in proportion.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from provisioner.core.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
+from provisioner.core.model import HOLDING, LeaseState
+from provisioner.core.scheduling import candidates, willing_from_ms
+from provisioner.core.state import Books, Lease
+
+__all__ = ["expected_wait", "expected_waits"]
+
+MOST_AHEAD = 8
+MOST_DEVICES = 8
+MOST_HOLDERS = 16
+_OPEN = frozenset({LeaseState.UNARMED, LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNATTACHED})
+_LATER = ("", -1)
+_UNTOLD = frozenset({"wait.user-limit"})  # nobody can tell when a user's own kernels make room
+
+
+@dataclass(slots=True)
+class _Outlook:
+    """What a device gives back: (ms from now, MiB, ms that suspending its holder takes), soonest first.
+
+    What a suspend under way gives back stands before all, with its time negative: the arbiter uses such room first.
+    """
+
+    free_mib: int
+    returns: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a ticket gets in on a device: room in `room_ms`, after `swaps_ms` of suspends, by the returns in these places."""
+
+    device_id: str
+    room_ms: int
+    swaps_ms: int
+    taken: tuple[int, ...]
+    busy: bool  # some of the room is what cells give back
+
+
+def expected_wait(books: Books, forecasts: Forecasts, lease: Lease, now_ms: int) -> WaitSpan | None:
+    """Return how long the lease's ticket will still wait, or None: it has none, or nothing can be said."""
+    line = books.lines.get(lease.spec.pool, [])
+    if lease.ticket is None:
+        return None
+    place = next(place for place, other in enumerate(line) if other is lease)
+    if place <= MOST_AHEAD:
+        return _Queue(books, forecasts, now_ms).play(line[: place + 1])[-1]
+    last = [*line[:MOST_AHEAD], lease]
+    return _Queue(books, forecasts, now_ms).play(last, last_place=place)[-1]
+
+
+def expected_waits(books: Books, forecasts: Forecasts, pool: str, now_ms: int) -> list[WaitSpan | None]:
+    """Return the waits of a pool's whole queue, in order; those far back in proportion to the last one that was played through."""
+    line = books.lines.get(pool, [])
+    waits = _Queue(books, forecasts, now_ms).play(line[: MOST_AHEAD + 1])
+    known = [wait.basis_ms for wait in waits if wait is not None]
+    for place, lease in enumerate(line[len(waits) :], len(waits)):
+        told = known and lease.state in _OPEN and lease.ticket is not None and lease.ticket.reason not in _UNTOLD
+        waits.append(
+            forecasts.wait_span("busy", known[-1] * (place + 1) // len(waits[: MOST_AHEAD + 1])) if told else None
+        )
+    return waits
+
+
+class _Queue:
+    """One play of a pool's queue. Times are ms from now."""
+
+    def __init__(self, books: Books, forecasts: Forecasts, now_ms: int) -> None:
+        self._books, self._forecasts, self._now_ms = books, forecasts, now_ms
+        self._outlooks: dict[str, _Outlook] = {}
+        self._channel_ms = max(
+            (
+                self._swap_left_ms(lease)
+                for state in (LeaseState.SUSPENDING, LeaseState.RESUMING)
+                for lease in books.by_state[state].values()
+            ),
+            default=0,
+        )
+
+    def play(self, line: Sequence[Lease], *, last_place: int | None = None) -> list[WaitSpan | None]:
+        """Serve the tickets; return each one's wait. `last_place`: where the last of them really stands in the queue.
+
+        First, in order, those that need nothing of a busy neighbour, and those for which room is kept; then the others, in order.
+        """
+        found: dict[int, tuple[str, int] | None] = {}
+        for patient in (False, True):
+            for place, lease in enumerate(line):
+                if place not in found:
+                    served = self._serve(lease, patient=patient)
+                    if served is not _LATER:
+                        found[place] = served
+        if last_place is not None and (last := found[len(line) - 1]) is not None:
+            found[len(line) - 1] = (last[0], last[1] * (last_place + 1) // len(line))
+        return [
+            None if (served := found[place]) is None else self._forecasts.wait_span(*served)
+            for place in range(len(line))
+        ]
+
+    def _serve(self, lease: Lease, *, patient: bool) -> tuple[str, int] | None:
+        """Bring the lease in; return what decides its wait and its length, ms; `_LATER` if it is not patient and should be."""
+        ticket = lease.ticket
+        if lease.state is LeaseState.RESUMING:
+            return ("swap", self._swap_left_ms(lease))
+        if ticket is None or lease.state not in _OPEN or ticket.reason in _UNTOLD:
+            return None
+        if lease.state is LeaseState.UNATTACHED and not ticket.before_start:
+            return None
+        devices = candidates(self._books, self._books.policy(lease), lease)[:MOST_DEVICES]
+        ways = sorted(
+            (way for device_id in devices if (way := self._way(device_id, lease.need_mib)) is not None),
+            key=lambda way: (max(way.room_ms, self._channel_ms) + way.swaps_ms, way.room_ms),
+        )[:1]
+        if not ways:
+            return None
+        busy = any(way.busy for way in ways)
+        if busy and not patient and not ticket.kept_on:
+            return _LATER
+        room_ms = max(way.room_ms for way in ways)
+        swaps_ms = sum(way.swaps_ms for way in ways) + self._resume_ms(lease, ways[0].device_id)
+        retry_ms = lease.resume_after_ms - self._now_ms
+        ready_ms = max(room_ms, retry_ms, self._channel_ms if swaps_ms else 0) + swaps_ms
+        self._channel_ms += swaps_ms
+        for way in ways:
+            self._take(way, lease, ready_ms)
+        return ("busy" if busy else "swap", ready_ms)
+
+    def _way(self, device_id: str, need_mib: int) -> _Way | None:
+        """Return how to make room there: by the returns that come first, none of them in vain."""
+        outlook = self._outlook(device_id)
+        returns, room_mib, last = outlook.returns, outlook.free_mib, 0
+        while room_mib < need_mib:
+            if last == len(returns):
+                return None
+            room_mib += returns[last][1]
+            last += 1
+        taken: list[int] = []
+        room_ms, swaps_ms, busy = 0, 0, False
+        for place in range(last - 1, -1, -1):
+            at_ms, mib, swap_ms = returns[place]
+            if room_mib - mib >= need_mib:
+                room_mib -= mib
+            else:
+                taken.append(place)
+                room_ms, swaps_ms, busy = max(room_ms, abs(at_ms)), swaps_ms + swap_ms, busy or at_ms > 0
+        return _Way(device_id, room_ms, swaps_ms, tuple(taken), busy)
+
+    def _take(self, way: _Way, lease: Lease, ready_ms: int) -> None:
+        """The ticket's lease holds the room from then on, and gives it back after a cell of its own."""
+        outlook = self._outlooks[way.device_id]
+        for place in way.taken:  # the last one first
+            outlook.free_mib += outlook.returns.pop(place)[1]
+        outlook.free_mib -= lease.need_mib
+        cell_ms = self._forecasts.next_cell_ms(lease.lease_id)
+        save_ms = self._suspend_ms(way.device_id, max(lease.saved_mib, lease.used_mib))
+        insort(outlook.returns, (ready_ms + cell_ms, lease.need_mib, save_ms))
+
+    # -- what the devices give back -----------------------------------------------------------------------------------
+
+    def _outlook(self, device_id: str) -> _Outlook:
+        outlook = self._outlooks.get(device_id)
+        if outlook is None:
+            outlook = self._outlooks[device_id] = _Outlook(self._books.devices[device_id].free_mib)
+            for lease in _holders(self._books, device_id):
+                at_ms = self._gives_back_ms(lease)
+                if at_ms is not None:
+                    saving = lease.state is LeaseState.SUSPENDING
+                    swap_ms = 0 if saving else self._suspend_ms(device_id, lease.used_mib)
+                    outlook.returns.append((at_ms, lease.held_mib, swap_ms))
+            outlook.returns.sort()
+        return outlook
+
+    def _gives_back_ms(self, lease: Lease) -> int | None:
+        """Return when the lease can be made to give its room back; None: not that anybody knows."""
+        if lease.staying:
+            return None
+        match lease.state:
+            case LeaseState.SUSPENDING:
+                return -self._swap_left_ms(lease)
+            case LeaseState.RESUMING:
+                return self._swap_left_ms(lease) + self._forecasts.next_cell_ms(lease.lease_id)
+            case LeaseState.RESIDENT if lease.busy:
+                return max(1, self._forecasts.cell_left_ms(lease.lease_id, self._now_ms))
+            case LeaseState.RESIDENT:
+                willing_ms = willing_from_ms(self._books.policy(lease), lease)
+                return None if willing_ms is None else max(0, willing_ms - self._now_ms)
+            case _:
+                return None
+
+    # -- swaps --------------------------------------------------------------------------------------------------------
+
+    def _swap_left_ms(self, lease: Lease) -> int:
+        """Return what is left of the lease's suspend or resume; one that takes longer than expected is taken to end soon."""
+        name = self._name(lease.device_id)
+        if lease.state is LeaseState.SUSPENDING:
+            whole_ms = self._forecasts.swap_ms(SUSPEND, name, lease.used_mib)
+        else:
+            whole_ms = self._forecasts.swap_ms(RESUME, name, lease.saved_mib)
+        return max(whole_ms - (self._now_ms - lease.since_ms), whole_ms // 8)
+
+    def _resume_ms(self, lease: Lease, device_id: str) -> int:
+        match lease.state:
+            case LeaseState.SUSPENDED:
+                return self._forecasts.swap_ms(RESUME, self._name(device_id), lease.saved_mib)
+            case LeaseState.SUSPENDING:
+                return self._forecasts.swap_ms(RESUME, self._name(device_id), lease.used_mib)
+            case _:
+                return 0
+
+    def _suspend_ms(self, device_id: str, mib: int) -> int:
+        return self._forecasts.swap_ms(SUSPEND, self._name(device_id), mib)
+
+    def _name(self, device_id: str | None) -> str:
+        device = self._books.devices.get(device_id or "")
+        return "" if device is None else device.spec.name
+
+
+def _holders(books: Books, device_id: str) -> list[Lease]:
+    """Return who holds something on the device, the first ones of many."""
+    holding = (lease for state in sorted(HOLDING) for lease in books.by_state[state].values())
+    return [lease for lease in holding if lease.device_id == device_id and lease.held_mib][:MOST_HOLDERS]
