@@ -11,13 +11,16 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Sequence
 from functools import partial
 
 import zmq.asyncio
 
+from provisioner.broker.clock import now_ms, wall_ms
+from provisioner.broker.history import History
 from provisioner.broker.iopub import IOPubWatch, connection_from_json
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.operations import Operations
 from provisioner.broker.swaps import Swaps
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
@@ -29,50 +32,30 @@ from provisioner.core.effects import (
     LeaseEnded,
     LeaseRefused,
     LookAgain,
+    Pinned,
     Recorded,
+    Resized,
     Resume,
     StateChanged,
     Suspend,
+    SuspendAnnounced,
     TicketsChanged,
     WakeAt,
 )
-from provisioner.core.events import (
-    BusyChanged,
-    Event,
-    ProcessExited,
-    ResumeFinished,
-    ResumeOutcome,
-    SuspendFinished,
-    SuspendOutcome,
-    Tick,
-    TruthFound,
-    Unwanted,
-    Wanted,
-)
-from provisioner.core.model import HOLDING, LeaseState, LeaseView
+from provisioner.core.events import BusyChanged, Event, ProcessExited, Tick, Unwanted, Wanted
+from provisioner.core.model import HOLDING, LeaseState, LeaseView, ReserveBy
+from provisioner.core.units import format_duration
 from provisioner.gpu.interface import DeviceInfo, Monitor
 from provisioner.host import failpoints
 from provisioner.host.process import ProcessIdentity
-from provisioner.ledger.records import LeaseRecord, LedgerError, OperationRecord
+from provisioner.ledger.records import LeaseRecord
 from provisioner.protocol.messages import GateVerb
 
-__all__ = ["Broker", "now_ms", "token_digest", "wall_ms"]
+__all__ = ["Broker", "devices_of", "now_ms", "token_digest", "wall_ms"]
 
 log = logging.getLogger(__name__)
 
-_LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _WRITE_AGAIN_S = 1.0
-_FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once; a driver that fails at once must not be hammered
-
-
-def now_ms() -> int:
-    """Return the arbiter's time: monotonic milliseconds."""
-    return time.monotonic_ns() // 1_000_000
-
-
-def wall_ms() -> int:
-    """Return the ledger's time: wall-clock milliseconds, which survive a reboot."""
-    return time.time_ns() // 1_000_000
 
 
 class Broker:
@@ -90,13 +73,19 @@ class Broker:
         self.stopping = False
         self.used_mib: dict[str, int] = {}  # by device, as last measured
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
-        self._swaps = swaps
+        self.history = History(writer)
         swaps.roots = self.roots
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
         self._alarm: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # operations: finished before the broker ends
-        self._looking: set[asyncio.Task[None]] = set()  # looks at quarantined leases: dropped when the broker ends
+        self._operations = Operations(
+            arbiter=arbiter,
+            swaps=swaps,
+            writer=writer,
+            kernels=lambda: self.kernels,
+            dispatch=self.dispatch,
+            finished=self._suspend_finished,
+        )
 
     # -- events in, effects out ----------------------------------------------------------------------------------------------
 
@@ -127,20 +116,15 @@ class Broker:
                 self._state_changed(effect)
                 if new is not LeaseState.ENDED and lease_id in self.kernels:
                     self.save(self.kernels[lease_id])
-            case Granted(lease_id=lease_id, device_id=device_id):
-                self._granted(lease_id, device_id)
-            case Suspend() | Resume() | LookAgain() if self.stopping:
-                pass  # the next broker finds out what is true and decides anew
-            case Suspend():
-                self._spawn(self._suspend(effect))
-            case Resume():
-                self._spawn(self._resume(effect))
-            case LookAgain():
-                self._spawn(self._look_again(effect), self._looking)
-            case Declined(lease_id=lease_id, reason=reason, sentence=sentence):
-                if (kernel := self.kernels.get(lease_id)) is not None:
-                    kernel.declined = (reason, sentence)
-                    kernel.notify()
+            case Granted():
+                self._granted(effect)
+            case Suspend() | Resume() | LookAgain():
+                if not self.stopping:  # else the next broker finds out what is true and decides anew
+                    self._operations.start(effect)
+            case Declined():
+                self._declined(effect)
+            case Resized() | Pinned() | SuspendAnnounced():
+                self._told(effect)
             case LeaseEnded(lease_id=lease_id, reason=reason):
                 self._ended(lease_id, reason)
             case TicketsChanged():
@@ -160,37 +144,88 @@ class Broker:
             kernel.suspends += 1
         elif change.new is LeaseState.RESIDENT and change.old is LeaseState.RESUMING:
             kernel.resumes += 1
-        if change.new is LeaseState.RESIDENT:
-            kernel.home = change.device_id
+        view = self.arbiter.lease(change.lease_id)
+        if view is not None:
+            if change.new is LeaseState.RESIDENT:
+                kernel.homes = devices_of(view)
+            self.history.note(view)
         kernel.notify()
 
-    def _granted(self, lease_id: str, device_id: str) -> None:
-        kernel = self.kernels.get(lease_id)
+    def _granted(self, grant: Granted) -> None:
+        kernel = self.kernels.get(grant.lease_id)
         if kernel is None:
             return
         kernel.wanted_by_broker = False
-        if kernel.reserved_on_disk == device_id:
+        if self.may_use(kernel):
             self.open_gate(kernel)
         kernel.notify()
 
-    def may_use(self, kernel: Kernel) -> str | None:
-        """Return the device that the kernel may use now: it is resident, and the ledger knows.
+    def _declined(self, refusal: Declined) -> None:
+        kernel = self.kernels.get(refusal.lease_id)
+        if kernel is None or refusal.about == "pin":
+            return  # whoever pins reads the answer from `dispatch`
+        if refusal.about == "resize":
+            kernel.resize_declined = (refusal.reason, refusal.sentence)
+        else:
+            kernel.declined = (refusal.reason, refusal.sentence)
+        kernel.notify()
+
+    def _told(self, effect: Resized | Pinned | SuspendAnnounced) -> None:
+        """Pass on what changes for a kernel that stays where it is."""
+        kernel = self.kernels.get(effect.lease_id)
+        if kernel is None:
+            return
+        match effect:
+            case Resized():
+                kernel.resizes += 1
+                self.save(kernel, limit=True)
+            case Pinned():
+                self.save(kernel)
+            case SuspendAnnounced(at_ms=at_ms):
+                self._announce(kernel, at_ms)
+        kernel.notify()
+
+    @staticmethod
+    def _announce(kernel: Kernel, at_ms: int) -> None:
+        if kernel.link is not None:
+            left = format_duration(max(0, at_ms - now_ms()))
+            sentence = (
+                f"This kernel is idle: its GPU memory moves to host memory in {left}, and comes back with the next cell. "
+                "Run a cell, or `%gpu pin 30m`, to keep it on the GPU."
+            )
+            kernel.link.send(GateVerb.NOTICE, sentence=sentence)
+
+    def may_use(self, kernel: Kernel) -> tuple[str, ...]:
+        """Return the devices that the kernel may use now: it is resident, and the ledger knows. None may be.
 
         A reservation that a kernel was told of and the ledger was not would be given away once more by the next broker.
         """
         view = self.arbiter.lease(kernel.lease_id)
-        if view is None or view.state is not LeaseState.RESIDENT or view.device_id != kernel.reserved_on_disk:
-            return None
-        return view.device_id
+        if view is None or view.state is not LeaseState.RESIDENT or devices_of(view) != kernel.reserved_on_disk:
+            return ()
+        return kernel.reserved_on_disk
 
     def open_gate(self, kernel: Kernel) -> None:
-        """Let the kernel's cells run if it may use its device."""
-        device_id = self.may_use(kernel)
-        if device_id is not None and kernel.link is not None:
-            kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_id))
+        """Let the kernel's cells run if it may use its devices."""
+        device_ids = self.may_use(kernel)
+        if device_ids and kernel.link is not None:
+            kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
+
+    def _suspend_finished(self, kernel: Kernel) -> None:
+        view = self.arbiter.lease(kernel.lease_id)
+        if (
+            view is not None
+            and view.state is LeaseState.SUSPENDED
+            and kernel.watch is not None
+            and kernel.watch.executing
+        ):
+            # Preempted: the arbiter has filed its ticket. Should its cell end without the GPU, nobody needs that any more.
+            kernel.wanted_by_broker = kernel.waiting == 0
+        self.look_at_use(kernel)
 
     def _ended(self, lease_id: str, reason: str) -> None:
         kernel = self.kernels.pop(lease_id, None)
+        self.history.forget(lease_id)
         if kernel is not None:
             kernel.forget_process()
             kernel.notify()
@@ -209,150 +244,27 @@ class Broker:
             delay_s = max(0, at_ms - now_ms()) / 1000
             self._alarm = asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(Tick(at_ms=now_ms())))
 
-    def _spawn(self, work: Coroutine[None, None, None], among: set[asyncio.Task[None]] | None = None) -> None:
-        tasks = self._tasks if among is None else among
-        task = asyncio.get_running_loop().create_task(work)
-        tasks.add(task)
-        task.add_done_callback(partial(self._task_done, tasks))
-
-    @staticmethod
-    def _task_done(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("the broker failed while it carried out a decision", exc_info=error)
-
-    # -- operations ------------------------------------------------------------------------------------------------------------
-
-    async def _suspend(self, effect: Suspend) -> None:
-        """Carry a suspend out and answer it, whatever happens: an operation without an answer would hold the swap channel for ever."""
-        outcome, saved_mib, sentence = (
-            SuspendOutcome.UNKNOWN,
-            0,
-            "the broker failed in the middle of it; its log says why",
-        )
-        begun_s = time.monotonic()
-        try:
-            kernel = self.kernels.get(effect.lease_id)
-            if kernel is None:
-                outcome, sentence = SuspendOutcome.ABORTED, "the lease is gone"
-                return
-            await self._begin(effect, "suspend", 0)
-            step = partial(self._step, effect.operation_id)
-            outcome, saved_mib, sentence = await self._swaps.suspend(kernel, step)
-        except LedgerError as error:
-            outcome = SuspendOutcome.ABORTED
-            sentence = f"nothing was begun because it could not be written down: {error}"
-        finally:
-            log.info("lease %s: suspend took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
-            self.dispatch(
-                SuspendFinished(
-                    at_ms=now_ms(),
-                    lease_id=effect.lease_id,
-                    operation_id=effect.operation_id,
-                    generation=effect.generation,
-                    outcome=outcome,
-                    saved_mib=saved_mib,
-                    sentence=sentence,
-                )
-            )
-            self._finish(effect.operation_id, outcome)
-            if (kernel := self.kernels.get(effect.lease_id)) is not None:
-                self.look_at_use(kernel)  # it may have become busy meanwhile
-
-    async def _resume(self, effect: Resume) -> None:
-        """Carry a resume out and answer it, whatever happens."""
-        outcome, sentence = ResumeOutcome.UNKNOWN, "the broker failed in the middle of it; its log says why"
-        begun_s = time.monotonic()
-        try:
-            kernel, view = self.kernels.get(effect.lease_id), self.arbiter.lease(effect.lease_id)
-            if kernel is None or view is None:
-                outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
-                return
-            await self._begin(effect, "resume", view.saved_mib)
-            step = partial(self._step, effect.operation_id)
-            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step)
-            if outcome is ResumeOutcome.NOT_STARTED:
-                await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
-        except LedgerError as error:
-            outcome = ResumeOutcome.NOT_STARTED
-            sentence = f"nothing was begun because it could not be written down: {error}"
-            await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
-        finally:
-            log.info("lease %s: resume took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
-            self.dispatch(
-                ResumeFinished(
-                    at_ms=now_ms(),
-                    lease_id=effect.lease_id,
-                    operation_id=effect.operation_id,
-                    generation=effect.generation,
-                    outcome=outcome,
-                    sentence=sentence,
-                )
-            )
-            self._finish(effect.operation_id, outcome)
-
-    async def _look_again(self, effect: LookAgain) -> None:
-        """Look until the truth is known or the lease has moved on."""
-        attempt = 0
-        while True:
-            await self._swaps.until_alone()
-            await asyncio.sleep(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)])
-            attempt += 1
-            kernel, view = self.kernels.get(effect.lease_id), self.arbiter.lease(effect.lease_id)
-            if kernel is None or view is None or view.generation != effect.generation:
-                return
-            truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
-            if truth is None:
-                continue
-            state, device_id = truth.state, truth.device_id
-            if state is LeaseState.UNARMED and view.device_id is not None:
-                # Nobody can say whether its gate is open: keep the reservation.
-                state, device_id = LeaseState.RESIDENT, view.device_id
-            self.dispatch(
-                TruthFound(
-                    at_ms=now_ms(),
-                    lease_id=effect.lease_id,
-                    generation=effect.generation,
-                    state=state,
-                    device_id=device_id,
-                    saved_mib=truth.saved_mib,
-                )
-            )
-            return
-
-    async def _begin(self, effect: Suspend | Resume, kind: str, saved_mib: int) -> None:
-        record = OperationRecord(
-            operation_id=effect.operation_id,
-            lease_id=effect.lease_id,
-            generation=effect.generation,
-            kind=kind,
-            device_id=effect.device_id,
-            phase="intent",
-            begun_ms=wall_ms(),
-            pids="[]",
-            saved_mib=saved_mib,
-        )
-        await self.writer.run(partial(self.writer.ledger.begin, record))
-
-    async def _step(self, operation_id: int, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int) -> None:
-        pids = json.dumps([identity.to_dict() for identity in identities])
-        step = partial(self.writer.ledger.step, operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib)
-        await self.writer.run(step)
-
-    def _finish(self, operation_id: int, outcome: str) -> None:
-        self.writer.submit(partial(self.writer.ledger.finish, operation_id, str(outcome), wall_ms()))
-
     # -- kernels ---------------------------------------------------------------------------------------------------------------
 
-    def environment(self, lease_id: str, device_id: str | None) -> dict[str, str]:
-        """Return what binds a kernel to its device and its cap."""
-        environment = self.monitor.kernel_environment(device_id)
+    def environment(self, lease_id: str, device_ids: Sequence[str]) -> dict[str, str]:
+        """Return what binds a kernel to its devices and its cap; without devices, what it needs before it has any."""
+        environment = self.monitor.kernel_environment(device_ids[0] if device_ids else None)
+        for device_id in device_ids[1:]:
+            for name, value in self.monitor.kernel_environment(device_id).items():
+                if value != environment[name]:
+                    environment[name] += f",{value}"
         view = self.arbiter.lease(lease_id)
         if view is not None:
-            environment["JUPYTER_GPU_MEMORY_MIB"] = str(view.spec.reserve_mib)
-        if device_id in self.devices:
-            environment["JUPYTER_GPU_DEVICE_MIB"] = str(self.devices[device_id].memory_mib)
+            environment["JUPYTER_GPU_MEMORY_MIB"] = str(self._limit_mib(view))
+        if device_ids and device_ids[0] in self.devices:
+            environment["JUPYTER_GPU_DEVICE_MIB"] = str(self.devices[device_ids[0]].memory_mib)
         return environment
+
+    def _limit_mib(self, view: LeaseView) -> int:
+        """Return what the kernel may use on each of its devices now: never more than is reserved for it."""
+        pool = self.arbiter.pools().get(view.spec.pool)
+        by_use = pool is not None and pool.reserve_by is ReserveBy.USE
+        return view.reserved_mib if by_use and view.reserved_mib else view.spec.reserve_mib
 
     def follow(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
         """Watch the kernel's process and its IOPub. Raises ProcessLookupError if it is gone, ValueError for a bad connection."""
@@ -402,32 +314,40 @@ class Broker:
         kernel.wanted_by_broker = True
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
-    def save(self, kernel: Kernel) -> None:
-        """Write the lease as it stands."""
+    def save(self, kernel: Kernel, *, limit: bool = False) -> None:
+        """Write the lease as it stands; with `limit`, tell the kernel its memory limit once that is on the disk."""
         kernel.save_due = False
         record = self.record(kernel)
         if record is None:
             return
-        device_id = record.device_id if record.state in HOLDING else None
-        if device_id is None:
-            kernel.reserved_on_disk = None
+        device_ids = _reserved(record)
+        if not device_ids:
+            kernel.reserved_on_disk = ()
             kernel.unreserved_saves += 1
         done = self.writer.submit(partial(self.writer.ledger.save_lease, record))
-        done.add_done_callback(partial(self._saved, kernel, device_id, kernel.unreserved_saves))
+        done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.unreserved_saves, limit))
 
-    def _saved(self, kernel: Kernel, device_id: str | None, unreserved_saves: int, done: asyncio.Future[None]) -> None:
+    def _saved(
+        self,
+        kernel: Kernel,
+        device_ids: tuple[str, ...],
+        unreserved_saves: int,
+        limit: bool,
+        done: asyncio.Future[None],
+    ) -> None:
         if done.cancelled() or self.kernels.get(kernel.lease_id) is not kernel:
             return
         if done.exception() is not None:
             if not self.stopping and not kernel.save_due:  # its cell may be waiting for this
                 kernel.save_due = True
-                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self.save, kernel)
+                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, partial(self.save, kernel, limit=True))
             return
-        if device_id in (None, kernel.reserved_on_disk) or unreserved_saves != kernel.unreserved_saves:
-            return
-        kernel.reserved_on_disk = device_id
-        self.open_gate(kernel)
-        kernel.notify()
+        if device_ids and device_ids != kernel.reserved_on_disk and unreserved_saves == kernel.unreserved_saves:
+            kernel.reserved_on_disk = device_ids
+            self.open_gate(kernel)
+            kernel.notify()
+        elif limit and kernel.link is not None and (device_ids := self.may_use(kernel)):
+            kernel.link.send(GateVerb.LIMIT, environment=self.environment(kernel.lease_id, device_ids))
 
     def record(self, kernel: Kernel) -> LeaseRecord | None:
         """Return the lease as the ledger keeps it, or None if the arbiter does not know it."""
@@ -454,6 +374,9 @@ class Broker:
             suspends=kernel.suspends,
             resumes=kernel.resumes,
             home_device_id=kernel.home,
+            device_ids=view.device_ids if len(view.device_ids) > 1 else (),
+            home_device_ids=kernel.homes if len(kernel.homes) > 1 else (),
+            pinned_until_ms=view.pinned_until_ms - now_ms() + wall_ms() if view.pinned_until_ms > now_ms() else 0,
         )
 
     def roots(self) -> list[ProcessIdentity]:
@@ -471,15 +394,24 @@ class Broker:
     async def close(self) -> None:
         """Stop everything that runs on the loop. Kernels are left as they are; an operation in hand is finished first."""
         self.stopping = True
-        for task in self._looking:
-            task.cancel()
-        while self._tasks or self._looking:
-            await asyncio.gather(*self._tasks, *self._looking, return_exceptions=True)
+        await self._operations.close()
         self._set_alarm(None)
         for kernel in self.kernels.values():
             kernel.forget_process()
         self._zmq.destroy(linger=0)
         await self.writer.close()
+
+
+def devices_of(view: LeaseView) -> tuple[str, ...]:
+    """Return all devices of a lease, its first one first."""
+    return view.device_ids or ((view.device_id,) if view.device_id is not None else ())
+
+
+def _reserved(record: LeaseRecord) -> tuple[str, ...]:
+    """Return the devices on which the ledger says that the lease holds a reservation."""
+    if record.state not in HOLDING or record.device_id is None:
+        return ()
+    return record.device_ids or (record.device_id,)
 
 
 def token_digest(token: str) -> str:

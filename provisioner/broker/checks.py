@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from provisioner.broker.decode import printable
 from provisioner.broker.kernels import Kernel
-from provisioner.broker.swaps import LEASE_VARIABLE
+from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.model import LeaseSpec, PoolSpec
 from provisioner.core.units import format_memory

@@ -26,9 +26,9 @@ class Kernel:
     resumes: int = 0
     identity: ProcessIdentity | None = None
     gated: bool = False  # its extension is expected to connect
-    home: str | None = None  # the device its processes last had their memory on: what a checkpoint is of
+    homes: tuple[str, ...] = ()  # the devices its processes last had their memory on: what a checkpoint is of
     checkpointed_mib: int = 0  # what the last checkpoint that was begun was to save
-    reserved_on_disk: str | None = None  # the device whose reservation the ledger holds for certain
+    reserved_on_disk: tuple[str, ...] = ()  # the devices whose reservation the ledger holds for certain
     unreserved_saves: int = 0  # how often the ledger was told that there is none
     save_due: bool = False  # the ledger could not be written and is tried again
     connection: str = ""  # the checked connection contents, JSON
@@ -38,6 +38,8 @@ class Kernel:
     link: GateLink | None = None
     waiting: int = 0  # open acquire streams
     declined: tuple[str, str] | None = None  # the arbiter's last refusal (reason, sentence), until read
+    resize_declined: tuple[str, str] | None = None  # the same of a resize
+    resizes: int = 0  # sizes it got so far
     wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
     executing_since_s: float | None = None
     _pidfd: int | None = None
@@ -63,6 +65,11 @@ class Kernel:
         """Return the arbiter's last refusal (reason, sentence) once."""
         declined, self.declined = self.declined, None
         return declined
+
+    @property
+    def home(self) -> str | None:
+        """The first of its homes."""
+        return self.homes[0] if self.homes else None
 
     def watch_process(self, identity: ProcessIdentity, exited: Callable[[], None]) -> None:
         """Hold the process's pidfd and call `exited` on the loop when it ends. Raises ProcessLookupError if it has ended already."""

@@ -85,7 +85,7 @@ def kernel_of(record: LeaseRecord) -> Kernel:
         language=record.language,
         ipykernel=record.ipykernel,
         gated=record.spec.gated,
-        home=record.home_device_id,
+        homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ()),
     )
     if record.pid is not None and record.start_time is not None:
         identity = ProcessIdentity(record.boot_id, record.pid, record.start_time)

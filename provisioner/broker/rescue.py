@@ -21,7 +21,8 @@ from provisioner.broker.backend import Backend, open_backend, simulated_folder
 from provisioner.broker.broker import wall_ms
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.recovery import kernel_of
-from provisioner.broker.swaps import LEASE_VARIABLE, Swaps, SwapTimes
+from provisioner.broker.sight import LEASE_VARIABLE
+from provisioner.broker.swaps import Swaps, SwapTimes
 from provisioner.config import Settings, load
 from provisioner.core.effects import Resume
 from provisioner.core.events import ResumeOutcome

@@ -19,7 +19,7 @@ from functools import partial
 import zmq
 
 from provisioner import __version__
-from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
+from provisioner.broker.broker import Broker, devices_of, now_ms, token_digest, wall_ms
 from provisioner.broker.checks import Peer, lease_spec, user_name, verified_process
 from provisioner.broker.decode import printable
 from provisioner.broker.gate import GateLink
@@ -128,7 +128,7 @@ class Service:
             reserve_mib=spec.reserve_mib,
             device_id=device_id,
             simulated=broker.monitor.kind == "simulated",
-            environment=broker.environment(spec.lease_id, device_id),
+            environment=broker.environment(spec.lease_id, () if device_id is None else self._held(kernel)),
         )
 
     async def _reserve_now(self, kernel: Kernel, wait_ms: int) -> str:
@@ -150,6 +150,9 @@ class Service:
             raise NoRoomError(
                 f"no GPU became free within {format_duration(limit_ms)}: {why}; try again later, or with a smaller fraction"
             ) from None
+
+    def _held(self, kernel: Kernel) -> tuple[str, ...]:
+        return devices_of(self._view(kernel))
 
     def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may steer it; `own` routes need the lease's token.
@@ -275,14 +278,15 @@ class Service:
                 sentence="the lease of this kernel is over: restart the kernel",
             )
         if view.state is LeaseState.RESIDENT:
-            if self.broker.may_use(kernel) is None:
+            device_ids = self.broker.may_use(kernel)
+            if not device_ids:
                 return None if time.monotonic() < deadline_s else _UNWRITTEN
             return Progress(
                 kind=ProgressKind.GRANTED,
                 reason=view.reason,
                 sentence=view.sentence,
                 device_id=view.device_id,
-                environment=self.broker.environment(kernel.lease_id, view.device_id),
+                environment=self.broker.environment(kernel.lease_id, device_ids),
             )
         if (declined := kernel.take_declined()) is not None:
             return Progress(kind=ProgressKind.REFUSED, reason=declined[0], sentence=declined[1])

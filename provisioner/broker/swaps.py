@@ -4,18 +4,21 @@ The rules:
 - The driver says what is true; the ledger only says what was meant.
 - Up to the checkpoint every failure rolls back (unlock in reverse order, open the gate): ABORTED if the moment was wrong,
   REFUSED if this process cannot be checkpointed. The checkpoint is the point of no return: after it only forward, or UNKNOWN.
+- Where the driver cannot checkpoint at all (`off`), nothing is asked of it: what the devices say is what there is.
 - The order of a suspend: close the gate, nobody busy, host memory, shrink, lock every CUDA process of the tree, look again
   (IOPub, newcomers), checkpoint, see that it is true.
+- A preempted kernel is busy: its gate is shut for the next cell only, nothing is shrunk, and being busy is no reason to stop.
 - The order of a resume: see that the room is really free, restore, unlock, see that it is true. A restore without room kills
   the process, so it is never tried to find out.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.sight import ENDED, Scene, Sight
 from provisioner.core.effects import Resume
 from provisioner.core.events import ResumeOutcome, SuspendOutcome
 from provisioner.core.model import LeaseState
@@ -24,18 +27,15 @@ from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessSt
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.memory import headroom
 from provisioner.host.process import ProcessIdentity, is_alive
-from provisioner.host.tree import scan
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.messages import GateVerb
 
-__all__ = ["LEASE_VARIABLE", "StepError", "SwapTimes", "Swaps", "Truth"]
+__all__ = ["StepError", "SwapTimes", "Swaps", "Truth"]
 
 log = logging.getLogger(__name__)
 
-LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 _SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
-_ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
 _WORKER_TROUBLE = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
 
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
@@ -72,12 +72,31 @@ class Swaps:
     """Carries out one operation at a time with the checkpoint worker."""
 
     def __init__(self, monitor: Monitor, worker: WorkerLink, times: SwapTimes) -> None:
-        self._monitor = monitor
+        self._sight = Sight(monitor, worker)
         self._worker = worker
         self._times = times
-        self.roots: Callable[[], list[ProcessIdentity]] = (
-            list  # all kernels: one started by another has a lease of its own
-        )
+
+    @property
+    def roots(self) -> Callable[[], list[ProcessIdentity]]:
+        """What returns the processes of all kernels: one that was started by another has a lease of its own."""
+        return self._sight.roots
+
+    @roots.setter
+    def roots(self, roots: Callable[[], list[ProcessIdentity]]) -> None:
+        self._sight.roots = roots
+
+    @property
+    def off(self) -> str:
+        """Why the driver cannot checkpoint at all, a sentence; empty: it can."""
+        return self._sight.off
+
+    @off.setter
+    def off(self, sentence: str) -> None:
+        self._sight.off = sentence
+
+    async def scene(self) -> Scene:
+        """Look at the machine once, for `truth` of several kernels. Raises GPUError, OSError."""
+        return await self._sight.scene()
 
     async def until_alone(self) -> None:
         """Return when no checkpoint worker of an earlier broker is at work any more. Cancellation stops the waiting."""
@@ -85,26 +104,28 @@ class Swaps:
 
     # -- suspend ----------------------------------------------------------------------------------------------------------
 
-    async def suspend(self, kernel: Kernel, journal: Journal) -> tuple[SuspendOutcome, int, str]:
+    async def suspend(
+        self, kernel: Kernel, journal: Journal, *, preempt: bool = False
+    ) -> tuple[SuspendOutcome, int, str]:
         """Return the outcome, the MiB saved and a sentence. Cancellation may leave locks behind: only at the broker's end."""
+        if self.off:
+            return SuspendOutcome.REFUSED, 0, self.off
         touched: list[ProcessIdentity] = []
         try:
-            gated = await self._close_gate(kernel)
-            use = await self._cuda_use(kernel)
+            gated = await (self._shut_gate(kernel) if preempt else self._close_gate(kernel))
+            use = await self._sight.use(kernel)
             if not use:
-                if gated:
+                if gated and not preempt:
                     return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
                 raise StepError(  # noqa: TRY301 - the way back is the same for every step
                     SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
                 )
             await self._check_host_memory(use)
-            if gated:
+            if gated and not preempt:
                 await self._shrink(kernel)
-                use = await self._cuda_use(kernel)
             await journal("locking", use, 0)
             await self._lock_all(use, touched)
-            await self._look_again(kernel, touched)
-            use = await self._cuda_use(kernel) or use
+            use = await self._look_again(kernel, touched, may_be_busy=preempt) or use
             kernel.checkpointed_mib = sum(use.values())
             await journal("checkpointing", use, kernel.checkpointed_mib)
         except StepError as error:
@@ -130,10 +151,26 @@ class Swaps:
         self._check_idle(kernel)
         return gated
 
+    async def _shut_gate(self, kernel: Kernel) -> bool:
+        """Have the next cell ask before it runs; return whether an extension is there to do so.
+
+        One that does not answer (the running cell may hold the interpreter) obeys later: until then a cell that runs blocks in
+        CUDA, and gets its ticket for being busy.
+        """
+        self._check_alive(kernel)
+        if kernel.link is None:
+            return False
+        await kernel.link.ask(GateVerb.PREEMPT, self._times.gate_s)
+        return True
+
     @staticmethod
-    def _check_idle(kernel: Kernel) -> None:
+    def _check_alive(kernel: Kernel) -> None:
         if kernel.identity is None or not is_alive(kernel.identity):
             raise StepError(SuspendOutcome.ABORTED, "the kernel process ended")
+
+    @classmethod
+    def _check_idle(cls, kernel: Kernel) -> None:
+        cls._check_alive(kernel)
         if kernel.busy:
             raise StepError(SuspendOutcome.ABORTED, "the kernel became busy")
 
@@ -169,12 +206,18 @@ class Swaps:
                     raise StepError(SuspendOutcome.ABORTED, f"process {identity.pid} has GPU work under way") from error
                 raise
 
-    async def _look_again(self, kernel: Kernel, locked: list[ProcessIdentity]) -> None:
-        self._check_idle(kernel)
-        newcomers = [identity for identity in await self._states(kernel) if identity not in locked]
+    async def _look_again(
+        self, kernel: Kernel, locked: list[ProcessIdentity], *, may_be_busy: bool
+    ) -> dict[ProcessIdentity, int]:
+        """Return what the locked processes use. Raises StepError if the kernel is not what it was when they were locked."""
+        check = self._check_alive if may_be_busy else self._check_idle
+        check(kernel)
+        use = await self._sight.use(kernel)
+        newcomers = [identity for identity in use if identity not in locked]
         if newcomers:
             raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} began to use CUDA meanwhile")
-        self._check_idle(kernel)
+        check(kernel)
+        return use
 
     async def _rolled_back(
         self, touched: list[ProcessIdentity], outcome: SuspendOutcome, sentence: str
@@ -186,7 +229,7 @@ class Swaps:
                     await self._worker.unlock(identity)
                 state = await self._worker.state(identity)
             except GPUError as error:
-                if error.code in _ENDED:
+                if error.code in ENDED:
                     continue
                 return SuspendOutcome.UNKNOWN, 0, f"{sentence}; process {identity.pid} may still be locked: {error}"
             if state not in (ProcessState.RUNNING, ProcessState.NO_CONTEXT, ProcessState.GONE):
@@ -241,36 +284,43 @@ class Swaps:
         self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal
     ) -> tuple[ResumeOutcome, str]:
         """Return the outcome and a sentence. Cancellation may leave a half-done resume: only at the broker's end."""
+        if self.off:
+            return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self.off}"
+        device_ids = effect.device_ids or (effect.device_id,)
         try:
-            states = await self._states(kernel)
-            free_mib = await self._free_mib(effect.device_id)
+            scene = await self._sight.scene()
+            states = await self._sight.states(kernel, scene)
+            lacking = _lacking(scene, device_ids, saved_mib, effect.reserve_mib)
         except GPUError as error:
             return ResumeOutcome.NOT_STARTED, f"the driver does not answer: {error}"
-        if free_mib < saved_mib:
-            return (
-                ResumeOutcome.NOT_STARTED,
-                f"the device has {format_memory(free_mib)} free, {format_memory(saved_mib)} are needed",
-            )
+        if lacking:
+            return ResumeOutcome.NOT_STARTED, lacking
         saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
-        home = kernel.home or effect.from_device_id
-        moves = {home: effect.device_id} if home not in (None, effect.device_id) else None
+        from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
+        moves = _moves(kernel.homes or from_ids, device_ids)
         await journal("restoring", saved, saved_mib)
         try:
             for identity in saved:
                 await self._worker.restore(identity, moves, self._times.checkpoint_s)
-            for identity in await self._states(kernel):
-                if await self._worker.state(identity) is ProcessState.LOCKED:
-                    await self._worker.unlock(identity)
-            states = await self._states(kernel)
+            states = await self._unlocked(kernel)
         except GPUError as error:
             return await self._after_failed_restore(kernel, error)
         if all(state is ProcessState.RUNNING for state in states.values()):
             return ResumeOutcome.RESTORED, f"{format_memory(saved_mib)} restored"
         return ResumeOutcome.UNKNOWN, f"after the restore the driver says {', '.join(sorted(set(states.values())))}"
 
+    async def _unlocked(self, kernel: Kernel) -> dict[ProcessIdentity, ProcessState]:
+        """Unlock what is locked of the kernel, and return what its processes are then. Raises GPUError."""
+        states = await self._sight.states(kernel, await self._sight.scene())
+        for identity, state in states.items():
+            if state is ProcessState.LOCKED:
+                await self._worker.unlock(identity)
+                states[identity] = await self._worker.state(identity)
+        return states
+
     async def _after_failed_restore(self, kernel: Kernel, error: GPUError) -> tuple[ResumeOutcome, str]:
         try:
-            states = await self._states(kernel)
+            states = await self._sight.states(kernel, await self._sight.scene())
         except GPUError as again:
             return (
                 ResumeOutcome.UNKNOWN,
@@ -282,102 +332,99 @@ class Swaps:
 
     # -- truth ------------------------------------------------------------------------------------------------------------
 
-    async def truth(self, kernel: Kernel, device_id: str | None, saved_mib: int) -> Truth | None:
-        """Find out what the kernel is, undoing half-done work where that is safe. None: still unknown; look again later."""
+    async def truth(
+        self, kernel: Kernel, device_id: str | None, saved_mib: int, scene: Scene | None = None
+    ) -> Truth | None:
+        """Find out what the kernel is, undoing half-done work where that is safe. None: still unknown; look again later.
+
+        A scene that was taken a moment ago saves the first look.
+        """
         if kernel.identity is None or not is_alive(kernel.identity):
             return Truth(state=LeaseState.UNATTACHED)
         try:
-            states = await self._states(kernel)
-            if ProcessState.CHECKPOINTED in states.values() and set(states.values()) != {ProcessState.CHECKPOINTED}:
-                await self._restore_rest(kernel, states, device_id, saved_mib)
-            elif ProcessState.LOCKED in states.values():
-                await self._unlock([one for one, state in states.items() if state is ProcessState.LOCKED])
-            states = await self._states(kernel)
-            use = await self._cuda_use(kernel)
-            home = await self._home(kernel) or device_id
+            scene = scene or await self._sight.scene()
+            states = await self._sight.states(kernel, scene)
+            if await self._undone(kernel, scene, states, device_id, saved_mib):
+                scene = await self._sight.scene()
+                states = await self._sight.states(kernel, scene)
         except GPUError as error:
             log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
             return None
         kinds = set(states.values())
-        if not kinds:
-            return Truth(state=LeaseState.UNARMED)
+        if not kinds:  # a driver that is not asked would not tell of what is saved
+            return None if self.off and saved_mib else Truth(state=LeaseState.UNARMED)
         if kinds == {ProcessState.CHECKPOINTED}:
-            saved_mib = max(saved_mib, kernel.checkpointed_mib, sum(use.values()))
+            saved_mib = max(saved_mib, kernel.checkpointed_mib, sum(scene.used_mib(one.pid) for one in states))
             return Truth(state=LeaseState.SUSPENDED, device_id=kernel.home or device_id, saved_mib=saved_mib)
         if kinds == {ProcessState.RUNNING}:
-            return Truth(state=LeaseState.RESIDENT, device_id=home)
+            return Truth(state=LeaseState.RESIDENT, device_id=self._where(kernel, scene) or device_id)
         return None
 
+    async def _undone(
+        self,
+        kernel: Kernel,
+        scene: Scene,
+        states: dict[ProcessIdentity, ProcessState],
+        device_id: str | None,
+        saved_mib: int,
+    ) -> bool:
+        """Undo what is half done, if it is safe; return whether anything was to be undone. Raises GPUError."""
+        kinds = set(states.values())
+        if ProcessState.CHECKPOINTED in kinds and len(kinds) > 1:
+            await self._restore_rest(kernel, scene, states, device_id, saved_mib)
+        elif ProcessState.LOCKED in kinds:
+            await self._unlock([one for one, state in states.items() if state is ProcessState.LOCKED])
+        else:
+            return False
+        return True
+
     async def _restore_rest(
-        self, kernel: Kernel, states: dict[ProcessIdentity, ProcessState], device_id: str | None, saved_mib: int
+        self,
+        kernel: Kernel,
+        scene: Scene,
+        states: dict[ProcessIdentity, ProcessState],
+        device_id: str | None,
+        saved_mib: int,
     ) -> None:
-        """Some processes of the tree are saved and some are not: bring them all back, if the device has the room for certain."""
-        home = kernel.home or device_id
-        if (
-            not set(states.values()) <= {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
-            or home is None
-        ):
+        """Some processes of the tree are saved and some are not: bring them all back, if the devices have the room for certain."""
+        homes = kernel.homes or ((device_id,) if device_id is not None else ())
+        known = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
+        if not set(states.values()) <= known or not homes:
             return
-        target = (
-            await self._home(kernel) or home
-        )  # where the others are: they may have been on the way to another device
-        if await self._free_mib(target) < saved_mib:
+        # Where the others are: they may have been on the way to another device.
+        there = self._where(kernel, scene)
+        targets = homes if len(homes) > 1 or there is None else (there,)
+        if _lacking(scene, targets, saved_mib, saved_mib):
             return
-        moves = {home: target} if home != target else None
+        moves = _moves(homes, targets)
         for identity, state in states.items():
             if state is ProcessState.CHECKPOINTED:
                 await self._worker.restore(identity, moves, self._times.checkpoint_s)
-        for identity in await self._states(kernel):
-            if await self._worker.state(identity) is ProcessState.LOCKED:
-                await self._worker.unlock(identity)
+        await self._unlocked(kernel)
 
-    # -- looking ----------------------------------------------------------------------------------------------------------
+    def _where(self, kernel: Kernel, scene: Scene) -> str | None:
+        """Return the device that holds most of the kernel's memory; of one with several devices, its first one."""
+        found = scene.homes({identity.pid for identity in self._sight.tree(kernel, scene)})
+        if len(kernel.homes) > 1 and set(found) <= set(kernel.homes):
+            return kernel.homes[0]
+        return found[0] if found else None
 
-    async def _tree(self, kernel: Kernel) -> list[ProcessIdentity]:
-        if kernel.identity is None:
-            return []
-        return await asyncio.to_thread(self._look_at_tree, kernel.identity, kernel.lease_id, self.roots())
 
-    @staticmethod
-    def _look_at_tree(root: ProcessIdentity, lease_id: str, roots: list[ProcessIdentity]) -> list[ProcessIdentity]:
-        return scan(LEASE_VARIABLE).tree(root, (LEASE_VARIABLE, lease_id), apart=roots)
+def _lacking(scene: Scene, device_ids: Sequence[str], saved_mib: int, reserve_mib: int) -> str:
+    """Return a sentence about the first of the devices without the room, or "". Raises GPUError.
 
-    async def _states(self, kernel: Kernel) -> dict[ProcessIdentity, ProcessState]:
-        """Return the CUDA state of every process of the tree that has one. Raises GPUError."""
-        states: dict[ProcessIdentity, ProcessState] = {}
-        for identity in await self._tree(kernel):
-            try:
-                state = await self._worker.state(identity)
-            except GPUError as error:
-                if error.code in _ENDED:
-                    continue  # it ended while we looked
-                raise
-            if state not in (ProcessState.NO_CONTEXT, ProcessState.GONE):
-                states[identity] = state
-        return states
+    How much of what was saved belongs on which of several devices is not known: each must have room for all of it, or be as free as
+    what is reserved there.
+    """
+    need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
+    for device_id in device_ids:
+        free_mib = scene.free_mib(device_id)
+        if free_mib < need_mib:
+            return f"the device has {format_memory(free_mib)} free, {format_memory(need_mib)} are needed"
+    return ""
 
-    async def _cuda_use(self, kernel: Kernel) -> dict[ProcessIdentity, int]:
-        """Return the device memory, MiB, of every CUDA process of the tree (0 where no device counts it). Raises GPUError."""
-        states = await self._states(kernel)
-        used: dict[int, int] = {}
-        for device in await asyncio.to_thread(self._monitor.devices):
-            for process in (await asyncio.to_thread(self._monitor.use, device.device_id)).processes:
-                used[process.pid] = used.get(process.pid, 0) + process.used_mib
-        return {identity: used.get(identity.pid, 0) for identity in states}
 
-    async def _home(self, kernel: Kernel) -> str | None:
-        """Return the device that holds most of the kernel's memory. Raises GPUError."""
-        pids = {identity.pid for identity in await self._tree(kernel)}
-        best: tuple[int, str] | None = None
-        for device in await asyncio.to_thread(self._monitor.devices):
-            use = await asyncio.to_thread(self._monitor.use, device.device_id)
-            mine = sum(process.used_mib for process in use.processes if process.pid in pids)
-            if mine and (best is None or mine > best[0]):
-                best = (mine, device.device_id)
-        return best[1] if best else None
-
-    async def _free_mib(self, device_id: str) -> int:
-        for device in await asyncio.to_thread(self._monitor.devices):
-            if device.device_id == device_id:
-                return device.memory_mib - (await asyncio.to_thread(self._monitor.use, device_id)).used_mib
-        raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} is not there")
+def _moves(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str] | None:
+    """Return where what was on each device is to go, None if everything stays where it was."""
+    moves = dict(zip(homes, targets, strict=False))
+    return moves if any(old != new for old, new in moves.items()) else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from provisioner.broker.broker import Broker, now_ms
 from provisioner.broker.kernels import Kernel
-from provisioner.broker.swaps import LEASE_VARIABLE
+from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceUse, GPUError, GPUErrorCode

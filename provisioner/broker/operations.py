@@ -1,0 +1,197 @@
+"""The arbiter's decisions that take time: suspends, resumes, and second looks at what is unknown.
+
+- Each begins with its intent in the ledger, and each is answered, whatever happens: an operation without an answer would hold the
+  swap channel for ever.
+- An operation in hand is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+
+from provisioner.broker.clock import now_ms, wall_ms
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.swaps import Swaps
+from provisioner.broker.writer import LedgerWriter
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.effects import LookAgain, Resume, Suspend
+from provisioner.core.events import Event, ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
+from provisioner.core.model import LeaseState
+from provisioner.host.process import ProcessIdentity
+from provisioner.ledger.records import LedgerError, OperationRecord
+
+__all__ = ["Operations"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+_FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once; a driver that fails at once must not be hammered
+_BROKEN = "the broker failed in the middle of it; its log says why"
+
+
+class Operations:
+    """Carries effects that take time out as tasks. `dispatch` takes their answers, `finished` the kernel of each that is over."""
+
+    def __init__(
+        self,
+        *,
+        arbiter: Arbiter,
+        swaps: Swaps,
+        writer: LedgerWriter,
+        kernels: Callable[[], Mapping[str, Kernel]],
+        dispatch: Callable[[Event], object],
+        finished: Callable[[Kernel], None],
+    ) -> None:
+        self._arbiter = arbiter
+        self._swaps = swaps
+        self._writer = writer
+        self._kernels = kernels
+        self._dispatch = dispatch
+        self._finished = finished
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: set[asyncio.Task[None]] = set()
+
+    def start(self, effect: Suspend | Resume | LookAgain) -> None:
+        """Begin to carry it out; returns at once."""
+        match effect:
+            case Suspend():
+                self._spawn(self._suspend(effect), self._tasks)
+            case Resume():
+                self._spawn(self._resume(effect), self._tasks)
+            case LookAgain():
+                self._spawn(self._look_again(effect), self._looking)
+
+    async def close(self) -> None:
+        """Finish what is in hand and drop the looks. Nothing may be started any more."""
+        for task in self._looking:
+            task.cancel()
+        while self._tasks or self._looking:
+            await asyncio.gather(*self._tasks, *self._looking, return_exceptions=True)
+
+    @staticmethod
+    def _spawn(work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(partial(_task_done, tasks))
+
+    async def _suspend(self, effect: Suspend) -> None:
+        outcome, saved_mib, sentence = SuspendOutcome.UNKNOWN, 0, _BROKEN
+        begun_s = time.monotonic()
+        try:
+            kernel = self._kernels().get(effect.lease_id)
+            if kernel is None:
+                outcome, sentence = SuspendOutcome.ABORTED, "the lease is gone"
+                return
+            await self._begin(effect, "suspend", 0)
+            step = partial(self._step, effect.operation_id)
+            outcome, saved_mib, sentence = await self._swaps.suspend(kernel, step, preempt=effect.preempt)
+        except LedgerError as error:
+            outcome = SuspendOutcome.ABORTED
+            sentence = f"nothing was begun because it could not be written down: {error}"
+        finally:
+            log.info("lease %s: suspend took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
+            self._dispatch(
+                SuspendFinished(
+                    at_ms=now_ms(),
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=outcome,
+                    saved_mib=saved_mib,
+                    sentence=sentence,
+                )
+            )
+            self._finish(effect.operation_id, outcome)
+            if (kernel := self._kernels().get(effect.lease_id)) is not None:
+                self._finished(kernel)  # it may have become busy meanwhile
+
+    async def _resume(self, effect: Resume) -> None:
+        outcome, sentence = ResumeOutcome.UNKNOWN, _BROKEN
+        begun_s = time.monotonic()
+        try:
+            kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
+            if kernel is None or view is None:
+                outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
+                return
+            await self._begin(effect, "resume", view.saved_mib)
+            step = partial(self._step, effect.operation_id)
+            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step)
+            if outcome is ResumeOutcome.NOT_STARTED:
+                await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
+        except LedgerError as error:
+            outcome = ResumeOutcome.NOT_STARTED
+            sentence = f"nothing was begun because it could not be written down: {error}"
+            await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
+        finally:
+            log.info("lease %s: resume took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
+            self._dispatch(
+                ResumeFinished(
+                    at_ms=now_ms(),
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=outcome,
+                    sentence=sentence,
+                )
+            )
+            self._finish(effect.operation_id, outcome)
+
+    async def _look_again(self, effect: LookAgain) -> None:
+        """Look until the truth is known or the lease has moved on."""
+        attempt = 0
+        while True:
+            await self._swaps.until_alone()
+            await asyncio.sleep(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)])
+            attempt += 1
+            kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
+            if kernel is None or view is None or view.generation != effect.generation:
+                return
+            truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
+            if truth is None:
+                continue
+            state, device_id = truth.state, truth.device_id
+            if state is LeaseState.UNARMED and view.device_id is not None:
+                # Nobody can say whether its gate is open: keep the reservation.
+                state, device_id = LeaseState.RESIDENT, view.device_id
+            self._dispatch(
+                TruthFound(
+                    at_ms=now_ms(),
+                    lease_id=effect.lease_id,
+                    generation=effect.generation,
+                    state=state,
+                    device_id=device_id,
+                    saved_mib=truth.saved_mib,
+                )
+            )
+            return
+
+    async def _begin(self, effect: Suspend | Resume, kind: str, saved_mib: int) -> None:
+        record = OperationRecord(
+            operation_id=effect.operation_id,
+            lease_id=effect.lease_id,
+            generation=effect.generation,
+            kind=kind,
+            device_id=effect.device_id,
+            phase="intent",
+            begun_ms=wall_ms(),
+            pids="[]",
+            saved_mib=saved_mib,
+        )
+        await self._writer.run(partial(self._writer.ledger.begin, record))
+
+    async def _step(self, operation_id: int, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int) -> None:
+        pids = json.dumps([identity.to_dict() for identity in identities])
+        step = partial(self._writer.ledger.step, operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib)
+        await self._writer.run(step)
+
+    def _finish(self, operation_id: int, outcome: str) -> None:
+        self._writer.submit(partial(self._writer.ledger.finish, operation_id, str(outcome), wall_ms()))
+
+
+def _task_done(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    tasks.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the broker failed while it carried out a decision", exc_info=error)
