@@ -210,12 +210,15 @@ class _Pass:
                 self._keep_what_is_due(lease, ticket, devices)
         if not self._urgent:
             return
-        for lease in self._line[place + 1 :]:  # those that an urgent ticket, or one that was owed more, went before
+        behind, owed = self._line[place + 1 :], False
+        for lease in behind:  # those that an urgent ticket, or one that was owed more, went before
             other = lease.ticket
             if other is None or lease.spec.priority != winner.spec.priority or other.order > winning.order:
                 continue
             if _not_yet(lease, other) is None and device_id in self._devices(lease) and left_mib < lease.need_mib:
-                self._count(lease, other)
+                owed |= self._count(lease, other)
+        if owed:  # from now on somebody goes before the urgent ones still to come
+            self._line[place + 1 :] = self._owed_first(behind)
 
     def _owed_first(self, line: list[Lease]) -> list[Lease]:
         """Return the line with those that were passed over too often before the urgent ones that are younger."""

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from provisioner.core.model import LeaseState
 from tests.core.simulation import simulate
 
 __all__ = ["main", "run_seed"]
 
 
 def run_seed(seed: int, *, events: int) -> tuple[int, str, dict[str, int]]:
-    """Return the seed, what broke (empty: nothing), and how often leases entered each state."""
+    """Return the seed, what broke (empty: nothing), and how often leases entered each state and each reason was given."""
     try:
         world = simulate(seed, events)
     except AssertionError as error:
@@ -48,9 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 broken += 1
                 sys.stdout.write(f"seed {seed}: {what}\n")
     seconds = time.monotonic() - begun
-    entered = ", ".join(f"{state} {number}" for state, number in sorted(moves.items()))
+    entered = ", ".join(f"{state} {moves.pop(state, 0)}" for state in LeaseState)
+    said = ", ".join(f"{reason} {number}" for reason, number in sorted(moves.items()))
     sys.stdout.write(
-        f"{options.seeds} seeds of {options.events} events in {seconds:.0f} s: {broken} broken; entered {entered}\n"
+        f"{options.seeds} seeds of {options.events} events in {seconds:.0f} s: {broken} broken\n"
+        f"states entered: {entered}\nreasons given: {said}\n"
     )
     return 1 if broken else 0
 

@@ -14,10 +14,12 @@ from provisioner.core.effects import Effect, LookAgain, Recorded, Resume, StateC
 from provisioner.core.events import (
     Attached,
     BusyChanged,
+    Checkpointable,
     DeviceLost,
     DeviceSeen,
     Event,
     HostMemorySeen,
+    HostPressureSeen,
     LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
@@ -34,7 +36,7 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from provisioner.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, PoolSpec, Sharing
 from tests.core.observer import LawBrokenError, Observer
 
 __all__ = ["World", "simulate"]
@@ -51,6 +53,7 @@ class World:
 
     random: Random
     parallel_swaps: int = 1
+    whole_every: int = 5  # events; every effect is checked, what the arbiter says of everything else only so often
     now: int = 0
     log: list[Event] = field(default_factory=list)
     made: list[Effect] = field(default_factory=list)
@@ -90,6 +93,8 @@ class World:
             retry_refused_ms=random.choice((0, 3_000, 10_000)),
             max_passed_over=random.choice((0, 1, 3)),
             may_move=random.random() < 0.5,
+            sharing=random.choices(list(Sharing), (18, 1, 1))[0],
+            breach=random.choice(list(Breach)),
         )
 
     # -- the driver -------------------------------------------------------------------------------------------------------------
@@ -98,7 +103,7 @@ class World:
         """Hand an event in, check what comes out, and set the driver to work on it."""
         self.log.append(event)
         effects = self.arbiter.handle(event)
-        self.observer.see(event, effects)
+        self.observer.see(event, effects, whole=len(self.log) % self.whole_every == 0)
         self.made += effects
         for effect in effects:
             answer = self._answer(effect)
@@ -115,7 +120,7 @@ class World:
         random = self.random
         match effect:
             case Suspend(lease_id=lease_id, operation_id=operation_id, generation=generation, host_mib=host_mib):
-                outcome = random.choices(list(SuspendOutcome), (12, 2, 2, 1, 1))[0]
+                outcome = random.choices(list(SuspendOutcome), (12, 2, 2, 1, 1, 1))[0]
                 saved = random.randrange(host_mib + 1) if random.random() < 0.95 else host_mib + 100
                 return SuspendFinished(
                     at_ms=0,
@@ -284,6 +289,22 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     ),
     (3, _named(lambda world, at, name: LeaseMeasured(at_ms=at, lease_id=name, used_mib=world.random.randrange(500)))),
     (3, _named(lambda _, at, name: SuspendRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
+    (
+        1,
+        _named(
+            lambda world, at, name: Checkpointable(
+                at_ms=at, lease_id=name, why_not=world.random.choice(("", "managed"))
+            ),
+            _S.RESIDENT,
+        ),
+    ),
+    (
+        1,
+        _named(
+            lambda world, at, name: HostPressureSeen(at_ms=at, lease_id=name, pressed=world.random.random() < 0.7),
+            _S.SUSPENDED,
+        ),
+    ),
     (1, lambda _, at: Tick(at_ms=at)),
 ]
 

@@ -80,6 +80,19 @@ def test_urgent_tickets_pass_another_over_no_more_often_than_may_be(most: int) -
     assert hand.state("old") is LeaseState.RESIDENT
 
 
+def test_urgent_tickets_that_are_served_at_once_pass_another_over_no_more_often_either() -> None:
+    hand = Hand(pools=[pool(max_passed_over=1)])
+    hand.run("a", 1000)
+    hand.start("old", 700)
+    hand.want("old")
+    for number in range(3):
+        hand.start(f"u{number}", 300)
+        hand.want(f"u{number}", urgent=True)
+    hand.send(LeaseReleased(at_ms=0, lease_id="a"))
+    assert [hand.state(f"u{number}") is LeaseState.RESIDENT for number in range(3)] == [True, True, False]
+    assert hand.ticket("old").kept_on == ("d0",)
+
+
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_a_small_ticket_may_overtake_a_large_one_that_many_times(most: int) -> None:
     hand = Hand(pools=[pool(max_passed_over=most)])

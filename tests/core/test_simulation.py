@@ -8,7 +8,7 @@ from provisioner.core.model import LeaseState
 from tests.core.seeds import main, run_seed
 from tests.core.simulation import simulate
 
-SEEDS = 120
+SEEDS = 200
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 10))
@@ -18,7 +18,7 @@ def test_every_law_holds_in_random_worlds(first: int) -> None:
         _, broken, counts = run_seed(seed, events=2_000)
         assert broken == "", f"seed {seed}: {broken}"
         moves.update(counts)
-    assert set(moves) == set(LeaseState), "some state was never entered: these worlds are too tame"
+    assert set(LeaseState) <= set(moves), "some state was never entered: these worlds are too tame"
 
 
 def test_the_same_seed_tells_the_same_story() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from provisioner.core.model import LeaseState
 from provisioner.core.transitions import TABLE, Cause, IllegalTransitionError, diagram, next_state
-from tests.core.observer import MOVES
+from tests.core.moves import MOVES
 
 PAGE = Path(__file__).parents[2] / "docs" / "lease-states.md"
 

@@ -1,0 +1,158 @@
+"""The books of the independent model: what a driver knows of leases and devices, from events and effects alone."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from provisioner.core.events import ResizeRequested
+from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy, Sharing
+
+__all__ = ["LawBrokenError", "Seen", "World", "law"]
+
+S = LeaseState
+
+
+class LawBrokenError(AssertionError):
+    """The arbiter did what the design forbids. The message names the law."""
+
+
+def law(number: int, holds: object, *what: object) -> None:
+    """Raise LawBrokenError unless it holds."""
+    if not holds:
+        raise LawBrokenError(f"law {number}: " + " ".join(map(str, what)))
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """A lease as its driver knows it. Memory is in MiB on each of its devices."""
+
+    spec: LeaseSpec
+    state: LeaseState | None = None
+    generation: int = 0
+    devices: tuple[str, ...] = ()
+    home: tuple[str, ...] = ()  # where its saved state came from
+    held: int = 0
+    saved: int = 0
+    host: int = 0
+    used: int = 0
+    busy: bool = False
+    ran: bool = False  # since it was let in
+    since: int = 0  # in this state
+    pinned_until: int = 0
+    asked: int = -1  # when it asked for the GPU: a running number; -1: it does not wait
+    urgent: bool = False
+    passed: int = 0
+    resize: ResizeRequested | None = None  # asked for and not answered yet
+
+    @property
+    def lease_id(self) -> str:
+        """The lease's id."""
+        return self.spec.lease_id
+
+    @property
+    def waits(self) -> bool:
+        """Whether room is all it waits for."""
+        return self.asked >= 0 and (
+            self.state in {S.UNARMED, S.SUSPENDED} or (self.state is S.UNATTACHED and not self.spec.gated)
+        )
+
+
+@dataclass(slots=True)
+class World:
+    """Devices, pools and leases, and sums over them."""
+
+    pools: dict[str, PoolSpec] = field(default_factory=dict)
+    leasable: dict[str, int] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    strangers: dict[str, int] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    draining: dict[str, bool] = field(default_factory=dict)  # busy ones too?
+    whole: set[str] = field(default_factory=set)  # one lease has all of it
+    budget: int = 0
+    leases: dict[str, Seen] = field(default_factory=dict)
+    held_on: Counter[str] = field(default_factory=Counter)
+    now: int = 0
+
+    def pool(self, seen: Seen) -> PoolSpec:
+        """Return the policy for a lease, that without devices if its pool is gone."""
+        return self.pools.get(seen.spec.pool) or PoolSpec(name=seen.spec.pool, devices=())
+
+    def least(self, seen: Seen) -> int:
+        """Return what must be reserved for it at least."""
+        guaranteed = seen.spec.request_mib
+        if guaranteed is None or self.pool(seen).reserve_by is ReserveBy.CAP:
+            guaranteed = seen.spec.reserve_mib
+        return max(min(guaranteed, seen.spec.reserve_mib), seen.saved)
+
+    @staticmethod
+    def most(seen: Seen) -> int:
+        """Return what may be reserved for it at most."""
+        return max(seen.spec.reserve_mib, seen.saved)
+
+    def hold(self, seen: Seen, devices: tuple[str, ...], mib: int) -> None:
+        """Say what a lease holds, and where."""
+        for device in seen.devices:
+            self.held_on[device] -= seen.held
+        seen.devices, seen.held = devices, mib if devices else 0
+        for device in devices:
+            self.held_on[device] += seen.held
+
+    def free(self, device: str) -> int:
+        """Return what is left on a device, negative if too much was taken. A MIG instance is one lease's."""
+        if self.held_on[device] and any(
+            pool.sharing is Sharing.MIG and device in pool.devices for pool in self.pools.values()
+        ):
+            return 0
+        return self.leasable.get(device, 0) - self.strangers.get(device, 0) - self.held_on[device]
+
+    def on(self, device: str) -> list[Seen]:
+        """Return who holds something on a device."""
+        return [seen for seen in self.leases.values() if seen.held and device in seen.devices]
+
+    def open(self, device: str) -> bool:
+        """Whether a device admits anybody."""
+        return device in self.leasable and device not in self.lost and device not in self.draining
+
+    def allowed(self, seen: Seen) -> list[str]:
+        """Return the devices that the lease may go to now, each by itself."""
+        pool = self.pool(seen)
+        devices = [device for device in pool.devices if self.open(device)]
+        if seen.state is not S.SUSPENDED:
+            return devices
+        homes = [home for home in seen.home if self.open(home)]
+        kinds = {self.names.get(home) for home in seen.home}
+        like = [d for d in devices if pool.may_move and d not in seen.home and self.names[d] in kinds]
+        return [home for home in homes if home in devices or not like] + like
+
+    def fits(self, seen: Seen, need: int, kept: dict[str, int] | None = None) -> bool:
+        """Whether it could be let in: as many devices as it wants have the room, kept room left out."""
+        kept = kept or {}
+        roomy = [
+            device
+            for device in self.allowed(seen)
+            if self.free(device) - kept.get(device, 0) >= need and not (kept.get(device) and device in self.whole)
+        ]
+        if seen.state is S.SUSPENDED and not self.pool(seen).may_move:
+            return len([device for device in roomy if device in seen.home]) >= seen.spec.devices
+        return len(roomy) >= seen.spec.devices
+
+    def within_limits(self, seen: Seen) -> bool:
+        """Whether its user and group may hold as much more on devices."""
+        pool, spec = self.pool(seen), seen.spec
+        limits = [
+            (pool.user_limits, "owner", spec.owner),
+            *[(limits, "group", group) for group, limits in pool.group_limits if group == spec.group],
+        ]
+        for limit, what, name in limits:
+            if limit.resident_milli is None:
+                continue
+            held = sum(
+                other.spec.fraction_milli * other.spec.devices
+                for other in self.leases.values()
+                if other is not seen
+                and other.held
+                and other.spec.pool == spec.pool
+                and getattr(other.spec, what) == name
+            )
+            if held + spec.fraction_milli * spec.devices > limit.resident_milli:
+                return False
+        return True

@@ -1,0 +1,61 @@
+"""The legal moves of a lease, restated from the design: from where to where, and what must have happened for it."""
+
+from provisioner.core.events import (
+    Attached,
+    Event,
+    LeaseRecovered,
+    LeaseReleased,
+    LeaseRequested,
+    ProcessExited,
+    ResumeFinished,
+    SuspendFinished,
+    TruthFound,
+)
+from provisioner.core.model import LeaseState
+
+__all__ = ["ELIGIBLE", "HOLDERS", "MOVES", "OWN_EVENTS"]
+
+S = LeaseState
+
+MOVES: dict[LeaseState | None, dict[LeaseState, tuple[type[Event], ...]]] = {
+    None: {
+        S.UNATTACHED: (LeaseRequested, LeaseRecovered),
+        S.UNARMED: (LeaseRecovered,),
+        S.RESIDENT: (LeaseRecovered,),
+        S.SUSPENDED: (LeaseRecovered,),
+        S.QUARANTINED: (LeaseRecovered,),
+    },
+    S.UNATTACHED: {S.UNARMED: (Attached,), S.RESIDENT: (Attached,), S.UNATTACHED: (Event,), S.ENDED: (Event,)},
+    S.UNARMED: {S.RESIDENT: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: (LeaseReleased,)},
+    S.RESIDENT: {S.SUSPENDING: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: (LeaseReleased,)},
+    S.SUSPENDING: {
+        S.SUSPENDED: (SuspendFinished,),
+        S.UNARMED: (SuspendFinished,),
+        S.RESIDENT: (SuspendFinished,),
+        S.QUARANTINED: (SuspendFinished,),
+        S.UNATTACHED: (ProcessExited,),
+        S.ENDED: (LeaseReleased,),
+    },
+    S.SUSPENDED: {S.RESUMING: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: (LeaseReleased,)},
+    S.RESUMING: {
+        S.RESIDENT: (ResumeFinished,),
+        S.SUSPENDED: (ResumeFinished,),
+        S.QUARANTINED: (ResumeFinished,),
+        S.UNATTACHED: (ProcessExited,),
+        S.ENDED: (LeaseReleased,),
+    },
+    S.QUARANTINED: {
+        S.RESIDENT: (TruthFound,),
+        S.SUSPENDED: (TruthFound,),
+        S.UNARMED: (TruthFound,),
+        S.UNATTACHED: (TruthFound, ProcessExited),
+        S.ENDED: (LeaseReleased,),
+    },
+}
+"""`Event`: the arbiter's own decision, at any event."""
+
+OWN_EVENTS = (Attached, SuspendFinished, ResumeFinished, TruthFound, ProcessExited, LeaseReleased, LeaseRecovered)
+"""These move the lease that they are about, and no other."""
+
+ELIGIBLE = frozenset({S.UNATTACHED, S.UNARMED, S.SUSPENDED})
+HOLDERS = frozenset({S.RESIDENT, S.SUSPENDING, S.RESUMING, S.QUARANTINED})
