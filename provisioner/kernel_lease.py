@@ -8,6 +8,8 @@ Rules:
   broker lets expire).
 - A kernel with our extension keeps its lease over a restart. One without must know its device before its process
   starts, and the old reservation ends with the old process: it gets a new lease.
+- A broker that dies in the middle of a call is started again and asked again, once. What it may have admitted for the first call
+  expires by itself.
 - Giving back starts no broker: if none serves, it learns from the kernel's end when it is back.
 """
 
@@ -15,14 +17,20 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from provisioner.client import BrokerClient
 from provisioner.discovery import ensure_broker, runtime_dir
-from provisioner.protocol.errors import ForbiddenError, FractionalGPUError, NotFoundError, UnauthorizedError
+from provisioner.protocol.errors import (
+    BrokerUnavailableError,
+    ForbiddenError,
+    FractionalGPUError,
+    NotFoundError,
+    UnauthorizedError,
+)
 from provisioner.protocol.messages import AttachRequest, LeaseRequest
 
 __all__ = [
@@ -35,6 +43,7 @@ __all__ = [
     "take_lease",
 ]
 
+T = TypeVar("T")
 _SHORT_S = 5.0  # calls at a kernel's end: prompt, or given up
 _OF_A_LEASE = (
     "JUPYTER_GPU_LEASE",
@@ -66,8 +75,12 @@ class KernelLease:
 
         Raises the errors of the protocol.
         """
-        with ensure_broker(self.socket, token=self.token) as client:
-            client.attach(self.lease_id, request)
+
+        def attach() -> None:
+            with ensure_broker(self.socket, token=self.token) as client:
+                client.attach(self.lease_id, request)
+
+        _persistently(attach)
 
     def detach(self) -> None:
         """Tell the broker that the process is gone. Raises the errors of the protocol."""
@@ -119,6 +132,20 @@ def take_lease(request: LeaseRequest, *, timeout_s: float) -> KernelLease:
 
     Raises the errors of the protocol: NoRoomError, BadRequestError (no such pool or fraction), BrokerUnavailableError.
     """
+    return _persistently(lambda: _take(request, timeout_s))
+
+
+def _persistently(call: Callable[[], T]) -> T:
+    """Return what the call returns; when the broker dies in the middle of it, call once more."""
+    try:
+        return call()
+    except BrokerUnavailableError as error:
+        if error.reason not in {"hung-up", "no-broker"}:
+            raise
+        return call()
+
+
+def _take(request: LeaseRequest, timeout_s: float) -> KernelLease:
     with ensure_broker(timeout_s=timeout_s) as client:
         reply = client.create_lease(request)
         try:
@@ -140,6 +167,10 @@ def take_lease(request: LeaseRequest, *, timeout_s: float) -> KernelLease:
 
 def renew_lease(lease: KernelLease, request: LeaseRequest, *, timeout_s: float) -> KernelLease:
     """Return a lease for the next process of the same kernel: the same one where possible. Raises as `take_lease`."""
+    return _persistently(lambda: _renew(lease, request, timeout_s))
+
+
+def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float) -> KernelLease:
     with ensure_broker(lease.socket, token=lease.token, timeout_s=timeout_s) as client:
         if lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
             if lease.token_file.exists():

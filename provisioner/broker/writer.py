@@ -104,7 +104,8 @@ def _name(act: Callable[[], None]) -> str:
 
 def _reach(points: list[str], moment: str) -> None:
     for point in points:
-        failpoints.reach(f"ledger.{point}.{moment}")
+        if failpoints.reach(f"ledger.{point}.{moment}"):
+            raise LedgerError("the ledger cannot be used: a test says that the disk is full")
 
 
 def _nothing() -> None:

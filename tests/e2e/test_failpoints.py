@@ -1,4 +1,4 @@
-"""The broker dies at a sample of the points where it changes something. `tests/run failpoints` takes them all."""
+"""The broker dies, or its disk is full, at a sample of the points where it changes something. `tests/run failpoints` takes them all."""
 
 from collections.abc import Iterator
 
@@ -39,3 +39,8 @@ def test_every_step_is_a_point(story: Story) -> None:
 @pytest.mark.parametrize("point", SAMPLE)
 def test_nothing_is_lost_when_the_broker_dies(story: Story, point: str) -> None:
     assert story.tell(point), "the broker was to die there"
+
+
+@pytest.mark.parametrize("write", ["save_lease", "begin", "step", "finish"])
+def test_nothing_is_lost_when_the_disk_is_full(story: Story, write: str) -> None:
+    assert story.tell(f"ledger.{write}.unfinished", action="fail"), "the write was to fail there"

@@ -1,4 +1,4 @@
-"""A broker that dies at a named point of a story, and what must be true afterwards whatever the point."""
+"""A broker that dies, or cannot write, at a named point of a story, and what must be true afterwards whatever the point."""
 
 import urllib.error
 from collections import Counter
@@ -37,11 +37,11 @@ class Story:
         """Where the points that were reached are listed."""
         return self.file.with_name(f"{self.file.name}.reached")
 
-    def tell(self, point: str = "", time: int = 1) -> bool:
-        """Tell the story while the broker dies at the point; return whether it did. Fails if anything is lost."""
+    def tell(self, point: str = "", time: int = 1, *, action: str = "kill") -> bool:
+        """Tell the story while the broker dies at the point, or fails there; return whether it did. Fails if anything is lost."""
         if point:
             self.world.kill_broker()  # so that the times are counted from here
-            self.file.write_text(f"{point} {time}\n")
+            self.file.write_text(f"{point} {time} {action}\n")
             self.world.start_broker()
         first = self._born(1)
         second = self._born(2)
