@@ -6,6 +6,7 @@ import os
 import signal
 import socket as socket_module
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +18,7 @@ from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.listener import PatientListener
 from provisioner.broker.recovery import recover
+from provisioner.broker.screening import Screen
 from provisioner.broker.service import Service
 from provisioner.broker.swaps import Swaps, SwapTimes
 from provisioner.broker.watch import Watcher
@@ -26,6 +28,7 @@ from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from provisioner.core.model import DeviceSpec
 from provisioner.core.units import format_memory
+from provisioner.gpu.interface import GPUError
 from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.claims import DeviceClaim
@@ -49,7 +52,13 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
     overhead_mib = settings.overhead_mib(simulated=backend.simulated)
     return settings.managed(
         [
-            DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib, overhead_mib=overhead_mib)
+            DeviceSpec(
+                device_id=one.device_id,
+                name=one.name,
+                memory_mib=one.memory_mib,
+                overhead_mib=overhead_mib,
+                why_not=one.why_not,
+            )
             for one in backend.devices
         ]
     )
@@ -90,15 +99,16 @@ class Run:
             loop.add_reader(claim.fileno(), claim.drain)
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
         worker = WorkerLink(self._backend.name, claim=turn)
-        if await self._is_alone(worker):
-            await worker.start()
+        off = await self._open(worker)
         times = SwapTimes(
             gate_s=self._settings.gate_timeout_ms / 1000,
             lock_s=self._settings.lock_timeout_ms / 1000,
             checkpoint_s=self._settings.checkpoint_deadline_ms / 1000,
         )
         swaps = Swaps(self._backend.monitor, worker, times)
+        swaps.off = off
         arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id())
+        swaps.screen = Screen(arbiter, self._backend.monitor).refusal
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
         watcher = Watcher(broker, self._specs, self._host_budget)
         self._introduce(broker)
@@ -124,6 +134,24 @@ class Run:
             turn.close()
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
         return leases_live
+
+    async def _open(self, worker: WorkerLink) -> str:
+        """Start the worker; return why nothing can be suspended on this host, "" if it can. The broker serves all the same."""
+        able = [device for device in self._backend.devices if device.device_id in self._specs and device.checkpointable]
+        if not able:
+            off = next((spec.why_not for spec in self._specs.values() if spec.why_not), "no device can be checkpointed")
+        elif not await self._is_alone(worker):
+            return ""
+        else:
+            try:
+                await worker.start()
+            except GPUError as error:
+                off = str(error)
+                self._specs = {name: replace(spec, why_not=spec.why_not or off) for name, spec in self._specs.items()}
+            else:
+                return ""
+        log.warning("no kernel can be suspended, all stay resident: %s", off)
+        return off
 
     @staticmethod
     async def _is_alone(worker: WorkerLink) -> bool:

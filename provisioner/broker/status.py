@@ -38,6 +38,8 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         position=ticket.position if ticket is not None else None,
         suspends=kernel.suspends,
         resumes=kernel.resumes,
+        stays=view.stays,
+        seat=view.spec.seat,
     )
 
 
@@ -57,6 +59,7 @@ def host_status(broker: Broker, socket: str, uid: int | None) -> HostStatus:
             stranger_mib=view.stranger_mib,
             over_committed=view.over_committed,
             lost=view.lost,
+            why_not=view.why_not,
         )
         for view in broker.arbiter.devices()
         if view.device_id in broker.devices

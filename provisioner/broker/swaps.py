@@ -3,7 +3,8 @@
 The rules:
 - The driver says what is true; the ledger only says what was meant.
 - Up to the checkpoint every failure rolls back (unlock in reverse order, open the gate): ABORTED if the moment was wrong,
-  REFUSED if this process cannot be checkpointed. The checkpoint is the point of no return: after it only forward, or UNKNOWN.
+  REFUSED if it may be better later, IMPOSSIBLE if this process cannot be checkpointed. The checkpoint is the point of no return:
+  after it only forward, or UNKNOWN. What the driver's errors mean is a table, in `outcomes`.
 - Where the driver cannot checkpoint at all (`off`), nothing is asked of it: what the devices say is what there is.
 - The order of a suspend: close the gate, nobody busy, host memory, shrink, lock every CUDA process of the tree, look again
   (IOPub, newcomers), checkpoint, see that it is true.
@@ -14,10 +15,11 @@ The rules:
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.outcomes import after_checkpoint, after_restore, before_checkpoint
 from provisioner.broker.sight import ENDED, Scene, Sight
 from provisioner.core.effects import Resume
 from provisioner.core.events import ResumeOutcome, SuspendOutcome
@@ -36,10 +38,17 @@ log = logging.getLogger(__name__)
 
 _SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
-_WORKER_TROUBLE = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
 
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
 """Writes a step of an operation durably: phase, processes, MiB."""
+
+Screening = Callable[[Kernel, Collection[ProcessIdentity]], Awaitable[str]]
+"""Says why CUDA processes of a kernel cannot be checkpointed, a sentence; "" if nothing speaks against it."""
+
+
+async def _nothing_against(_kernel: Kernel, _processes: Collection[ProcessIdentity]) -> str:
+    return ""
+
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +84,7 @@ class Swaps:
         self._sight = Sight(monitor, worker)
         self._worker = worker
         self._times = times
+        self.screen: Screening = _nothing_against
 
     @property
     def roots(self) -> Callable[[], list[ProcessIdentity]]:
@@ -108,8 +118,6 @@ class Swaps:
         self, kernel: Kernel, journal: Journal, *, preempt: bool = False
     ) -> tuple[SuspendOutcome, int, str]:
         """Return the outcome, the MiB saved and a sentence. Cancellation may leave locks behind: only at the broker's end."""
-        if self.off:
-            return SuspendOutcome.REFUSED, 0, self.off
         touched: list[ProcessIdentity] = []
         try:
             gated = await (self._shut_gate(kernel) if preempt else self._close_gate(kernel))
@@ -120,6 +128,8 @@ class Swaps:
                 raise StepError(  # noqa: TRY301 - the way back is the same for every step
                     SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
                 )
+            if why := self.off or await self.screen(kernel, use):
+                raise StepError(SuspendOutcome.IMPOSSIBLE, why)  # noqa: TRY301 - as above
             await self._check_host_memory(use)
             if gated and not preempt:
                 await self._shrink(kernel)
@@ -133,7 +143,7 @@ class Swaps:
         except LedgerError as error:
             return await self._rolled_back(touched, SuspendOutcome.ABORTED, f"it could not be written down: {error}")
         except GPUError as error:
-            outcome = SuspendOutcome.ABORTED if error.code in _WORKER_TROUBLE else SuspendOutcome.REFUSED
+            outcome = before_checkpoint(error.code)
             return await self._rolled_back(touched, outcome, f"the driver refused before anything was saved: {error}")
         return await self._checkpoint_all(touched, kernel.checkpointed_mib)
 
@@ -273,10 +283,10 @@ class Swaps:
                 0,
                 f"the checkpoint failed ({error}) and the driver does not say what is true ({again})",
             )
-        if all(state in (ProcessState.LOCKED, ProcessState.RUNNING) for state in states):
-            outcome = SuspendOutcome.ABORTED if error.code in _WORKER_TROUBLE else SuspendOutcome.REFUSED
-            return await self._rolled_back(locked, outcome, f"the driver could not checkpoint it: {error}")
-        return SuspendOutcome.UNKNOWN, 0, f"the checkpoint failed half way: {error}"
+        outcome = after_checkpoint(error.code, states)
+        if outcome is SuspendOutcome.UNKNOWN:
+            return outcome, 0, f"the checkpoint failed half way: {error}"
+        return await self._rolled_back(locked, outcome, f"the driver could not checkpoint it: {error}")
 
     # -- resume -----------------------------------------------------------------------------------------------------------
 
@@ -326,9 +336,10 @@ class Swaps:
                 ResumeOutcome.UNKNOWN,
                 f"the restore failed ({error}) and the driver does not say what is true ({again})",
             )
-        if states and all(state is ProcessState.CHECKPOINTED for state in states.values()):
-            return ResumeOutcome.NOT_STARTED, f"the driver could not restore it: {error}"
-        return ResumeOutcome.UNKNOWN, f"the restore failed half way: {error}"
+        outcome = after_restore(error.code, states.values())
+        if outcome is ResumeOutcome.NOT_STARTED:
+            return outcome, f"the driver could not restore it: {error}"
+        return outcome, f"the restore failed half way: {error}"
 
     # -- truth ------------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ __all__ = [
 ]
 
 BAR_CELLS = 24
+MOST_STRANGERS = 3  # named in a device's line
 SHORT_ID = 8
 _LEGEND = "#  used    =  reserved    x  other programs    .  free"
 
@@ -54,6 +55,8 @@ def state_in_words(lease: LeaseStatus) -> str:
     """Return the lease's state and for how long it has been in it; a state of a newer broker is shown as it is named."""
     if lease.state == "resident":
         words = "on the GPU, busy" if lease.busy else "on the GPU, idle"
+        if lease.working and not lease.busy:
+            words = "on the GPU, working in the background"
     else:
         words = _STATES.get(lease.state, lease.state)
     return f"{words}, {format_duration(lease.age_ms)}"
@@ -95,7 +98,12 @@ def _device_lines(device: DeviceStatus) -> list[str]:
         f"     [{bar(device)}]  {sums} of {format_memory(device.memory_mib)}",
     ]
     if device.stranger_mib:
-        lines.append(f"     other programs hold {format_memory(device.stranger_mib)}")
+        who = ", ".join(f"process {one.pid} of {one.user}" for one in device.strangers[:MOST_STRANGERS])
+        more = len(device.strangers) - MOST_STRANGERS
+        named = f": {who}{f' and {more} more' if more > 0 else ''}" if who else ""
+        lines.append(f"     other programs hold {format_memory(device.stranger_mib)}{named}")
+    if device.why_not:
+        lines.append(f"     kernels there stay on it: {device.why_not}")
     if device.lost:
         lines.append("     lost: the device does not answer; it admits nobody until it does")
     elif device.over_committed:
@@ -119,6 +127,7 @@ def _lease_row(lease: LeaseStatus) -> tuple[str, ...]:
 def render_leases(leases: Sequence[LeaseStatus]) -> list[str]:
     """Return a table of the leases, and under it why each of those that wait does."""
     lines = table(("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED"), [_lease_row(lease) for lease in leases])
+    lines += [f"  {lease_name(lease)} cannot be suspended: {lease.stays}" for lease in leases if lease.stays]
     waiting = sorted((lease for lease in leases if lease.position is not None), key=lambda lease: lease.position or 0)
     if waiting:
         lines.append("  waiting:")

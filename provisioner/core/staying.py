@@ -16,13 +16,16 @@ _BY_SHARING = {
     Sharing.MPS: "its pool shares devices through MPS, whose clients the driver cannot checkpoint",
     Sharing.MIG: "its pool hands out MIG instances, on which the driver cannot checkpoint",
 }
+_UNSEEN = "no extension of ours tells what this kernel uses, and its pool suspends only kernels of which that is known"
 
 
 def note(books: Books, lease: Lease) -> None:
     """Write down why the lease stays, if it does."""
     device = books.devices.get(lease.device_id or "")
     by_device = device.spec.why_not if device is not None else ""
-    lease.stays = lease.why_not or _BY_SHARING.get(books.policy(lease).sharing, "") or by_device
+    policy = books.policy(lease)
+    unseen = "" if lease.spec.gated or policy.suspend_unseen else _UNSEEN
+    lease.stays = lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
 
 
 def note_all(books: Books, leases: Iterable[Lease]) -> None:

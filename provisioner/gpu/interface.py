@@ -16,6 +16,7 @@ __all__ = [
     "GPUError",
     "GPUErrorCode",
     "Monitor",
+    "ProcessKind",
     "ProcessState",
     "ProcessUse",
 ]
@@ -76,12 +77,21 @@ class DeviceInfo:
     why_not: str = ""  # a sentence, if not checkpointable
 
 
+class ProcessKind(StrEnum):
+    """What a process does on a device."""
+
+    COMPUTE = "compute"
+    MPS = "mps"  # computes through the MPS server
+    GRAPHICS = "graphics"  # draws, and does not compute
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUse:
     """Device memory charged to one process, context included, MiB."""
 
     pid: int
     used_mib: int
+    kind: ProcessKind = ProcessKind.COMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

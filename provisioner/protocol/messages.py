@@ -55,6 +55,7 @@ __all__ = [
     "ResizeRequest",
     "Story",
     "StoryLine",
+    "Stranger",
     "UsagePoint",
 ]
 
@@ -223,6 +224,8 @@ class LeaseStatus:
     resume_ms: int | None = None  # forecast of its resume, for one that is suspended
     neighbours: list[Neighbour] = field(default_factory=list)  # with one lease only, not in listings
     seat: str = ""  # the hub seat that it draws on
+    stays: str = ""  # why it cannot be suspended, a sentence; empty: it can
+    working: bool = False  # its processes work on the device, though no cell runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +302,15 @@ class GateAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stranger:
+    """A process that uses a device and belongs to no lease."""
+
+    pid: int
+    user: str
+    used_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStatus:
     """One device. Memory in MiB: `used` by anybody, `reserved` by leases, `stranger` by processes of no lease."""
 
@@ -314,6 +326,8 @@ class DeviceStatus:
     over_committed: bool
     lost: bool
     draining: bool = False
+    why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
+    strangers: list[Stranger] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,8 @@ class Driver:
         self.leaves: dict[
             tuple[str, int], ProcessState
         ] = {}  # the state in which a step leaves a process, whatever it says
+        self.silent_after_a_step = False  # the next failing step is followed by no answer about states
+        self.silent = False
 
     def has_context(self, pid: int, state: ProcessState, mib: int) -> None:
         """Give a process a context."""
@@ -64,6 +66,8 @@ class Driver:
 
     async def state(self, identity: ProcessIdentity) -> ProcessState:
         self._fail("state", identity.pid)
+        if self.silent:
+            raise GPUError(GPUErrorCode.WORKER_HUNG, "nobody says what is true")
         return self.states.get(identity.pid, S.NO_CONTEXT)
 
     async def lock(self, identity: ProcessIdentity, _timeout_ms: int) -> int:
@@ -96,6 +100,7 @@ class Driver:
     def _fail(self, name: str, pid: int) -> None:
         code = self.failures.get((name, pid))
         if code is not None:
+            self.silent = self.silent_after_a_step
             raise GPUError(code, f"{name} failed as told")
 
 

@@ -79,9 +79,9 @@ def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
     ("spoil", "outcome", "says"),
     [
         (not_ready, SuspendOutcome.ABORTED, "has GPU work under way"),
-        (not_permitted, SuspendOutcome.REFUSED, "lock failed as told"),
-        (checkpoint_refused, SuspendOutcome.REFUSED, "checkpoint failed as told"),
-        (checkpoint_lies, SuspendOutcome.REFUSED, "after a checkpoint that it called done"),
+        (not_permitted, SuspendOutcome.IMPOSSIBLE, "lock failed as told"),
+        (checkpoint_refused, SuspendOutcome.IMPOSSIBLE, "checkpoint failed as told"),
+        (checkpoint_lies, SuspendOutcome.IMPOSSIBLE, "after a checkpoint that it called done"),
         (uncounted, SuspendOutcome.REFUSED, "no device tells how much memory"),
         (busy_already, SuspendOutcome.ABORTED, "the kernel became busy"),
     ],
@@ -224,7 +224,7 @@ async def test_a_restore_that_fails_is_tried_again_only_if_all_is_still_saved(
     driver = Driver()
     async with kernel_of() as (kernel, _, pids):
         saved(driver, pids)
-        driver.failures["restore", pids[0]] = GPUErrorCode.OUT_OF_MEMORY
+        driver.failures["restore", pids[0]] = GPUErrorCode.OPERATING_SYSTEM
         if left is not None:
             driver.leaves["restore", pids[0]] = left
         result, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 300, journal([]))

@@ -24,7 +24,7 @@ from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.gpu.simulated import faults
 from provisioner.gpu.simulated.context import HELD
 from provisioner.gpu.simulated.gate import shut_gate
-from provisioner.gpu.simulated.monitor import open_store, translated
+from provisioner.gpu.simulated.monitor import UNABLE, open_store, translated
 from provisioner.gpu.simulated.processes import (
     CLOSED,
     Process,
@@ -146,6 +146,8 @@ class SimulatedCheckpointer:
         strike.after()
 
     def _act(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float) -> None:
+        if operation in ("lock", "checkpoint") and not self._store.settings().checkpointable:
+            raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{operation} of process {pid}: {UNABLE}")
         key = current_key(pid)
         if key is None or find_process(self._store, key) is None:
             self._refuse(operation, pid, self._state(pid))

@@ -3,13 +3,15 @@
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUError, GPUErrorCode, ProcessUse
 from provisioner.gpu.simulated.processes import processes_of, reap, settle_if_abandoned
 from provisioner.gpu.simulated.store import MIB, SimulatedHostError, Store
 
-__all__ = ["SimulatedMonitor", "open_store", "translated"]
+__all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
+
+UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
 
 _Result = TypeVar("_Result")
 
@@ -42,7 +44,8 @@ class SimulatedMonitor:
         return "simulated"
 
     def devices(self) -> list[DeviceInfo]:
-        """Return the devices; a lost one is listed and says so. Raises GPUError."""
+        """Return the devices, lost ones too. Raises GPUError."""
+        able = bool(translated(self._store.settings).checkpointable)
         return [
             DeviceInfo(
                 device_id=device.device_id,
@@ -50,8 +53,8 @@ class SimulatedMonitor:
                 name=device.name,
                 memory_mib=device.memory_mib,
                 simulated=True,
-                checkpointable=not device.lost,
-                why_not="the device is lost" if device.lost else "",
+                checkpointable=able,
+                why_not="" if able else UNABLE,
             )
             for device in translated(self._store.devices)
         ]

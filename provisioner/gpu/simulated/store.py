@@ -51,6 +51,7 @@ class Settings:
     restore_mib_s: int = 0
     latency_ms: int = 0
     context_mib: int = 32
+    checkpointable: int = 1  # 0: as a driver that is too old, on every device
 
     def __post_init__(self) -> None:
         """Raise SimulatedHostError for what is not a whole number of at least 0."""

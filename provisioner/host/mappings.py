@@ -1,0 +1,29 @@
+"""What a process has mapped into its memory, by name.
+
+A mapping whose file was removed is still there and still named. A process that may not be read, or is gone, tells nothing.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from provisioner.host.process import PROC
+
+__all__ = ["maps"]
+
+_DELETED: Final = " (deleted)"
+
+
+def maps(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
+    """Return whether the process has a file mapped whose path fits."""
+    try:
+        with (proc / str(pid) / "maps").open(encoding="utf-8", errors="surrogateescape") as lines:
+            return any(fits(path) for line in lines if (path := _path(line)))
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
+def _path(line: str) -> str:
+    """Return the path of a line of /proc/PID/maps, "" for memory without one."""
+    fields = line.rstrip("\n").split(maxsplit=5)
+    return fields[5].removesuffix(_DELETED) if len(fields) == 6 else ""

@@ -1,0 +1,92 @@
+"""A kernel that is known not to survive a checkpoint is not locked to find out; each refusal has its own reason."""
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.screening import Screen
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.events import SuspendOutcome
+from provisioner.gpu.interface import DeviceUse, Monitor, ProcessKind, ProcessState, ProcessUse
+from provisioner.host.mappings import maps
+from provisioner.host.process import identify
+from tests.broker.driver import DEVICE, Driver, journal, kernel_of, swaps_of
+
+MAPPER = """
+import mmap, os, sys
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+os.ftruncate(file, 4096)
+held = mmap.mmap(file, 4096)
+if sys.argv[2] == "remove":
+    os.unlink(sys.argv[1])
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def mapping(path: Path, then: str = "") -> Iterator[int]:
+    """A process that has the file mapped; `remove`: the file's name is gone."""
+    argv = [sys.executable, "-S", "-c", MAPPER, str(path), then]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    path = Path("/dev/shm", f"nccl-of-tests-{uuid.uuid4()}")  # noqa: S108 - where NCCL has them
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("then", ["", "remove"])
+def test_a_mapping_is_found_by_its_name_also_when_the_file_is_gone(segment: Path, then: str) -> None:
+    with mapping(segment, then) as pid:
+        assert maps(pid, lambda path: path == str(segment))
+        assert not maps(pid, lambda path: path.endswith("/other"))
+    assert not maps(pid, lambda _path: True), "a process that is gone maps nothing"
+
+
+def screen(monitor: object) -> Screen:
+    return Screen(Arbiter(), cast("Monitor", monitor))
+
+
+async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_not(segment: Path) -> None:
+    kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
+    with ExitStack() as stack:
+        pids = [stack.enter_context(mapping(segment, "remove")) for _ in range(2)]
+        members = [identify(pid) for pid in pids]
+        why = await screen(Driver()).refusal(kernel, members)
+        assert f"{min(pids)}, {max(pids)} share memory of NCCL" in why
+        assert await screen(Driver()).refusal(kernel, members[:1]) == ""
+
+
+class MpsDevice(Driver):
+    def use(self, device_id: str) -> DeviceUse:
+        assert device_id == DEVICE
+        processes = tuple(ProcessUse(pid=pid, used_mib=mib, kind=ProcessKind.MPS) for pid, mib in self.mib.items())
+        return DeviceUse(device_id=DEVICE, used_mib=sum(self.mib.values()), processes=processes)
+
+
+async def test_a_client_of_the_mps_server_is_refused_before_anything_is_locked() -> None:
+    driver = MpsDevice()
+    async with kernel_of(1, {"close": "closed", "shrink": "done"}) as (kernel, _, (pid,)):
+        driver.has_context(pid, ProcessState.RUNNING, 300)
+        swaps = swaps_of(driver)
+        swaps.screen = screen(driver).refusal
+        outcome, _, sentence = await swaps.suspend(kernel, journal([]))
+    assert outcome is SuspendOutcome.IMPOSSIBLE
+    assert f"process {pid} computes through the MPS server" in sentence
+    assert driver.calls == []

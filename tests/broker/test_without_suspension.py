@@ -1,0 +1,96 @@
+"""A host whose driver cannot checkpoint is shared all the same: every kernel stays resident, and everybody is told why."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from provisioner.broker.backend import Backend
+from provisioner.broker.run import Run, device_specs
+from provisioner.client import BrokerClient
+from provisioner.config import load
+from provisioner.core.model import LeaseState
+from provisioner.gpu.interface import ProcessState
+from provisioner.gpu.nvidia import NvidiaMonitor
+from provisioner.ledger.ledger import Ledger
+from provisioner.protocol.messages import HostStatus
+from tests.broker.driver import Driver, journal, kernel_of, swaps_of
+from tests.gpu_nvidia.fake_nvml import FakeGPU, FakeNVML
+
+MISSING = "the Python package cuda-bindings is not installed: pip install it"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="jfg-") as made:
+        yield Path(made)
+
+
+@asynccontextmanager
+async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[BrokerClient]:
+    """A broker on a machine with one real device, as NVML would show it, whose worker opens that backend."""
+    monitor = NvidiaMonitor(nvml=FakeNVML(FakeGPU()), bindings=lambda: bindings)
+    backend = Backend(name=worker, monitor=monitor, devices=tuple(monitor.devices()), folder=None)
+    settings = load(None, {})
+    reader, writer = os.pipe()
+    run = Run(
+        settings=settings,
+        backend=backend,
+        specs=device_specs(settings, backend),
+        claims=[],
+        ledger=Ledger.open(folder / "ledger.sqlite"),
+        socket=str(folder / "broker.sock"),
+        ready=os.fdopen(writer, "w"),
+    )
+    serving = asyncio.create_task(run.main())
+    with os.fdopen(reader) as report:
+        assert await asyncio.to_thread(report.read) == "ready"
+    client = BrokerClient(str(folder / "broker.sock"))
+    try:
+        yield client
+    finally:
+        client.close()
+        run._stop.set()
+        await serving
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [(MISSING, MISSING), ("", "there is no simulated GPU host")],
+    ids=["seen before the start", "seen when the worker starts"],
+)
+async def test_a_broker_whose_worker_cannot_work_serves_and_says_why(folder: Path, told: str, says: str) -> None:
+    async with serving(folder, told, f"simulated:{folder}/nowhere") as client:
+        status: HostStatus = await asyncio.to_thread(client.status)
+    (device,) = status.devices
+    assert says in device.why_not
+
+
+async def test_what_uses_a_device_runs_on_it_where_no_driver_can_be_asked() -> None:
+    driver = Driver()
+    async with kernel_of(2, {"close": "closed"}) as (kernel, _, pids):
+        swaps = swaps_of(driver)
+        swaps.off = MISSING
+        assert await swaps.suspend(kernel, journal([])) == (
+            "nothing-to-save",
+            0,
+            "the kernel has no CUDA context: nothing had to be saved",
+        )
+        driver.has_context(pids[0], ProcessState.RUNNING, 300)
+        assert await swaps.suspend(kernel, journal([])) == ("impossible", 0, MISSING)
+        truth = await swaps.truth(kernel, "GPU-0", 0)
+        assert truth is not None
+        assert truth.state is LeaseState.RESIDENT
+        assert driver.calls == [], "nothing was asked of the driver"
+
+
+async def test_what_was_saved_by_a_driver_that_is_gone_is_not_called_lost() -> None:
+    driver = Driver()
+    async with kernel_of(1) as (kernel, _, _pids):
+        swaps = swaps_of(driver)
+        swaps.off = MISSING
+        assert await swaps.truth(kernel, "GPU-0", 300) is None

@@ -1,0 +1,61 @@
+"""Kernels on devices that cannot be checkpointed share them all the same, without ever being suspended."""
+
+import pytest
+
+from provisioner.gpu.simulated.host import create
+from provisioner.gpu.simulated.store import Store
+from provisioner.protocol.errors import ConflictError
+from tests.support.world import Server, World, until
+
+HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
+
+
+def without_checkpoints(world: World) -> None:
+    """Make the machine before its broker comes."""
+    create(world.simulated_folder, world.simulate)
+    store = Store(world.simulated_folder)
+    store.configure(checkpointable=0)
+    store.close()
+
+
+def test_kernels_stay_where_the_driver_cannot_checkpoint_and_the_reason_is_told(world: World, server: Server) -> None:
+    without_checkpoints(world)
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(HOLD)
+    lease = until(lambda: _used(world, first.kernel_id), "its memory is measured")
+    reason = "the simulated driver was told that it cannot checkpoint"
+    assert world.lease(first.kernel_id).stays == reason
+    with world.client() as client, pytest.raises(ConflictError, match=reason) as refused:
+        client.suspend(lease)
+    assert refused.value.reason == "not-checkpointable"
+    assert reason in str(first.must("%gpu").data)
+
+    waiting = second.send(HOLD)
+    said = until(lambda: _reason(world, second.kernel_id), "the second one says why it waits")
+    assert said == "wait.cannot-be-suspended"
+    first.shut_down()
+    assert second.wait(waiting).status == "ok"
+    assert (world.lease(second.kernel_id).suspends, world.lease(second.kernel_id).resumes) == (0, 0)
+
+
+def test_a_new_broker_finds_them_where_they_were(world: World, server: Server) -> None:
+    without_checkpoints(world)
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    notebook.must(HOLD)
+    until(lambda: _used(world, notebook.kernel_id), "its memory is measured")
+    world.kill_broker()
+    world.start_broker()
+    assert world.lease(notebook.kernel_id).state == "resident"
+    assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
+
+
+def _used(world: World, kernel_id: str) -> str:
+    lease = world.lease(kernel_id)
+    return lease.lease_id if lease.used_mib >= 64 else ""
+
+
+def _reason(world: World, kernel_id: str) -> str:
+    lease = world.lease(kernel_id)
+    return lease.reason if lease.reason == "wait.cannot-be-suspended" else ""
