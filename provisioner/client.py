@@ -46,9 +46,10 @@ from provisioner.protocol.messages import (
     StoryLine,
     UsagePoint,
 )
+from provisioner.protocol.seats import FractionOffer, Offers, PoolOffer, SeatList, SeatStatus
 from provisioner.wire import Connection, decode_json
 
-__all__ = ["BrokerClient"]
+__all__ = ["BrokerClient", "decode_message"]
 
 _KEPT_CONNECTIONS = 2
 _SILENCE_S = 4 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
@@ -61,6 +62,9 @@ _PARTS: dict[type[Any], dict[str, type[Any]]] = {  # fields that are lists of me
     LeaseStatus: {"neighbours": Neighbour},
     Story: {"lines": StoryLine},
     History: {"points": UsagePoint},
+    Offers: {"pools": PoolOffer},
+    PoolOffer: {"fractions": FractionOffer},
+    SeatList: {"seats": SeatStatus},
 }
 
 
@@ -333,6 +337,9 @@ def _decode(message: type[Message], payload: object) -> Message:
         if name in known:
             known[name] = [_decode(part, each) for each in _list(known[name])]
     return message(**known)
+
+
+decode_message = _decode  # for the clients of other messages
 
 
 def _list(value: object) -> list[object]:

@@ -32,6 +32,7 @@ from provisioner.protocol.errors import (
     UnauthorizedError,
 )
 from provisioner.protocol.messages import AttachRequest, LeaseRequest
+from provisioner.seat import own_seat
 
 __all__ = [
     "KernelLease",
@@ -146,7 +147,10 @@ def _persistently(call: Callable[[], T]) -> T:
 
 
 def _take(request: LeaseRequest, timeout_s: float) -> KernelLease:
-    with ensure_broker(timeout_s=timeout_s) as client:
+    seat = own_seat()
+    if seat is not None:
+        request = replace(request, seat=seat.seat_id)
+    with ensure_broker(timeout_s=timeout_s, token=seat.token if seat is not None else None) as client:
         reply = client.create_lease(request)
         try:
             token_file = _write_token(reply.lease_id, reply.token)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from provisioner.protocol.errors import (
 from provisioner.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES, PULSE_S
 from provisioner.protocol.messages import AcquireRequest, AttachRequest, Done, GateAnswer, GateHello, LeaseRequest
 
-__all__ = ["make_server"]
+__all__ = ["Handler", "Stream", "make_server"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -136,7 +136,8 @@ class _Ping(_Handler):
 class _Status(_Handler):
     def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
-        self.reply(host_status(self.service.broker, self.socket_path, uid))
+        seat = self.service.seats.of_token(self.peer.token)
+        self.reply(host_status(self.service.broker, self.socket_path, uid, seat=seat))
 
 
 class _Leases(_Handler):
@@ -255,6 +256,10 @@ class _Answer(_Handler):
         self.reply(Done())
 
 
+Handler = _Handler  # for the routes that other modules add
+Stream = _Stream
+
+
 class _Bounded(httputil.HTTPMessageDelegate):
     """Passes one request on if it is within the limits; of a larger one nothing is kept, and it gets its error when it is over."""
 
@@ -328,8 +333,8 @@ class _Server(HTTPServer):
         super().on_close(server_conn)
 
 
-def make_server(service: Service, socket_path: str) -> HTTPServer:
-    """Return the server, not yet listening."""
+def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str, type[Handler]]] = ()) -> HTTPServer:
+    """Return the server, not yet listening; `more` are routes beside those of leases."""
     shared = {"service": service, "socket_path": socket_path}
     application = web.Application(
         [
@@ -345,6 +350,7 @@ def make_server(service: Service, socket_path: str) -> HTTPServer:
             (_LEASE + "/resume", _Resume, shared),
             (_LEASE + "/gate", _Gate, shared),
             (_LEASE + "/answer", _Answer, shared),
+            *((pattern, handler, shared) for pattern, handler in more),
         ],
         default_handler_class=_Missing,
         default_handler_args=shared,

@@ -19,6 +19,7 @@ from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.listener import PatientListener
 from provisioner.broker.recovery import recover
 from provisioner.broker.screening import Screen
+from provisioner.broker.seat_api import SEAT_ROUTES
 from provisioner.broker.service import Service
 from provisioner.broker.swaps import Swaps, SwapTimes
 from provisioner.broker.watch import Watcher
@@ -114,10 +115,12 @@ class Run:
         self._introduce(broker)
         await recover(broker, swaps, self._ledger)
         await watcher.sample()
-        server = make_server(Service(broker, self._settings), self._socket)
+        service = Service(broker, self._settings)
+        service.seats.recover(self._ledger)
+        server = make_server(service, self._socket, more=SEAT_ROUTES)
         server.add_socket(self._bind())
         self._say_ready()
-        works = (watcher.run(), self._stop_when_unused(broker), self._forget_history(broker))
+        works = (watcher.run(), service.seats.run(), self._stop_when_unused(broker), self._forget_history(broker))
         tasks = [asyncio.create_task(work) for work in works]
         try:
             await self._until_stopped(tasks)
@@ -128,7 +131,7 @@ class Run:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._remove_socket()
             await server.close_all_connections()
-            leases_live = bool(broker.kernels)
+            leases_live = bool(broker.kernels or service.seats.live())
             await broker.close()
             await worker.close()
             turn.close()

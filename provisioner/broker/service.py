@@ -25,6 +25,7 @@ from provisioner.broker.decode import printable
 from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.seats import Seats
 from provisioner.broker.status import lease_status
 from provisioner.config.settings import Settings
 from provisioner.core.effects import LeaseRefused
@@ -84,6 +85,7 @@ class Service:
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self.broker = broker
         self.settings = settings
+        self.seats = Seats(broker, settings)
 
     def ping(self) -> Pong:
         """Say who answers."""
@@ -98,7 +100,7 @@ class Service:
             raise RequestTooLargeError(
                 f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down"
             )
-        spec = lease_spec(broker.arbiter, peer, request)
+        spec = self.seats.draw(peer, request, lease_spec(broker.arbiter, peer, request))
         token = secrets.token_urlsafe(32)
         kernel = Kernel(
             lease_id=spec.lease_id,
@@ -160,18 +162,35 @@ class Service:
         Raises NotFoundError, UnauthorizedError or ForbiddenError.
         """
         kernel = self.broker.kernels.get(lease_id)
-        if kernel is None or not (peer.admin or peer.credentials.uid == kernel.uid):
+        if kernel is None or not self._may_see(peer, kernel):
             raise NotFoundError(
                 f"there is no lease {lease_id[:MAX_NAME]!r} of yours; `jupyter gpu status` lists them",
                 reason="unknown-lease",
             )
-        if peer.token is not None and not hmac.compare_digest(token_digest(peer.token), kernel.token_sha256):
+        if peer.token is not None and not self._is_token_of(peer.token, kernel, own=own):
             raise UnauthorizedError("the token is not this lease's", reason="foreign-token")
         if own and peer.token is None:
             raise UnauthorizedError(
                 "this needs the lease's token, in the header `Authorization: Bearer TOKEN`", reason="no-token"
             )
         return kernel
+
+    def _may_see(self, peer: Peer, kernel: Kernel) -> bool:
+        """Whether the lease is the peer's. One of a hub's seat is not everybody's of that uid: containers share uids."""
+        if peer.admin or peer.credentials.uid != kernel.uid:
+            return peer.admin
+        return peer.token is not None or not self._seat_of(kernel)
+
+    def _is_token_of(self, token: str, kernel: Kernel, *, own: bool) -> bool:
+        """Whether it is the lease's token, or, where that is not needed, one of the seat that the lease draws on."""
+        if hmac.compare_digest(token_digest(token), kernel.token_sha256):
+            return True
+        seat = self._seat_of(kernel)
+        return not own and bool(seat) and self.seats.of_token(token) == seat
+
+    def _seat_of(self, kernel: Kernel) -> str:
+        view = self.broker.arbiter.lease(kernel.lease_id)
+        return view.spec.seat if view is not None else ""
 
     def status_of(self, kernel: Kernel) -> LeaseStatus:
         """Return the lease as it is."""

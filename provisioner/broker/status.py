@@ -43,8 +43,15 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
     )
 
 
-def host_status(broker: Broker, socket: str, uid: int | None) -> HostStatus:
-    """Return the host's state; with a uid, only that user's leases (sums over devices include everybody's)."""
+def _is_shown(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None) -> bool:
+    if seat is not None:
+        return view.spec.seat == seat
+    # A seat's leases are not everybody's of that uid: containers share uids.
+    return uid is None or (kernel.uid == uid and not view.spec.seat)
+
+
+def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | None = None) -> HostStatus:
+    """Return the host's state; with a seat, only its leases; with a uid, only that user's (sums over devices include everybody's)."""
     used = broker.used_mib
     devices = [
         DeviceStatus(
@@ -73,7 +80,7 @@ def host_status(broker: Broker, socket: str, uid: int | None) -> HostStatus:
         host_saved_mib=broker.arbiter.host_saved_mib,
         devices=sorted(devices, key=lambda device: device.index),
         leases=[
-            lease_status(broker, kernel, view) for kernel, view in broker.views() if uid is None or kernel.uid == uid
+            lease_status(broker, kernel, view) for kernel, view in broker.views() if _is_shown(kernel, view, uid, seat)
         ],
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
     )

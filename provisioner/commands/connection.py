@@ -6,6 +6,7 @@ from provisioner.client import BrokerClient
 from provisioner.commands.failure import CommandError
 from provisioner.discovery import ensure_broker, restart_file, socket_path
 from provisioner.protocol.errors import BrokerUnavailableError
+from provisioner.seat import own_seat
 
 __all__ = ["add_socket_argument", "broker_if_running", "running_broker"]
 
@@ -25,14 +26,15 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
     Raises BrokerUnavailableError if there may be one that cannot be reached, or if it cannot be started again.
     """
     path = socket or socket_path()
-    client = BrokerClient(path)
+    seat = own_seat()
+    client = BrokerClient(path, token=seat.token if seat is not None else None)
     try:
         client.ping()
     except BrokerUnavailableError as error:
         if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
             raise
         # A broker that ends with no lease left takes this file with it.
-        return ensure_broker(path) if restart_file(path).exists() else None
+        return ensure_broker(path, token=client.token) if restart_file(path).exists() else None
     return client
 
 

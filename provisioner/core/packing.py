@@ -29,6 +29,7 @@ Integers only: memory in MiB, time in milliseconds, chances in millionths; the s
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 __all__ = [
     "CELL_MEDIAN_MS",
@@ -88,17 +89,31 @@ def learnt(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Habits = PRIO
 
 def wait_chance_millionths(loads: Iterable[Load], capacity_mib: int) -> int:
     """Return the chance that a cell of one of these seats finds no room when it begins."""
-    ordered = sorted(loads)  # rounding depends on the order by a hair; the forecast must not
-    expected = sum(load.duty_milli for load in ordered)
+    return _wait_chance(tuple(sorted(loads)), None, capacity_mib)
+
+
+def _wait_chance(loads: tuple[Load, ...], more: Load | None, capacity_mib: int) -> int:
+    """Return the chance with one more seat. `loads` are sorted: rounding depends on the order by a hair, the forecast must not."""
+    expected = sum(load.duty_milli for load in loads) + (more.duty_milli if more is not None else 0)
     if not expected:
         return 0
     if capacity_mib < 1:
         return 1_000_000
-    chance, active = [0] * (_BINS + 2), [0] * (_BINS + 2)  # by need; the last bin is everything beyond the device
-    chance[0] = _WHOLE
-    for load in ordered:
-        _add(chance, active, load, capacity_mib)
+    chance, active = _distribution(loads, capacity_mib)
+    if more is not None:
+        active = active.copy()
+        _add(chance.copy(), active, more, capacity_mib)
     return min(1_000_000, -(-active[-1] * 1000 * 1_000_000 // (expected * _WHOLE)))
+
+
+@lru_cache(maxsize=64)
+def _distribution(loads: tuple[Load, ...], capacity_mib: int) -> tuple[list[int], list[int]]:
+    """Return P(S = s) and E[N; S = s] by need s; the last bin is everything beyond the device. Not to be changed."""
+    chance, active = [0] * (_BINS + 2), [0] * (_BINS + 2)
+    chance[0] = _WHOLE
+    for load in loads:
+        _add(chance, active, load, capacity_mib)
+    return chance, active
 
 
 def _add(chance: list[int], active: list[int], load: Load, capacity_mib: int) -> None:
@@ -129,7 +144,11 @@ def still_waiting_milli(target_ms: int, median_ms: int = CELL_MEDIAN_MS) -> int:
 
 def late_chance_millionths(loads: Iterable[Load], capacity_mib: int, target_ms: int) -> int:
     """Return the chance that a cell of one of these seats waits longer than `target_ms`."""
-    return -(-wait_chance_millionths(loads, capacity_mib) * still_waiting_milli(target_ms) // 1000)
+    return _late(wait_chance_millionths(loads, capacity_mib), target_ms)
+
+
+def _late(wait_millionths: int, target_ms: int) -> int:
+    return -(-wait_millionths * still_waiting_milli(target_ms) // 1000)
 
 
 def place(load: Load, places: Sequence[Place], *, target_ms: int, bound_milli: int) -> tuple[str | None, int]:
@@ -139,7 +158,7 @@ def place(load: Load, places: Sequence[Place], *, target_ms: int, bound_milli: i
     does, None and the smallest chance there is. Ties go to the first device.
     """
     forecasts = [
-        (late_chance_millionths((*each.loads, load), each.capacity_mib, target_ms), each)
+        (_late(_wait_chance(tuple(sorted(each.loads)), load, each.capacity_mib), target_ms), each)
         for each in places
         if load.mib <= each.capacity_mib
     ]

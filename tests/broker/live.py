@@ -20,6 +20,7 @@ from tornado.netutil import bind_unix_socket
 
 from provisioner.broker.api import make_server
 from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.seat_api import SEAT_ROUTES
 from provisioner.broker.service import Service
 from provisioner.broker.swaps import Swaps, SwapTimes
 from provisioner.broker.writer import LedgerWriter
@@ -77,7 +78,8 @@ class _Connection(http.client.HTTPConnection):
 class LiveBroker:
     """The broker and ways to talk to it. `on_loop` runs things where the broker runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, overrides: Mapping[str, Any]) -> None:
+        self._overrides = {"idle_exit": "never", **overrides}
         self.socket = str(folder / "broker.sock")
         self._folder = folder
         self._stop = asyncio.Event()
@@ -103,7 +105,7 @@ class LiveBroker:
         create(host, "1x1GiB")
         monitor = open_monitor(f"simulated:{host}")
         ledger = Ledger.open(self._folder / "ledger.sqlite")
-        settings = load(None, {"idle_exit": "never"})
+        settings = load(None, self._overrides)
         worker = WorkerLink(f"simulated:{host}")
         swaps = Swaps(monitor, worker, SwapTimes(gate_s=5, lock_s=5, checkpoint_s=30))
         self.loop = asyncio.get_running_loop()
@@ -117,10 +119,13 @@ class LiveBroker:
             self.broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
         self.broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
         self.service = Service(self.broker, settings)
-        server = make_server(self.service, self.socket)
+        server = make_server(self.service, self.socket, more=SEAT_ROUTES)
         server.add_socket(bind_unix_socket(self.socket, mode=0o666))
+        seats = asyncio.create_task(self.service.seats.run())
         self._ready.set()
         await self._stop.wait()
+        seats.cancel()
+        await asyncio.wait([seats])
         server.stop()
         await server.close_all_connections()
         await self.broker.close()
@@ -183,11 +188,11 @@ class LiveBroker:
 
 
 @contextmanager
-def live_broker() -> Iterator[LiveBroker]:
-    """A broker for one block, in a folder that other users may enter."""
+def live_broker(**overrides: Any) -> Iterator[LiveBroker]:  # noqa: ANN401 - any setting
+    """A broker for one block, in a folder that other users may enter; `overrides` are settings."""
     folder = Path(tempfile.mkdtemp(prefix="jfg-"))
     folder.chmod(0o711)
-    live = LiveBroker(folder)
+    live = LiveBroker(folder, overrides)
     try:
         live.start()
         yield live

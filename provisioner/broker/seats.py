@@ -1,0 +1,390 @@
+"""Seats: what a hub's servers are entitled to, how they are given, and what kernels may draw on them.
+
+- A seat is on the disk before its taker hears of it. Until the taker confirms that it has saved it, it has a time to live: a hub that
+  dies between taking and saving leaves nothing behind. Confirmed, it lives until it is ended, over restarts of hub and broker.
+- One server has one seat: taking another one for it ends the older.
+- A pool that is full by the forecast (`core.packing`) or by what it may promise lets who asks wait, first come, first served within a
+  priority, or refuses, as the pool says. Who could never be served, or is not to be, is refused at once.
+- A kernel of a seat gets owner, group, priority and weight from the seat, whatever it asks. What ends is the entitlement, not the
+  kernels: leases without a process end with their seat, the others with their process.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from functools import partial
+
+from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
+from provisioner.broker.checks import Peer
+from provisioner.broker.metering import Meter
+from provisioner.broker.seat_offers import Forecasts
+from provisioner.broker.seat_rules import Drawn, Full, check_draw, check_limits, check_request, check_terms, total
+from provisioner.config.hub import GroupTerms, HubPool
+from provisioner.config.settings import Settings
+from provisioner.core.events import LeaseReleased
+from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
+from provisioner.core.units import format_fraction
+from provisioner.ledger.ledger import Ledger
+from provisioner.ledger.records import SeatRecord
+from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError, UnauthorizedError
+from provisioner.protocol.limits import MAX_NAME, PULSE_S
+from provisioner.protocol.messages import LeaseRequest
+from provisioner.protocol.seats import (
+    OfferRequest,
+    Offers,
+    ProgressKind,
+    SeatList,
+    SeatProgress,
+    SeatRequest,
+    SeatStatus,
+)
+
+__all__ = ["Seats"]
+
+log = logging.getLogger(__name__)
+
+_LONGEST_TTL_MS = 24 * 3_600_000
+_LONGEST_WAIT_MS = 3_600_000
+_MOST_SEATS = 10_000
+_MOST_WAITING = 2000
+
+
+class _Waiter:
+    """Somebody who waits for a seat. Compared by identity."""
+
+    def __init__(self, request: SeatRequest, priority: int) -> None:
+        self.request = request
+        self.priority = priority
+
+
+class Seats:
+    """All seats of one broker; everything runs on the broker's loop."""
+
+    def __init__(self, broker: Broker, settings: Settings) -> None:
+        self._broker = broker
+        self._settings = settings
+        self._seats: dict[str, SeatRecord] = {}
+        self._waiting: dict[str, list[_Waiter]] = {}
+        self._changed = asyncio.Event()
+        self.forecasts = Forecasts(broker, settings)
+        self._meter = Meter(broker, self.forecasts)
+
+    # -- what is there -----------------------------------------------------------------------------------------------------
+
+    def recover(self, ledger: Ledger) -> None:
+        """Take over the seats of the ledger, and what it knows of users. Seats that expired meanwhile go with the next look."""
+        self._seats = {record.seat_id: record for record in ledger.live_seats()}
+        self._meter.recover(ledger)
+
+    def live(self) -> list[SeatRecord]:
+        """Return all seats, oldest first."""
+        return list(self._seats.values())
+
+    def listing(self) -> SeatList:
+        """Return all seats as messages."""
+        return SeatList(
+            seats=[self.status(seat) for seat in self._seats.values()],
+            waiting={pool: len(line) for pool, line in sorted(self._waiting.items()) if line},
+        )
+
+    def status(self, seat: SeatRecord) -> SeatStatus:
+        """Return one seat as a message."""
+        held, wall = self._held(seat.seat_id), wall_ms()
+        return SeatStatus(
+            seat_id=seat.seat_id,
+            owner=seat.owner,
+            server=seat.server,
+            group=seat.group_name,
+            pool=seat.pool,
+            fraction_milli=seat.fraction_milli,
+            memory_mib=seat.memory_mib,
+            device_id=seat.device_id,
+            priority=seat.priority,
+            weight=seat.weight,
+            max_kernels=seat.max_kernels,
+            uid=seat.uid,
+            kernels=held.kernels,
+            used_milli=held.fraction_milli,
+            confirmed=seat.expires_ms is None,
+            age_ms=max(0, wall - seat.created_ms),
+            expires_ms=None if seat.expires_ms is None else max(0, seat.expires_ms - wall),
+        )
+
+    def offers(self, request: OfferRequest) -> Offers:
+        """Return the pools as this user would meet them now."""
+        waiting = {pool: len(line) for pool, line in self._waiting.items()}
+        return self.forecasts.offers(request, self.live(), waiting)
+
+    # -- giving and ending ---------------------------------------------------------------------------------------------------
+
+    async def take(self, request: SeatRequest) -> AsyncGenerator[SeatProgress, None]:
+        """Yield why the seat is waited for, whenever that changes, then `granted` or `refused`. Closing it leaves the queue.
+
+        Raises BadRequestError for what makes no sense; a refusal that the user should read is the last line.
+        """
+        pool, hub = self._pool(request.pool)
+        check_request(request, pool)
+        if len(self._seats) >= _MOST_SEATS or sum(map(len, self._waiting.values())) >= _MOST_WAITING:
+            raise NoRoomError("there are more seats, or more who wait for one, than this broker keeps track of")
+        try:
+            group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
+            memory_mib = self.forecasts.memory_mib(pool, request.fraction_milli, request.memory_mib)
+            check_limits(request, group, pool, self._others(request))
+            self.forecasts.check_ever(request, pool, hub, memory_mib)
+        except (ForbiddenError, NoRoomError) as error:
+            log.warning("no seat for %r: %s (%s)", request.owner, error, error.reason)
+            yield SeatProgress(kind=ProgressKind.REFUSED, reason=error.reason, sentence=str(error))
+            return
+        async with contextlib.aclosing(self._line_up(request, pool, hub, (group, terms), memory_mib)) as line:
+            async for progress in line:
+                yield progress
+
+    async def _line_up(
+        self, request: SeatRequest, pool: PoolSpec, hub: HubPool, terms: tuple[str, GroupTerms], memory_mib: int
+    ) -> AsyncGenerator[SeatProgress, None]:
+        line = self._waiting.setdefault(pool.name, [])
+        waiter = _Waiter(request, terms[1].priority)
+        line.insert(sum(other.priority >= waiter.priority for other in line), waiter)
+        deadline_ms = now_ms() + min(request.wait_ms, _LONGEST_WAIT_MS)
+        told: SeatProgress | None = None
+        try:
+            while True:
+                changed = self._changed
+                # A change of the pool while one waits counts at once.
+                pool, hub = self._pool(request.pool)
+                position = line.index(waiter) + 1
+                full = Full("seat-queue", f"{_others_wait(position - 1)} before you for a place in pool {pool.name!r}")
+                if position == 1:
+                    place = self.forecasts.full(request, pool, hub, memory_mib, self._others(request))
+                    if not isinstance(place, Full):
+                        yield await self._give(request, hub, terms, memory_mib, place)
+                        return
+                    full = place
+                if not hub.waits_when_full or now_ms() >= deadline_ms:
+                    yield self._refused(request, hub, full)
+                    return
+                expected_ms = self.forecasts.expected_ms(pool.name, position, len(self._of_pool(pool.name)))
+                progress = SeatProgress(
+                    kind=ProgressKind.WAITING,
+                    reason=full.reason,
+                    sentence=full.sentence,
+                    position=position,
+                    expected_ms=expected_ms,
+                )
+                if progress != told:
+                    yield progress
+                    told = progress
+                with contextlib.suppress(
+                    TimeoutError
+                ):  # memory and habits change without a signal: look again then, too
+                    async with asyncio.timeout(min(PULSE_S, max(0.0, (deadline_ms - now_ms()) / 1000))):
+                        await changed.wait()
+        finally:
+            line.remove(waiter)
+            self._notify()
+
+    @staticmethod
+    def _refused(request: SeatRequest, hub: HubPool, full: Full) -> SeatProgress:
+        waited = " and no seat became free in time" if hub.waits_when_full and request.wait_ms else ""
+        sentence = f"{full.sentence}{waited}; try again later, or choose a smaller fraction or another pool"
+        log.warning("no seat for %r: %s (%s)", request.owner, sentence, full.reason)
+        return SeatProgress(kind=ProgressKind.REFUSED, reason=full.reason, sentence=sentence)
+
+    async def _give(
+        self, request: SeatRequest, hub: HubPool, terms: tuple[str, GroupTerms], memory_mib: int, device_id: str | None
+    ) -> SeatProgress:
+        """Write the seat down and hand it out. Raises LedgerError. Cancelled: it expires by itself."""
+        token, wall = secrets.token_urlsafe(32), wall_ms()
+        seat = SeatRecord(
+            seat_id=secrets.token_hex(12),
+            owner=request.owner,
+            server=request.server,
+            group_name=terms[0],
+            pool=request.pool,
+            fraction_milli=request.fraction_milli,
+            memory_mib=memory_mib,
+            devices=1,
+            priority=terms[1].priority,
+            weight=terms[1].weight,
+            max_kernels=hub.kernels_per_seat,
+            uid=request.uid,
+            device_id=device_id,
+            token_sha256=token_digest(token),
+            created_ms=wall,
+            expires_ms=wall + min(request.ttl_ms, _LONGEST_TTL_MS),
+        )
+        for older in [one for one in self._seats.values() if (one.owner, one.server) == (seat.owner, seat.server)]:
+            self._end(older, "replaced")
+        self._seats[seat.seat_id] = seat  # before anything is awaited: nobody else gets the same room
+        try:
+            await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, seat))
+        except BaseException:
+            self._seats.pop(seat.seat_id, None)
+            raise
+        log.info(
+            "seat %s: %s GPU of pool %r for %r",
+            seat.seat_id[:8],
+            format_fraction(seat.fraction_milli),
+            seat.pool,
+            seat.owner,
+        )
+        return SeatProgress(
+            kind=ProgressKind.GRANTED,
+            seat_id=seat.seat_id,
+            token=token,
+            memory_mib=memory_mib,
+            priority=seat.priority,
+            sentence=f"{format_fraction(seat.fraction_milli)} GPU of pool {seat.pool!r}",
+        )
+
+    def confirm(self, seat_id: str) -> SeatStatus:
+        """The taker has saved it: it no longer expires. Raises NotFoundError."""
+        seat = self._seats.get(seat_id)
+        if seat is None:
+            raise NotFoundError(f"there is no seat {seat_id[:MAX_NAME]!r}; it may have expired", reason="unknown-seat")
+        if seat.expires_ms is not None:
+            seat = self._seats[seat_id] = replace(seat, expires_ms=None)
+            self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
+        return self.status(seat)
+
+    def release(self, seat_id: str) -> None:
+        """End the seat. One that is unknown is left alone."""
+        if (seat := self._seats.get(seat_id)) is not None:
+            self._end(seat, "released")
+
+    def _end(self, seat: SeatRecord, reason: str) -> None:
+        del self._seats[seat.seat_id]
+        log.info("seat %s of %r ended: %s", seat.seat_id[:8], seat.owner, reason)
+        self._broker.writer.submit(partial(self._broker.writer.ledger.end_seat, seat.seat_id, wall_ms(), reason))
+        for _, view in self._broker.views():
+            if view.spec.seat == seat.seat_id and view.state is LeaseState.UNATTACHED:
+                self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=view.spec.lease_id))
+        self._notify()
+
+    async def run(self) -> None:
+        """End what expires and measure who uses what, for as long as the broker serves."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._expire())
+            group.create_task(self._meter.run())
+
+    async def _expire(self) -> None:
+        while True:
+            wall = wall_ms()
+            for seat in self.live():
+                if seat.expires_ms is not None and seat.expires_ms <= wall:
+                    self._end(seat, "expired")
+            due = min((seat.expires_ms - wall for seat in self.live() if seat.expires_ms is not None), default=None)
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if due is None else max(0.05, due / 1000)):
+                    await changed.wait()
+
+    # -- drawing on a seat ---------------------------------------------------------------------------------------------------
+
+    def draw(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
+        """Return the lease as its seat allows it; without a seat as it is, unless this broker requires one.
+
+        Raises ForbiddenError, UnauthorizedError or NoRoomError, and logs who asked for what.
+        """
+        try:
+            return self._drawn(peer, request, spec)
+        except (ForbiddenError, UnauthorizedError, NoRoomError) as error:
+            seat = self._seats.get(request.seat)
+            log.warning(
+                "uid %d (seat of %r) got no kernel: %s (%s)",
+                peer.credentials.uid,
+                seat.owner if seat else None,
+                error,
+                error.reason,
+            )
+            raise
+
+    def _drawn(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
+        if not request.seat:
+            if self._settings.seats_required:
+                raise ForbiddenError(
+                    "GPUs are given to servers that the hub started with one, and this kernel names no seat of such a server; "
+                    "choose a GPU when you start your server, and leave JUPYTER_GPU_SEAT_FILE as the hub has set it",
+                    reason="no-seat",
+                )
+            return spec
+        seat = self._seats.get(request.seat)
+        if seat is None or peer.token is None or not hmac.compare_digest(token_digest(peer.token), seat.token_sha256):
+            raise UnauthorizedError(
+                "the seat of this server is over, or what was sent is not its token; stop the server on the hub's page and "
+                "start it again",
+                reason="foreign-seat",
+            )
+        if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
+            raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
+        asked = Drawn(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
+        check_draw(seat, spec.pool, request.priority, asked, self._held(seat.seat_id))
+        return replace(
+            spec,
+            seat=seat.seat_id,
+            owner=seat.owner,
+            group=seat.group_name,
+            priority=min(spec.priority, seat.priority) if request.priority else seat.priority,
+            owner_weight=seat.weight,
+        )
+
+    def check_resize(self, spec: LeaseSpec, fraction_milli: int, reserve_mib: int) -> None:
+        """Refuse another size of an existing lease that is more than its seat has left. Raises NoRoomError or ForbiddenError."""
+        if not spec.seat:
+            return
+        seat = self._seats.get(spec.seat)
+        if seat is None:
+            raise ForbiddenError("the seat of this kernel is over; it keeps the size that it has", reason="no-seat")
+        asked = Drawn(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
+        check_draw(seat, spec.pool, spec.priority, asked, self._held(seat.seat_id, but=spec.lease_id))
+
+    def of_token(self, token: str | None) -> str | None:
+        """Return the seat whose token it is, or whose lease's token it is."""
+        if token is None:
+            return None
+        digest = token_digest(token)
+        for seat in self._seats.values():
+            if hmac.compare_digest(digest, seat.token_sha256):
+                return seat.seat_id
+        for kernel, view in self._broker.views():
+            if view.spec.seat and hmac.compare_digest(digest, kernel.token_sha256):
+                return view.spec.seat
+        return None
+
+    def _held(self, seat_id: str, *, but: str = "") -> Drawn:
+        specs = [view.spec for view in self._broker.arbiter.leases() if view.spec.seat == seat_id]
+        return total(
+            Drawn(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
+            for spec in specs
+            if spec.lease_id != but
+        )
+
+    # -- helpers -------------------------------------------------------------------------------------------------------------
+
+    def _pool(self, name: str) -> tuple[PoolSpec, HubPool]:
+        pool = self._broker.arbiter.pools().get(name)
+        if pool is None:
+            names = ", ".join(sorted(self._broker.arbiter.pools())) or "none"
+            raise BadRequestError(f"there is no pool {name[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
+        return pool, self.forecasts.hub(name)
+
+    def _of_pool(self, pool: str) -> list[SeatRecord]:
+        return [seat for seat in self._seats.values() if seat.pool == pool]
+
+    def _others(self, request: SeatRequest) -> list[SeatRecord]:
+        """Return the pool's seats but the one that this request would replace."""
+        return [
+            seat for seat in self._of_pool(request.pool) if (seat.owner, seat.server) != (request.owner, request.server)
+        ]
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _others_wait(count: int) -> str:
+    return "somebody else waits" if count == 1 else f"{count} others wait"

@@ -1,0 +1,429 @@
+"""A hub takes seats from a broker, and kernels never have more than the seat that they draw on."""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from provisioner.broker.seats import Seats
+from provisioner.ledger import UsageRecord
+from provisioner.protocol.errors import BadRequestError, NotFoundError
+from provisioner.protocol.messages import LeaseRequest
+from provisioner.protocol.seats import OfferRequest, ProgressKind, SeatProgress, SeatRequest
+from provisioner.seat_client import SeatClient
+from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
+
+CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a day that is not today, nor near it
+POOLS: dict[str, Any] = {
+    "default": {"wait_bound": "100%", "kernels_per_seat": 2, "price": "0.80 EUR"},
+}
+
+
+@pytest.fixture(scope="module")
+def _live() -> Iterator[LiveBroker]:
+    with live_broker(seats_required=True, pools=POOLS) as live:
+        yield live
+
+
+@pytest.fixture
+def live(_live: LiveBroker) -> Iterator[LiveBroker]:
+    yield _live
+    with client_of(_live) as client:
+        for seat in client.seats().seats:
+            client.release_seat(seat.seat_id)
+    leases = _live.call("GET", "/v1/status").body["leases"]
+    for lease in leases:
+        _live.call("DELETE", f"/v1/leases/{lease['lease_id']}")
+
+
+def client_of(live: LiveBroker) -> SeatClient:
+    return SeatClient(live.socket, timeout_s=DEADLINE_S)
+
+
+def take(live: LiveBroker, **fields: Any) -> SeatProgress:  # noqa: ANN401 - SeatRequest's
+    """Take a seat, and return the last line."""
+    request = SeatRequest(**{"owner": "ada", "pool": "default", "fraction_milli": 250, **fields})
+    with client_of(live) as client:
+        return list(client.take_seat(request))[-1]
+
+
+def ask(live: LiveBroker, seat: SeatProgress, **fields: Any) -> Any:  # noqa: ANN401
+    """Ask for a kernel on the seat."""
+    token = fields.pop("token", seat.token)
+    request = LeaseRequest(**{"fraction_milli": 250, "seat": seat.seat_id, **fields})
+    return live.call("POST", "/v1/leases", asdict(request), token=token)
+
+
+def test_a_kernel_gets_owner_and_priority_from_its_seat(live: LiveBroker) -> None:
+    seat = take(live)
+    assert seat.kind == ProgressKind.GRANTED
+    assert seat.memory_mib == 256
+    answer = ask(live, seat, label="notebook")
+    assert answer.status == 200, answer
+    lease = live.call("GET", f"/v1/leases/{answer.body['lease_id']}").body
+    assert (lease["owner"], lease["seat"]) == ("ada", seat.seat_id)
+    with client_of(live) as client:
+        (status,) = client.seats().seats
+    assert (status.owner, status.kernels, status.used_milli) == ("ada", 1, 250)
+
+
+@pytest.mark.parametrize(
+    ("wish", "reason", "sentence"),
+    [
+        ({"fraction_milli": 500}, "seat-full", "a kernel of 1/2 GPU was asked, but this server has 1/4 GPU"),
+        ({"memory_mib": 300}, "seat-memory", "a kernel with 300 MiB was asked"),
+        ({"priority": 5}, "seat-priority", "priority 5 was asked, but this server has 0"),
+    ],
+)
+def test_a_kernel_that_asks_for_more_than_its_seat_is_refused(
+    live: LiveBroker, caplog: pytest.LogCaptureFixture, wish: dict[str, Any], reason: str, sentence: str
+) -> None:
+    seat = take(live)
+    with caplog.at_level(logging.WARNING):
+        refused = ask(live, seat, **wish).error
+    assert refused["reason"] == reason
+    assert sentence in refused["message"]
+    assert any("seat of 'ada'" in record.getMessage() and reason in record.getMessage() for record in caplog.records)
+
+
+def test_all_kernels_of_a_seat_share_it(live: LiveBroker) -> None:
+    seat = take(live, fraction_milli=500)
+    assert ask(live, seat).status == 200
+    refused = ask(live, seat, fraction_milli=500).error
+    assert refused["reason"] == "seat-full"
+    assert "of which its other kernels have 1/4" in refused["message"]
+    assert ask(live, seat).status == 200
+    assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full"
+
+
+def test_a_seat_has_so_many_kernels_and_no_more(live: LiveBroker) -> None:
+    seat = take(live, fraction_milli=500)
+    assert [ask(live, seat, fraction_milli=125).status for _ in range(2)] == [200, 200]
+    refused = ask(live, seat, fraction_milli=125).error
+    assert (refused["reason"], "2 kernels with a GPU, the most" in refused["message"]) == ("seat-kernels", True)
+
+
+def test_without_a_seat_nobody_gets_a_kernel_where_seats_are_required(live: LiveBroker) -> None:
+    refused = live.call("POST", "/v1/leases", asdict(LeaseRequest(fraction_milli=250))).error
+    assert refused["reason"] == "no-seat"
+    assert "choose a GPU when you start your server" in refused["message"]
+
+
+def test_a_foreign_token_or_a_seat_that_is_over_gives_the_same_refusal(live: LiveBroker) -> None:
+    mine, other = take(live), take(live, owner="bob")
+    answers = [
+        ask(live, mine, token=other.token),
+        ask(live, mine, token=None),
+        ask(live, mine, token="x" * 43),
+        ask(live, SeatProgress(kind="granted", seat_id="0" * 24, token=mine.token)),
+    ]
+    assert {answer.status for answer in answers} == {401}
+    assert len({answer.error["message"] for answer in answers}) == 1
+
+
+def test_an_ended_seat_gives_no_more_kernels(live: LiveBroker) -> None:
+    seat = take(live)
+    lease_id = ask(live, seat).body["lease_id"]
+    with client_of(live) as client:
+        client.release_seat(seat.seat_id)
+        client.release_seat(seat.seat_id)
+    assert ask(live, seat).error["reason"] == "foreign-seat"
+    # Nothing ran behind the lease: it is over, too.
+    assert live.call("GET", f"/v1/leases/{lease_id}").status == 404
+
+
+def test_a_seat_that_is_not_confirmed_ends_by_itself(live: LiveBroker) -> None:
+    kept = take(live)
+    with client_of(live) as client:
+        assert client.confirm_seat(kept.seat_id).expires_ms is None
+    lost = take(live, owner="bob", ttl_ms=1)
+
+    async def gone() -> None:
+        seats: Seats = live.service.seats
+        while any(seat.seat_id == lost.seat_id for seat in seats.live()):
+            await seats._changed.wait()
+
+    live.on_loop(gone)
+    with client_of(live) as client:
+        assert [seat.seat_id for seat in client.seats().seats] == [kept.seat_id]
+        with pytest.raises(NotFoundError, match="it may have expired"):
+            client.confirm_seat(lost.seat_id)
+
+
+def test_a_server_has_one_seat(live: LiveBroker) -> None:
+    first, second = take(live, server="lab"), take(live, server="lab", fraction_milli=500)
+    other = take(live, server="named")
+    with client_of(live) as client:
+        assert [seat.seat_id for seat in client.seats().seats] == [second.seat_id, other.seat_id]
+    assert ask(live, first).error["reason"] == "foreign-seat"
+
+
+def test_only_the_user_whose_seat_it_is_may_draw_on_it(live: LiveBroker) -> None:
+    seat = take(live, uid=12_345)
+    # Root may; anybody else with the token, who could have stolen it, may not.
+    body = json.dumps(asdict(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
+    reply = as_nobody(live, "POST", "/v1/leases", body, token=seat.token)
+    assert " 403 " in reply.partition("\n")[0]
+    assert "belongs to another user" in reply
+
+
+def test_nobody_but_the_hub_takes_sees_or_ends_seats(live: LiveBroker) -> None:
+    seat = take(live)
+    body = json.dumps(asdict(SeatRequest(owner="eve", pool="default", fraction_milli=1000)))
+    for method, target, content in (
+        ("POST", "/v1/seats", body),
+        ("GET", "/v1/seats", ""),
+        ("DELETE", f"/v1/seats/{seat.seat_id}", ""),
+        ("POST", f"/v1/seats/{seat.seat_id}/confirm", "{}"),
+        ("POST", "/v1/offers", json.dumps(asdict(OfferRequest(owner="eve")))),
+    ):
+        reply = as_nobody(live, method, target, content)
+        assert " 403 " in reply.partition("\n")[0], reply
+        assert "not-admin" in reply
+    with client_of(live) as client:
+        assert [one.seat_id for one in client.seats().seats] == [seat.seat_id]
+
+
+def test_users_of_one_uid_see_and_steer_only_what_is_of_their_seat(live: LiveBroker) -> None:
+    seats = [take(live, owner=owner) for owner in ("ada", "bob")]
+    leases = []
+    for seat in seats:
+        body = json.dumps(asdict(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
+        reply = as_nobody(live, "POST", "/v1/leases", body, token=seat.token)
+        leases.append(json.loads(reply.partition("\n\n")[2]))
+
+    def seen(token: str | None) -> list[str]:
+        status = json.loads(as_nobody(live, "GET", "/v1/status", "", token=token).partition("\n\n")[2])
+        return [lease["lease_id"] for lease in status["leases"]]
+
+    ids = [lease["lease_id"] for lease in leases]
+    assert seen(seats[0].token) == ids[:1]
+    assert seen(leases[1]["token"]) == ids[1:]
+    assert seen(None) == []
+    own, foreign = f"/v1/leases/{ids[0]}", f"/v1/leases/{ids[1]}"
+    assert " 200 " in as_nobody(live, "GET", own, "", token=seats[0].token)
+    assert " 404 " in as_nobody(live, "GET", own, "")
+    as_nobody(live, "DELETE", own, "")  # as for a lease that is over: no error
+    assert " 200 " in as_nobody(live, "GET", own, "", token=seats[0].token), "it was not ended"
+    assert " 401 " in as_nobody(live, "GET", foreign, "", token=seats[0].token)
+    assert " 401 " in as_nobody(live, "POST", own + "/detach", "{}", token=seats[0].token), "the kernel's own route"
+
+
+def as_nobody(live: LiveBroker, method: str, target: str, body: str, *, token: str | None = None) -> str:
+    """Make one request from a process of another user and return the whole reply."""
+    authorization = f"Authorization: Bearer {token}\r\n" if token else ""
+    request = (
+        f"{method} {target} HTTP/1.1\r\nHost: broker\r\nConnection: close\r\n{authorization}"
+        f"Content-Length: {len(body.encode())}\r\n\r\n{body}"
+    )
+    program = (
+        "import socket, sys\n"
+        + BECOME_NOBODY
+        + """
+line = socket.socket(socket.AF_UNIX)
+line.connect(sys.argv[1])
+line.sendall(sys.argv[2].encode())
+while part := line.recv(65536):
+    sys.stdout.write(part.decode())
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program, live.socket, request],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_a_full_pool_lets_wait_first_come_first_served(live: LiveBroker) -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%"}}
+    with live_broker(pools=pools) as small, client_of(small) as first, client_of(small) as second:
+        holder = take(small, fraction_milli=1000)
+        lines = [
+            client.take_seat(SeatRequest(owner=owner, pool="default", fraction_milli=1000, wait_ms=60_000))
+            for client, owner in ((first, "bob"), (second, "eve"))
+        ]
+        waiting = [next(iter(line)) for line in lines]
+        assert [line.position for line in waiting] == [1, 2]
+        assert "has promised 1 GiB of the 1 GiB that it may promise" in waiting[0].sentence
+        assert waiting[1].sentence == "somebody else waits before you for a place in pool 'default'"
+        with client_of(small) as hub:
+            assert hub.seats().waiting == {"default": 2}
+            hub.release_seat(holder.seat_id)
+            granted = list(lines[0])[-1]
+            assert granted.kind == ProgressKind.GRANTED
+            hub.release_seat(granted.seat_id)
+        assert list(lines[1])[-1].kind == ProgressKind.GRANTED
+    assert live.is_alive()
+
+
+def test_who_gives_up_leaves_the_queue(live: LiveBroker) -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%"}}
+    with live_broker(pools=pools) as small, client_of(small) as client, client_of(small) as hub:
+        take(small, fraction_milli=1000)
+        line = client.take_seat(SeatRequest(owner="bob", pool="default", fraction_milli=1000, wait_ms=60_000))
+        with closing(line):  # type: ignore[type-var]
+            assert next(iter(line)).position == 1
+        seats: Seats = small.service.seats
+
+        async def left() -> None:
+            while seats.listing().waiting:
+                await seats._changed.wait()
+
+        small.on_loop(left)
+        refused = list(hub.take_seat(SeatRequest(owner="eve", pool="default", fraction_milli=1000)))[-1]
+        assert (refused.kind, refused.reason) == (ProgressKind.REFUSED, "pool-full")
+        assert "choose a smaller fraction or another pool" in refused.sentence
+    assert live.is_alive()
+
+
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    (
+        {"groups": {"staff": {}}},
+        {"groups": ["students"]},
+        "pool-group",
+        "is for members of staff, and you are in students",
+    ),
+    ({"groups": {"staff": {}}}, {}, "pool-group", "is for members of staff, and you are in none"),
+    ({"hours": f"{CLOSED} 08:00-08:30"}, {}, "pool-closed", f"opens next on {CLOSED} 08:00"),
+    ({"user_limits": {"fraction": "1/2"}}, {"fraction_milli": 750}, "user-limit", "you may have 1/2 GPU in this pool"),
+    (
+        {"groups": {"staff": {}}, "group_limits": {"staff": {"fraction": "1/8"}}},
+        {"groups": ["staff"]},
+        "group-limit",
+        "group 'staff' may have 1/8 GPU",
+    ),
+    ({}, {"memory_mib": 2048}, "larger-than-device", "the largest device of pool 'default' can give 1 GiB"),
+]
+
+
+@pytest.mark.parametrize(("policy", "wish", "reason", "sentence"), REFUSALS)
+def test_who_may_not_have_a_seat_is_told_why(
+    policy: dict[str, Any], wish: dict[str, Any], reason: str, sentence: str
+) -> None:
+    with live_broker(pools={"default": policy}) as live:
+        refused = take(live, wait_ms=1000, **wish)
+    assert (refused.kind, refused.reason) == (ProgressKind.REFUSED, reason)
+    assert sentence in refused.sentence
+
+
+def test_limits_count_the_users_other_servers_and_not_the_one_that_is_replaced() -> None:
+    with live_broker(pools={"default": {"user_limits": {"fraction": "1/2"}, "wait_bound": "100%"}}) as live:
+        assert take(live, server="a").kind == ProgressKind.GRANTED
+        assert take(live, server="b").kind == ProgressKind.GRANTED
+        refused = take(live, server="c")
+        assert refused.reason == "user-limit"
+        assert "your other servers have 1/2 GPU; stop one of them" in refused.sentence
+        assert take(live, server="b").kind == ProgressKind.GRANTED
+        assert take(live, owner="bob", server="a").kind == ProgressKind.GRANTED
+
+
+def test_the_terms_of_the_group_are_the_seats() -> None:
+    groups = {"students": {}, "staff": {"weight": 300, "priority": 7}}
+    with live_broker(pools={"default": {"groups": groups}}) as live, client_of(live) as client:
+        seat = take(live, groups=["students", "staff"])
+        (status,) = client.seats().seats
+        assert (status.group, status.weight, status.priority, seat.priority) == ("staff", 300, 7, 7)
+        lease_id = ask(live, seat).body["lease_id"]
+
+        async def spec() -> Any:  # noqa: ANN401 - what a test looks at
+            view = live.broker.arbiter.lease(lease_id)
+            assert view is not None
+            return view.spec
+
+        found = live.on_loop(spec)
+        assert (found.owner, found.group, found.priority, found.owner_weight) == ("ada", "staff", 7, 300)
+
+
+def test_what_makes_no_sense_is_refused_at_once(live: LiveBroker) -> None:
+    for wish, sentence in (
+        ({"pool": "gold"}, "there is no pool 'gold'; pools: default"),
+        ({"fraction_milli": 333}, "offers 1/8, 1/4, 1/2, 3/4, 1"),
+        ({"fraction_milli": 0}, "allowed: 1 to 1000"),
+        ({"owner": ""}, "owner is empty"),
+        ({"owner": "a\x1b[2J"}, "cannot be printed"),
+        ({"ttl_ms": 0}, "ttl_ms is 0"),
+    ):
+        with pytest.raises(BadRequestError, match=sentence.replace("[", r"\[")):
+            take(live, **wish)
+
+
+def test_offers_say_what_is_free_what_it_costs_and_what_to_expect(live: LiveBroker) -> None:
+    with client_of(live) as client:
+        offers = client.offers(OfferRequest(owner="ada"))
+    assert (offers.default_pool, offers.default_fraction_milli, offers.simulated) == ("default", 250, True)
+    (pool,) = offers.pools
+    assert (pool.pool, pool.why_not, pool.free_mib, pool.devices) == ("default", "", 1024, 1)
+    quarter = pool.fractions[1]
+    assert (quarter.fraction_milli, quarter.memory_mib, quarter.price) == (250, 256, "0.20 EUR per hour")
+    assert quarter.free
+    assert quarter.sentence == "free now; about 100 % of the cells start at once"
+
+
+def test_offers_leave_out_the_pools_of_others_and_say_why_one_is_closed() -> None:
+    policy = {"groups": {"staff": {}}, "hours": f"{CLOSED} 08:00-08:30"}
+    with live_broker(pools={"default": policy}) as live, client_of(live) as client:
+        assert client.offers(OfferRequest(owner="ada")).pools == []
+        offers = client.offers(OfferRequest(owner="ada", groups=["staff"]))
+    assert (offers.default_pool, offers.default_fraction_milli) == ("", 0)
+    (pool,) = offers.pools
+    assert "is closed now" in pool.why_not
+
+
+def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
+    with live_broker(pools={"default": {"wait_bound": "5%", "when_full": "refuse"}}) as live, client_of(live) as client:
+        count = 0
+        while take(live, owner=f"user{count}").kind == ProgressKind.GRANTED:
+            count += 1
+            assert count < 50
+        assert count > 4, "more than the caps alone would allow"
+        refused = take(live, owner="one more")
+        assert refused.reason == "pool-full"
+        assert f"{count} servers use it" in refused.sentence
+        assert "of the cells would wait longer than 30 s for the GPU (5 % are allowed)" in refused.sentence
+        offer = client.offers(OfferRequest(owner="one more")).pools[0].fractions[1]
+        assert (offer.free, offer.sentence) == (False, "full now")
+        # Somebody who is known to use little still finds room ...
+        hour = 3_600_000
+        light = UsageRecord(
+            owner="light",
+            pool="default",
+            day=1,
+            live_ms=1000 * hour,
+            busy_ms=hour,
+            busy_mib_ms=hour * 100,
+            peak_mib=100,
+        )
+
+        async def learn() -> None:
+            live.service.seats.forecasts.learn([light])
+
+        live.on_loop(learn)
+        assert take(live, owner="light").kind == ProgressKind.GRANTED
+
+
+def test_seats_outlive_the_broker() -> None:
+    with live_broker() as live:
+        seat = take(live)
+
+        async def again() -> list[str]:
+            await live.broker.writer.run(lambda: None)  # everything before is on the disk
+            fresh = Seats(live.broker, live.service.settings)
+            fresh.recover(live.broker.writer.ledger)
+            return [one.seat_id for one in fresh.live()]
+
+        assert live.on_loop(again) == [seat.seat_id]
+
+
+def test_the_socket_is_the_one_that_others_may_reach(live: LiveBroker) -> None:
+    """The refusals above are the broker's: other users do reach it."""
+    assert '"pid"' in as_nobody(live, "GET", "/v1/ping", "")
