@@ -1,42 +1,29 @@
 """HTTP on the UNIX socket: decode strictly, ask the service, encode. Every failure is one JSON error with a stable code."""
 
 import asyncio
-import http
 import logging
-import os
-import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from tornado import httputil, iostream, web
 from tornado.httpserver import HTTPServer
 
-from provisioner.broker.checks import Peer
-from provisioner.broker.decode import decode, printable
 from provisioner.broker.feed import Feed
+from provisioner.broker.handler import Handler, Stream, as_json
+from provisioner.broker.policy_api import POLICY_ROUTES
 from provisioner.broker.service import Service
 from provisioner.broker.status import host_status
-from provisioner.host import failpoints
 from provisioner.host.peers import peer_credentials
-from provisioner.ledger.records import LedgerError
-from provisioner.protocol.errors import (
-    BadRequestError,
-    FractionalGPUError,
-    InternalBrokerError,
-    NotFoundError,
-    RequestTooLargeError,
-    UnauthorizedError,
-)
+from provisioner.protocol.errors import NotFoundError, RequestTooLargeError
 from provisioner.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES, PULSE_S
 from provisioner.protocol.messages import AcquireRequest, AttachRequest, Done, GateAnswer, GateHello, LeaseRequest
 
-__all__ = ["Handler", "Stream", "make_server"]
+__all__ = ["make_server"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
 _IDLE_CONNECTION_S = 3600.0
 _BODY_S = 10.0  # a body that does not arrive within this is a slow-loris
@@ -45,107 +32,31 @@ _DISCARDED_BYTES = 1 << 40
 _DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is closed
 
 
-class _Handler(web.RequestHandler):
-    """What all routes share."""
-
-    peer: Peer
-
-    def initialize(self, service: Service, socket_path: str) -> None:
-        self.service = service
-        self.socket_path = socket_path
-
-    def prepare(self) -> None:
-        self.service.broker.last_use_s = time.monotonic()
-        connection: Any = self.request.connection
-        if connection.stream.socket is None:
-            raise iostream.StreamClosedError  # hung up meanwhile
-        credentials = peer_credentials(connection.stream.socket)
-        admin = credentials.uid in (0, os.getuid())
-        self.peer = Peer(credentials=credentials, token=self._token(), admin=admin)
-
-    def _token(self) -> str | None:
-        header = self.request.headers.get("Authorization")
-        if header is None:
-            return None
-        scheme, _, token = header.partition(" ")
-        if scheme != "Bearer" or not token:
-            raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
-        return token
-
-    def take(self, kind: type[T]) -> T:
-        """Decode the body."""
-        return decode(self.request.body, kind)
-
-    def reply(self, message: object) -> None:
-        """Answer with a message."""
-        failpoints.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.reply")
-        self.set_header("Content-Type", "application/json")
-        self.finish(msgspec.json.encode(message))
-
-    async def line(self, message: object) -> None:
-        """Write one line of a stream. Raises StreamClosedError when the peer hung up."""
-        self.write(msgspec.json.encode(message) + b"\n")
-        await self.flush()
-
-    def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Turn any failure into the one JSON shape."""
-        error = kwargs.get("exc_info", (None, None, None))[1]
-        if isinstance(error, LedgerError):
-            error = InternalBrokerError(str(error), reason="ledger")
-        elif not isinstance(error, FractionalGPUError):
-            error = _error_for(status_code)
-        self.set_status(error.status)
-        self.reply(_as_json(error))
-
-    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log what is our fault with its traceback, and what is the peer's in a line."""
-        if isinstance(value, FractionalGPUError | web.HTTPError):
-            log.info("%s %s refused: %s", self.request.method, self.request.path, str(value).replace("\n", " ")[:500])
-        elif not isinstance(value, iostream.StreamClosedError):
-            log.error("%s %s failed", self.request.method, self.request.path, exc_info=(typ, value, tb))
-
-
-def _as_json(error: FractionalGPUError) -> dict[str, dict[str, str]]:
-    return {"error": {"code": error.code, "reason": error.reason, "message": printable(str(error))}}
-
-
-def _error_for(status: int) -> FractionalGPUError:
-    if status == http.HTTPStatus.NOT_FOUND:
-        return NotFoundError(
-            "there is no such route; the routes are in provisioner/protocol/messages.py", reason="unknown-route"
-        )
-    if status == http.HTTPStatus.METHOD_NOT_ALLOWED:
-        return BadRequestError("this route does not take that method", reason="bad-method")
-    if 400 <= status < 500:
-        return BadRequestError("the request is malformed")
-    return InternalBrokerError("the broker failed; its log says why")
-
-
-class _Missing(_Handler):
+class _Missing(Handler):
     def prepare(self) -> None:
         raise NotFoundError(
             "there is no such route; the routes are in provisioner/protocol/messages.py", reason="unknown-route"
         )
 
 
-class _Ping(_Handler):
+class _Ping(Handler):
     def get(self) -> None:
         self.reply(self.service.ping())
 
 
-class _Status(_Handler):
+class _Status(Handler):
     def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
         seat = self.service.seats.of_token(self.peer.token)
         self.reply(host_status(self.service.broker, self.socket_path, uid, seat=seat))
 
 
-class _Leases(_Handler):
+class _Leases(Handler):
     async def post(self) -> None:
         self.reply(await self.service.create(self.peer, self.take(LeaseRequest)))
 
 
-class _Lease(_Handler):
+class _Lease(Handler):
     def get(self, lease_id: str) -> None:
         self.reply(self.service.status_of(self.service.find(self.peer, lease_id)))
 
@@ -159,46 +70,24 @@ class _Lease(_Handler):
         self.reply(Done())
 
 
-class _Attach(_Handler):
+class _Attach(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id, own=True)
         self.reply(await self.service.attach(self.peer, kernel, self.take(AttachRequest)))
 
 
-class _Detach(_Handler):
+class _Detach(Handler):
     def post(self, lease_id: str) -> None:
         self.service.detach(self.service.find(self.peer, lease_id, own=True))
         self.reply(Done())
 
 
-class _Suspend(_Handler):
+class _Suspend(Handler):
     async def post(self, lease_id: str) -> None:
         self.reply(await self.service.suspend(self.service.find(self.peer, lease_id)))
 
 
-class _Stream(_Handler):
-    """A route whose work ends when the peer hangs up."""
-
-    def on_connection_close(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
-
-    _work: asyncio.Task[None] | None = None
-
-    async def run(self, work: "asyncio.Task[None]") -> None:
-        """Run until done or hung up."""
-        self._work = work
-        try:
-            await asyncio.wait([work])
-            if not work.cancelled():
-                work.result()
-        except iostream.StreamClosedError:
-            pass
-        finally:
-            work.cancel()
-
-
-class _Events(_Stream):
+class _Events(Stream):
     async def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
 
@@ -210,7 +99,7 @@ class _Events(_Stream):
         await self.run(asyncio.create_task(work()))
 
 
-class _Resume(_Stream):
+class _Resume(Stream):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
 
@@ -220,7 +109,7 @@ class _Resume(_Stream):
         await self.run(asyncio.create_task(work()))
 
 
-class _Acquire(_Stream):
+class _Acquire(Stream):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id, own=True)
         request = self.take(AcquireRequest)
@@ -233,7 +122,7 @@ class _Acquire(_Stream):
         await self.run(asyncio.create_task(work()))
 
 
-class _Gate(_Stream):
+class _Gate(Stream):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id, own=True)
         link = self.service.connect_gate(kernel, self.take(GateHello))
@@ -249,15 +138,11 @@ class _Gate(_Stream):
             self.service.disconnect_gate(kernel, link)
 
 
-class _Answer(_Handler):
+class _Answer(Handler):
     def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id, own=True)
         self.service.answer(kernel, self.take(GateAnswer))
         self.reply(Done())
-
-
-Handler = _Handler  # for the routes that other modules add
-Stream = _Stream
 
 
 class _Bounded(httputil.HTTPMessageDelegate):
@@ -291,7 +176,7 @@ class _Bounded(httputil.HTTPMessageDelegate):
             return
         log.info("a request was refused: %s", self._error)
         self._request.on_connection_close()  # gives up what was kept of it
-        body = msgspec.json.encode(_as_json(self._error))
+        body = msgspec.json.encode(as_json(self._error))
         headers = httputil.HTTPHeaders({"Content-Type": "application/json", "Content-Length": str(len(body))})
         line = httputil.ResponseStartLine("HTTP/1.1", self._error.status, "Request Entity Too Large")
         self._connection.write_headers(line, headers, body)
@@ -351,6 +236,7 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
             (_LEASE + "/gate", _Gate, shared),
             (_LEASE + "/answer", _Answer, shared),
             *((pattern, handler, shared) for pattern, handler in more),
+            *((pattern, handler, shared) for pattern, handler in POLICY_ROUTES),
         ],
         default_handler_class=_Missing,
         default_handler_args=shared,

@@ -177,7 +177,6 @@ class Broker:
             return
         match effect:
             case Resized():
-                kernel.resizes += 1
                 self.save(kernel, limit=True)
             case Pinned():
                 self.save(kernel)

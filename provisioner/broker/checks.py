@@ -1,6 +1,8 @@
 """What clients say of themselves, checked: the wish for a lease against the pools, and the process behind one against /proc."""
 
 import asyncio
+import grp
+import os
 import pwd
 import secrets
 import time
@@ -10,15 +12,15 @@ from provisioner.broker.decode import printable
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.model import LeaseSpec, PoolSpec
-from provisioner.core.units import format_memory
+from provisioner.core.model import LeaseSpec, PoolSpec, ReserveBy
+from provisioner.core.units import format_fraction, format_memory
 from provisioner.host.peers import PeerCredentials
 from provisioner.host.process import ProcessIdentity, boot_id, environment_value, identify, owner_uid
 from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, RequestTooLargeError
 from provisioner.protocol.limits import MAX_NAME
 from provisioner.protocol.messages import AttachRequest, LeaseRequest
 
-__all__ = ["Peer", "lease_spec", "user_name", "verified_process"]
+__all__ = ["Peer", "cap_mib", "guaranteed_mib", "lease_spec", "user_name", "verified_process"]
 
 _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
 
@@ -41,45 +43,115 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         raise BadRequestError(f"there is no pool {request.pool[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
     if not 1 <= request.fraction_milli <= 1000:
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
-    if request.devices != 1:
-        raise BadRequestError(
-            f"devices is {request.devices}; allowed: 1 (this version gives a lease one device)",
-            reason="bad-devices",
-        )
-    if not -1000 <= request.priority <= 1000:
-        raise BadRequestError(f"priority is {request.priority}; allowed: -1000 to 1000", reason="bad-priority")
+    _check_devices(pool, request)
+    _check_priority(pool, peer, request.priority)
     for field in ("kernel_id", "label"):
         if len(getattr(request, field)) > MAX_NAME:
             raise RequestTooLargeError(f"{field} has {len(getattr(request, field))} characters; allowed: {MAX_NAME}")
+    reserve_mib = cap_mib(arbiter, pool, request.fraction_milli, request.memory_mib)
     return LeaseSpec(
         lease_id=secrets.token_hex(12),
         pool=pool.name,
         owner=user_name(peer.credentials.uid),
         fraction_milli=request.fraction_milli,
-        reserve_mib=_reserve_mib(arbiter, pool, request),
+        reserve_mib=reserve_mib,
+        request_mib=guaranteed_mib(arbiter, pool, request.fraction_milli, reserve_mib, request.request_mib),
+        devices=request.devices,
         priority=request.priority,
+        group=_group(peer.credentials.uid, pool),
         gated=request.gated,
         label=printable(request.label or request.kernel_id),
     )
 
 
-def _reserve_mib(arbiter: Arbiter, pool: PoolSpec, request: LeaseRequest) -> int:
+def _check_devices(pool: PoolSpec, request: LeaseRequest) -> None:
+    most = min(pool.max_devices, len(pool.devices))
+    if request.devices != 1 and not 1 <= request.devices <= most:
+        raise BadRequestError(
+            f"devices is {request.devices}; allowed: 1 to {most} (pool {pool.name!r} has {len(pool.devices)}, and gives one kernel "
+            f"{pool.max_devices} at most)",
+            reason="bad-devices",
+        )
+    if request.devices > 1 and request.fraction_milli != 1000:
+        raise BadRequestError(
+            f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}; several devices are whole "
+            "ones: ask for the fraction 1, or for one device",
+            reason="bad-devices",
+        )
+
+
+def _check_priority(pool: PoolSpec, peer: Peer, priority: int) -> None:
+    if not -1000 <= priority <= 1000:
+        raise BadRequestError(f"priority is {priority}; allowed: -1000 to 1000", reason="bad-priority")
+    if priority > pool.max_priority and not peer.admin:
+        raise ForbiddenError(
+            f"priority {priority} was asked, but in pool {pool.name!r} users may ask for {pool.max_priority} at most; ask for that "
+            "or less, or have an administrator raise the pool's max_priority",
+            reason="priority-too-high",
+        )
+
+
+def _group(uid: int, pool: PoolSpec) -> str:
+    """Return the first group of the pool's limits that the user is a member of, or ""."""
+    if not pool.group_limits:
+        return ""
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return ""
+    groups = set(os.getgrouplist(user.pw_name, user.pw_gid))
+    names = {entry.gr_name for entry in grp.getgrall() if entry.gr_gid in groups}
+    return next((name for name, _ in pool.group_limits if name in names), "")
+
+
+def _sizes(arbiter: Arbiter, pool: PoolSpec) -> list[int]:
+    """Return what each device of the pool can give, MiB."""
     sizes = [device.leasable_mib for device in arbiter.devices() if device.device_id in pool.devices]
     if not sizes:
         raise NoRoomError(
             f"pool {pool.name!r} has no device now; `jupyter gpu status` shows the devices", reason="no-device"
         )
-    if request.memory_mib is None:
-        return max(1, min(sizes) * request.fraction_milli // 1000)
-    if request.memory_mib < 1:
-        raise BadRequestError(f"memory_mib is {request.memory_mib}; allowed: 1 or more", reason="bad-memory")
-    if request.memory_mib > max(sizes):
+    return sizes
+
+
+def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: int | None) -> int:
+    """Return the memory that a kernel may use: what it asked for, or the fraction's share. Raises BadRequestError, NoRoomError."""
+    sizes = _sizes(arbiter, pool)
+    if memory_mib is None:
+        return max(1, min(sizes) * fraction_milli // 1000)
+    if memory_mib < 1:
+        raise BadRequestError(f"memory_mib is {memory_mib}; allowed: 1 or more", reason="bad-memory")
+    if memory_mib > max(sizes):
         raise BadRequestError(
-            f"memory of {format_memory(request.memory_mib)} was asked, but the largest device of pool {pool.name!r} "
+            f"memory of {format_memory(memory_mib)} was asked, but the largest device of pool {pool.name!r} "
             f"can give {format_memory(max(sizes))}; ask for that or less",
             reason="larger-than-device",
         )
-    return request.memory_mib
+    return memory_mib
+
+
+def guaranteed_mib(
+    arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, reserve_mib: int, request_mib: int | None
+) -> int | None:
+    """Return the memory that is guaranteed, where a pool reserves by use: what was asked, or the fraction's share of a device.
+
+    None: all of the cap. Raises BadRequestError.
+    """
+    if pool.reserve_by is ReserveBy.CAP:
+        if request_mib is not None:
+            raise BadRequestError(
+                f"request_mib is {request_mib}, but pool {pool.name!r} reserves all that a kernel may use; leave request_mib out",
+                reason="bad-request-mib",
+            )
+        return None
+    if request_mib is None:
+        return min(reserve_mib, max(1, min(_sizes(arbiter, pool)) * fraction_milli // 1000))
+    if not 1 <= request_mib <= reserve_mib:
+        raise BadRequestError(
+            f"request_mib is {request_mib}; allowed: 1 to {reserve_mib}, what the kernel may use",
+            reason="bad-request-mib",
+        )
+    return request_mib
 
 
 async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:

@@ -39,7 +39,7 @@ class Kernel:
     waiting: int = 0  # open acquire streams
     declined: tuple[str, str] | None = None  # the arbiter's last refusal (reason, sentence), until read
     resize_declined: tuple[str, str] | None = None  # the same of a resize
-    resizes: int = 0  # sizes it got so far
+    resizing: object | None = None  # the request for another size that waits
     wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
     executing_since_s: float | None = None
     _pidfd: int | None = None

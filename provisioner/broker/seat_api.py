@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import aclosing
 
-from provisioner.broker.api import Handler, Stream
+from provisioner.broker.handler import Handler, Stream
 from provisioner.protocol.errors import ForbiddenError
 from provisioner.protocol.messages import Done
 from provisioner.protocol.seats import OfferRequest, SeatRequest

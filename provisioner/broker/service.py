@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 import zmq
@@ -26,7 +27,8 @@ from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.seats import Seats
-from provisioner.broker.status import lease_status
+from provisioner.broker.status import lease_status, neighbours
+from provisioner.broker.steering import Steering
 from provisioner.config.settings import Settings
 from provisioner.core.effects import LeaseRefused
 from provisioner.core.events import (
@@ -84,6 +86,7 @@ class Service:
 
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self.broker = broker
+        self.steering = Steering(broker)
         self.settings = settings
         self.seats = Seats(broker, settings)
 
@@ -197,7 +200,7 @@ class Service:
         view = self.broker.arbiter.lease(kernel.lease_id)
         if view is None:
             raise NotFoundError("the lease is over", reason="unknown-lease")
-        return lease_status(self.broker, kernel, view)
+        return replace(lease_status(self.broker, kernel, view), neighbours=neighbours(self.broker, view))
 
     def release(self, kernel: Kernel) -> None:
         """End the lease. What its process still holds on a device counts as a stranger's until it is gone."""
@@ -272,7 +275,7 @@ class Service:
             while True:
                 change, queue = kernel.change(), broker.queue_changed
                 progress = self._progress(kernel, deadline_s)
-                if progress is not None and progress != told:
+                if progress is not None and _is_news(progress, told):
                     yield progress
                     told = progress
                 if progress is not None and progress.kind != ProgressKind.WAITING:
@@ -315,11 +318,15 @@ class Service:
             return Progress(
                 kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
             )
+        expected = ticket.expected if ticket is not None else None
         return Progress(
             kind=ProgressKind.WAITING,
             reason=reason,
             sentence=sentence,
             position=ticket.position if ticket is not None else None,
+            expected_ms=expected.expected_ms if expected is not None else None,
+            low_ms=expected.low_ms if expected is not None else None,
+            high_ms=expected.high_ms if expected is not None else None,
         )
 
     async def suspend(self, kernel: Kernel) -> LeaseStatus:
@@ -409,6 +416,15 @@ class Service:
         """Take an answer or a pulse."""
         if kernel.link is not None:
             kernel.link.take(answer, time.monotonic())
+
+
+def _is_news(progress: Progress, told: Progress | None) -> bool:
+    """Whether a waiting cell should hear it. A forecast that moves a little is none: the cell counts down by itself."""
+    if told is None or progress.expected_ms is None or told.expected_ms is None:
+        return progress != told
+    moved_ms = abs(progress.expected_ms - told.expected_ms)
+    same = replace(told, expected_ms=progress.expected_ms, low_ms=progress.low_ms, high_ms=progress.high_ms)
+    return progress != same or moved_ms > max(1000, told.expected_ms // 5)
 
 
 async def _any_of(first: asyncio.Event, second: asyncio.Event, patience_s: float) -> None:

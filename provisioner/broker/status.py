@@ -3,17 +3,20 @@
 import os
 
 from provisioner import __version__
-from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.kernels import Kernel
-from provisioner.core.model import LeaseView
-from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
+from provisioner.core.model import HOLDING, LeaseView
+from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour
 
-__all__ = ["host_status", "lease_status"]
+__all__ = ["device_status", "host_status", "lease_status", "neighbours"]
+
+_NOBODY = -1  # no user has this uid
 
 
 def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus:
     """Return one lease for people and programs."""
     ticket = broker.arbiter.ticket(kernel.lease_id)
+    expected = ticket.expected if ticket is not None else None
     device = broker.devices.get(view.device_id or "")
     return LeaseStatus(
         lease_id=kernel.lease_id,
@@ -36,6 +39,14 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         reason=ticket.reason if ticket is not None else view.reason,
         sentence=ticket.sentence if ticket is not None else view.sentence,
         position=ticket.position if ticket is not None else None,
+        device_ids=list(devices_of(view)),
+        request_mib=view.spec.reserve_mib if view.spec.request_mib is None else view.spec.request_mib,
+        reserved_mib=view.reserved_mib,
+        pinned_ms=max(0, view.pinned_until_ms - now_ms()),
+        expected_ms=expected.expected_ms if expected is not None else None,
+        low_ms=expected.low_ms if expected is not None else None,
+        high_ms=expected.high_ms if expected is not None else None,
+        resume_ms=view.resume_ms,
         suspends=kernel.suspends,
         resumes=kernel.resumes,
         stays=view.stays,
@@ -67,6 +78,7 @@ def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | Non
             over_committed=view.over_committed,
             lost=view.lost,
             why_not=view.why_not,
+            draining=view.draining,
         )
         for view in broker.arbiter.devices()
         if view.device_id in broker.devices
@@ -84,3 +96,29 @@ def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | Non
         ],
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
     )
+
+
+def device_status(broker: Broker, device_id: str) -> DeviceStatus:
+    """Return one device that the broker has."""
+    (device,) = [one for one in host_status(broker, "", _NOBODY).devices if one.device_id == device_id]
+    return device
+
+
+def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
+    """Return who else holds something on the lease's devices now, the largest first: sizes, and names only of the same user's."""
+    mine = set(devices_of(lease)) if lease.state in HOLDING else set()
+    there = [
+        view
+        for _, view in broker.views()
+        if view.spec.lease_id != lease.spec.lease_id and view.reserved_mib and mine.intersection(devices_of(view))
+    ]
+    return [
+        Neighbour(
+            fraction_milli=view.spec.fraction_milli,
+            reserved_mib=view.reserved_mib,
+            state=view.state.value,
+            busy=view.busy,
+            label=view.spec.label if view.spec.owner == lease.spec.owner else "",
+        )
+        for view in sorted(there, key=lambda view: (-view.reserved_mib, view.spec.lease_id))
+    ]

@@ -50,7 +50,6 @@ async def _nothing_against(_kernel: Kernel, _processes: Collection[ProcessIdenti
     return ""
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapTimes:
     """How long each step may take, seconds."""

@@ -45,9 +45,13 @@ class LedgerWriter:
         """Write and return when it is on the disk. Raises LedgerError. Cancellation does not take the write back."""
         await asyncio.shield(self._enqueue(act))
 
+    async def flushed(self) -> None:
+        """Return when everything handed over before is on the disk. Raises LedgerError if nothing can be written."""
+        await self.run(_nothing)
+
     async def read(self, act: Callable[[], T]) -> T:
         """Return what `act` reads once everything handed over before is on the disk. Raises LedgerError."""
-        await self.run(_nothing)
+        await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def close(self) -> None:

@@ -150,6 +150,13 @@ KEYS: Mapping[str, Key] = {
         example=2,
         help="How many whole devices one kernel may ask for.",
     ),
+    "max_priority": Key(
+        field="max_priority",
+        parse=values.whole_number(-1000, 1000),
+        default=0,
+        example=10,
+        help="The highest priority that a user may ask for; administrators, and a hub's seats, may have any.",
+    ),
     "user_limits": Key(
         field="user_limits",
         parse=values.limits,

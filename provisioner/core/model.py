@@ -140,6 +140,7 @@ class PoolSpec:
     )
     warn_before_ms: int = 0  # announce an idle suspension so long before it; 0 = not at all
     max_devices: int = 8  # whole devices that one lease may ask for
+    max_priority: int = 0  # the highest that a user who is no administrator may ask for
     user_limits: Limits = Limits()  # of every user
     group_limits: tuple[tuple[str, Limits], ...] = ()  # by group
     sharing: Sharing = Sharing.TIME_SLICE

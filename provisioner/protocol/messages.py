@@ -77,7 +77,10 @@ class LeaseRequest:
     fraction_milli: int
     pool: str = "default"
     memory_mib: int | None = None
-    devices: int = 1
+    request_mib: int | None = (
+        None  # what is guaranteed of it, where the pool reserves by use; None: the fraction's share
+    )
+    devices: int = 1  # more than one: whole devices (fraction_milli 1000), `memory_mib` on each
     priority: int = 0
     kernel_id: str = ""
     label: str = ""  # for people

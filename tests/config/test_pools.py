@@ -50,6 +50,7 @@ def test_every_key_reaches_the_arbiter() -> None:
         "pin_budget": "2h",
         "warn_before": "1m",
         "max_devices": 2,
+        "max_priority": 5,
         "user_limits": {"leases": 4, "fraction": 2, "resident": "1/2"},
         "group_limits": {"staff": {}, "students": {"leases": 60, "resident": 1.5}},
     }
@@ -74,6 +75,7 @@ def test_every_key_reaches_the_arbiter() -> None:
         pin_budget_ms=7_200_000,
         warn_before_ms=60_000,
         max_devices=2,
+        max_priority=5,
         user_limits=Limits(leases=4, milli=2000, resident_milli=500),
         group_limits=(("staff", Limits()), ("students", Limits(leases=60, resident_milli=1500))),
     )
