@@ -9,9 +9,11 @@ from functools import partial
 
 from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.sight import Scene
 from provisioner.broker.swaps import Swaps, Truth
 from provisioner.core.events import LeaseRecovered
 from provisioner.core.model import HOLDING, LeaseState
+from provisioner.gpu.interface import GPUError
 from provisioner.host.process import ProcessIdentity, is_alive
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, OperationRecord
@@ -27,10 +29,11 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
     records = ledger.live_leases()
     broker.kernels = {record.spec.lease_id: kernel_of(record) for record in records}
     found: list[tuple[LeaseRecord, OperationRecord | None, Truth | None, int]] = []
+    scene = await _scene(swaps)
     for record in records:
         operation = operations.pop(record.spec.lease_id, None)
         saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
-        truth = await swaps.truth(broker.kernels[record.spec.lease_id], record.device_id, saved_mib)
+        truth = await swaps.truth(broker.kernels[record.spec.lease_id], record.device_id, saved_mib, scene)
         found.append((record, operation, truth, saved_mib))
     # All at once: an arbiter that knows of only some leases would give the room of the others away.
     for record, operation, truth, host_mib in found:
@@ -48,6 +51,8 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
                 device_id=device_id,
                 saved_mib=saved_mib,
                 busy=identity is not None,  # nobody has looked yet
+                device_ids=_all_devices(record, device_id),
+                pinned_until_ms=now_ms() + max(0, record.pinned_until_ms - wall_ms()) if record.pinned_until_ms else 0,
             )
         )
         if identity is not None:
@@ -57,6 +62,23 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
         broker.save(kernel)
     for orphan in operations.values():
         broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
+
+
+async def _scene(swaps: Swaps) -> Scene | None:
+    """Look at the machine once for all leases; None if that fails: then each is looked at by itself, and may be unknown."""
+    try:
+        return await swaps.scene()
+    except GPUError as error:
+        log.warning("the devices do not answer: %s", error)
+        return None
+
+
+def _all_devices(record: LeaseRecord, device_id: str | None) -> tuple[str, ...]:
+    """Return all devices of a lease of several, if it is where the ledger says."""
+    for known in (record.device_ids, record.home_device_ids):
+        if device_id is not None and known[:1] == (device_id,):
+            return known
+    return ()
 
 
 def _follow(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:

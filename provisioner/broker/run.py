@@ -26,7 +26,7 @@ from provisioner.broker.watch import Watcher
 from provisioner.broker.writer import LedgerWriter
 from provisioner.config import Settings
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
+from provisioner.core.events import DeviceDrained, DeviceSeen, HostMemorySeen, PoolConfigured
 from provisioner.core.model import DeviceSpec
 from provisioner.core.units import format_memory
 from provisioner.gpu.interface import GPUError
@@ -113,6 +113,7 @@ class Run:
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
         watcher = Watcher(broker, self._specs, self._host_budget)
         self._introduce(broker)
+        self._drain_again(broker)
         await recover(broker, swaps, self._ledger)
         await watcher.sample()
         service = Service(broker, self._settings)
@@ -180,6 +181,12 @@ class Run:
             broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
         # Until the first look at the host's memory; without it everything that is found saved would seem too much.
         broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=self._host_budget_mib))
+
+    def _drain_again(self, broker: Broker) -> None:
+        """Go on emptying the devices that administrators said."""
+        for device_id, evict_busy in self._ledger.drained().items():
+            if device_id in self._specs:
+                broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
 
     def _host_budget(self, saved_mib: int) -> int:
         """What suspended state may take: the configured budget, and no more than there is."""

@@ -15,9 +15,10 @@ from provisioner.host.process import ProcessIdentity, identify
 from provisioner.protocol.messages import GateAnswer
 from tests.broker.live import started_for
 
-__all__ = ["DEVICE", "Driver", "Quiet", "journal", "kernel_of", "swaps_of"]
+__all__ = ["DEVICE", "OTHERS", "Driver", "Quiet", "journal", "kernel_of", "swaps_of"]
 
 DEVICE = "GPU-0"
+OTHERS = ("GPU-1", "GPU-2", "GPU-3")
 DEVICE_MIB = 1000
 S = ProcessState
 _STEPS: Mapping[str, tuple[ProcessState, ProcessState]] = {
@@ -37,6 +38,8 @@ class Driver:
         self.states: dict[int, ProcessState] = {}
         self.mib: dict[int, int] = {}
         self.others_mib = 0
+        self.where: dict[int, str] = {}  # the device of a process that is not on DEVICE
+        self.moves: list[tuple[int, object]] = []  # what each restore was told to move
         self.calls: list[tuple[str, int]] = []
         self.failures: dict[tuple[str, int], GPUErrorCode] = {}
         self.leaves: dict[
@@ -53,14 +56,22 @@ class Driver:
 
     def devices(self) -> list[DeviceInfo]:
         return [
-            DeviceInfo(device_id=DEVICE, index=0, name="G", memory_mib=DEVICE_MIB, simulated=True, checkpointable=True)
+            DeviceInfo(
+                device_id=one, index=number, name="G", memory_mib=DEVICE_MIB, simulated=True, checkpointable=True
+            )
+            for number, one in enumerate((DEVICE, *OTHERS))
         ]
 
     def use(self, device_id: str) -> DeviceUse:
-        assert device_id == DEVICE
-        resident = {pid: mib for pid, mib in self.mib.items() if self.states[pid] is not S.CHECKPOINTED}
+        assert device_id in (DEVICE, *OTHERS)
+        resident = {
+            pid: mib
+            for pid, mib in self.mib.items()
+            if self.states[pid] is not S.CHECKPOINTED and self.where.get(pid, DEVICE) == device_id
+        }
         processes = tuple(ProcessUse(pid=pid, used_mib=mib) for pid, mib in resident.items())
-        return DeviceUse(device_id=DEVICE, used_mib=sum(resident.values()) + self.others_mib, processes=processes)
+        others_mib = self.others_mib if device_id == DEVICE else 0
+        return DeviceUse(device_id=device_id, used_mib=sum(resident.values()) + others_mib, processes=processes)
 
     # the worker
 
@@ -76,7 +87,8 @@ class Driver:
     async def checkpoint(self, identity: ProcessIdentity, _deadline_s: float) -> int:
         return self._step("checkpoint", identity.pid)
 
-    async def restore(self, identity: ProcessIdentity, _moves: object, _deadline_s: float) -> int:
+    async def restore(self, identity: ProcessIdentity, moves: object, _deadline_s: float) -> int:
+        self.moves.append((identity.pid, moves))
         return self._step("restore", identity.pid)
 
     async def unlock(self, identity: ProcessIdentity) -> int:

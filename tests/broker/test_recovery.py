@@ -1,13 +1,15 @@
 """A new broker believes the driver and /proc, not the ledger; what cannot be known is neither dead nor free."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from provisioner.broker import sight
 from provisioner.broker.broker import Broker, now_ms
 from provisioner.broker.recovery import recover
 from provisioner.broker.writer import LedgerWriter
@@ -15,6 +17,8 @@ from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from provisioner.gpu.interface import GPUErrorCode, Monitor, ProcessState
+from provisioner.host.tree import Snapshot
+from provisioner.host.tree import scan as real_scan
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, OperationRecord
 from tests.broker.driver import DEVICE, Driver, swaps_of
@@ -41,11 +45,12 @@ def record_of(process: dict[str, Any] | None, state: LeaseState, **changes: Any)
 
 @asynccontextmanager
 async def recovered(
-    tmp_path: Path, driver: Driver, record: LeaseRecord, *operations: OperationRecord
+    tmp_path: Path, driver: Driver, *records: LeaseRecord, operations: Sequence[OperationRecord] = ()
 ) -> AsyncIterator[Broker]:
     """A new broker that finds this in its ledger."""
     ledger = Ledger.open(tmp_path / "ledger.sqlite")
-    ledger.save_lease(record)
+    for record in records:
+        ledger.save_lease(record)
     for operation in operations:
         ledger.begin(operation)
     swaps = swaps_of(driver)
@@ -124,7 +129,7 @@ async def test_an_operation_that_was_under_way_is_closed_with_what_was_found(tmp
             operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
             begun_ms=1, pids="[]", saved_mib=300,
         )  # fmt: skip
-        async with recovered(tmp_path, driver, record_of(process, L.SUSPENDING), operation) as broker:
+        async with recovered(tmp_path, driver, record_of(process, L.SUSPENDING), operations=[operation]) as broker:
             view = broker.arbiter.lease(LEASE)
             assert view is not None
             assert (view.state, view.saved_mib) == (L.SUSPENDED, 300)
@@ -146,3 +151,28 @@ async def test_a_kernel_whose_line_cannot_be_listened_to_is_kept_and_counts_as_b
             record = broker.record(kernel)
             assert record is not None
             assert record.connection == connection, "a broker that understands it may come back"
+
+
+async def test_all_leases_are_found_with_one_look_at_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, looks = Driver(), list[str]()
+
+    def scan(name: str) -> Snapshot:
+        looks.append(name)
+        return real_scan(name)
+
+    monkeypatch.setattr(sight, "scan", scan)
+    names = [f"lease-{number}" for number in range(4)]
+    with ExitStack() as stack:
+        processes = [stack.enter_context(started_for(name)) for name in names]
+        for process in processes:
+            driver.has_context(process["pid"], S.RUNNING, 100)
+        found = [record_of(process, L.RESIDENT) for process in processes]
+        records = [
+            replace(record, spec=replace(record.spec, lease_id=name, reserve_mib=100))
+            for name, record in zip(names, found, strict=True)
+        ]
+        async with recovered(tmp_path, driver, *records) as broker:
+            assert {view.state for view in broker.arbiter.leases()} == {L.RESIDENT}
+            assert len(looks) == 1

@@ -1,9 +1,11 @@
 """Suspend and resume take every step in order, and from each failure go back to where they can prove to be."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from provisioner.broker import sight
 from provisioner.broker import swaps as swaps_module
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.swaps import Truth
@@ -12,8 +14,10 @@ from provisioner.core.events import ResumeOutcome, SuspendOutcome
 from provisioner.core.model import LeaseState
 from provisioner.gpu.interface import GPUErrorCode, ProcessState
 from provisioner.host.memory import Headroom
+from provisioner.host.tree import Snapshot
+from provisioner.host.tree import scan as real_scan
 from provisioner.ledger.records import LedgerError
-from tests.broker.driver import DEVICE, Driver, Quiet, journal, kernel_of, swaps_of
+from tests.broker.driver import DEVICE, OTHERS, Driver, Quiet, journal, kernel_of, swaps_of
 
 S = ProcessState
 CLOSES = {"close": "closed", "shrink": "done"}
@@ -180,6 +184,39 @@ async def test_a_checkpoint_that_fails_half_way_is_unknown_and_not_touched_again
     assert "unlock" not in [name for name, _ in driver.calls]
 
 
+# -- preemption --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers", [{"preempt": "closed"}, None], ids=str)
+async def test_a_preempted_kernel_is_saved_in_the_middle_of_its_cell(answers: dict[str, str] | None) -> None:
+    driver, phases = Driver(), list[str]()
+    async with kernel_of(2, answers) as (kernel, quiet, pids):
+        running(driver, pids)
+        quiet.busy = quiet.executing = True
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, journal(phases), preempt=True)
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600), sentence
+    assert phases == ["locking", "checkpointing"]
+    assert set(driver.states.values()) == {S.CHECKPOINTED}
+
+
+async def test_a_preempted_kernel_whose_work_does_not_drain_goes_on() -> None:
+    driver = Driver()
+    async with kernel_of(2, {"preempt": "closed"}) as (kernel, quiet, pids):
+        running(driver, pids)
+        quiet.busy = True
+        driver.failures["lock", sorted(pids)[1]] = GPUErrorCode.NOT_READY
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]), preempt=True)
+    assert outcome is SuspendOutcome.ABORTED
+    assert "has GPU work under way" in sentence
+    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+
+
+async def test_a_busy_kernel_without_a_context_is_not_called_saved() -> None:
+    async with kernel_of(1, {"preempt": "closed"}) as (kernel, quiet, _pids):
+        quiet.busy = True
+        assert (await swaps_of(Driver()).suspend(kernel, journal([]), preempt=True))[0] is SuspendOutcome.REFUSED
+
+
 # -- resume ------------------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +249,58 @@ async def test_a_restore_is_never_tried_to_find_out_whether_there_is_room() -> N
         outcome, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
     assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
     assert driver.calls == []
+
+
+async def test_each_of_several_devices_goes_to_its_counterpart() -> None:
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        kernel.homes = (DEVICE, OTHERS[0])
+        effect = replace(
+            resume_of(kernel), device_id=OTHERS[1], device_ids=(OTHERS[1], OTHERS[2]), from_device_ids=kernel.homes
+        )
+        outcome, sentence = await swaps_of(driver).resume(kernel, effect, 600, journal([]))
+    assert outcome is ResumeOutcome.RESTORED, sentence
+    assert driver.moves == [(pid, {DEVICE: OTHERS[1], OTHERS[0]: OTHERS[2]}) for pid in sorted(pids)]
+
+
+async def test_every_one_of_several_devices_must_have_the_room() -> None:
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        kernel.homes = (OTHERS[0], DEVICE)
+        driver.others_mib = 500
+        effect = replace(resume_of(kernel), device_id=OTHERS[0], device_ids=kernel.homes, from_device_ids=kernel.homes)
+        outcome, sentence = await swaps_of(driver).resume(kernel, effect, 600, journal([]))
+    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert driver.calls == []
+
+
+async def test_a_kernel_on_several_devices_is_where_its_first_one_is() -> None:
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        running(driver, pids)
+        driver.has_context(pids[1], S.RUNNING, 500)
+        driver.where = {pids[1]: OTHERS[0]}
+        kernel.homes = (DEVICE, OTHERS[0])
+        assert await swaps_of(driver).truth(kernel, None, 0) == Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
+        kernel.homes = ()
+        assert await swaps_of(driver).truth(kernel, None, 0) == Truth(state=LeaseState.RESIDENT, device_id=OTHERS[0])
+
+
+async def test_a_suspend_looks_at_the_machine_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, looks = Driver(), list[str]()
+
+    def scan(name: str) -> Snapshot:
+        looks.append(name)
+        return real_scan(name)
+
+    monkeypatch.setattr(sight, "scan", scan)
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+    assert outcome is SuspendOutcome.SAVED, sentence
+    assert len(looks) == 2
 
 
 @pytest.mark.parametrize(
