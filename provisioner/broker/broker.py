@@ -19,6 +19,7 @@ import zmq.asyncio
 from provisioner.broker.clock import now_ms, wall_ms
 from provisioner.broker.history import History
 from provisioner.broker.iopub import IOPubWatch, connection_from_json
+from provisioner.broker.idle_counters import IdleCounters
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.operations import Operations
 from provisioner.broker.swaps import Swaps
@@ -74,6 +75,7 @@ class Broker:
         self.used_mib: dict[str, int] = {}  # by device, as last measured
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
+        self.counters = IdleCounters(self)
         swaps.roots = self.roots
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
@@ -289,6 +291,7 @@ class Broker:
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.state in (LeaseState.UNATTACHED, LeaseState.ENDED):
             return
+        self.counters.see(kernel, view)
         if view.busy != kernel.busy:
             self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
             kernel.notify()

@@ -42,6 +42,10 @@ class Kernel:
     resizing: object | None = None  # the request for another size that waits
     wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
     executing_since_s: float | None = None
+    idle_us: int | None = None  # idle by its messages since then, microseconds since the epoch
+    worked_us: int = 0  # its processes were last seen at work on the device since then; 0: not yet
+    working: bool = False  # they are, or nobody knows yet, though no cell runs
+    suspend_wishes: int = 0  # people who wait for its suspend
     _pidfd: int | None = None
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -94,10 +98,16 @@ class Kernel:
         self.connection = ""
         self.executing_since_s = None
         self.wanted_by_broker = False
+        self.idle_us, self.worked_us, self.working = None, 0, False
 
     @property
     def busy(self) -> bool:
-        """Whether the kernel uses, or may be about to use, the GPU. A live kernel nobody watches is in doubt, hence busy."""
+        """Whether the kernel uses, or may be about to use, the GPU: by its messages, or by the device's counters."""
+        return self.in_use or (self.identity is not None and self.working and not self.suspend_wishes)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it is busy by its messages. A live kernel nobody watches is in doubt, hence busy."""
         if self.identity is None:
             return False
         return self.waiting > 0 or self.watch is None or self.watch.busy

@@ -121,7 +121,7 @@ class Run:
         server = make_server(service, self._socket, more=SEAT_ROUTES)
         server.add_socket(self._bind())
         self._say_ready()
-        works = (watcher.run(), service.seats.run(), self._stop_when_unused(broker), self._forget_history(broker))
+        works = (watcher.run(), broker.counters.run(), service.seats.run(), self._stop_when_unused(broker), self._forget_history(broker))
         tasks = [asyncio.create_task(work) for work in works]
         try:
             await self._until_stopped(tasks)

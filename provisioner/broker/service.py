@@ -334,12 +334,18 @@ class Service:
         view = self._view(kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
             return self.status_of(kernel)
-        if view.state is LeaseState.RESIDENT:
-            await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
-            kernel.take_declined()
-            self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id))
-        # A suspend that has to wait for the swap channel starts later: until then the lease is resident, and was asked.
-        await self._until(kernel, lambda: self._settled(kernel), None)
+        kernel.suspend_wishes += 1  # whoever asks means it: only a running cell is in the way
+        try:
+            if view.state is LeaseState.RESIDENT:
+                self.broker.look_at_use(kernel)
+                await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
+                kernel.take_declined()
+                self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id))
+            # A suspend that has to wait for the swap channel starts later: until then the lease is resident, and was asked.
+            await self._until(kernel, lambda: self._settled(kernel), None)
+        finally:
+            kernel.suspend_wishes -= 1
+            self.broker.look_at_use(kernel)
         if (declined := kernel.take_declined()) is not None:
             raise ConflictError(declined[1], reason=declined[0])
         view = self._view(kernel)

@@ -50,6 +50,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         suspends=kernel.suspends,
         resumes=kernel.resumes,
         stays=view.stays,
+        working=kernel.working and kernel.worked_us > 0,
         seat=view.spec.seat,
     )
 

@@ -3,6 +3,8 @@
 What is legal is in `transitions`; when it happens is decided by `arbiter` (the world said so) and `serving` (somebody's turn has come).
 """
 
+from collections.abc import Sequence
+
 from provisioner.core.effects import (
     Declined,
     Effect,
@@ -16,7 +18,7 @@ from provisioner.core.effects import (
     TicketsChanged,
 )
 from provisioner.core.model import LeaseState
-from provisioner.core.scheduling import Wait
+from provisioner.core.records import Wait
 from provisioner.core.state import Books, Lease, Operation, Ticket
 from provisioner.core.staying import note
 from provisioner.core.transitions import Cause, next_state
@@ -31,19 +33,27 @@ class Changes:
     def __init__(self, *, first_operation_id: int, parallel_swaps: int) -> None:
         self.books = Books()
         self.effects: list[Effect] = []
-        self.now_ms = 0
         self.operations: dict[int, Operation] = {}
         self.touched: set[str] = set()  # devices that room was given on
-        self._requeued: set[str] = set()  # pools whose queue changed
+        self.requeued: set[str] = set()  # pools whose queue changed
         self._next_operation = first_operation_id
         self._next_order = 1
         self._parallel_swaps = parallel_swaps
 
+    @property
+    def now_ms(self) -> int:
+        """The time of the event in hand."""
+        return self.books.now_ms
+
+    @now_ms.setter
+    def now_ms(self, now_ms: int) -> None:
+        self.books.now_ms = now_ms
+
     def take_effects(self) -> list[Effect]:
         """Return what the event led to, in order."""
-        for pool in sorted(self._requeued):
+        for pool in sorted(self.requeued):
             self.effects.append(TicketsChanged(pool=pool))
-        self._requeued.clear()
+        self.requeued.clear()
         effects, self.effects = self.effects, []
         return effects
 
@@ -52,8 +62,9 @@ class Changes:
     def move(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
         """Move the lease as the table says. Raises IllegalTransitionError."""
         old = lease.state
-        self.books.move(lease, next_state(old, cause))
+        new = next_state(old, cause)
         lease.since_ms = self.now_ms
+        self.books.move(lease, new)
         self.announce(lease, old, reason, sentence)
 
     def announce(self, lease: Lease, old: LeaseState | None, reason: str, sentence: str) -> None:
@@ -71,21 +82,34 @@ class Changes:
             )
         )
         self.record(lease.lease_id, reason, sentence)
+        if lease.spec.pool in self.books.queue.lines:
+            self.requeued.add(lease.spec.pool)
 
     def record(self, lease_id: str, reason: str, sentence: str) -> None:
         """Write a line of the lease's story."""
         self.effects.append(Recorded(lease_id=lease_id, at_ms=self.now_ms, reason=reason, sentence=sentence))
 
     def decline(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Refuse something that was asked of a lease; drop the wish to suspend it."""
-        lease.asked_to_suspend = False
+        """Refuse something that was asked of a lease."""
         self.effects.append(Declined(lease_id=lease.lease_id, reason=reason, sentence=sentence))
         self.record(lease.lease_id, f"declined.{reason}", sentence)
+
+    def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
+        """Refuse to suspend a lease; drop the wish."""
+        self.books.mark_asked(lease, asked=False)
+        self.decline(lease, reason, sentence)
 
     def let_in(self, lease: Lease) -> None:
         """Tell the lease that it is resident: from now on it can run."""
         if lease.device_id is not None:
-            self.effects.append(Granted(lease_id=lease.lease_id, device_id=lease.device_id))
+            self.effects.append(
+                Granted(
+                    lease_id=lease.lease_id,
+                    device_id=lease.device_id,
+                    device_ids=lease.device_ids,
+                    reserved_mib=lease.held_mib,
+                )
+            )
 
     def restart_expiry(self, lease: Lease) -> None:
         """Give a lease without a process its whole time to live from now on."""
@@ -94,13 +118,15 @@ class Changes:
     def empty(self, lease: Lease) -> None:
         """Free everything the lease holds. An operation under way keeps its swap channel: the worker still works on it."""
         self.withdraw(lease)
-        self.books.hold(lease, None)
-        self.books.save_on_host(lease)
-        lease.home_id, lease.busy, lease.ran, lease.used_mib = None, False, False, 0
-        lease.operation_id, lease.asked_to_suspend, lease.expires_ms = None, False, None
+        self.books.mark_asked(lease, asked=False)
+        self.books.set_target(lease, ())
+        lease.busy = lease.ran = lease.preempted = lease.paused = False
+        lease.home_ids, lease.used_mib, lease.operation_id, lease.expires_ms = (), 0, None, None
         lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = lease.aborted_suspends = 0
         lease.why_not = lease.stays = ""
         self.press(lease, pressed=False)
+        self.books.hold(lease, ())
+        self.books.save_on_host(lease)
 
     def press(self, lease: Lease, *, pressed: bool) -> None:
         """Note whether host memory is short where the lease's saved state lies."""
@@ -119,8 +145,19 @@ class Changes:
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
         """Nobody knows what the lease is: keep all it may hold, and have somebody look."""
+        self.books.set_target(lease, ())
         self.move(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
+
+    def pause(self, lease: Lease, after_ms: int) -> None:
+        """A resume that could not start is not tried again before then."""
+        lease.resume_after_ms, lease.paused = after_ms, True
+        self.books.requeue(lease)
+
+    def unpause(self, lease: Lease) -> None:
+        """It may be tried again."""
+        lease.paused = False
+        self.books.requeue(lease)
 
     # -- the queue ---------------------------------------------------------------------------------------------------------------
 
@@ -130,30 +167,30 @@ class Changes:
         if old is not None and old.before_start >= before_start and old.urgent >= urgent:
             return
         self.books.dequeue(lease)
-        ticket = old or Ticket(order=self._next_order, asked_ms=self.now_ms)
-        if old is None:
-            self._next_order += 1
+        ticket = old or self.new_ticket()
         ticket.before_start |= before_start
         ticket.urgent |= urgent
         self.books.enqueue(lease, ticket)
-        self._requeued.add(lease.spec.pool)
+        self.requeued.add(lease.spec.pool)
+
+    def new_ticket(self) -> Ticket:
+        """Return a ticket with the next place."""
+        ticket = Ticket(order=self._next_order, asked_ms=self.now_ms)
+        self._next_order += 1
+        return ticket
 
     def withdraw(self, lease: Lease) -> None:
         """Take the lease out of the queue."""
         if self.books.dequeue(lease) is not None:
-            self._requeued.add(lease.spec.pool)
+            self.requeued.add(lease.spec.pool)
 
     def explain(self, lease: Lease, wait: Wait) -> None:
-        """Say why the lease waits, if that is news; a new kind of reason is a line of its story."""
+        """A new kind of reason to wait is a line of the lease's story."""
         ticket = lease.ticket
-        if ticket is None or (
-            ticket.sentence == wait.sentence and ticket.reason == wait.reason and ticket.blockers == wait.blockers
-        ):
-            return
-        if ticket.reason != wait.reason:
+        if ticket is not None and ticket.reason != wait.reason:
+            ticket.reason = wait.reason
             self.record(lease.lease_id, wait.reason, wait.sentence)
-        ticket.reason, ticket.sentence, ticket.blockers = wait.reason, wait.sentence, wait.blockers
-        self._requeued.add(lease.spec.pool)
+            self.requeued.add(lease.spec.pool)
 
     # -- operations --------------------------------------------------------------------------------------------------------------
 
@@ -162,14 +199,14 @@ class Changes:
         """Whether an operation may begin."""
         return len(self.operations) < self._parallel_swaps
 
-    def grant(self, lease: Lease, device_id: str) -> None:
+    def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
         """Reserve room for the head of the queue: a saved lease is resumed, any other one is let in at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
-        self.books.hold(lease, device_id, lease.need_mib)
-        self.touched.add(device_id)
+        self.books.hold(lease, device_ids, lease.need_mib)
+        self.touched.update(device_ids)
         sentence = f"{format_memory(lease.held_mib)} reserved after {format_duration(waited_ms)}"
         if lease.state is LeaseState.SUSPENDED:
-            self._begin_resume(lease, device_id, sentence)
+            self._begin_resume(lease, "resume.room", sentence)
             return
         self.withdraw(lease)
         self.settle_in(lease)
@@ -184,17 +221,17 @@ class Changes:
         """The lease becomes resident now: its idle time starts anew, and it is left alone until it has had a chance to run."""
         lease.last_active_ms = self.now_ms
         lease.ran = lease.busy
-        lease.home_id = None
+        lease.home_ids = ()
         self.press(lease, pressed=False)
         note(self.books, lease)
 
-    def resume_early(self, lease: Lease, device_id: str, sentence: str) -> None:
+    def resume_early(self, lease: Lease, device_ids: Sequence[str], sentence: str) -> None:
         """Reserve room for a saved lease that nobody asked for, and bring it back."""
-        self.books.hold(lease, device_id, lease.need_mib)
-        self.touched.add(device_id)
-        self._begin_resume(lease, device_id, sentence, reason="resume.host-memory")
+        self.books.hold(lease, device_ids, lease.need_mib)
+        self.touched.update(device_ids)
+        self._begin_resume(lease, "resume.host-memory", sentence)
 
-    def _begin_resume(self, lease: Lease, device_id: str, sentence: str, *, reason: str = "resume.room") -> None:
+    def _begin_resume(self, lease: Lease, reason: str, sentence: str) -> None:
         operation_id = self._begin(lease)
         self.move(lease, Cause.RESUME, reason, sentence)
         self.operations[operation_id] = Operation(lease.lease_id, "resume", lease.generation)
@@ -203,17 +240,20 @@ class Changes:
                 lease_id=lease.lease_id,
                 operation_id=operation_id,
                 generation=lease.generation,
-                device_id=device_id,
+                device_id=lease.device_id or "",
                 from_device_id=lease.home_id,
                 reserve_mib=lease.held_mib,
+                device_ids=lease.device_ids,
+                from_device_ids=lease.home_ids,
             )
         )
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Begin a suspend, with the host memory it may need."""
+        """Begin a suspend, with the host memory it may need. A busy lease is preempted."""
         operation_id = self._begin(lease)
-        lease.asked_to_suspend = False
-        lease.home_id = lease.device_id
+        self.books.mark_asked(lease, asked=False)
+        lease.home_ids = lease.device_ids
+        lease.preempted = lease.busy
         self.books.save_on_host(lease, reserved_mib=lease.host_need_mib)
         self.move(lease, Cause.SUSPEND, reason, sentence)
         self.operations[operation_id] = Operation(lease.lease_id, "suspend", lease.generation)
@@ -224,12 +264,14 @@ class Changes:
                 generation=lease.generation,
                 device_id=lease.device_id or "",
                 host_mib=lease.host_mib,
+                device_ids=lease.device_ids,
+                preempt=lease.preempted,
             )
         )
 
     def _begin(self, lease: Lease) -> int:
         operation_id, self._next_operation = self._next_operation, self._next_operation + 1
-        lease.operation_id = operation_id
+        lease.operation_id, lease.began_ms = operation_id, self.now_ms
         return operation_id
 
     def answered(self, operation_id: int, operation: Operation) -> Lease | None:

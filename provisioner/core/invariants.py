@@ -42,7 +42,7 @@ def validate(books: Books, operations: dict[int, Operation]) -> None:
 def _totals(books: Books) -> list[str]:
     broken = []
     for device_id, device in books.devices.items():
-        total = sum(lease.held_mib for lease in books.leases.values() if lease.device_id == device_id)
+        total = sum(lease.held_mib for lease in books.leases.values() if device_id in lease.device_ids)
         if total != device.reserved_mib:
             broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")
     saved = sum(lease.saved_mib for lease in books.leases.values())
@@ -94,9 +94,9 @@ def _queue(books: Books) -> list[str]:
         for lease in line
         if lease.state not in _QUEUEING or (lease.state is LeaseState.UNATTACHED and lease.reserved)
     ]
-    for pool, members in books.lines.items():
-        places = [books.ticket_view(lease) for lease in members]
-        if [view.position for view in places if view is not None] != list(range(1, len(members) + 1)):
+    for pool in books.lines:
+        places = [books.queue.place(lease) for lease in books.queue.line(pool)]
+        if places != list(range(1, len(places) + 1)):
             broken.append(f"the queue of pool {pool} is out of order")
     return broken
 

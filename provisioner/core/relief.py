@@ -27,11 +27,11 @@ class Relief:
         if books.waiting or not self._changes.channel_free or (excess_mib <= 0 and not books.pressed):
             return
         for lease in self._order(anybody=excess_mib > 0):
-            device_id = self._device_for(lease)
-            if device_id is not None:
+            device_ids = self._devices_for(lease)
+            if device_ids:
                 why = "where its saved state lies" if lease.pressed else f"by {format_memory(excess_mib)}"
                 sentence = f"host memory is short {why}, and a device has room: it comes back early"
-                self._changes.resume_early(lease, device_id, sentence)
+                self._changes.resume_early(lease, device_ids, sentence)
                 return
 
     def _order(self, *, anybody: bool) -> list[Lease]:
@@ -43,13 +43,14 @@ class Relief:
         ]
         return sorted(saved, key=lambda lease: (not lease.pressed, -lease.last_active_ms, lease.lease_id))
 
-    def _device_for(self, lease: Lease) -> str | None:
-        """Return its home if there is room, else the device of those it may go to that has the least room to spare."""
+    def _devices_for(self, lease: Lease) -> tuple[str, ...]:
+        """Return its home if there is room, else the devices of those it may go to that have the least room to spare."""
         able = [
             device_id
             for device_id in candidates(self._books, self._books.policy(lease), lease)
             if self._books.devices[device_id].free_mib >= lease.need_mib
         ]
-        if lease.home_id in able:
-            return lease.home_id
-        return min(able, key=lambda device_id: (self._books.devices[device_id].free_mib, device_id), default=None)
+        if lease.home_ids and all(device_id in able for device_id in lease.home_ids):
+            return lease.home_ids
+        able.sort(key=lambda device_id: (self._books.devices[device_id].free_mib, device_id))
+        return tuple(able[: lease.count]) if len(able) >= lease.count else ()

@@ -43,7 +43,7 @@ def _too_much(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
         )
     if pool.oversubscription_milli is None:
         return None
-    promised = sum(lease.spec.reserve_mib for lease in books.leases.values() if lease.spec.pool == pool.name)
+    promised = books.accounts.promised_mib.get(pool.name, 0)
     limit = sum(sizes) * pool.oversubscription_milli // 1000
     if promised + spec.reserve_mib <= limit:
         return None

@@ -1,183 +1,86 @@
 """The arbiter's books: leases, devices, tickets, and running totals that every change keeps exact.
 
-Nobody writes `device_id`, `held_mib`, `saved_mib` or `host_mib` of a lease but `Books.hold` and `Books.save_on_host`, so the totals
-per device and of the host are always the sums that `invariants` recomputes. The queue is kept sorted: `Books.enqueue` and
-`Books.dequeue` alone touch it.
+Nobody writes `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `state` or `busy` of a lease but `Books`, so the totals per device, owner
+and of the host are always the sums that `invariants` recomputes. Whatever changed is in `touched` until `deadlines` has looked at it.
 """
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from heapq import merge
 
-from provisioner.core.model import DeviceSpec, DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
+from provisioner.core.accounts import Accounts
+from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
+from provisioner.core.queue import Queue
+from provisioner.core.records import Account, Device, Footing, Lease, Operation, Ticket, Wait
 
-__all__ = ["Books", "Device", "Lease", "Operation", "Ticket"]
+__all__ = ["Account", "Books", "Device", "Footing", "Lease", "Operation", "Ticket", "Wait"]
 
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A suspend or resume under way: what its answer must say to be believed."""
-
-    lease_id: str
-    kind: str
-    generation: int
+_STAYING = {LeaseState.SUSPENDING: Footing.LEAVING}
 
 
-@dataclass(slots=True, kw_only=True)
-class Ticket:
-    """A lease's place in the queue: by priority, then the urgent, then first come first served."""
-
-    order: int
-    asked_ms: int
-    before_start: bool = False  # may be served before a process stands behind the lease
-    urgent: bool = False
-    passed_over: int = 0  # at most the pool's K; from then on room is kept
-    passed_elsewhere: int = 0  # passed over since, on devices where no room is kept
-    kept_on: tuple[str, ...] = ()  # devices where room is kept
-    reason: str = "wait.new"
-    sentence: str = "the request has just been made"
-    blockers: tuple[str, ...] = ()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
-    """One lease. See `Books` for who may write what."""
-
-    spec: LeaseSpec
-    state: LeaseState = LeaseState.UNATTACHED
-    generation: int = 0
-    device_id: str | None = None
-    held_mib: int = 0  # reserved on its device; 0: `device_id` says only where it was last
-    home_id: str | None = None  # the device whose memory was, or may have been, saved
-    saved_mib: int = 0  # lies in host memory
-    host_mib: int = 0  # reserved in host memory for a suspend under way
-    used_mib: int = 0
-    busy: bool = False
-    since_ms: int = 0
-    last_active_ms: int = 0
-    operation_id: int | None = None
-    reason: str = ""
-    sentence: str = ""
-    ran: bool = False  # has been busy since it became resident
-    retry_ms: int = 0  # not chosen for a suspend before this
-    aborted_suspends: int = 0  # in a row
-    failed_resumes: int = 0  # in a row
-    resume_after_ms: int = 0  # a resume that could not start is not tried again before this
-    expires_ms: int | None = None
-    asked_to_suspend: bool = False
-    ticket: Ticket | None = None
-    why_not: str = ""  # why its process cannot be checkpointed, a sentence
-    stays: str = ""  # that, or what its pool or device say; written by `staying` alone
-    over_since_ms: int | None = None  # more than its cap since then
-    over_told: bool = False
-    pressed: bool = False  # host memory is short where its saved state lies
-
-    @property
-    def staying(self) -> bool:
-        """Whether it cannot be suspended: it has something that cannot be saved, or may have it at any moment."""
-        return bool(self.stays) and (self.used_mib > 0 or not self.spec.gated)
-
-    @property
-    def lease_id(self) -> str:
-        """The lease's id."""
-        return self.spec.lease_id
-
-    @property
-    def reserved(self) -> bool:
-        """Whether it counts against its device."""
-        return self.held_mib > 0
-
-    @property
-    def need_mib(self) -> int:
-        """What must be reserved on a device for it: its cap, or what was saved of one that had gone past its cap."""
-        return max(self.spec.reserve_mib, self.saved_mib) if self.saved_mib else self.spec.reserve_mib
-
-    @property
-    def host_need_mib(self) -> int:
-        """What must be reserved on the host before it is suspended."""
-        return max(self.held_mib, self.used_mib)
-
-    def view(self) -> LeaseView:
-        """Return the lease as others see it."""
-        return LeaseView(
-            spec=self.spec,
-            state=self.state,
-            generation=self.generation,
-            device_id=self.device_id,
-            saved_mib=self.saved_mib,
-            used_mib=self.used_mib,
-            busy=self.busy,
-            since_ms=self.since_ms,
-            last_active_ms=self.last_active_ms,
-            operation_id=self.operation_id,
-            reason=self.reason,
-            sentence=self.sentence,
-            reserved_mib=self.held_mib,
-            host_reserved_mib=self.host_mib,
-            suspend_asked=self.asked_to_suspend,
-            stays=self.stays,
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Device:
-    """One device and the running total of its reservations, MiB."""
-
-    spec: DeviceSpec
-    stranger_mib: int = 0
-    lost: bool = False
-    reserved_mib: int = 0
-    whole: bool = False  # one lease has all of it
-
-    @property
-    def free_mib(self) -> int:
-        """What is left for leases; negative when over-committed, nothing when lost."""
-        return min(0, self._left) if self.lost else self._left
-
-    @property
-    def _left(self) -> int:
-        left_mib = self.spec.leasable_mib - self.reserved_mib - self.stranger_mib
-        return min(0, left_mib) if self.whole and self.reserved_mib else left_mib
-
-
-@dataclass(slots=True)
 class Books:
     """Everything the arbiter knows."""
 
-    pools: dict[str, PoolSpec] = field(default_factory=dict)
-    devices: dict[str, Device] = field(default_factory=dict)
-    leases: dict[str, Lease] = field(default_factory=dict)
-    by_state: dict[LeaseState, dict[str, Lease]] = field(default_factory=lambda: {state: {} for state in LeaseState})
-    lines: dict[str, list[Lease]] = field(default_factory=dict)  # leases with a ticket by pool, in order
-    waiting: int = 0  # how many
-    host_budget_mib: int = 0
-    host_saved_mib: int = 0
-    host_reserved_mib: int = 0
-    pressed: dict[str, Lease] = field(default_factory=dict)  # whose saved state lies where host memory is short
+    def __init__(self) -> None:
+        self.now_ms = 0
+        self.pools: dict[str, PoolSpec] = {}
+        self.devices: dict[str, Device] = {}
+        self.leases: dict[str, Lease] = {}
+        self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
+        self.queue = Queue(self.policy, self.share)
+        self.accounts = Accounts()
+        self.host_budget_mib = 0
+        self.host_saved_mib = 0
+        self.host_reserved_mib = 0
+        self.pressed: dict[str, Lease] = {}  # whose saved state lies where host memory is short
+        self.asked: dict[str, Lease] = {}  # somebody asked for their suspend
+        self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
+        self.touched: dict[str, Lease] = {}
+        self.passes = 0  # over the queue
+        self._pool_of: dict[str, str] = {}  # by device
+        self._gone_pools: dict[str, PoolSpec] = {}  # of leases whose pool is not configured
+        self._number = 0
+
+    # -- leases ----------------------------------------------------------------------------------------------------------
 
     def add(self, lease: Lease) -> None:
         """Take a new lease in."""
+        self._number += 1
+        lease.number = self._number
         self.leases[lease.lease_id] = lease
         self.by_state[lease.state][lease.lease_id] = lease
+        self.accounts.open(lease)
+        self.renew(lease)
 
     def drop(self, lease: Lease) -> None:
         """Forget a lease that holds nothing."""
         del self.leases[lease.lease_id]
         del self.by_state[lease.state][lease.lease_id]
+        self.accounts.close(lease, self.now_ms)
+        self.touched.pop(lease.lease_id, None)
+        self.asked.pop(lease.lease_id, None)
+        lease.due_ms = None
 
     def move(self, lease: Lease, new: LeaseState) -> None:
         """Change the state."""
         del self.by_state[lease.state][lease.lease_id]
         lease.state = new
         self.by_state[new][lease.lease_id] = lease
+        self.renew(lease)
+        self.queue.rebucket(lease)
 
-    def hold(self, lease: Lease, device_id: str | None, held_mib: int = 0) -> None:
-        """Say where the lease's reservation is and how large, or (0) where it was."""
-        if lease.device_id in self.devices:
-            self.devices[lease.device_id].reserved_mib -= lease.held_mib
-        lease.device_id, lease.held_mib = device_id, held_mib if device_id is not None else 0
-        if lease.device_id in self.devices:
-            self.devices[lease.device_id].reserved_mib += lease.held_mib
+    def set_busy(self, lease: Lease, *, busy: bool) -> None:
+        """Say whether the lease runs something."""
+        lease.busy = busy
+        lease.ran |= busy
+        self.renew(lease)
+
+    def hold(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
+        """Say where the lease's reservation is and how large on each device, or (0) where it was."""
+        held_mib = held_mib if device_ids else 0
+        if bool(held_mib) != bool(lease.held_mib):
+            self.accounts.reserve(lease, 1 if held_mib else -1)
+        lease.device_ids, lease.held_mib = tuple(device_ids), held_mib
+        self.renew(lease)
 
     def save_on_host(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
         """Say what the lease has in host memory, and what is reserved there for it."""
@@ -185,88 +88,139 @@ class Books:
         self.host_reserved_mib += reserved_mib - lease.host_mib
         lease.saved_mib, lease.host_mib = saved_mib, reserved_mib
 
+    def resize(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Give a lease another size; what it holds stays as it is."""
+        self.accounts.resize(lease, spec, self.now_ms)
+        self.renew(lease)
+        self.queue.rebucket(lease)
+
+    def mark_asked(self, lease: Lease, *, asked: bool) -> None:
+        """Note that somebody wants the lease to be suspended, or not any more."""
+        lease.asked_to_suspend = asked
+        if asked:
+            self.asked[lease.lease_id] = lease
+        else:
+            self.asked.pop(lease.lease_id, None)
+
+    def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
+        """Keep room on these devices for a lease that is on its way there; none: not any more."""
+        lease.target_ids = tuple(device_ids)
+        if device_ids:
+            self.moving[lease.lease_id] = lease
+        else:
+            self.moving.pop(lease.lease_id, None)
+        self.queue.rebucket(lease)
+
+    def renew(self, lease: Lease) -> None:
+        """Bring every total and index up to date with the lease."""
+        self.touched[lease.lease_id] = lease
+        if not lease.held_mib:
+            footing = Footing.NONE
+        elif lease.state is LeaseState.RESIDENT:
+            footing = Footing.WORKING if lease.busy else Footing.RESTING
+        else:
+            footing = _STAYING.get(lease.state, Footing.STAYING)
+        ids = lease.device_ids if footing else ()
+        if (footing, lease.held_mib, ids) != (lease.footing, lease.footing_mib, lease.footing_ids):
+            for device_id in lease.footing_ids:
+                self._stand(lease, device_id, -1)
+            lease.footing, lease.footing_mib, lease.footing_ids = footing, lease.held_mib, ids
+            for device_id in ids:
+                self._stand(lease, device_id, 1)
+        self.accounts.meter(lease, self.now_ms)
+
+    def _stand(self, lease: Lease, device_id: str, sign: int) -> None:
+        device = self.devices.get(device_id)
+        if device is None:
+            return
+        mib = sign * lease.footing_mib
+        device.reserved_mib += mib
+        device.footing_mib[lease.footing] += mib
+        device.footing_count[lease.footing] += sign
+        if sign > 0:
+            device.holders[lease.lease_id] = lease
+        else:
+            device.holders.pop(lease.lease_id, None)
+
     @property
     def host_left_mib(self) -> int:
         """Host memory that a further suspend may reserve."""
         return self.host_budget_mib - self.host_saved_mib - self.host_reserved_mib
 
+    def share(self, lease: Lease) -> tuple[int, int]:
+        """Return the virtual time of the lease's owner and its own."""
+        return self.accounts.share(lease, self.now_ms)
+
+    # -- pools and devices -----------------------------------------------------------------------------------------------
+
+    def add_device(self, device: Device) -> None:
+        """Take a new device in; leases that were found before it came stand on it from now on."""
+        device_id = device.spec.device_id
+        self.devices[device_id] = device
+        for lease in self.leases.values():
+            if device_id in lease.footing_ids:
+                self._stand(lease, device_id, 1)
+
+    def configure(self, pool: PoolSpec) -> None:
+        """Take over a pool's policy."""
+        self.pools[pool.name] = pool
+        self._pool_of = {device_id: name for name, one in reversed(self.pools.items()) for device_id in one.devices}
+        self.queue.rebucket_all()
+        self.touch_all()
+
+    def touch_all(self) -> None:
+        """Something changed that may concern every lease."""
+        self.touched.update(self.leases)
+
     def pool_of(self, device_id: str) -> str | None:
         """Return the pool that has the device."""
-        return next((pool.name for pool in self.pools.values() if device_id in pool.devices), None)
+        return self._pool_of.get(device_id)
 
     def policy(self, lease: Lease) -> PoolSpec:
         """Return the pool's policy; for a lease whose pool is not configured (any more) the usual one, without devices."""
-        return self.pools.get(lease.spec.pool) or PoolSpec(name=lease.spec.pool, devices=())
+        name = lease.spec.pool
+        pool = self.pools.get(name) or self._gone_pools.get(name)
+        if pool is None:
+            pool = self._gone_pools[name] = PoolSpec(name=name, devices=())
+        return pool
+
+    # -- the queue -------------------------------------------------------------------------------------------------------
+
+    @property
+    def lines(self) -> dict[str, list[Lease]]:
+        """Who waits, by pool."""
+        return self.queue.lines
+
+    @property
+    def waiting(self) -> int:
+        """How many leases have a ticket."""
+        return self.queue.waiting
 
     def enqueue(self, lease: Lease, ticket: Ticket) -> None:
         """Put a lease without a ticket in its place in the queue."""
         lease.ticket = ticket
-        insort(self.lines.setdefault(lease.spec.pool, []), lease, key=_rank)
-        self.waiting += 1
+        self.accounts.meter(lease, self.now_ms)
+        self.queue.enqueue(lease, ticket)
+        self.touched[lease.lease_id] = lease
 
     def dequeue(self, lease: Lease) -> Ticket | None:
         """Take the lease out of the queue; return its ticket, if it had one."""
-        ticket = lease.ticket
+        ticket = self.queue.dequeue(lease)
         if ticket is not None:
-            del self.lines[lease.spec.pool][self._place(lease)]
-            lease.ticket = None
-            self.waiting -= 1
+            self.accounts.meter(lease, self.now_ms)
+            self.touched[lease.lease_id] = lease
         return ticket
 
-    def _place(self, lease: Lease) -> int:
-        return bisect_left(self.lines[lease.spec.pool], _rank(lease), key=_rank)
+    def requeue(self, lease: Lease) -> None:
+        """Something changed about the lease that its place in the queue, or its deadlines, depend on."""
+        self.queue.rebucket(lease)
+        self.touched[lease.lease_id] = lease
 
     def line(self) -> list[Lease]:
-        """Return the leases with tickets, in the order in which they are served."""
-        return list(merge(*self.lines.values(), key=_rank))
-
-    def ticket_view(self, lease: Lease) -> TicketView | None:
-        """Return the lease's place in its pool's queue, or None."""
-        return None if lease.ticket is None else _ticket_view(lease, lease.ticket, self._place(lease) + 1)
-
-    def ticket_views(self, pool: str) -> list[TicketView]:
-        """Return the pool's queue."""
-        return [
-            _ticket_view(lease, lease.ticket, position)
-            for position, lease in enumerate(self.lines.get(pool, ()), 1)
-            if lease.ticket is not None
-        ]
-
-    def device_views(self) -> list[DeviceView]:
-        """Return every device."""
-        return [
-            DeviceView(
-                device_id=device.spec.device_id,
-                name=device.spec.name,
-                pool=self.pool_of(device.spec.device_id),
-                memory_mib=device.spec.memory_mib,
-                leasable_mib=device.spec.leasable_mib,
-                reserved_mib=device.reserved_mib,
-                stranger_mib=device.stranger_mib,
-                over_committed=device.reserved_mib + device.stranger_mib > device.spec.leasable_mib,
-                lost=device.lost,
-                why_not=device.spec.why_not,
-            )
-            for device in self.devices.values()
-        ]
+        """Return the leases with tickets, in the order in which they are served (but for those passed over too often)."""
+        return list(merge(*(self.queue.line(pool) for pool in self.queue.lines), key=_static_rank))
 
 
-def _ticket_view(lease: Lease, ticket: Ticket, position: int) -> TicketView:
-    return TicketView(
-        lease_id=lease.lease_id,
-        position=position,
-        asked_ms=ticket.asked_ms,
-        passed_over=ticket.passed_over,
-        reason=ticket.reason,
-        sentence=ticket.sentence,
-        blockers=ticket.blockers,
-        urgent=ticket.urgent,
-        need_mib=lease.need_mib,
-        kept_on=ticket.kept_on,
-    )
-
-
-def _rank(lease: Lease) -> tuple[int, bool, int]:
-    if lease.ticket is None:
-        raise ValueError(f"lease {lease.lease_id} has no ticket")
-    return (-lease.spec.priority, not lease.ticket.urgent, lease.ticket.order)
+def _static_rank(lease: Lease) -> tuple[int, bool, int]:
+    ticket = lease.ticket
+    return (-lease.spec.priority, not (ticket and ticket.urgent), ticket.order if ticket else 0)

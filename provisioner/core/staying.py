@@ -21,10 +21,11 @@ _UNSEEN = "no extension of ours tells what this kernel uses, and its pool suspen
 
 def note(books: Books, lease: Lease) -> None:
     """Write down why the lease stays, if it does."""
-    device = books.devices.get(lease.device_id or "")
-    by_device = device.spec.why_not if device is not None else ""
+    devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
+    by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
     unseen = "" if lease.spec.gated or policy.suspend_unseen else _UNSEEN
+    books.touched[lease.lease_id] = lease
     lease.stays = lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 __all__ = [
     "Checkpointer",
+    "DeviceActivity",
     "DeviceInfo",
     "DeviceUse",
     "GPUError",
@@ -103,6 +104,15 @@ class DeviceUse:
     processes: tuple[ProcessUse, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceActivity:
+    """Who worked on a device. Times in microseconds since the epoch."""
+
+    known_until_us: int  # what was done up to then is told
+    settle_us: int  # work that ended may still be told as if it went on for so long
+    worked_us: Mapping[int, int]  # by pid: when it was last seen at work
+
+
 class Monitor(Protocol):
     """Reads devices. Methods block for at most milliseconds on healthy hardware; the broker calls them off its loop."""
 
@@ -115,6 +125,9 @@ class Monitor(Protocol):
 
     def use(self, device_id: str) -> DeviceUse:
         """Return who uses the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
+
+    def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
+        """Return which processes worked on the device since then; None if it does not tell. Raises GPUError."""
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return the environment variables a kernel needs to see this device (None: no device yet, but it may get one)."""

@@ -6,7 +6,7 @@ Every event goes through an `Observer`, so every example also checks every law.
 from collections.abc import Sequence
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Effect, Recorded, Resume, Suspend
+from provisioner.core.effects import Effect, Granted, Recorded, Resume, Suspend
 from provisioner.core.events import (
     Attached,
     BusyChanged,
@@ -193,6 +193,11 @@ class Hand:
     def suspends(effects: list[Effect]) -> list[str]:
         """Return who is to be suspended."""
         return [effect.lease_id for effect in effects if isinstance(effect, Suspend)]
+
+    @staticmethod
+    def granted(effects: list[Effect]) -> list[tuple[str, str]]:
+        """Return who is let in where."""
+        return [(effect.lease_id, effect.device_id) for effect in effects if isinstance(effect, Granted)]
 
     @staticmethod
     def resumes(effects: list[Effect]) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from provisioner.core.effects import Effect, Granted, LeaseAdmitted, LeaseEnded, LeaseRefused
+from provisioner.core.effects import Effect, LeaseAdmitted, LeaseEnded, LeaseRefused
 from provisioner.core.events import Attached, LeaseReleased, LeaseRequested, ProcessExited, Unwanted
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
 from tests.core.driving import Hand, device, pool, spec
@@ -72,7 +72,7 @@ def test_an_id_may_be_used_again_after_its_lease_has_ended() -> None:
 
 def test_an_ungated_kernel_gets_its_reservation_before_it_starts() -> None:
     hand = Hand()
-    assert Granted(lease_id="a", device_id="d0") in hand.request("a", gated=False)
+    assert ("a", "d0") in hand.granted(hand.request("a", gated=False))
     assert (hand.state("a"), hand.view("a").reserved_mib) == (LeaseState.UNATTACHED, 600)
     hand.send(Attached(at_ms=0, lease_id="a", gated=False))
     assert hand.state("a") is LeaseState.RESIDENT
@@ -121,7 +121,7 @@ def test_a_want_before_the_process_is_known_is_served_when_it_is() -> None:
 def test_a_want_of_a_kernel_that_holds_its_reservation_already_files_no_ticket() -> None:
     hand = Hand()
     hand.request("a", gated=False)
-    assert Granted(lease_id="a", device_id="d0") in hand.want("a")
+    assert ("a", "d0") in hand.granted(hand.want("a"))
     assert hand.arbiter.ticket("a") is None
 
 

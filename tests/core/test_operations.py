@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from provisioner.core.effects import Declined, Effect, Granted, LookAgain, Resume, Suspend, WakeAt
+from provisioner.core.effects import Declined, Effect, LookAgain, Resume, Suspend, WakeAt
 from provisioner.core.events import (
     HostMemorySeen,
     LeaseMeasured,
@@ -39,7 +39,7 @@ def test_an_idle_kernel_steps_aside_for_one_that_waits() -> None:
     hand.start("b")
     effects = hand.want("b")
     assert hand.suspends(effects) == ["a"]
-    assert Granted(lease_id="b", device_id="d0") in hand.saved(effects)
+    assert ("b", "d0") in hand.granted(hand.saved(effects))
 
 
 def test_a_busy_kernel_is_never_suspended_for_others() -> None:
@@ -121,7 +121,7 @@ def test_a_victim_that_cannot_be_suspended_is_let_in_again_and_another_is_asked_
     hand.idle("b", 500)
     hand.start("c", 400)
     effects = hand.saved(hand.want("c"), outcome)
-    assert Granted(lease_id="a", device_id="d0") in effects
+    assert ("a", "d0") in hand.granted(effects)
     assert hand.suspends(effects) == ["b"]
 
 

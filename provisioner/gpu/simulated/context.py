@@ -11,13 +11,16 @@ The rules:
 
 import os
 import sqlite3
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from provisioner.gpu.simulated.gate import Gate, SimulatedCudaError, SimulatedOutOfMemory
-from provisioner.gpu.simulated.processes import ON_DEVICE, OPEN, current_key, find_process, forget, operation_lock, reap
+from provisioner.gpu.simulated.processes import ON_DEVICE, OPEN, WORK, current_key, find_process, forget, operation_lock, reap
 from provisioner.gpu.simulated.room import available_bytes
 from provisioner.gpu.simulated.store import MIB, Device, SimulatedHostError, Store
 
@@ -90,6 +93,8 @@ class Context:
                 forget(self.store, [key])
             self.store.close()
             raise
+        self._work = threading.Lock()
+        self._ends: list[int] = []  # when the work of each thread ends, nanoseconds since the epoch
         self.discarded: deque[int] = deque()  # allocations whose buffer was collected while the process was held
 
     def _find(self, wanted: str) -> Device:
@@ -112,6 +117,8 @@ class Context:
         folder.mkdir(mode=0o700)
         (folder / "operation").touch(mode=0o600)
         (folder / "gate").write_bytes(OPEN)
+        (folder / WORK).touch(mode=0o600)
+        os.utime(folder / WORK, ns=(0, 0))
 
     @property
     def folder(self) -> Path:
@@ -167,6 +174,25 @@ class Context:
     def path(self, number: int) -> Path:
         """Return the file with the bytes of an allocation while it is on the device."""
         return self.folder / f"{number}.device"
+
+    @contextmanager
+    def working(self, seconds: float = 0.0) -> Iterator[None]:
+        """Be at work on the device, for so long if that is known: its counters tell so. The caller is inside the gate."""
+        end_ns = time.time_ns() + int(seconds * 1e9)
+        with self._work:
+            self._ends.append(end_ns)
+            self._note_work()
+        try:
+            yield
+        finally:
+            with self._work:
+                self._ends.remove(end_ns)
+                self._note_work()
+
+    def _note_work(self) -> None:
+        end_ns = max(time.time_ns(), *self._ends, 0)
+        with suppress(FileNotFoundError):  # the host was removed
+            os.utime(self.folder / WORK, ns=(end_ns, end_ns))
 
     def destroy(self) -> None:
         """End the context and give everything back, unless somebody is moving it (then it is reaped later)."""

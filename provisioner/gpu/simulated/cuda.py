@@ -115,7 +115,7 @@ class Buffer:
         if not pattern:
             raise ValueError("cannot fill with an empty pattern; give at least one byte")
         block = pattern * max(1, min(_CHUNK, self.n_bytes) // len(pattern))
-        with self._mine().gate.call():
+        with self._mine().gate.call(), self._context.working():
             for offset in range(0, self.n_bytes, len(block)):
                 self._write(memoryview(block)[: self.n_bytes - offset], offset)
 
@@ -197,7 +197,7 @@ def launch(seconds: float) -> None:
     if not seconds >= 0:
         raise ValueError(f"cannot launch work for {seconds!r} seconds; give a number, 0 or more")
     context = _current()
-    with context.gate.call():
+    with context.gate.call(), context.working(seconds):
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _SLICE_S))

@@ -1,15 +1,19 @@
 """Reading the simulated devices: the `Monitor` of the simulated host."""
 
 import sqlite3
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
-from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUError, GPUErrorCode, ProcessUse
-from provisioner.gpu.simulated.processes import processes_of, reap, settle_if_abandoned
+from provisioner.gpu.interface import DeviceActivity, DeviceInfo, DeviceUse, GPUError, GPUErrorCode, ProcessUse
+from provisioner.gpu.simulated.processes import WORK, processes_of, reap, settle_if_abandoned
 from provisioner.gpu.simulated.store import MIB, SimulatedHostError, Store
 
 __all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
+
+_SETTLE_US: Final = 100_000  # a thread between two pieces of work has begun the next one by then
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
 
@@ -62,6 +66,17 @@ class SimulatedMonitor:
     def use(self, device_id: str) -> DeviceUse:
         """Return who uses the device, MiB rounded up. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
         return translated(lambda: self._use(device_id))
+
+    def activity(self, device_id: str, since_us: int) -> DeviceActivity:
+        """Return which processes had work on the device since then. Raises GPUError OPERATING_SYSTEM."""
+        now_us = time.time_ns() // 1000
+        worked_us = {}
+        for process in translated(lambda: processes_of(self._store)):
+            with suppress(FileNotFoundError):  # it ended
+                until_us = (self._store.process_folder(process.key) / WORK).stat().st_mtime_ns // 1000
+                if process.holds == device_id and until_us > since_us:
+                    worked_us[process.pid] = min(until_us, now_us)
+        return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return where the simulated host is and, once there is one, the device."""

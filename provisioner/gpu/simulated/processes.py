@@ -28,6 +28,7 @@ __all__ = [
     "ON_DEVICE",
     "OPEN",
     "WANTED",
+    "WORK",
     "Process",
     "current_key",
     "find_process",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 OPEN: Final = b"O"  # calls pass
+WORK: Final = "work"  # a file of the process whose time of change is when its work on the device ends, or ended
 WANTED: Final = b"W"  # a lock waits for the calls in flight; new ones are held
 CLOSED: Final = b"C"  # locked or anything beyond, failed included: held calls look why
 ON_DEVICE: Final = "((device=?1 AND phase IN ('device', 'saving')) OR (target=?1 AND phase='restoring'))"

@@ -1,0 +1,188 @@
+"""What owners and groups have of each pool: totals for limits, and virtual time for fair shares.
+
+An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy (or pinned) on a device;
+so does a lease's among its owner's. Who is behind is served first. Whoever comes back after a pause starts where the least of those
+who contend stands: nobody saves up for later (start-time fair queueing, Goyal, Vin and Cheng 1996). Whoever only rests on a device
+pays nothing, because it steps aside for anybody.
+
+Accounts of owners without leases are kept for as long as they say something that an empty one would not, and no more than `_MOST_GONE`.
+"""
+
+from provisioner.core.model import LeaseSpec, LeaseState
+from provisioner.core.records import Account, Lease
+
+__all__ = ["Accounts", "virtual_ms"]
+
+_MOST_GONE = 4096
+_UNIT = 100  # the usual weight
+
+
+def virtual_ms(usage: int, weight: int) -> int:
+    """Return the virtual time of a usage in milli-GPU milliseconds."""
+    return usage * _UNIT // max(1, weight)
+
+
+class Accounts:
+    """All accounts. `Books` tells it whatever changes."""
+
+    def __init__(self) -> None:
+        self.owners: dict[tuple[str, str], Account] = {}
+        self.groups: dict[tuple[str, str], Account] = {}
+        self.promised_mib: dict[str, int] = {}  # by pool: what was guaranteed
+        self._contending: dict[str, dict[str, Account]] = {}  # by pool, then owner
+        self._floors: dict[str, int] = {}  # by pool: virtual time that nobody who comes back is below
+        self._gone: dict[tuple[str, str], Account] = {}  # owners without leases
+
+    # -- totals ----------------------------------------------------------------------------------------------------------
+
+    def owner(self, pool: str, name: str) -> Account:
+        """Return an owner's account."""
+        return self.owners.get((pool, name)) or Account(name=name)
+
+    def group(self, pool: str, name: str) -> Account:
+        """Return a group's account."""
+        return self.groups.get((pool, name)) or Account(name=name)
+
+    def of(self, lease: Lease) -> Account:
+        """Return the account of a lease's owner, which is there for as long as the lease is."""
+        return self.owners[lease.spec.pool, lease.spec.owner]
+
+    def _both(self, spec: LeaseSpec) -> tuple[Account, ...]:
+        mine = self.owners[spec.pool, spec.owner]
+        return (mine, self.groups[spec.pool, spec.group]) if spec.group else (mine,)
+
+    def open(self, lease: Lease) -> None:
+        """Count a new lease."""
+        spec = lease.spec
+        key = (spec.pool, spec.owner)
+        if key not in self.owners:
+            self.owners[key] = self._gone.pop(key, Account(name=spec.owner))
+        if spec.group:
+            self.groups.setdefault((spec.pool, spec.group), Account(name=spec.group))
+        for account in self._both(spec):
+            account.leases += 1
+        self.owners[key].weight = max(1, spec.owner_weight)
+        self._promise(spec, 1)
+
+    def close(self, lease: Lease, now_ms: int) -> None:
+        """Forget a lease that holds nothing and waits for nothing."""
+        spec = lease.spec
+        self._promise(spec, -1)
+        for account in self._both(spec):
+            account.leases -= 1
+        if spec.group and not self.groups[spec.pool, spec.group].leases:
+            del self.groups[spec.pool, spec.group]
+        key = (spec.pool, spec.owner)
+        account = self.owners[key]
+        if not account.leases:
+            del self.owners[key]
+            self._settle(account, now_ms)
+            self._gone[key] = account
+            self._forget_gone()
+
+    def resize(self, lease: Lease, spec: LeaseSpec, now_ms: int) -> None:
+        """Give the lease another size."""
+        account = self.of(lease)
+        self._settle(account, now_ms)
+        if lease.metered:
+            lease.usage += lease.milli * (now_ms - lease.metered_since_ms)
+            lease.metered_since_ms = now_ms
+            account.rate -= lease.milli
+        self._promise(lease.spec, -1)
+        if lease.held_mib:
+            self.reserve(lease, -1)
+        lease.spec = spec
+        self._promise(spec, 1)
+        if lease.held_mib:
+            self.reserve(lease, 1)
+        if lease.metered:
+            account.rate += lease.milli
+
+    def _promise(self, spec: LeaseSpec, sign: int) -> None:
+        for account in self._both(spec):
+            account.milli += sign * spec.fraction_milli * spec.devices
+        guaranteed = spec.reserve_mib if spec.request_mib is None else min(spec.request_mib, spec.reserve_mib)
+        left = self.promised_mib.get(spec.pool, 0) + sign * guaranteed * spec.devices
+        self.promised_mib[spec.pool] = left
+        if not left:
+            del self.promised_mib[spec.pool]
+
+    def reserve(self, lease: Lease, sign: int) -> None:
+        """Count that the lease holds a reservation from now on (1), or does not any more (-1)."""
+        for account in self._both(lease.spec):
+            account.resident_milli += sign * lease.milli
+
+    def _forget_gone(self) -> None:
+        """Drop accounts of nobody: two of those that say nothing any more, or the oldest where there are too many."""
+        for key in list(self._gone)[:2]:
+            account = self._gone[key]
+            says = account.pinned_ms or virtual_ms(account.usage, account.weight) > self._floors.get(key[0], 0)
+            del self._gone[key]
+            if says and len(self._gone) < _MOST_GONE:
+                self._gone[key] = account
+
+    # -- shares ----------------------------------------------------------------------------------------------------------
+
+    def share(self, lease: Lease, now_ms: int) -> tuple[int, int]:
+        """Return the virtual time of the lease's owner and its own."""
+        account = self.of(lease)
+        usage = account.usage + account.rate * max(0, now_ms - account.since_ms)
+        mine = lease.usage + (lease.milli * max(0, now_ms - lease.metered_since_ms) if lease.metered else 0)
+        return virtual_ms(usage, account.weight), virtual_ms(mine, lease.spec.weight)
+
+    def meter(self, lease: Lease, now_ms: int) -> None:
+        """Begin or stop to count the lease's use, and note whether it contends, as its state says."""
+        metered = lease.state is LeaseState.RESIDENT and (lease.busy or lease.pinned_until_ms > now_ms)
+        contends = metered or lease.ticket is not None
+        account = self.of(lease)
+        if contends and lease.lease_id not in account.contenders:
+            self._come_back(lease, account, now_ms)
+        if metered != lease.metered:
+            self._settle(account, now_ms)
+            if lease.metered:
+                lease.usage += lease.milli * (now_ms - lease.metered_since_ms)
+            account.rate += lease.milli if metered else -lease.milli
+            lease.metered, lease.metered_since_ms = metered, now_ms
+        if not contends and lease.lease_id in account.contenders:
+            self._pause(lease, account, now_ms)
+
+    def _settle(self, account: Account, now_ms: int) -> None:
+        account.usage += account.rate * max(0, now_ms - account.since_ms)
+        account.since_ms = now_ms
+
+    def _come_back(self, lease: Lease, account: Account, now_ms: int) -> None:
+        pool = lease.spec.pool
+        contending = self._contending.setdefault(pool, {})
+        if not account.contenders:
+            self._settle(account, now_ms)
+            least = self._least(contending, now_ms)
+            floor = max(self._floors.get(pool, 0), least)
+            self._floors[pool] = floor
+            account.usage = max(account.usage, -(-floor * account.weight // _UNIT))
+            contending[account.name] = account
+        others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
+        account.floor = max(account.floor, min(others, default=0))
+        lease.usage = max(lease.usage, -(-account.floor * max(1, lease.spec.weight) // _UNIT))
+        account.contenders[lease.lease_id] = lease
+
+    def _pause(self, lease: Lease, account: Account, now_ms: int) -> None:
+        pool = lease.spec.pool
+        others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
+        account.floor = max(account.floor, min(others, default=0))
+        del account.contenders[lease.lease_id]
+        if account.contenders:
+            return
+        contending = self._contending[pool]
+        self._settle(account, now_ms)
+        self._floors[pool] = max(self._floors.get(pool, 0), self._least(contending, now_ms))
+        del contending[account.name]
+        if not contending:
+            del self._contending[pool]
+
+    @staticmethod
+    def _least(contending: dict[str, Account], now_ms: int) -> int:
+        times = [
+            virtual_ms(account.usage + account.rate * max(0, now_ms - account.since_ms), account.weight)
+            for account in contending.values()
+        ]
+        return min(times, default=0)

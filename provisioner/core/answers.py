@@ -1,0 +1,122 @@
+"""What became of operations: suspends, resumes, and looks at leases of which nobody knew what they are."""
+
+from provisioner.core.changes import Changes
+from provisioner.core.effects import LookAgain
+from provisioner.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
+from provisioner.core.lifecycle import FOUND, SOMEWHERE, Lifecycle
+from provisioner.core.model import LeaseState
+from provisioner.core.state import Lease, Operation
+from provisioner.core.staying import note
+from provisioner.core.transitions import Cause
+
+__all__ = ["Answers"]
+
+_FIRST_RETRY_MS = 1000  # after a resume that could not start; doubled each time, up to the pool's `retry_refused_ms`
+
+
+class Answers:
+    """One method per kind of answer."""
+
+    def __init__(self, changes: Changes, lifecycle: Lifecycle) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self._lifecycle = lifecycle
+
+    def suspended(self, event: SuspendFinished) -> None:
+        """Take the outcome of a suspend in."""
+        changes, books = self._changes, self._books
+        lease = changes.answered(event.operation_id, Operation(event.lease_id, "suspend", event.generation))
+        if lease is None:
+            return
+        sentence = event.sentence or f"the suspend ended: {event.outcome}"
+        match event.outcome:
+            case SuspendOutcome.SAVED:
+                books.save_on_host(lease, saved_mib=max(0, event.saved_mib))
+                books.hold(lease, lease.device_ids)
+                lease.used_mib = lease.aborted_suspends = 0
+                changes.move(lease, Cause.SAVED, "suspended", sentence)
+            case SuspendOutcome.NOTHING_TO_SAVE:
+                books.save_on_host(lease)
+                books.hold(lease, lease.device_ids)
+                lease.used_mib, lease.home_ids = 0, ()
+                changes.move(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
+            case SuspendOutcome.UNKNOWN:
+                changes.quarantine(lease, sentence)
+            case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
+                self._rolled_back(lease, event.outcome, sentence)
+
+    def _rolled_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
+        changes = self._changes
+        if outcome is SuspendOutcome.IMPOSSIBLE:
+            lease.why_not = sentence
+            note(self._books, lease)
+        self._books.save_on_host(lease)
+        lease.home_ids = ()
+        lease.retry_ms = changes.now_ms + self._pause_ms(lease, outcome)
+        changes.withdraw(lease)
+        changes.move(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
+        changes.let_in(lease)
+
+    def _pause_ms(self, lease: Lease, outcome: SuspendOutcome) -> int:
+        """How long the lease is left alone: what cannot be saved for long, what was only at a bad moment for a moment, then longer."""
+        longest_ms = self._books.policy(lease).retry_refused_ms
+        if outcome is not SuspendOutcome.ABORTED:
+            return longest_ms
+        lease.aborted_suspends += 1
+        return min(_FIRST_RETRY_MS << min(lease.aborted_suspends - 1, 16), longest_ms)
+
+    def resumed(self, event: ResumeFinished) -> None:
+        """Take the outcome of a resume in."""
+        changes, books = self._changes, self._books
+        lease = changes.answered(event.operation_id, Operation(event.lease_id, "resume", event.generation))
+        if lease is None:
+            return
+        sentence = event.sentence or f"the resume ended: {event.outcome}"
+        match event.outcome:
+            case ResumeOutcome.RESTORED:
+                books.save_on_host(lease)
+                changes.withdraw(lease)
+                changes.settle_in(lease)
+                lease.failed_resumes = lease.resume_after_ms = 0
+                lease.paused = False
+                changes.move(lease, Cause.RESTORED, "resumed", sentence)
+                changes.let_in(lease)
+            case ResumeOutcome.NOT_STARTED:
+                books.hold(lease, lease.home_ids)
+                retry_ms = min(_FIRST_RETRY_MS << min(lease.failed_resumes, 16), books.policy(lease).retry_refused_ms)
+                lease.failed_resumes += 1
+                changes.pause(lease, changes.now_ms + max(1, retry_ms))
+                changes.move(lease, Cause.NOT_STARTED, "resume.not-started", sentence)
+            case ResumeOutcome.UNKNOWN:
+                changes.quarantine(lease, sentence)
+
+    def truth_found(self, lease: Lease, event: TruthFound) -> None:
+        """Take in what a quarantined lease really is."""
+        changes = self._changes
+        if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
+            changes.record(lease.lease_id, "answer.stale", f"it was found {event.state}, which nobody asks any more")
+            return
+        device_ids = lease.device_ids
+        if event.device_id is not None and event.device_id not in device_ids:
+            device_ids = (event.device_id,)
+        if event.state is LeaseState.SUSPENDED:
+            device_ids = (
+                lease.home_ids or device_ids
+            )  # a resume that failed leaves what was saved where it was saved from
+        unknown = event.state not in FOUND or event.state is LeaseState.QUARANTINED
+        if unknown or (event.state in SOMEWHERE and not device_ids):
+            changes.record(lease.lease_id, "truth.impossible", f"it was found {event.state}, which cannot be all")
+            changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
+            return
+        if event.state is LeaseState.UNATTACHED:
+            self._lifecycle.exited(lease)
+            return
+        saved_mib = event.saved_mib or lease.saved_mib or lease.host_mib
+        self._lifecycle.settle_found(lease, event.state, device_ids, saved_mib)
+        sentence = f"the driver says that the kernel is {event.state}"
+        if event.state is LeaseState.RESIDENT:
+            changes.withdraw(lease)
+            changes.settle_in(lease)
+        changes.move(lease, FOUND[event.state], f"found.{event.state}", sentence)
+        if event.state is LeaseState.RESIDENT:
+            changes.let_in(lease)

@@ -1,0 +1,168 @@
+"""What happens to leases from outside: they are asked for, found, attached; they want the GPU, run, rest, and end."""
+
+from provisioner.core.caps import Caps
+from provisioner.core.changes import Changes
+from provisioner.core.effects import LeaseAdmitted, LeaseRefused, LookAgain
+from provisioner.core.events import LeaseRecovered, LeaseRequested
+from provisioner.core.model import LeaseState
+from provisioner.core.requests import refusal
+from provisioner.core.state import Lease
+from provisioner.core.staying import note
+from provisioner.core.transitions import Cause, next_state
+from provisioner.core.units import format_memory
+
+__all__ = ["FOUND", "SOMEWHERE", "Lifecycle"]
+
+FOUND = {
+    LeaseState.UNATTACHED: Cause.FOUND_UNATTACHED,
+    LeaseState.UNARMED: Cause.FOUND_UNARMED,
+    LeaseState.RESIDENT: Cause.FOUND_RESIDENT,
+    LeaseState.SUSPENDED: Cause.FOUND_SUSPENDED,
+    LeaseState.QUARANTINED: Cause.FOUND_UNKNOWN,
+}
+"""What a lease can be found as."""
+SOMEWHERE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
+"""Found on a device, or saved from one."""
+
+
+class Lifecycle:
+    """One method per event."""
+
+    def __init__(self, changes: Changes, caps: Caps) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self._caps = caps
+
+    def requested(self, event: LeaseRequested) -> None:
+        """Admit a lease or refuse it."""
+        spec, changes = event.spec, self._changes
+        refused = refusal(self._books, spec)
+        if refused is not None:
+            refusal_effect = LeaseRefused(lease_id=spec.lease_id, reason=refused.reason, sentence=refused.sentence)
+            changes.effects.append(refusal_effect)
+            return
+        lease = Lease(spec=spec, since_ms=changes.now_ms, last_active_ms=changes.now_ms)
+        changes.restart_expiry(lease)
+        self._books.add(lease)
+        changes.effects.append(LeaseAdmitted(lease_id=spec.lease_id))
+        changes.announce(lease, None, "lease.admitted", f"admitted with up to {format_memory(spec.reserve_mib)}")
+        if event.needs_reservation:
+            changes.file_ticket(lease, before_start=True)
+
+    def recovered(self, event: LeaseRecovered) -> None:
+        """Take over what a new broker found. Raises ValueError for what cannot be found."""
+        if event.state not in FOUND:
+            allowed = ", ".join(sorted(FOUND))
+            raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; allowed: {allowed}")
+        if event.spec.lease_id in self._books.leases:
+            return
+        changes, state = self._changes, event.state
+        device_ids = event.device_ids or ((event.device_id,) if event.device_id is not None else ())
+        if state in SOMEWHERE and not device_ids:
+            state = LeaseState.QUARANTINED  # resident or saved, but where? that is no truth
+        lease = Lease(spec=event.spec, state=next_state(None, FOUND[state]), generation=event.generation)
+        lease.since_ms = lease.last_active_ms = changes.now_ms
+        lease.busy = event.busy and state is not LeaseState.UNATTACHED
+        self._books.add(lease)
+        self.settle_found(lease, state, device_ids, event.saved_mib)
+        changes.announce(lease, None, f"recovered.{state}", f"a new broker found the kernel {state}")
+        if state is LeaseState.QUARANTINED:
+            changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
+
+    def settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
+        """Write down what a lease in this state holds, whether there is room for it or not. What it held for certain stays held."""
+        held_mib = max(lease.need_mib, lease.held_mib)
+        keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
+        self._books.save_on_host(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
+        holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
+        lease.home_ids = device_ids if keeps_saved else ()
+        self._books.hold(lease, device_ids, max(held_mib, lease.need_mib) if holds else 0)
+        lease.ran = lease.busy
+        note(self._books, lease)
+        if not keeps_saved:
+            lease.failed_resumes = lease.resume_after_ms = 0
+            lease.paused = False
+        lease.expires_ms = None
+        if state is LeaseState.UNATTACHED:
+            self._changes.restart_expiry(lease)
+
+    def attached(self, lease: Lease, *, gated: bool) -> None:
+        """A process stands behind the lease."""
+        if lease.state is not LeaseState.UNATTACHED:
+            return
+        lease.expires_ms = None
+        lease.last_active_ms = self._changes.now_ms
+        if lease.reserved:
+            self._changes.settle_in(lease)
+            self._changes.move(lease, Cause.ATTACHED_RESERVED, "attached", "the kernel runs, with its reservation")
+            self._changes.let_in(lease)
+            return
+        self._changes.move(lease, Cause.ATTACHED, "attached", "the kernel runs and has not used a GPU yet")
+        if not gated:  # nothing keeps it from using the GPU
+            self._changes.file_ticket(lease)
+
+    def exited(self, lease: Lease) -> None:
+        """The process is gone."""
+        if lease.state is LeaseState.UNATTACHED:
+            return
+        self._changes.empty(lease)
+        self._changes.restart_expiry(lease)
+        self._changes.move(lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free")
+
+    def released(self, lease: Lease) -> None:
+        """The lease is over."""
+        self._changes.end(lease, Cause.RELEASED, "released")
+
+    def wanted(self, lease: Lease, *, urgent: bool) -> None:
+        """The kernel needs the GPU."""
+        if lease.state is LeaseState.RESIDENT:
+            lease.last_active_ms = self._changes.now_ms
+            self._books.requeue(lease)
+            if lease.asked_to_suspend:
+                self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
+            self._changes.let_in(lease)
+        elif lease.state is LeaseState.UNATTACHED and lease.reserved:
+            self._changes.let_in(lease)
+        else:
+            self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
+
+    def unwanted(self, lease: Lease) -> None:
+        """Nobody waits for it any more."""
+        self._changes.withdraw(lease)
+
+    def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
+        """It began or ended to run something. Returns whether that matters to anybody."""
+        if busy == lease.busy or lease.state is LeaseState.UNATTACHED:
+            return False
+        lease.last_active_ms = self._changes.now_ms
+        self._books.set_busy(lease, busy=busy)
+        return lease.state is LeaseState.RESIDENT
+
+    def measured(self, lease: Lease, used_mib: int) -> bool:
+        """Its use of device memory was measured. Returns whether that matters to anybody."""
+        if lease.state not in (LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDING):
+            return False
+        need_mib, stayed = lease.host_need_mib, lease.staying
+        lease.used_mib = used_mib
+        breaches = self._caps.measured(lease)
+        matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
+        if matters:
+            self._books.requeue(lease)
+        return matters
+
+    def suspend_asked(self, lease: Lease) -> None:
+        """Somebody wants it suspended."""
+        if lease.state is not LeaseState.RESIDENT:
+            sentence = f"the kernel is {lease.state}: only a resident one can be suspended"
+            self._changes.decline_suspend(lease, "not-resident", sentence)
+        elif lease.busy:
+            self._changes.decline_suspend(
+                lease, "busy", "a cell is running: interrupt it, or try again when it has ended"
+            )
+        else:
+            self._books.mark_asked(lease, asked=True)  # served at once, or declined with the reason
+
+    def checkpointable(self, lease: Lease, why_not: str) -> None:
+        """Its process can, or cannot, be checkpointed."""
+        lease.why_not = why_not
+        note(self._books, lease)

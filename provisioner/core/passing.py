@@ -1,0 +1,261 @@
+"""One pass over the queue: tickets are served in order, bucket by bucket.
+
+A ticket that fits is granted. One that does not, but would if idle leases stepped aside, makes them do so one after another, and the
+room they make is promised to it. One that would not fit even then waits, and nobody is suspended for it in vain (law 3). Whoever is
+behind may overtake a ticket that cannot be served at most K times; then room is kept for that one (law 4).
+
+Room only shrinks on the way: where one ticket of a bucket finds none, the rest of the bucket is left out, and so are buckets of the
+same family with larger needs. What is said about those is looked up when somebody asks (`explaining`).
+"""
+
+from heapq import heapify, heappop, heappush
+
+from provisioner.core.changes import Changes
+from provisioner.core.explaining import cause, destinations, explain
+from provisioner.core.model import LeaseState
+from provisioner.core.records import Bucket, Lease, Ticket, Wait
+from provisioner.core.room import Plan, Room
+from provisioner.core.units import format_memory
+from provisioner.core.victims import Victims
+
+__all__ = ["Pass"]
+
+_MOST_PLANS = 8  # while no swap can begin anyway: room is promised to so many tickets ahead
+_Turn = tuple[tuple[int, ...], int, Bucket]
+
+
+class Pass:
+    """What is promised on the way counts against everybody behind. `hint_ms`: when time alone may change a decision."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self._queue = changes.books.queue
+        self._victims = Victims(changes.books)
+        self._room = Room(changes.books, self._victims)
+        self._devices: dict[tuple[str, object], tuple[str, ...]] = {}
+        self._hopeless: dict[tuple[object, ...], int] = {}  # by family: so much is too much
+        self._kept: set[tuple[str, str]] = set()  # lease and device: room is kept or promised there already
+        self._latest_urgent: dict[int, int] = {}  # by priority
+        self._overdue: dict[str, Lease] = {}  # were passed over as often as may be in this pass
+        self._visited: set[str] = set()
+        self._anew = False  # somebody comes earlier than when the order was made
+        self._plans = 0
+
+    @property
+    def hint_ms(self) -> int | None:
+        """When to look again though nothing happens."""
+        return self._victims.hint_ms
+
+    def serve(self) -> None:
+        """Serve everybody once, in order."""
+        self._books.passes += 1
+        buckets = list(self._queue.buckets.values())
+        if self._queue.urgent:
+            self._note_urgent(buckets)
+        turns = self._turns(buckets)
+        while turns:
+            _, cursor, bucket = heappop(turns)
+            if cursor >= len(bucket.members):
+                continue
+            lease = bucket.members[cursor]
+            goes_on = lease.lease_id in self._visited or self._visit(bucket, lease)
+            self._visited.add(lease.lease_id)
+            if lease.bucket is bucket:
+                cursor += 1
+            if self._anew:
+                turns, self._anew = self._turns(list(self._queue.buckets.values())), False
+            elif goes_on and cursor < len(bucket.members):
+                heappush(turns, (self._turn(bucket, bucket.members[cursor]), cursor, bucket))
+        for lease in self._overdue.values():
+            self._queue.rebucket(lease)
+        self._tell_fresh()
+
+    def _turns(self, buckets: list[Bucket]) -> list[_Turn]:
+        turns: list[_Turn] = [(self._turn(bucket, bucket.members[0]), 0, bucket) for bucket in buckets]
+        heapify(turns)
+        return turns
+
+    def _turn(self, bucket: Bucket, lease: Lease) -> tuple[int, ...]:
+        key, ticket = bucket.key, _ticket(lease)
+        goes_first = key.urgent or (key.owed and ticket.order < self._latest_urgent.get(key.priority, 0))
+        return (not key.targets, -key.priority, not goes_first, ticket.order)
+
+    def _note_urgent(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.key.urgent:
+                latest = max(_ticket(lease).order for lease in bucket.members)
+                priority = bucket.key.priority
+                self._latest_urgent[priority] = max(latest, self._latest_urgent.get(priority, 0))
+
+    def _tell_fresh(self) -> None:
+        """Write into the stories why those wait whose tickets are new, or wait for something else than before."""
+        fresh, self._queue.fresh = list(self._queue.fresh.values()), {}
+        for lease in fresh:
+            if lease.ticket is not None:
+                self._changes.explain(lease, explain(self._books, lease, lease.ticket))
+
+    # -- one ticket ------------------------------------------------------------------------------------------------------
+
+    def _visit(self, bucket: Bucket, lease: Lease) -> bool:
+        """Serve one ticket as far as it can be now. Returns whether to go on with the bucket."""
+        ticket, key = _ticket(lease), bucket.key
+        devices = self._where(bucket, lease)
+        if key.paused:
+            return self._stays(lease, ticket, devices)
+        if key.need_mib >= self._hopeless.get(key.family, key.need_mib + 1):
+            return self._stays(lease, ticket, devices)
+        chosen = self._pick(lease, devices, key.need_mib)
+        if chosen is not None:
+            return self._fits(lease, ticket, chosen)
+        if self._plans >= _MOST_PLANS and not self._changes.channel_free:
+            bucket.wait = Wait("wait.swap-channel", "kernels ahead of it are being moved first, one after another")
+            bucket.passes = self._books.passes
+            self._say(lease, bucket.wait)
+            return self._stays(lease, ticket, devices)
+        plan = self._room.plan(lease, devices, key.need_mib, key.many)
+        if isinstance(plan, Plan):
+            self._make_room(lease, ticket, plan)
+            self._stays(lease, ticket, devices)
+            return True
+        self._hopeless[key.family] = key.need_mib
+        if plan is not None:
+            bucket.wait, bucket.passes = plan, self._books.passes
+        self._say(lease, plan, devices)
+        return self._stays(lease, ticket, devices)
+
+    def _where(self, bucket: Bucket, lease: Lease) -> tuple[str, ...]:
+        key = (bucket.key.pool, bucket.key.where)
+        devices = self._devices.get(key)
+        if devices is None:
+            devices = self._devices[key] = destinations(self._books, lease)
+        return devices
+
+    def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
+        """Return where the need fits now; saved state goes home if it can."""
+        if lease.state is LeaseState.SUSPENDED and lease.home_ids and set(lease.home_ids) <= set(devices):
+            home = self._room.pick(lease.home_ids, need_mib, len(lease.home_ids))
+            if home is not None:
+                return home
+        return self._room.pick(devices, need_mib, lease.count)
+
+    def _fits(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
+        if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
+            for device_id in chosen:
+                self._keep(lease, device_id)
+            self._say(lease, Wait("wait.swap-channel", "another kernel is being moved; this one is next"))
+            return True
+        urgent = ticket.urgent or bool(self._latest_urgent)
+        self._changes.grant(lease, chosen)
+        self._pass_over(lease, ticket, chosen, urgent=urgent)
+        return True
+
+    def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
+        need_mib = lease.need_mib
+        self._plans += 1
+        self._room.promise(plan, need_mib, firm=self._is_owed(lease, ticket))
+        self._kept.update((lease.lease_id, device_id) for device_id in plan.device_ids)
+        victims = tuple(victim.lease_id for victim in plan.victims)
+        for victim in plan.victims:
+            if not self._changes.channel_free:
+                break
+            self._room.begun(victim)
+            why = f"idle, and {format_memory(need_mib)} are needed by lease {lease.lease_id[:8]}"
+            self._changes.begin_suspend(victim, "suspend.needed-by", why)
+        self._say(lease, Wait("wait.making-room", "an idle kernel is being suspended to make room", victims))
+
+    def _say(self, lease: Lease, wait: Wait | None, devices: tuple[str, ...] = ()) -> None:
+        """Note why a ticket that was looked at by itself waits; a new kind of reason is a line of its story."""
+        ticket = _ticket(lease)
+        if wait is not None:
+            ticket.wait, ticket.passes = wait, self._books.passes
+            self._changes.explain(lease, wait)
+        elif lease.bucket is not None and ticket.reason != cause(
+            self._books, lease, devices, lease.bucket.key.need_mib
+        ):
+            self._queue.fresh[lease.lease_id] = lease
+
+    # -- law 4 -----------------------------------------------------------------------------------------------------------
+
+    def _is_owed(self, lease: Lease, ticket: Ticket) -> bool:
+        return ticket.passed_over >= self._books.policy(lease).max_passed_over
+
+    def _stays(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
+        """The ticket waits; one that was passed over too often keeps room. Returns whether others of its bucket may keep some, too."""
+        if not self._is_owed(lease, ticket):
+            return False
+        self._keep_what_is_due(lease, ticket, devices)
+        return any(self._room.most_mib(device_id, busy=True) > 0 for device_id in devices)
+
+    def _pass_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> None:
+        """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""
+        left_mib = {device_id: self._books.devices[device_id].free_mib for device_id in device_ids}
+        least_mib, behind = min(left_mib.values()), list[Lease]()
+        for bucket in list(self._queue.buckets.values()):
+            key = bucket.key
+            if key.priority < winner.spec.priority or key.need_mib <= least_mib or key.targets:
+                continue
+            devices = self._where(bucket, bucket.members[0])
+            if not any(one in devices and left_mib[one] < key.need_mib for one in device_ids):
+                continue
+            for lease in bucket.members:
+                ticket = _ticket(lease)
+                if key.priority == winner.spec.priority and ticket.order > winning.order:
+                    break
+                if not self._count(lease, ticket):
+                    continue
+                if urgent and lease.lease_id not in self._visited:
+                    behind.append(lease)
+                else:
+                    self._keep_what_is_due(lease, ticket, devices)
+        for lease in (
+            behind
+        ):  # an urgent ticket, or one that was owed more, went before them: from now on they go before the urgent
+            self._queue.rebucket(lease)
+            self._anew = True
+
+    def _count(self, lease: Lease, ticket: Ticket) -> bool:
+        """Count one more; return whether that is as often as a ticket may be passed over."""
+        most = self._books.policy(lease).max_passed_over
+        if ticket.passed_over < most:
+            ticket.passed_over += 1
+            if ticket.passed_over == most:
+                self._overdue[lease.lease_id] = lease
+        else:
+            ticket.passed_elsewhere += 1
+        return ticket.passed_over >= most
+
+    def _keep_what_is_due(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
+        """Keep room where a ticket that was passed over K times needs it, and on one more device for every K times since.
+
+        The devices stay the same while they can serve, so that the room there can grow to what is needed.
+        """
+        need_mib = _needs(lease)
+        due = lease.count + ticket.passed_elsewhere // max(1, self._books.policy(lease).max_passed_over)
+        able = [device_id for device_id in devices if self._room.nearest([device_id], need_mib) is not None]
+        promised = [device_id for device_id in able if (lease.lease_id, device_id) in self._kept]
+        kept = list(dict.fromkeys([*(device_id for device_id in ticket.kept_on if device_id in able), *promised]))[:due]
+        while len(kept) < due:
+            nearest = self._room.nearest([device_id for device_id in able if device_id not in kept], need_mib)
+            if nearest is None:
+                break
+            kept.append(nearest)
+        ticket.kept_on = tuple(kept)
+        for device_id in kept:
+            self._keep(lease, device_id)
+
+    def _keep(self, lease: Lease, device_id: str) -> None:
+        if (lease.lease_id, device_id) not in self._kept:
+            self._kept.add((lease.lease_id, device_id))
+            self._room.keep(device_id, _needs(lease))
+
+
+def _ticket(lease: Lease) -> Ticket:
+    if lease.ticket is None:
+        raise ValueError(f"lease {lease.lease_id} has no ticket")
+    return lease.ticket
+
+
+def _needs(lease: Lease) -> int:
+    """What the ticket takes on each device, MiB."""
+    return lease.bucket.key.need_mib if lease.bucket is not None else lease.need_mib

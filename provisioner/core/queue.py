@@ -1,0 +1,158 @@
+"""The queue: who waits, in which order, and in which bucket.
+
+A pool's line is sorted by priority, then the urgent, then first come first served; where a pool shares by virtual time, that comes before
+the order of asking. Tickets that nothing but room can serve also lie in buckets: all in one bucket have the same need, may go to
+the same devices, and count against the same limits. A pass over the queue looks at the heads of buckets only.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+
+from provisioner.core.model import LeaseState, PoolSpec
+from provisioner.core.records import Bucket, Key, Lease, Ticket
+
+__all__ = ["Queue"]
+
+_Policy = Callable[[Lease], PoolSpec]
+_Share = Callable[[Lease], tuple[int, int]]
+_Rank = tuple[int, bool, int, int, int]
+
+
+class Queue:
+    """Tickets by pool and by bucket. `policy` returns a lease's pool; `share` its owner's and its own virtual time."""
+
+    def __init__(self, policy: _Policy, share: _Share) -> None:
+        self._policy = policy
+        self._share = share
+        self.lines: dict[str, list[Lease]] = {}  # sorted, but for virtual time
+        self.buckets: dict[tuple[object, ...], Bucket] = {}
+        self.waiting = 0
+        self.urgent = 0
+        self.fresh: dict[str, Lease] = {}  # whose ticket is new, or in another bucket than before
+
+    # -- tickets ---------------------------------------------------------------------------------------------------------
+
+    def enqueue(self, lease: Lease, ticket: Ticket) -> None:
+        """Put a lease without a ticket in its place."""
+        lease.ticket = ticket
+        insort(self.lines.setdefault(lease.spec.pool, []), lease, key=_rank)
+        self.waiting += 1
+        self.urgent += ticket.urgent
+        self.rebucket(lease)
+        self.fresh[lease.lease_id] = lease
+
+    def dequeue(self, lease: Lease) -> Ticket | None:
+        """Take the lease out; return its ticket, if it had one."""
+        ticket = lease.ticket
+        if ticket is not None:
+            self._leave(lease)
+            line = self.lines[lease.spec.pool]
+            del line[bisect_left(line, _rank(lease), key=_rank)]
+            if not line:
+                del self.lines[lease.spec.pool]
+            lease.ticket = None
+            self.waiting -= 1
+            self.urgent -= ticket.urgent
+            self.fresh.pop(lease.lease_id, None)
+        return ticket
+
+    def line(self, pool: str) -> list[Lease]:
+        """Return who waits in a pool, in order."""
+        line = self.lines.get(pool, [])
+        if not line or not self._policy(line[0]).preempt_equals:
+            return line
+        return sorted(line, key=self._fair_rank)
+
+    def place(self, lease: Lease) -> int:
+        """Return the place of a lease with a ticket in its pool's line, from 1."""
+        line = self.line(lease.spec.pool)
+        if self._policy(lease).preempt_equals:
+            return line.index(lease) + 1
+        return bisect_left(line, _rank(lease), key=_rank) + 1
+
+    def all(self) -> Iterator[Lease]:
+        """Return everybody who waits, pool by pool."""
+        for pool in self.lines:
+            yield from self.line(pool)
+
+    def _fair_rank(self, lease: Lease) -> _Rank:
+        priority, calm, order, _, _ = _rank(lease)
+        return (priority, calm, *self._share(lease), order)
+
+    # -- buckets ---------------------------------------------------------------------------------------------------------
+
+    def rebucket(self, lease: Lease) -> None:
+        """Put the lease's ticket into the bucket where it belongs now, if any."""
+        ticket, bucket = lease.ticket, lease.bucket
+        if ticket is None:
+            return
+        key = self._key(lease, ticket)
+        if bucket is not None and bucket.key == key:
+            return
+        self._leave(lease)
+        self.fresh[lease.lease_id] = lease
+        if key is None:
+            return
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            bucket = self.buckets[key] = Bucket(key)
+        lease.queued_share = self._share(lease)[1] if key.fair else 0
+        insort(bucket.members, lease, key=_inner)
+        lease.bucket = bucket
+
+    def _leave(self, lease: Lease) -> None:
+        bucket = lease.bucket
+        if bucket is not None:
+            del bucket.members[bisect_left(bucket.members, _inner(lease), key=_inner)]
+            if not bucket.members:
+                del self.buckets[bucket.key]
+            lease.bucket = None
+
+    def rebucket_all(self) -> None:
+        """Do so for everybody: policies changed."""
+        for line in self.lines.values():
+            for lease in line:
+                self.rebucket(lease)
+
+    def _key(self, lease: Lease, ticket: Ticket) -> Key | None:
+        spec, state = lease.spec, lease.state
+        saved = state is LeaseState.SUSPENDED
+        grows = state is LeaseState.RESIDENT and ticket.grow is not None
+        if not (saved or grows or state is LeaseState.UNARMED):
+            before_start = state is LeaseState.UNATTACHED and ticket.before_start
+            if not before_start or lease.held_mib:
+                return None
+        pool = self._policy(lease)
+        limited = _limited(pool, spec.group)
+        return Key(
+            pool=spec.pool,
+            where=spec.lease_id if grows else lease.home_ids if saved else None,
+            who=(spec.owner, spec.group) if limited else (spec.owner,) if pool.preempt_equals else (),
+            many=lease.count,
+            priority=spec.priority,
+            fair=pool.preempt_equals,
+            milli=lease.milli if limited else 0,
+            need_mib=ticket.extra_mib if grows else lease.need_mib,
+            urgent=ticket.urgent,
+            owed=ticket.passed_over >= pool.max_passed_over,
+            paused=lease.paused,
+            targets=lease.target_ids if saved else (),
+        )
+
+
+def _limited(pool: PoolSpec, group: str) -> bool:
+    if pool.user_limits.resident_milli is not None:
+        return True
+    return any(name == group and limits.resident_milli is not None for name, limits in pool.group_limits)
+
+
+def _inner(lease: Lease) -> tuple[int, int]:
+    if lease.ticket is None:
+        raise ValueError(f"lease {lease.lease_id} has no ticket")
+    return (lease.queued_share, lease.ticket.order)
+
+
+def _rank(lease: Lease) -> _Rank:
+    if lease.ticket is None:
+        raise ValueError(f"lease {lease.lease_id} has no ticket")
+    return (-lease.spec.priority, not lease.ticket.urgent, lease.ticket.order, 0, 0)

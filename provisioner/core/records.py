@@ -1,0 +1,241 @@
+"""What the books are made of: leases, tickets, devices, accounts.
+
+Who may write what is said by `state.Books`; the fields' meaning is said here.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, Span
+
+__all__ = ["Account", "Bucket", "Device", "Footing", "Key", "Lease", "Operation", "Ticket", "Wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A suspend or resume under way: what its answer must say to be believed."""
+
+    lease_id: str
+    kind: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why somebody waits: code, sentence, and the leases in the way."""
+
+    reason: str
+    sentence: str
+    blockers: tuple[str, ...] = ()
+
+
+class Footing(IntEnum):
+    """How a lease stands on its device: what its room could be used for."""
+
+    NONE = 0  # it holds nothing
+    RESTING = 1  # resident and idle
+    WORKING = 2  # resident and busy
+    LEAVING = 3  # being suspended: its room comes
+    STAYING = 4  # resuming, quarantined, or reserved before its start
+
+
+@dataclass(slots=True, kw_only=True)
+class Ticket:
+    """A lease's place in the queue: by priority, then the urgent, then first come first served (`queue` says it exactly)."""
+
+    order: int
+    asked_ms: int
+    before_start: bool = False  # may be served before a process stands behind the lease
+    urgent: bool = False
+    passed_over: int = 0  # at most the pool's K; from then on room is kept
+    passed_elsewhere: int = 0  # passed over since, on devices where no room is kept
+    kept_on: tuple[str, ...] = ()  # devices where room is kept
+    grow: LeaseSpec | None = None  # a resident lease waits for room to have this size
+    extra_mib: int = 0  # what it then holds more than now, on each of its devices
+    preempted: bool = False  # filed for a busy lease that had to make room: only its end withdraws it
+    expected: Span | None = None  # the wait, as it was foreseen when the ticket was filed
+    reason: str = "wait.new"  # as last written into the story
+    wait: Wait | None = None  # why it waits, from the last pass that looked at it by itself
+    passes: int = 0  # which pass that was
+
+
+class Key(NamedTuple):
+    """What tickets have in common that wait in one bucket."""
+
+    pool: str
+    where: (
+        tuple[str, ...] | str | None
+    )  # the devices they were saved from, the lease that grows where it is, or anywhere
+    who: tuple[str, ...]  # whose limits they count against, whose share they are served by, where that matters
+    many: int  # devices
+    priority: int
+    fair: bool  # the pool serves by shares
+    milli: int  # 0 where it does not matter
+    need_mib: int  # on each device
+    urgent: bool
+    owed: bool  # they were passed over as often as may be
+    paused: bool  # a resume that could not start is not tried again yet
+    targets: tuple[str, ...]  # they are being moved, and their room is kept there
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """The same for other needs: what is too much for one is too much for a larger one."""
+        return self[:7]
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Tickets with the same need, which the same devices can serve: where one of them fits nowhere, none behind it does."""
+
+    key: Key
+    members: list["Lease"] = field(default_factory=list)  # by their share of their owner's, then in the order of asking
+    wait: Wait | None = None  # why all of them wait, where the last pass found a reason of its own
+    passes: int = 0  # which pass that was
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Account:
+    """What an owner (or a group) has of one pool: totals for limits, pinned time, and use for fair shares."""
+
+    name: str
+    leases: int = 0
+    milli: int = 0  # sum of the fractions of all leases
+    resident_milli: int = 0  # of those that hold a reservation
+    weight: int = 100
+    usage: int = 0  # milli-GPU times milliseconds that its leases were busy on a device (see `fairness`)
+    rate: int = 0  # milli-GPU that are busy now
+    since_ms: int = 0  # `usage` is right for this moment
+    contenders: dict[str, "Lease"] = field(default_factory=dict)  # who is busy on a device, or waits for one
+    floor: int = 0  # virtual time of its leases: whoever comes back starts no lower
+    pinned_ms: int = 0  # of its budget that is used up
+    pinned_at_ms: int = 0  # `pinned_ms` is right for this moment
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
+    """One lease. See `Books` for who may write what."""
+
+    spec: LeaseSpec
+    number: int = 0  # leases in the order of their admission
+    state: LeaseState = LeaseState.UNATTACHED
+    generation: int = 0
+    device_ids: tuple[str, ...] = ()  # where its reservation is, or (it holds nothing) was
+    held_mib: int = 0  # reserved on each of its devices
+    home_ids: tuple[str, ...] = ()  # the devices whose memory was, or may have been, saved
+    target_ids: tuple[str, ...] = ()  # it is being moved there, and room is kept for it there
+    saved_mib: int = 0  # lies in host memory
+    host_mib: int = 0  # reserved in host memory for a suspend under way
+    used_mib: int = 0
+    busy: bool = False
+    since_ms: int = 0
+    last_active_ms: int = 0
+    operation_id: int | None = None
+    reason: str = ""
+    sentence: str = ""
+    ran: bool = False  # has been busy since it became resident
+    retry_ms: int = 0  # not chosen for a suspend before this
+    aborted_suspends: int = 0  # in a row
+    failed_resumes: int = 0  # in a row
+    resume_after_ms: int = 0  # a resume that could not start is not tried again before this
+    expires_ms: int | None = None
+    pinned_until_ms: int = 0
+    announced_ms: int = 0  # for which idle suspension the kernel has been warned
+    asked_to_suspend: bool = False
+    preempted: bool = False  # its suspend under way, or its last one, takes the device from a busy kernel
+    began_ms: int = 0  # of its operation under way
+    ticket: Ticket | None = None
+    why_not: str = ""  # why its process cannot be checkpointed, a sentence
+    stays: str = ""  # that, or what its pool or device say; written by `staying` alone
+    over_since_ms: int | None = None  # more than its cap since then
+    over_told: bool = False
+    pressed: bool = False  # host memory is short where its saved state lies
+    usage: int = 0  # milli-GPU times milliseconds that it was busy on a device
+    metered: bool = False  # it counts as busy on a device
+    metered_since_ms: int = 0  # `usage` is right for this moment, if it is metered
+    paused: bool = False  # `resume_after_ms` is still to come
+    queued_share: int = 0  # its virtual time when it came into its bucket
+    bucket: Bucket | None = None  # where its ticket waits, if nothing but room is in its way
+    footing: Footing = Footing.NONE  # as its devices have it in their sums
+    footing_mib: int = 0
+    footing_ids: tuple[str, ...] = ()
+    due_ms: int | None = None  # when time alone changes something for it (see `deadlines`)
+
+    @property
+    def staying(self) -> bool:
+        """Whether it cannot be suspended: it has something that cannot be saved, or may have it at any moment."""
+        return bool(self.stays) and (self.used_mib > 0 or not self.spec.gated)
+
+    @property
+    def lease_id(self) -> str:
+        """The lease's id."""
+        return self.spec.lease_id
+
+    @property
+    def device_id(self) -> str | None:
+        """The first of its devices."""
+        return self.device_ids[0] if self.device_ids else None
+
+    @property
+    def home_id(self) -> str | None:
+        """The first of the devices whose memory was saved."""
+        return self.home_ids[0] if self.home_ids else None
+
+    @property
+    def reserved(self) -> bool:
+        """Whether it counts against its devices."""
+        return self.held_mib > 0
+
+    @property
+    def count(self) -> int:
+        """On how many devices it is, or will be."""
+        return len(self.home_ids) or self.spec.devices
+
+    @property
+    def milli(self) -> int:
+        """What it counts for in limits and shares, milli-GPU."""
+        return self.spec.fraction_milli * self.spec.devices
+
+    @property
+    def need_mib(self) -> int:
+        """What must be reserved on each device for it: its cap, or what was saved of one that had gone past its cap."""
+        return max(self.spec.reserve_mib, self.saved_each_mib) if self.saved_mib else self.spec.reserve_mib
+
+    @property
+    def saved_each_mib(self) -> int:
+        """What was saved of each of its devices; of several, evenly: nobody says what came from which."""
+        return self.saved_mib if self.count == 1 else -(-self.saved_mib // self.count)
+
+    @property
+    def host_need_mib(self) -> int:
+        """What must be reserved on the host before it is suspended."""
+        return max(self.held_mib * len(self.device_ids), self.used_mib)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Device:
+    """One device and the running totals of its reservations, MiB."""
+
+    spec: DeviceSpec
+    stranger_mib: int = 0
+    lost: bool = False
+    draining: bool = False
+    evict_busy: bool = False
+    reserved_mib: int = 0
+    whole: bool = False  # one lease has all of it
+    holders: dict[str, Lease] = field(default_factory=dict)
+    footing_mib: list[int] = field(default_factory=lambda: [0] * len(Footing))  # by `Footing`
+    footing_count: list[int] = field(default_factory=lambda: [0] * len(Footing))
+
+    @property
+    def free_mib(self) -> int:
+        """What is left for leases; negative when over-committed, nothing when lost."""
+        left_mib = self.spec.leasable_mib - self.reserved_mib - self.stranger_mib
+        if self.lost or (self.whole and self.reserved_mib):
+            return min(0, left_mib)
+        return left_mib
+
+    @property
+    def roomiest_mib(self) -> int:
+        """What one lease could have if no other were there."""
+        return self.spec.leasable_mib - self.stranger_mib
