@@ -5,11 +5,14 @@ import json
 import re
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from provisioner.commands.failure import UsageError
-from provisioner.simulator.placement import Outcome, place, read_nodes, read_pods
+from provisioner.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
 from provisioner.simulator.policies import POLICIES
+from provisioner.simulator.tuning import Step, tune
 
 __all__ = ["configure_placement", "run_placement"]
 
@@ -26,7 +29,10 @@ def configure_placement(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--pods", type=Path, metavar="FILE", help="CSV of pods: name,cpu_milli,...,num_gpu,gpu_milli,gpu_spec"
     )
-    group.add_argument("--seeds", default="42-51", metavar="A-B", help="orders of arrival (default: 42-51)")
+    group.add_argument("--seeds", metavar="A-B", help="orders of arrival (default: 42-51; with --tune 1-3)")
+    group.add_argument(
+        "--tune", action="store_true", help="choose the default policy's weights, on seeds other than 42-51 (minutes)"
+    )
 
 
 def run_placement(options: argparse.Namespace) -> int:
@@ -41,9 +47,11 @@ def run_placement(options: argparse.Namespace) -> int:
         raise UsageError(f"no node of {options.nodes} has a GPU")
     if not any(pod.gpus for pod in pods):
         raise UsageError(f"no pod of {options.pods} asks for a GPU")
+    if options.tune:
+        return _tune(nodes, pods, _seeds(options.seeds or "1-3"), as_json=options.json)
     outcomes: list[Outcome] = []
     spoke = time.perf_counter()
-    seeds = _seeds(options.seeds)
+    seeds = _seeds(options.seeds or "42-51")
     for seed in seeds:
         outcomes.append(place(nodes, pods, POLICIES[name](pods), seed))
         if time.perf_counter() - spoke >= _QUIET_S:
@@ -68,6 +76,30 @@ def run_placement(options: argparse.Namespace) -> int:
         print(f"  seed {outcome.seed:<9} {outcome.alloc_at_100:6.2f} {outcome.alloc_at_130:6.2f}")
     print(f"  mean           {mean_100:6.2f} {mean_130:6.2f}")
     return 0
+
+
+def _tune(nodes: Sequence[NodeShape], pods: Sequence[PodKind], seeds: Sequence[int], *, as_json: bool) -> int:
+    """Choose weights; a line for each set that is tried, on standard error with `--json`."""
+    tried: list[Step] = []
+
+    def heard(step: Step) -> None:
+        tried.append(step)
+        print(f"{step.alloc_at_130:7.3f} {_shown(step)}", file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    best = tune(nodes, pods, seeds, heard)
+    if as_json:
+        print(json.dumps({"seeds": list(seeds), "tried": [_plain(step) for step in tried], "best": _plain(best)}))
+    else:
+        print(f"best of {len(tried)}, on the seeds {seeds[0]} to {seeds[-1]}: {best.alloc_at_130:.3f} {_shown(best)}")
+    return 0
+
+
+def _plain(step: Step) -> dict[str, object]:
+    return {"weights": asdict(step.weights), "alloc_at_130": round(step.alloc_at_130, 3)}
+
+
+def _shown(step: Step) -> str:
+    return " ".join(f"{name}={value}" for name, value in asdict(step.weights).items())
 
 
 def _seeds(text: str) -> list[int]:

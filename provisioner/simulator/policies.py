@@ -15,7 +15,16 @@ from math import exp
 
 from provisioner.simulator.placement import MILLI, Node, PodKind, Policy
 
-__all__ = ["POLICIES", "BalancedDescent", "BestFit", "DotProduct", "FragmentationDescent", "RandomFit", "typical_pods"]
+__all__ = [
+    "POLICIES",
+    "BalancedDescent",
+    "BestFit",
+    "DotProduct",
+    "FragmentationDescent",
+    "RandomFit",
+    "Weights",
+    "typical_pods",
+]
 
 _MOST_CPU = 128_000
 _MOST_GPU = 8 * MILLI
@@ -153,23 +162,27 @@ class FragmentationDescent(Policy):
         return self._best(node, kind)[1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What `BalancedDescent` weighs how; chosen by `tuning` on the seeds 1 to 3."""
+
+    stranded: int = 40  # GPU beyond what the CPU left can serve, percent of fragmentation
+    surplus: int = 30  # CPU beyond what the GPU left can use, percent
+    step: int = 10  # differences below this, thousandths of a GPU, do not count
+
+
 class BalancedDescent(FragmentationDescent):
     """Ours: fragmentation descent that also minds the balance of CPU and GPU, the default.
 
     FGD looks one pod ahead, so it does not see a node run out of CPU while it has whole GPUs left until the next pod no longer fits.
     Here a node has its due of CPU per GPU left, as much as the workload asks for on average. GPU beyond the CPU left is stranded and
-    weighs like fragmentation; CPU beyond the GPU left is surplus, and using it up is worth a little. Among nearly equal nodes the
-    fuller one is taken. All kinds of pods count, and the steps are finer than published. The weights were chosen on seeds 1 to 3.
+    weighs like fragmentation; CPU beyond the GPU left is surplus, and using it up is worth a little. All kinds of pods count, and the
+    steps are finer than published.
     """
 
-    _STRANDED_PERCENT = 110
-    _SURPLUS_PERCENT = 15
-    _FULL_GPU_PERMILLE = 12  # per thousandth of a GPU left
-    _FULL_CPU_PERMILLE = 1  # per thousandth of a CPU left
-    _STEP_MILLI = 10  # differences below this (thousandths of a GPU) do not count
-
-    def __init__(self, pods: Sequence[PodKind]) -> None:
+    def __init__(self, pods: Sequence[PodKind], weights: Weights = Weights()) -> None:
         super().__init__(pods)
+        self._weights = weights
         self._kinds = list(Counter(pods).items())
         self._total = len(pods)
         self._cpu = sum(pod.cpu_milli for pod in pods)
@@ -180,14 +193,13 @@ class BalancedDescent(FragmentationDescent):
         left = sum(node.left)
         now = self._imbalance(node.cpu_left, left)
         then = self._imbalance(node.cpu_left - kind.cpu_milli, left - kind.demand_milli)
-        fullness = self._FULL_GPU_PERMILLE * left + self._FULL_CPU_PERMILLE * node.cpu_left
-        saved = 1000 * self._best(node, kind)[0] // self._total + 10 * (now - then) - fullness
-        return max(0, _OFFSET + saved // (1000 * self._STEP_MILLI))
+        saved = 100 * self._best(node, kind)[0] // self._total + now - then
+        return max(0, _OFFSET + saved // (100 * self._weights.step))
 
     def _imbalance(self, cpu_left: int, gpu_left: int) -> int:
         """Return stranded GPU and surplus CPU, weighted, in hundredths of thousandths of a GPU."""
         surplus = cpu_left * self._gpu // self._cpu - gpu_left if self._cpu else 0
-        return surplus * self._SURPLUS_PERCENT if surplus > 0 else -surplus * self._STRANDED_PERCENT
+        return surplus * self._weights.surplus if surplus > 0 else -surplus * self._weights.stranded
 
 
 _OFFSET = 1_000_000

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.simulator.errors import TraceError
+from provisioner.simulator.errors import SimulationError, TraceError
 from provisioner.simulator.placement import Node, NodeShape, PodKind, Policy, arrivals, place, read_nodes, read_pods
 from provisioner.simulator.policies import POLICIES, BestFit, DotProduct, FragmentationDescent, typical_pods
+from provisioner.simulator.tuning import LEAST_GAIN, START, Step, tune
 
 WHOLE = PodKind(4000, 1, 1000)
 HALF = PodKind(4000, 1, 500)
@@ -121,3 +122,19 @@ def test_the_files_are_read_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "pods.csv").write_text(header)
     with pytest.raises(TraceError, match=r"pods\.csv lists no pods"):
         read_pods(tmp_path / "pods.csv")
+
+
+def test_weights_are_chosen_by_what_they_allocate_and_the_choice_can_be_repeated() -> None:
+    tried: list[Step] = []
+    best = tune(NODES, PODS, [1, 2], tried.append)
+    assert tried[0].weights == START
+    assert best in tried
+    assert best.alloc_at_130 >= max(step.alloc_at_130 for step in tried) - LEAST_GAIN * len(tried)
+    assert best.alloc_at_130 >= tried[0].alloc_at_130
+    assert len({step.weights for step in tried}) == len(tried)
+    assert tune(NODES, PODS, [1, 2]) == best
+
+
+def test_weights_are_not_chosen_on_the_seeds_that_are_compared() -> None:
+    with pytest.raises(SimulationError, match="may not be chosen on seed 42"):
+        tune(NODES, PODS, [7, 42])

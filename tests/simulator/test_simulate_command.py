@@ -180,3 +180,17 @@ def test_placement_has_a_default_and_names_the_policies(cluster: list[str], caps
     assert "allowed: random, best-fit, dot-product, fgd, default" in capsys.readouterr().err
     assert main(["simulate", *cluster, "--seeds", "9-3"]) == 2
     assert "--seeds '9-3' is not allowed" in capsys.readouterr().err
+
+
+def test_the_default_weights_can_be_chosen_again(cluster: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *cluster, "--tune", "--seeds", "1-2", "--json"]) == 0
+    shown = capsys.readouterr()
+    figures = json.loads(shown.out)
+    assert list(figures) == ["seeds", "tried", "best"]
+    assert figures["seeds"] == [1, 2]
+    assert figures["best"] in figures["tried"]
+    assert len(shown.err.splitlines()) == len(figures["tried"])
+    assert main(["simulate", *cluster, "--tune"]) == 0
+    assert "on the seeds 1 to 3" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["simulate", *cluster, "--tune", "--seeds", "40-45"]) == 1
+    assert "may not be chosen on seed 42" in capsys.readouterr().err
