@@ -55,7 +55,7 @@ def state_in_words(lease: LeaseStatus) -> str:
     """Return the lease's state and for how long it has been in it; a state of a newer broker is shown as it is named."""
     if lease.state == "resident":
         words = "on the GPU, busy" if lease.busy else "on the GPU, idle"
-        if lease.working and not lease.busy:
+        if lease.working:
             words = "on the GPU, working in the background"
     else:
         words = _STATES.get(lease.state, lease.state)

@@ -1,0 +1,153 @@
+"""Is a kernel that runs no cell really idle? The devices' own counters of who works on them, beside IOPub.
+
+A thread that a cell left behind, or a child process, works without a busy message. So a resident kernel that has just become idle by its
+messages still counts as busy until the counters have shown that its whole process tree is quiet, and counts as busy again whenever they
+show work.
+
+- What a cell did before it ended says nothing. A device tells of work with a delay (`settle_us`): for so long after a cell's end nobody
+  knows yet.
+- Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses is one piece of work.
+- A device that tells nothing (MIG instances and some virtual machines do not) leaves it to the messages.
+- A person who asks for a suspend means it: then only the messages count (`Kernel.suspend_wishes`), and work under way is waited for.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from provisioner.broker.kernels import Kernel
+from provisioner.broker.sight import LEASE_VARIABLE
+from provisioner.core.model import LeaseState, LeaseView
+from provisioner.gpu.interface import DeviceActivity, GPUError
+from provisioner.host.process import ProcessIdentity
+from provisioner.host.tree import Snapshot, scan
+
+if TYPE_CHECKING:
+    from provisioner.broker.broker import Broker
+
+__all__ = ["QUIET_S", "IdleCounters"]
+
+log = logging.getLogger(__name__)
+
+QUIET_S: Final = 2.0
+_INTERVAL_S: Final = 1.0
+_SHORTEST_S: Final = 0.05
+_S: Final = 1_000_000  # microseconds
+
+
+class IdleCounters:
+    """Watches the kernels of one broker that are resident and idle by their messages."""
+
+    def __init__(self, broker: "Broker") -> None:
+        self._broker = broker
+        self._silent: set[str] = set()  # devices that tell nothing
+        self._settle_us = 0  # the longest of the devices'
+        self._news = asyncio.Event()
+        self._looks = False  # nobody is held to be at work by somebody who does not look
+
+    def see(self, kernel: Kernel, view: LeaseView) -> None:
+        """Note whether the kernel is in use by its messages. Called before anybody asks whether it is busy."""
+        if kernel.in_use or kernel.identity is None:
+            kernel.idle_us, kernel.working = None, False
+        elif kernel.idle_us is None:
+            kernel.idle_us, kernel.worked_us = time.time_ns() // 1000, 0
+            told = self._looks and view.device_id not in self._silent
+            kernel.working = told and view.state is LeaseState.RESIDENT
+            self._news.set()
+
+    async def run(self) -> None:
+        """Look for ever: soon after a kernel became idle, else now and then."""
+        self._looks = True
+        while True:
+            self._news.clear()
+            watched = self._watched()
+            if watched:
+                try:
+                    await self._look(watched)
+                except OSError as error:  # short of descriptors or memory: the next look may do better
+                    log.error("who works on the devices could not be seen: %s", error)  # noqa: TRY400 - the sentence says it
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_s() if watched else None):
+                    await self._news.wait()
+                await asyncio.sleep(_SHORTEST_S)
+
+    def _watched(self) -> list[tuple[Kernel, ProcessIdentity, str]]:
+        found = []
+        for kernel, view in self._broker.views():
+            if view.state is not LeaseState.RESIDENT:
+                self._conclude(kernel, working=False)
+            elif (
+                kernel.idle_us is not None
+                and kernel.identity is not None
+                and view.device_id not in (None, *self._silent)
+            ):
+                found.append((kernel, kernel.identity, view.device_id or ""))
+        return found
+
+    def _pause_s(self) -> float:
+        """Until the first of those of which nothing is known yet can be known."""
+        now_us = time.time_ns() // 1000
+        dues = [
+            kernel.idle_us + self._settle_us - now_us
+            for kernel in self._broker.kernels.values()
+            if kernel.idle_us is not None and kernel.working and not kernel.worked_us
+        ]
+        return min(_INTERVAL_S, max(_SHORTEST_S, min(dues, default=_S) / _S))
+
+    async def _look(self, watched: list[tuple[Kernel, ProcessIdentity, str]]) -> None:
+        since_us = min(kernel.idle_us or 0 for kernel, _, _ in watched)
+        known = {identity.pid for identity in self._broker.roots()}
+        devices = sorted({device_id for _, _, device_id in watched})
+        activities, snapshot = await asyncio.to_thread(self._read, devices, since_us, known)
+        for kernel, identity, device_id in watched:
+            activity = activities.get(device_id)
+            if kernel.identity != identity or kernel.idle_us is None:
+                continue  # it was restarted or runs a cell meanwhile
+            if activity is None:
+                self._conclude(kernel, working=False)
+                continue
+            self._judge(kernel, identity, activity, snapshot)
+
+    def _read(
+        self, device_ids: list[str], since_us: int, known: Collection[int]
+    ) -> tuple[dict[str, DeviceActivity], Snapshot | None]:
+        """In a thread: read the counters; scan /proc only if a process other than a kernel itself worked."""
+        found: dict[str, DeviceActivity] = {}
+        for device_id in device_ids:
+            try:
+                activity = self._broker.monitor.activity(device_id, since_us)
+            except GPUError as error:
+                log.warning("the counters of device %s could not be read: %s", device_id, error)
+                continue
+            if activity is None:
+                self._silent.add(device_id)
+                log.info("device %s does not tell who works on it: kernels are idle by their messages alone", device_id)
+            else:
+                found[device_id] = activity
+                self._settle_us = max(self._settle_us, activity.settle_us)
+        others = any(pid not in known for activity in found.values() for pid in activity.worked_us)
+        return found, scan(LEASE_VARIABLE) if others else None
+
+    def _judge(
+        self, kernel: Kernel, identity: ProcessIdentity, activity: DeviceActivity, snapshot: Snapshot | None
+    ) -> None:
+        pids = {identity.pid}
+        if snapshot is not None:
+            marker = (LEASE_VARIABLE, kernel.lease_id)
+            pids |= {one.pid for one in snapshot.tree(identity, marker, apart=self._broker.roots())}
+        idle_us = kernel.idle_us or 0
+        worked_us = max((at_us for pid, at_us in activity.worked_us.items() if pid in pids), default=0)
+        if worked_us > idle_us:
+            kernel.worked_us = max(kernel.worked_us, worked_us)
+        unsettled = activity.known_until_us < idle_us + activity.settle_us
+        recent = kernel.worked_us > 0 and activity.known_until_us - kernel.worked_us < QUIET_S * _S
+        # Nothing was known of it a moment ago: it stays as it is. What has been quiet for long does not become busy by waiting.
+        self._conclude(kernel, working=recent or (unsettled and kernel.working))
+
+    def _conclude(self, kernel: Kernel, *, working: bool) -> None:
+        if kernel.working != working:
+            kernel.working = working
+            self._broker.look_at_use(kernel)

@@ -1,0 +1,71 @@
+"""A kernel whose threads or children work on the GPU is not idle, although no cell runs."""
+
+import pytest
+
+from tests.support.world import Notebook, Server, World, until
+
+WORKER = """
+import threading, time
+from provisioner.gpu.simulated import cuda
+stop = threading.Event()
+def work():
+    while not stop.is_set():
+        cuda.launch(5)
+"""
+THREAD = """
+import threading
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+"""
+CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "from provisioner.gpu.simulated import cuda; cuda.launch(0); print(flush=True); cuda.launch(600)"],
+    stdout=subprocess.PIPE)
+child.stdout.readline()
+"""
+HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20)"
+
+
+def waits_for(world: World, second: Notebook, first: Notebook) -> bool:
+    lease = world.lease(second.kernel_id)
+    return lease.reason == "wait.busy-neighbour" and world.lease(first.kernel_id).working
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [(THREAD, "stop.set(); thread.join()"), (CHILD, "child.kill(); child.wait()")],
+    ids=["thread", "child"],
+)
+def test_nobody_takes_the_place_of_a_kernel_that_works_in_the_background(
+    world: World, server: Server, begin: str, end: str
+) -> None:
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(HOLD + WORKER + begin)
+    cell = second.send(HOLD)
+    until(lambda: waits_for(world, second, first), "the second kernel waits for the first one's background work")
+    assert world.lease(first.kernel_id).suspends == 0
+    first.must(end)
+    assert second.wait(cell).status == "ok"
+    assert world.await_state(first.kernel_id, "suspended").suspends == 1
+
+
+def test_work_in_the_background_keeps_the_idle_time_from_beginning(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'idle_after': 0, 'min_residency': 0}}")
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    notebook.must(HOLD + WORKER + THREAD)
+    until(lambda: world.lease(notebook.kernel_id).working, "the work is seen")
+    assert world.lease(notebook.kernel_id).suspends == 0
+    notebook.must("stop.set(); thread.join()")
+    world.await_state(notebook.kernel_id, "suspended")
+
+
+def test_who_asks_for_a_suspend_gets_it_between_two_pieces_of_work(world: World, server: Server) -> None:
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    notebook.must(HOLD + WORKER.replace("launch(5)", "launch(0.01)") + THREAD)
+    until(lambda: world.lease(notebook.kernel_id).working, "the work is seen")
+    with world.client() as client:
+        assert client.suspend(world.lease(notebook.kernel_id).lease_id).state == "suspended"
+    notebook.must("stop.set(); thread.join()")
