@@ -16,11 +16,12 @@ from provisioner.core.model import DeviceSpec, PoolSpec
 from provisioner.core.units import parse_duration_ms, parse_memory_mib
 from provisioner.simulator.baselines import BASELINES, WAITING, run_baseline
 from provisioner.simulator.errors import SimulationError
+from provisioner.simulator.host import Host, SwapSpeed
 from provisioner.simulator.log import EventLog, replay
 from provisioner.simulator.picture import picture
 from provisioner.simulator.result import Result
 from provisioner.simulator.search import fewest_devices
-from provisioner.simulator.simulation import Host, SwapSpeed, simulate
+from provisioner.simulator.simulation import simulate
 from provisioner.simulator.synthetic import synthetic_sessions
 from provisioner.simulator.traces import Session, read_sessions, write_sessions
 

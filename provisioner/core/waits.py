@@ -13,10 +13,12 @@ each; a ticket further back waits in proportion.
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+from provisioner.core.explaining import destinations
 from provisioner.core.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
-from provisioner.core.model import HOLDING, LeaseState
-from provisioner.core.scheduling import candidates, willing_from_ms
+from provisioner.core.model import LeaseState
+from provisioner.core.scheduling import willing_from_ms
 from provisioner.core.state import Books, Lease
 
 __all__ = ["expected_wait", "expected_waits"]
@@ -24,7 +26,6 @@ __all__ = ["expected_wait", "expected_waits"]
 MOST_AHEAD = 8
 MOST_DEVICES = 8
 MOST_HOLDERS = 16
-_OPEN = frozenset({LeaseState.UNARMED, LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNATTACHED})
 _LATER = ("", -1)
 _UNTOLD = frozenset({"wait.user-limit"})  # nobody can tell when a user's own kernels make room
 
@@ -53,10 +54,9 @@ class _Way:
 
 def expected_wait(books: Books, forecasts: Forecasts, lease: Lease, now_ms: int) -> WaitSpan | None:
     """Return how long the lease's ticket will still wait, or None: it has none, or nothing can be said."""
-    line = books.lines.get(lease.spec.pool, [])
     if lease.ticket is None:
         return None
-    place = next(place for place, other in enumerate(line) if other is lease)
+    line, place = books.queue.line(lease.spec.pool), books.queue.place(lease) - 1
     if place <= MOST_AHEAD:
         return _Queue(books, forecasts, now_ms).play(line[: place + 1])[-1]
     last = [*line[:MOST_AHEAD], lease]
@@ -65,11 +65,11 @@ def expected_wait(books: Books, forecasts: Forecasts, lease: Lease, now_ms: int)
 
 def expected_waits(books: Books, forecasts: Forecasts, pool: str, now_ms: int) -> list[WaitSpan | None]:
     """Return the waits of a pool's whole queue, in order; those far back in proportion to the last one that was played through."""
-    line = books.lines.get(pool, [])
+    line = books.queue.line(pool)
     waits = _Queue(books, forecasts, now_ms).play(line[: MOST_AHEAD + 1])
     known = [wait.basis_ms for wait in waits if wait is not None]
     for place, lease in enumerate(line[len(waits) :], len(waits)):
-        told = known and lease.state in _OPEN and lease.ticket is not None and lease.ticket.reason not in _UNTOLD
+        told = known and _can_be_told(lease) and lease.ticket is not None and lease.ticket.reason not in _UNTOLD
         waits.append(
             forecasts.wait_span("busy", known[-1] * (place + 1) // len(waits[: MOST_AHEAD + 1])) if told else None
         )
@@ -115,16 +115,16 @@ class _Queue:
         ticket = lease.ticket
         if lease.state is LeaseState.RESUMING:
             return ("swap", self._swap_left_ms(lease))
-        if ticket is None or lease.state not in _OPEN or ticket.reason in _UNTOLD:
+        if ticket is None or ticket.reason in _UNTOLD or not _can_be_told(lease):
             return None
-        if lease.state is LeaseState.UNATTACHED and not ticket.before_start:
-            return None
-        devices = candidates(self._books, self._books.policy(lease), lease)[:MOST_DEVICES]
+        devices = destinations(self._books, lease)[:MOST_DEVICES]
+        need_mib = ticket.extra_mib if ticket.grow is not None else lease.need_mib
+        possible = (self._way(device_id, need_mib, lease) for device_id in devices)
         ways = sorted(
-            (way for device_id in devices if (way := self._way(device_id, lease.need_mib)) is not None),
+            (way for way in possible if way is not None),
             key=lambda way: (max(way.room_ms, self._channel_ms) + way.swaps_ms, way.room_ms),
-        )[:1]
-        if not ways:
+        )[: lease.count]
+        if len(ways) < lease.count:
             return None
         busy = any(way.busy for way in ways)
         if busy and not patient and not ticket.kept_on:
@@ -135,12 +135,12 @@ class _Queue:
         ready_ms = max(room_ms, retry_ms, self._channel_ms if swaps_ms else 0) + swaps_ms
         self._channel_ms += swaps_ms
         for way in ways:
-            self._take(way, lease, ready_ms)
+            self._take(way, lease, need_mib, ready_ms)
         return ("busy" if busy else "swap", ready_ms)
 
-    def _way(self, device_id: str, need_mib: int) -> _Way | None:
+    def _way(self, device_id: str, need_mib: int, lease: Lease) -> _Way | None:
         """Return how to make room there: by the returns that come first, none of them in vain."""
-        outlook = self._outlook(device_id)
+        outlook = self._outlook(device_id, lease)
         returns, room_mib, last = outlook.returns, outlook.free_mib, 0
         while room_mib < need_mib:
             if last == len(returns):
@@ -158,24 +158,26 @@ class _Queue:
                 room_ms, swaps_ms, busy = max(room_ms, abs(at_ms)), swaps_ms + swap_ms, busy or at_ms > 0
         return _Way(device_id, room_ms, swaps_ms, tuple(taken), busy)
 
-    def _take(self, way: _Way, lease: Lease, ready_ms: int) -> None:
+    def _take(self, way: _Way, lease: Lease, need_mib: int, ready_ms: int) -> None:
         """The ticket's lease holds the room from then on, and gives it back after a cell of its own."""
         outlook = self._outlooks[way.device_id]
         for place in way.taken:  # the last one first
             outlook.free_mib += outlook.returns.pop(place)[1]
-        outlook.free_mib -= lease.need_mib
+        outlook.free_mib -= need_mib
         cell_ms = self._forecasts.next_cell_ms(lease.lease_id)
-        save_ms = self._suspend_ms(way.device_id, max(lease.saved_mib, lease.used_mib))
-        insort(outlook.returns, (ready_ms + cell_ms, lease.need_mib, save_ms))
+        save_ms = self._suspend_ms(way.device_id, max(lease.saved_mib, lease.used_mib) // lease.count)
+        insort(outlook.returns, (ready_ms + cell_ms, need_mib, save_ms))
 
     # -- what the devices give back -----------------------------------------------------------------------------------
 
-    def _outlook(self, device_id: str) -> _Outlook:
+    def _outlook(self, device_id: str, beside: Lease) -> _Outlook:
+        """Return what a device gives back; `beside` itself, if it is there and grows, gives nothing."""
         outlook = self._outlooks.get(device_id)
         if outlook is None:
-            outlook = self._outlooks[device_id] = _Outlook(self._books.devices[device_id].free_mib)
-            for lease in _holders(self._books, device_id):
-                at_ms = self._gives_back_ms(lease)
+            device = self._books.devices[device_id]
+            outlook = self._outlooks[device_id] = _Outlook(device.free_mib)
+            for lease in islice(device.holders.values(), MOST_HOLDERS):
+                at_ms = self._gives_back_ms(lease) if lease is not beside else None
                 if at_ms is not None:
                     saving = lease.state is LeaseState.SUSPENDING
                     swap_ms = 0 if saving else self._suspend_ms(device_id, lease.used_mib)
@@ -228,7 +230,9 @@ class _Queue:
         return "" if device is None else device.spec.name
 
 
-def _holders(books: Books, device_id: str) -> list[Lease]:
-    """Return who holds something on the device, the first ones of many."""
-    holding = (lease for state in sorted(HOLDING) for lease in books.by_state[state].values())
-    return [lease for lease in holding if lease.device_id == device_id and lease.held_mib][:MOST_HOLDERS]
+def _can_be_told(lease: Lease) -> bool:
+    """Whether anything can be said about a ticket of the lease: not in quarantine, and not before its kernel starts."""
+    ticket = lease.ticket
+    if ticket is None or lease.state is LeaseState.QUARANTINED:
+        return False
+    return lease.state is not LeaseState.UNATTACHED or ticket.before_start

@@ -5,8 +5,9 @@
   and the cell runs once granted. The next cell comes as long after it as in the trace: a wait delays everything behind it.
 - A wait is the time from asking to running, the restore included; cells that found their kernel resident count with zero.
 - A swap takes a fixed time and the bytes over the bandwidth. A cell of a suspended kernel that touches no GPU runs without asking.
-- Device memory is counted a second time here, from what kernels hold and not from what they reserve: `out_of_memory` is what a real
-  driver would have refused, and `lost` counts sessions that could not run to their end.
+- A cell that needs more than is reserved (where a pool reserves by use) takes what it may and waits for more; if none comes for a
+  minute it fails as out of memory.
+- Device memory is counted a second time, in `accounts`; `lost` counts sessions that could not run to their end.
 """
 
 from collections import deque
@@ -16,7 +17,17 @@ from functools import partial
 from heapq import heappop, heappush
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Effect, Granted, LeaseEnded, LeaseRefused, Resume, StateChanged, Suspend, WakeAt
+from provisioner.core.effects import (
+    Effect,
+    Granted,
+    LeaseEnded,
+    LeaseRefused,
+    Resized,
+    Resume,
+    StateChanged,
+    Suspend,
+    WakeAt,
+)
 from provisioner.core.events import (
     Attached,
     BusyChanged,
@@ -35,46 +46,18 @@ from provisioner.core.events import (
     Tick,
     Wanted,
 )
-from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, PoolSpec
-from provisioner.core.units import format_fraction, format_memory
+from provisioner.core.model import HOLDING, LeaseSpec, LeaseState
+from provisioner.simulator.accounts import Accounts, begin_result
 from provisioner.simulator.busy import UNSHARED, Running, SharedDevice
 from provisioner.simulator.errors import SimulationError
-from provisioner.simulator.result import Point, Result, Waits
+from provisioner.simulator.host import Host, lease_for
+from provisioner.simulator.result import Result, Waits
 from provisioner.simulator.traces import Cell, Session
 
-__all__ = ["Host", "SwapSpeed", "fraction_for", "simulate"]
+__all__ = ["simulate"]
 
 Watch = Callable[[Event, Sequence[Effect]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapSpeed:
-    """What a suspend or resume takes: ms of its own, and MiB per second in either direction."""
-
-    fixed_ms: int = 300
-    save_mib_per_s: int = 1_800
-    restore_mib_per_s: int = 4_000
-
-    def save_ms(self, mib: int) -> int:
-        """Return how long a checkpoint of so many MiB takes, ms."""
-        return self.fixed_ms + -(-mib * 1000 // self.save_mib_per_s)
-
-    def restore_ms(self, mib: int) -> int:
-        """Return how long a restore of so many MiB takes, ms."""
-        return self.fixed_ms + -(-mib * 1000 // self.restore_mib_per_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """The machine and its policy. The sessions run in `pools[0]`."""
-
-    devices: tuple[DeviceSpec, ...]
-    pools: tuple[PoolSpec, ...]
-    host_memory_mib: int = 1 << 20
-    swap: SwapSpeed = SwapSpeed()
-    parallel_swaps: int = 1
-    slowdown: bool = True
-    every_cell_asks: bool = False
+_PATIENCE_MS = 60_000  # a cell that finds no more memory for so long fails
 
 
 @dataclass(slots=True, eq=False)
@@ -84,14 +67,15 @@ class _Kernel:
     session: Session
     spec: LeaseSpec
     state: LeaseState | None = None
-    device_id: str = ""
-    memory_mib: int = 0  # what its process holds, on a device or on the host
+    device_ids: tuple[str, ...] = ()
+    reserved_mib: int = 0  # on each of its devices: what it may use there
+    memory_mib: int = 0  # what its process holds on each of them, or saved of each on the host
     next_cell: int = 0
     asked_ms: int = 0
     waiting: bool = False
+    growing: bool = False  # let in, and short of memory for its cell
     running: Running | None = None
     unfinished: Running | None = None  # a cell that was preempted
-    cell_began_ms: int = 0
     over: bool = False
 
     @property
@@ -99,24 +83,10 @@ class _Kernel:
         """The cell that is asked for or runs."""
         return self.session.cells[self.next_cell]
 
-
-def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
-    """Return the smallest fraction on offer (milli-GPU) of a device of that size that covers the session's peak memory, and its cap in MiB.
-
-    Raises SimulationError where none does.
-    """
-    peak = max(1, session.peak_mib)
-    if not pool.fractions_milli and peak <= device_mib:
-        milli = -(-peak * 1000 // device_mib)
-        return milli, device_mib * milli // 1000
-    for milli in pool.fractions_milli:
-        if device_mib * milli // 1000 >= peak:
-            return milli, device_mib * milli // 1000
-    most = format_fraction(max(pool.fractions_milli, default=1000))
-    raise SimulationError(
-        f"session {session.session_id!r} holds up to {format_memory(peak)}, but the largest fraction of pool {pool.name!r}, {most} of "
-        f"{format_memory(device_mib)}, does not cover that; simulate larger devices with --devices"
-    )
+    @property
+    def total_mib(self) -> int:
+        """What it holds in all."""
+        return self.memory_mib * self.spec.devices
 
 
 def simulate(
@@ -147,37 +117,11 @@ class _Run:
         self._now_ms = self._order = self._ended = self._wake_version = 0
         self._moments: list[tuple[int, int, Callable[[], None]]] = []
         self._events: deque[Event] = deque()
-        served = frozenset(host.pools[0].devices)
-        usable = [device.leasable_mib for device in host.devices if device.device_id in served]
-        self._device_mib = min(usable, default=0)
-        self._kernels = {session.session_id: self._kernel(session) for session in trace}
+        self._kernels = {session.session_id: _Kernel(session, lease_for(host, session)) for session in trace}
         self._shared = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
-        self._sizes = {device.device_id: device.memory_mib for device in host.devices}
-        self._used = dict.fromkeys(self._sizes, 0)
-        self._holders = dict.fromkeys(self._sizes, 0)
-        self._devices_held = self._running_gpus = self._waiting = self._accounted_ms = self._host_mib = 0
+        self._result = begin_result("fractional", trace, len(host.devices))
+        self._accounts = Accounts(self._result, host.devices)
         self._waits: list[int] = []
-        self._result = Result(
-            name="fractional",
-            sessions=len(trace),
-            cells=sum(len(session.cells) for session in trace),
-            gpu_cells=sum(cell.gpus > 0 for session in trace for cell in session.cells),
-            devices=len(host.devices),
-            reserved=sum(session.gpus * (session.close_ms - session.open_ms) * 1000 for session in trace),
-        )
-
-    def _kernel(self, session: Session) -> _Kernel:
-        if session.most_gpus > 1:
-            raise SimulationError(
-                f"session {session.session_id!r} uses {session.most_gpus} GPUs at once, and a lease has one; "
-                "leave such sessions out with --one-gpu-only"
-            )
-        pool = self._host.pools[0]
-        milli, cap_mib = fraction_for(session, pool, self._device_mib)
-        spec = LeaseSpec(
-            lease_id=session.session_id, pool=pool.name, owner=session.user, fraction_milli=milli, reserve_mib=cap_mib
-        )
-        return _Kernel(session, spec)
 
     def result(self) -> Result:
         """Run to the end."""
@@ -190,10 +134,11 @@ class _Run:
             self._at(kernel.session.open_ms, partial(self._open, kernel))
         while self._moments:
             at_ms, _, act = heappop(self._moments)
-            self._account(at_ms)
+            self._accounts.advance(at_ms)
             self._now_ms = at_ms
             act()
         self._arbiter.validate()
+        self._accounts.finish()
         self._result.waits = Waits(tuple(sorted(self._waits)))
         self._result.lost += sum(not kernel.over for kernel in self._kernels.values())
         return self._result
@@ -203,17 +148,6 @@ class _Run:
     def _at(self, at_ms: int, act: Callable[[], None]) -> None:
         self._order += 1
         heappush(self._moments, (max(at_ms, self._now_ms), self._order, act))
-
-    def _account(self, now_ms: int) -> None:
-        passed = now_ms - self._accounted_ms
-        if passed > 0:
-            self._result.busy += self._running_gpus * passed * 1000
-            point = Point(self._accounted_ms, self._devices_held, self._running_gpus, self._waiting)
-            self._result.held += point.devices_held * passed * 1000
-            if not self._result.timeline or self._result.timeline[-1] != point:
-                self._result.timeline.append(point)
-            self._result.peak_devices_held = max(self._result.peak_devices_held, point.devices_held)
-            self._accounted_ms = now_ms
 
     def _tell(self, event: Event) -> None:
         """Hand an event to the arbiter and carry out what it says; events that arise on the way come after it."""
@@ -230,18 +164,21 @@ class _Run:
 
     # -- what the arbiter says ----------------------------------------------------------------------------------------
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: Effect) -> None:  # noqa: C901 - one case per effect
         match effect:
             case StateChanged():
                 self._changed(self._kernels[effect.lease_id], effect)
             case Granted():
-                kernel = self._kernels[effect.lease_id]
-                if kernel.waiting:
-                    self._run_cell(kernel)
+                self._granted(self._kernels[effect.lease_id], effect)
             case Suspend():
                 self._suspend(self._kernels[effect.lease_id], effect)
             case Resume():
                 self._resume(self._kernels[effect.lease_id], effect)
+            case Resized():
+                kernel = self._kernels[effect.lease_id]
+                kernel.reserved_mib = effect.reserved_mib or kernel.reserved_mib
+                if kernel.growing:
+                    self._grow(kernel)
             case WakeAt(at_ms=at_ms):
                 self._wake_version += 1
                 if at_ms is not None:
@@ -257,54 +194,55 @@ class _Run:
             self._tell(Tick(at_ms=self._now_ms))
 
     def _changed(self, kernel: _Kernel, change: StateChanged) -> None:
-        held = kernel.state in HOLDING
-        holds = change.new in HOLDING
-        if held:
-            self._holders[kernel.device_id] -= 1
-            self._devices_held -= self._holders[kernel.device_id] == 0
-        if holds and change.device_id is not None:
-            self._devices_held += self._holders[change.device_id] == 0
-            self._holders[change.device_id] += 1
-            kernel.device_id = change.device_id
+        if kernel.state in HOLDING:
+            self._accounts.let_go(kernel.device_ids)
+        if change.new in HOLDING and change.device_id is not None:
+            kernel.device_ids = self._devices_of(kernel, change.device_id)
+            self._accounts.hold(kernel.device_ids)
         kernel.state = change.new
+
+    def _devices_of(self, kernel: _Kernel, device_id: str) -> tuple[str, ...]:
+        if kernel.spec.devices == 1:
+            return (device_id,)
+        view = self._arbiter.lease(kernel.spec.lease_id)
+        return view.device_ids if view is not None else kernel.device_ids
 
     def _suspend(self, kernel: _Kernel, effect: Suspend) -> None:
         self._result.suspends += 1
-        if kernel.running is not None:
+        if kernel.running is not None or kernel.growing:
             self._result.preemptions += 1
-            kernel.unfinished = self._stop(kernel)
-            kernel.waiting, kernel.asked_ms = True, self._now_ms
-            self._waiting += 1
-        nothing = kernel.memory_mib == 0
-        takes_ms = self._host.swap.save_ms(kernel.memory_mib)
-        device_id, mib = kernel.device_id, kernel.memory_mib
+            if kernel.running is not None:
+                kernel.unfinished = self._stop(kernel)
+                self._accounts.waiting += 1
+            kernel.growing, kernel.waiting = False, True
+        device_ids, mib, total_mib = kernel.device_ids, kernel.memory_mib, kernel.total_mib
 
         def saved() -> None:
             if not kernel.over:
-                self._used[device_id] -= mib
-                self._move_host(mib)
-            outcome = SuspendOutcome.NOTHING_TO_SAVE if nothing else SuspendOutcome.SAVED
+                self._accounts.use(device_ids, -mib)
+                self._accounts.save(total_mib)
             self._tell(
                 SuspendFinished(
                     at_ms=self._now_ms,
                     lease_id=effect.lease_id,
                     operation_id=effect.operation_id,
                     generation=effect.generation,
-                    outcome=outcome,
-                    saved_mib=mib,
+                    outcome=SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED,
+                    saved_mib=total_mib,
                 )
             )
 
-        self._at(self._now_ms + takes_ms, saved)
+        self._at(self._now_ms + self._host.swap.save_ms(total_mib), saved)
 
     def _resume(self, kernel: _Kernel, effect: Resume) -> None:
         self._result.resumes += 1
-        self._use(effect.device_id, kernel.memory_mib)
-        mib = kernel.memory_mib
+        kernel.reserved_mib = effect.reserve_mib
+        self._accounts.use(kernel.device_ids, kernel.memory_mib)
+        total_mib = kernel.total_mib
 
         def restored() -> None:
             if not kernel.over:
-                self._move_host(-mib)
+                self._accounts.save(-total_mib)
             self._tell(
                 ResumeFinished(
                     at_ms=self._now_ms,
@@ -315,17 +253,7 @@ class _Run:
                 )
             )
 
-        self._at(self._now_ms + self._host.swap.restore_ms(mib), restored)
-
-    def _move_host(self, mib: int) -> None:
-        self._host_mib += mib
-        self._result.moved_mib += abs(mib)
-        self._result.host_peak_mib = max(self._result.host_peak_mib, self._host_mib)
-
-    def _use(self, device_id: str, mib: int) -> None:
-        self._used[device_id] += mib
-        if mib > 0 and self._used[device_id] > self._sizes[device_id]:
-            self._result.out_of_memory += 1
+        self._at(self._now_ms + self._host.swap.restore_ms(total_mib), restored)
 
     # -- a session ------------------------------------------------------------------------------------------------------
 
@@ -341,42 +269,66 @@ class _Run:
             self._close(kernel)
             return
         cell = kernel.cell
-        kernel.asked_ms = kernel.cell_began_ms = self._now_ms
+        kernel.asked_ms = self._now_ms
         if not cell.gpus and not self._host.every_cell_asks:
             self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
             return
         self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=True))
+        self._accounts.waiting += 1
         if kernel.state is LeaseState.RESIDENT:
-            self._run_cell(kernel)
+            self._grow(kernel)
             return
         kernel.waiting = True
-        self._waiting += 1
         self._tell(Wanted(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
 
-    def _run_cell(self, kernel: _Kernel) -> None:
-        """The cell runs on the kernel's device from now on."""
-        cell = kernel.cell
+    def _granted(self, kernel: _Kernel, grant: Granted) -> None:
+        kernel.reserved_mib = grant.reserved_mib or kernel.spec.reserve_mib
         if kernel.waiting:
             kernel.waiting = False
-            self._waiting -= 1
+            self._grow(kernel)
+
+    def _grow(self, kernel: _Kernel) -> None:
+        """The kernel is let in: it takes the memory its cell needs as far as it may, and runs once it has it."""
+        need_mib = kernel.cell.gpu_mib if kernel.cell.gpus and kernel.unfinished is None else kernel.memory_mib
+        mib = min(need_mib, kernel.reserved_mib)
+        if mib != kernel.memory_mib:
+            self._accounts.use(kernel.device_ids, mib - kernel.memory_mib)
+            kernel.memory_mib = mib
+        if kernel.cell.gpus:
+            self._tell(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
+        if mib == need_mib:
+            kernel.growing = False
+            self._run_cell(kernel)
+        elif not kernel.growing:
+            kernel.growing = True
+            self._at(self._now_ms + _PATIENCE_MS, partial(self._give_up, kernel, kernel.next_cell))
+
+    def _give_up(self, kernel: _Kernel, cell: int) -> None:
+        """A cell that is still short of memory fails, as an allocation does that the framework's limit refuses."""
+        if kernel.growing and kernel.next_cell == cell:
+            kernel.growing = False
+            self._result.out_of_memory += 1
+            self._begins(kernel)
+            self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
+            self._done(kernel)
+
+    def _begins(self, kernel: _Kernel) -> None:
+        self._accounts.waiting -= 1
+        if kernel.unfinished is None and kernel.cell.gpus:
+            self._waits.append(self._now_ms - kernel.asked_ms)
+
+    def _run_cell(self, kernel: _Kernel) -> None:
+        """The cell runs on the kernel's devices from now on; what slows it down is looked for on the first of them."""
+        cell = kernel.cell
+        self._begins(kernel)
         running, kernel.unfinished = kernel.unfinished, None
         if running is None:
-            running = Running(
-                kernel.spec.lease_id, cell.util_percent if cell.gpus else 0, cell.duration_ms * UNSHARED, self._now_ms
-            )
-            kernel.cell_began_ms = self._now_ms
-            if cell.gpus:
-                self._waits.append(self._now_ms - kernel.asked_ms)
-                self._allocate(kernel, cell.gpu_mib)
+            util_percent = cell.util_percent if cell.gpus else 0
+            running = Running(kernel.spec.lease_id, util_percent, cell.duration_ms * UNSHARED, self._now_ms)
         running.at_ms = self._now_ms
         kernel.running = running
-        self._running_gpus += cell.gpus
-        self._plan(self._shared[kernel.device_id].begin(running))
-
-    def _allocate(self, kernel: _Kernel, mib: int) -> None:
-        self._use(kernel.device_id, mib - kernel.memory_mib)
-        kernel.memory_mib = mib
-        self._tell(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=mib))
+        self._accounts.running_gpus += cell.gpus
+        self._plan(self._shared[kernel.device_ids[0]].begin(running))
 
     def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
         for at_ms, running in ends:
@@ -392,9 +344,9 @@ class _Run:
 
     def _stop(self, kernel: _Kernel) -> Running:
         """Take the running cell off its device; the others there may be quicker for it."""
-        stopped, ends = self._shared[kernel.device_id].finish(kernel.spec.lease_id, self._now_ms)
+        stopped, ends = self._shared[kernel.device_ids[0]].finish(kernel.spec.lease_id, self._now_ms)
         kernel.running = None
-        self._running_gpus -= kernel.cell.gpus
+        self._accounts.running_gpus -= kernel.cell.gpus
         self._plan(ends)
         return stopped
 
@@ -407,13 +359,11 @@ class _Run:
         self._at(self._now_ms + thinks_ms, partial(self._next, kernel))
 
     def _close(self, kernel: _Kernel) -> None:
-        on_device = kernel.state in HOLDING
-        on_host = kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING
         kernel.over = True
-        if on_device:
-            self._used[kernel.device_id] -= kernel.memory_mib
-        if on_host:
-            self._host_mib -= kernel.memory_mib
+        if kernel.state in HOLDING:
+            self._accounts.use(kernel.device_ids, -kernel.memory_mib)
+        if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
+            self._accounts.drop_saved(kernel.total_mib)
         self._tell(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
         self._tell(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
         self._ended += 1

@@ -2,7 +2,8 @@
 
 Two CSV files. Cells: `session,user,start_s,duration_s,gpus,gpu_mib,gpu_util`, one row per executed cell; `start_s` and `duration_s` are
 those of an unshared machine, in seconds from the trace's start; `gpus` 0 does not touch the GPU; `gpu_mib` is what the kernel holds
-during and after the cell; `gpu_util` is in percent. Sessions: `session,user,open_s,close_s,gpus,gpu_mib`, what was reserved and when.
+during and after the cell; `gpu_util` is in percent. Sessions: `session,user,open_s,close_s,gpus,gpu_mib`, what was reserved and when; a
+column `priority` (a whole number, 0 if there is none) may follow.
 
 In memory everything is an integer: milliseconds, MiB, percent.
 """
@@ -21,6 +22,7 @@ _CELLS = ("session", "user", "start_s", "duration_s", "gpus", "gpu_mib", "gpu_ut
 _SESSIONS = ("session", "user", "open_s", "close_s", "gpus", "gpu_mib")
 _LONGEST_S = 366 * 86_400.0
 _MOST_GPUS = 64
+_HIGHEST_PRIORITY = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Session:
     gpus: int
     gpu_mib: int
     cells: tuple[Cell, ...]
+    priority: int = 0
 
     @property
     def peak_mib(self) -> int:
@@ -95,6 +98,7 @@ def _session(row: dict[str, str], cells: Iterable[Cell], known: dict[str, Sessio
         gpus=whole(row, "gpus", most=_MOST_GPUS),
         gpu_mib=whole(row, "gpu_mib"),
         cells=tuple(sorted(cells, key=lambda cell: cell.start_ms)),
+        priority=whole(row, "priority", most=_HIGHEST_PRIORITY) if "priority" in row else 0,
     )
     if not session.session_id or session.session_id in known:
         raise TraceError(f"session is {session.session_id[:40]!r}; allowed: an id that no other row has")
@@ -109,9 +113,11 @@ def write_sessions(trace: Sequence[Session], sessions: Path, cells: Path) -> Non
     """Write a trace in the two files' format."""
     with sessions.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
-        out.writerow(_SESSIONS)
+        ranked = any(one.priority for one in trace)
+        out.writerow((*_SESSIONS, "priority") if ranked else _SESSIONS)
         for one in trace:
-            out.writerow((one.session_id, one.user, one.open_ms / 1000, one.close_ms / 1000, one.gpus, one.gpu_mib))
+            row = (one.session_id, one.user, one.open_ms / 1000, one.close_ms / 1000, one.gpus, one.gpu_mib)
+            out.writerow((*row, one.priority) if ranked else row)
     with cells.open("w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
         out.writerow(_CELLS)

@@ -8,9 +8,10 @@ from provisioner.core.effects import LeaseEnded
 from provisioner.core.model import DeviceSpec, PoolSpec
 from provisioner.simulator.baselines import run_baseline
 from provisioner.simulator.errors import SimulationError, TraceError
+from provisioner.simulator.host import Host
 from provisioner.simulator.log import EventLog, digest, replay
 from provisioner.simulator.picture import picture
-from provisioner.simulator.simulation import Host, simulate
+from provisioner.simulator.simulation import simulate
 from provisioner.simulator.synthetic import synthetic_sessions
 from provisioner.simulator.traces import Session, read_sessions, write_sessions
 

@@ -137,14 +137,21 @@ def test_bad_input_is_one_clear_line(
     assert complaint.count("\n") == 1
 
 
-def test_sessions_with_several_gpus_are_left_out_on_demand(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_sessions_with_several_gpus_have_whole_ones_or_are_left_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     sessions, cells = tmp_path / "sessions.csv", tmp_path / "cells.csv"
     sessions.write_text("session,user,open_s,close_s,gpus,gpu_mib\na,u,0,9,1,10\nb,u,0,9,2,10\n")
-    cells.write_text("session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\na,u,1,1,1,10,5\nb,u,1,1,2,10,5\n")
-    files = ["--sessions", str(sessions), "--cells", str(cells)]
-    assert main(["simulate", *files]) == 1
-    assert "session 'b' uses 2 GPUs at once" in capsys.readouterr().err
-    assert main(["simulate", "--json", "--one-gpu-only", *files]) == 0
+    cells.write_text("session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\na,u,1,1,1,10,5\nb,u,2,3,2,10,5\n")
+    files = ["--sessions", str(sessions), "--cells", str(cells), "--json"]
+    both = simulated(capsys, *files, "--devices", "3x8GiB")
+    assert (both["sessions"], both["peak_devices_held"], both["lost"]) == (2, 3, 0)
+    assert both["busy_gpu_hours"] == pytest.approx(7 / 3600, abs=0.001)
+    assert main(["simulate", *files, "--devices", "1x8GiB"]) == 1
+    complaint = capsys.readouterr().err
+    assert "session 'b' uses 2 GPUs at once, but a lease of pool 'default' may have 1" in complaint
+    assert "--one-gpu-only" in complaint
+    assert main(["simulate", "--one-gpu-only", *files, "--devices", "1x8GiB"]) == 0
     shown = capsys.readouterr()
     assert "1 sessions that use several GPUs at once are left out" in shown.err
     assert json.loads(shown.out)["sessions"] == 1

@@ -6,9 +6,10 @@ import pytest
 
 from provisioner.core.model import DeviceSpec, PoolSpec
 from provisioner.simulator.errors import SimulationError
+from provisioner.simulator.host import Host, SwapSpeed, fraction_for
 from provisioner.simulator.result import Result
 from provisioner.simulator.search import fewest_devices
-from provisioner.simulator.simulation import Host, SwapSpeed, fraction_for, simulate
+from provisioner.simulator.simulation import simulate
 from provisioner.simulator.synthetic import synthetic_sessions
 from provisioner.simulator.traces import Cell, Session
 
@@ -113,7 +114,7 @@ def test_the_smallest_fraction_that_covers_the_peak_is_taken() -> None:
 def test_what_cannot_be_served_is_refused_in_one_sentence() -> None:
     with pytest.raises(SimulationError, match=r"'a' holds up to 8\.8 GiB.*larger devices with --devices"):
         simulate(host(), [session("a", gpu_cell(0, 1, mib=9000))])
-    with pytest.raises(SimulationError, match=r"'a' uses 2 GPUs at once.*--one-gpu-only"):
+    with pytest.raises(SimulationError, match=r"'a' uses 2 GPUs at once, but a lease .* may have 1"):
         simulate(host(), [session("a", Cell(0, 1, 2, 10, 10))])
     with pytest.raises(SimulationError, match="'b' was refused"):
         simulate(host(oversubscription_milli=1000), [session(name, gpu_cell(0, 1)) for name in "ab"])
