@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from provisioner.broker.backend import BackendError, open_backend
-from provisioner.broker.run import Run, device_specs
+from provisioner.broker.run import Run, device_specs, is_service_socket
 from provisioner.client import BrokerClient
 from provisioner.config import ConfigError, load
 from provisioner.discovery import socket_path
@@ -66,6 +66,8 @@ class BrokerOptions:
     idle_exit: str | None = None
     state_dir: str | None = None
     log_level: str | None = None
+    settings: str | None = None  # JSON: settings by their names, which win over the files
+    stand_by: bool = False  # where another broker serves, wait until it ends, and serve then
 
 
 def run_broker(options: BrokerOptions) -> int:
@@ -79,7 +81,9 @@ def run_broker(options: BrokerOptions) -> int:
         simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
     )
     try:
-        Path(socket).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A system service is everybody's; what else is in its folder is private by itself.
+        mode = 0o755 if is_service_socket(socket) else 0o700
+        Path(socket).parent.mkdir(mode=mode, parents=True, exist_ok=True)
         if options.detach:
             return _detach(replace(options, detach=False), socket)
     except OSError as error:
@@ -146,6 +150,8 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
         try:
             lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             stack.callback(os.close, lock)
+            if options.stand_by:
+                fcntl.flock(lock, fcntl.LOCK_EX)
             said = _take_turn(lock, socket, ready)
             if said is not None:
                 return said
@@ -215,9 +221,20 @@ def _opened(path: Path) -> Ledger:
             time.sleep(_RETRY_S)
 
 
-def _overrides(options: BrokerOptions) -> dict[str, str]:
+def _overrides(options: BrokerOptions) -> dict[str, object]:
     given = {"idle_exit": options.idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
-    return {name: value for name, value in given.items() if value is not None}
+    named = _named_settings(options.settings) if options.settings is not None else {}
+    return {**named, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _named_settings(text: str) -> dict[str, object]:
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--settings is not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError('--settings is not of the form {"idle_exit": "never", "pools": {"default": {}}}')
+    return settings
 
 
 def _take_turn(lock: int, socket: str, ready: TextIO | None) -> str | None:
@@ -262,7 +279,8 @@ def _set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
 
 def _restart_file(options: BrokerOptions, socket: str) -> None:
     """Write how to start this broker again, for whoever finds it gone."""
-    argument = {name: value for name, value in asdict(options).items() if value is not None}
+    # Whoever starts it again wants to know at once that a broker serves.
+    argument = {name: value for name, value in asdict(replace(options, stand_by=False)).items() if value is not None}
     content = {
         "argv": [
             sys.executable,

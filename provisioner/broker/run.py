@@ -37,7 +37,7 @@ from provisioner.host.memory import system_headroom
 from provisioner.ledger.ledger import Ledger
 from provisioner.protocol.errors import BrokerUnavailableError
 
-__all__ = ["Run", "device_specs"]
+__all__ = ["Run", "device_specs", "is_service_socket"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,11 @@ _DAY_S = 24 * 3600
 _HISTORY_MS = 90 * _DAY_S * 1000  # what is over is remembered so long
 _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
+
+
+def is_service_socket(socket: str) -> bool:
+    """Whether a broker on this socket serves every user of the machine, not only its own."""
+    return os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu")
 
 
 def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
@@ -121,7 +126,13 @@ class Run:
         server = make_server(service, self._socket, more=SEAT_ROUTES)
         server.add_socket(self._bind())
         self._say_ready()
-        works = (watcher.run(), broker.counters.run(), service.seats.run(), self._stop_when_unused(broker), self._forget_history(broker))
+        works = (
+            watcher.run(),
+            broker.counters.run(),
+            service.seats.run(),
+            self._stop_when_unused(broker),
+            self._forget_history(broker),
+        )
         tasks = [asyncio.create_task(work) for work in works]
         try:
             await self._until_stopped(tasks)
@@ -193,7 +204,7 @@ class Run:
         return min(self._host_budget_mib, saved_mib + system_headroom().mib)
 
     def _bind(self) -> socket_module.socket:
-        service = os.getuid() == 0 and Path(self._socket).parent == Path("/run/jupyter-gpu")
+        service = is_service_socket(self._socket)
         try:
             mode = _SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN
             return PatientListener.of(bind_unix_socket(self._socket, mode=mode))

@@ -47,6 +47,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--state-dir", metavar="DIR", help="where the ledger and the log are kept")
     parser.add_argument(
+        "--settings", metavar="JSON", help="settings by their names, which win over the files: what a hub passes on"
+    )
+    parser.add_argument(
+        "--stand-by",
+        action="store_true",
+        help="where another broker serves on the socket, wait until it ends and serve then (for a service)",
+    )
+    parser.add_argument(
         "--log-level", choices=LOG_LEVELS, type=str.upper, help="how much it writes to its log (default: INFO)"
     )
 
@@ -80,6 +88,8 @@ def run(options: argparse.Namespace) -> int:
                 idle_exit=idle_exit,
                 state_dir=options.state_dir,
                 log_level=options.log_level,
+                settings=options.settings,
+                stand_by=options.stand_by,
             )
         )
     except ConfigError as error:

@@ -27,8 +27,13 @@ CONFIG_NAME = "jupyter_gpu_config.py"
 _SECTION = GPUBroker.__name__
 
 
-def load(config_file: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings from the files and from `overrides` (names of traits; None: not given).
+def load(
+    config_file: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    origin: str = "the command line",
+) -> Settings:
+    """Return the settings from the files and from `overrides` (names of traits; None: not given), which come from `origin`.
 
     Raises ConfigError that names the file, the line or key, the value and what is allowed.
     """
@@ -37,7 +42,7 @@ def load(config_file: str | Path | None = None, overrides: Mapping[str, Any] | N
     for file in files:
         _apply(traits, source, _read(file), str(file))
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
-    _apply(traits, source, given, "the command line")
+    _apply(traits, source, given, origin)
     return translate(traits, lambda name: _where(source.get(name), name), files)
 
 
