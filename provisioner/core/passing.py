@@ -20,7 +20,7 @@ from provisioner.core.victims import Victims
 
 __all__ = ["Pass"]
 
-_MOST_PLANS = 8  # while no swap can begin anyway: room is promised to so many tickets ahead
+_MOST_PLANS = 2  # while no swap can begin anyway: room is promised to so many tickets ahead
 _Turn = tuple[tuple[int, ...], int, Bucket]
 
 
@@ -33,7 +33,6 @@ class Pass:
         self._queue = changes.books.queue
         self._victims = Victims(changes.books)
         self._room = Room(changes.books, self._victims)
-        self._devices: dict[tuple[str, object], tuple[str, ...]] = {}
         self._hopeless: dict[tuple[object, ...], int] = {}  # by family: so much is too much
         self._kept: set[tuple[str, str]] = set()  # lease and device: room is kept or promised there already
         self._latest_urgent: dict[int, int] = {}  # by priority
@@ -125,10 +124,12 @@ class Pass:
         return self._stays(lease, ticket, devices)
 
     def _where(self, bucket: Bucket, lease: Lease) -> tuple[str, ...]:
-        key = (bucket.key.pool, bucket.key.where)
-        devices = self._devices.get(key)
+        key, known = (bucket.key.pool, bucket.key.where), self._books.destinations
+        devices = known.get(key)
         if devices is None:
-            devices = self._devices[key] = destinations(self._books, lease)
+            devices = destinations(self._books, lease)
+            if not isinstance(bucket.key.where, str):
+                known[key] = devices
         return devices
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
@@ -147,6 +148,7 @@ class Pass:
             return True
         urgent = ticket.urgent or bool(self._latest_urgent)
         self._changes.grant(lease, chosen)
+        self._room.changed(chosen)
         self._pass_over(lease, ticket, chosen, urgent=urgent)
         return True
 
@@ -159,9 +161,9 @@ class Pass:
         for victim in plan.victims:
             if not self._changes.channel_free:
                 break
-            self._room.begun(victim)
             why = f"idle, and {format_memory(need_mib)} are needed by lease {lease.lease_id[:8]}"
             self._changes.begin_suspend(victim, "suspend.needed-by", why)
+            self._room.begun(victim)
         self._say(lease, Wait("wait.making-room", "an idle kernel is being suspended to make room", victims))
 
     def _say(self, lease: Lease, wait: Wait | None, devices: tuple[str, ...] = ()) -> None:
@@ -185,7 +187,26 @@ class Pass:
         if not self._is_owed(lease, ticket):
             return False
         self._keep_what_is_due(lease, ticket, devices)
-        return any(self._room.most_mib(device_id, busy=True) > 0 for device_id in devices)
+        self._gather(lease, ticket)
+        return not self._room.is_used_up(devices)
+
+    def _gather(self, lease: Lease, ticket: Ticket) -> None:
+        """Have idle neighbours of the room that is kept for a ticket step aside one by one: they may never be idle all at once.
+
+        Only where the room would suffice if everybody did who can.
+        """
+        if len(ticket.kept_on) < lease.count or not self._changes.channel_free:
+            return
+        need_mib = _needs(lease)
+        for device_id in ticket.kept_on:
+            if not self._room.could_serve(device_id, need_mib):
+                continue
+            for victim in self._room.gather(device_id, need_mib, lease):
+                if not self._changes.channel_free or victim.host_need_mib > self._books.host_left_mib:
+                    return
+                why = f"idle, and {format_memory(need_mib)} are gathered for lease {lease.lease_id[:8]}"
+                self._changes.begin_suspend(victim, "suspend.needed-by", why)
+                self._room.changed(victim.device_ids)
 
     def _pass_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> None:
         """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""

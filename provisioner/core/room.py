@@ -8,7 +8,7 @@ needed (law 7). A third sum, of all that idle (and, where the pool preempts, bus
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from provisioner.core.records import Footing, Wait
+from provisioner.core.records import Device, Footing, Wait
 from provisioner.core.state import Books, Lease
 from provisioner.core.units import format_memory
 from provisioner.core.victims import Victims
@@ -24,39 +24,68 @@ class Plan:
     victims: tuple[Lease, ...]
 
 
+class _Spot:
+    """One device in this pass, MiB."""
+
+    __slots__ = ("coming_mib", "device", "free_mib", "kept_mib", "planned_mib", "total_mib")
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.kept_mib = 0
+        self.coming_mib = 0  # beside what is leaving by the books
+        self.planned_mib = 0  # held by idle leases that are to leave
+        self.free_mib = 0
+        self.total_mib = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Work the sums out."""
+        device = self.device
+        free_mib = device.free_mib
+        if self.kept_mib:
+            free_mib = min(0, free_mib - self.kept_mib) if device.whole else free_mib - self.kept_mib
+        self.free_mib = free_mib
+        self.total_mib = free_mib + device.footing_mib[Footing.LEAVING] + self.coming_mib
+
+    def most_mib(self, *, busy: bool) -> int:
+        """What there would be if everybody idle stepped aside; with `busy` those, too."""
+        sums = self.device.footing_mib
+        most_mib = self.total_mib + sums[Footing.RESTING] - self.planned_mib
+        return most_mib + sums[Footing.WORKING] if busy else most_mib
+
+
 class Room:
-    """The room of all devices, MiB. What a ticket was promised is gone for those behind it."""
+    """The room of all devices, MiB. What a ticket was promised is gone for those behind it.
+
+    A spot holds its sums ready; whoever changes the books of a device tells `changed`.
+    """
 
     def __init__(self, books: Books, victims: Victims) -> None:
         self._books = books
         self._victims = victims
-        self._kept: dict[str, int] = {}
-        self._coming: dict[str, int] = {}  # beside what is leaving by the books
+        self._spots = {device_id: _Spot(device) for device_id, device in books.devices.items()}
         self._planned: set[str] = set()
-        self._planned_mib: dict[str, int] = {}  # held by planned victims, by device
         self._planned_host_mib = 0
 
     # -- sums ------------------------------------------------------------------------------------------------------------
 
+    def changed(self, device_ids: Iterable[str]) -> None:
+        """The books of these devices changed."""
+        for device_id in device_ids:
+            if device_id in self._spots:
+                self._spots[device_id].renew()
+
     def free_mib(self, device_id: str) -> int:
         """What is free on the device and not kept; negative if more is kept than there is."""
-        device, kept_mib = self._books.devices[device_id], self._kept.get(device_id, 0)
-        free_mib = device.free_mib - kept_mib
-        return min(0, free_mib) if device.whole and kept_mib else free_mib
+        return self._spots[device_id].free_mib
 
     def total_mib(self, device_id: str) -> int:
         """What is free, or comes, and is neither kept nor promised."""
-        leaving_mib = self._books.devices[device_id].footing_mib[Footing.LEAVING]
-        return self.free_mib(device_id) + leaving_mib + self._coming.get(device_id, 0)
+        return self._spots[device_id].total_mib
 
-    def most_mib(self, device_id: str, *, busy: bool = False) -> int:
-        """What there would be at most if everybody idle stepped aside; with `busy` those, too."""
-        sums = self._books.devices[device_id].footing_mib
-        most_mib = self.total_mib(device_id) + sums[Footing.RESTING] - self._planned_mib.get(device_id, 0)
-        return most_mib + sums[Footing.WORKING] if busy else most_mib
-
-    def _roomy(self, device_id: str, need_mib: int) -> bool:
-        return self._books.devices[device_id].roomiest_mib >= need_mib
+    def is_used_up(self, devices: Iterable[str]) -> bool:
+        """Whether nobody can be served on these devices any more, whoever steps aside."""
+        return all(self._spots[device_id].most_mib(busy=True) <= 0 for device_id in devices)
 
     # -- where -----------------------------------------------------------------------------------------------------------
 
@@ -65,12 +94,12 @@ class Room:
         if count > 1:
             fitting = [device_id for device_id in devices if self.free_mib(device_id) >= need_mib]
             return self._alike(fitting, count, self.free_mib)
-        best: tuple[int, str] | None = None
+        best, least_mib, spots = None, -1, self._spots
         for device_id in devices:
-            left = self.free_mib(device_id) - need_mib
-            if left >= 0 and (best is None or left < best[0]):
-                best = (left, device_id)
-        return (best[1],) if best else None
+            left_mib = spots[device_id].free_mib - need_mib
+            if left_mib >= 0 and (best is None or left_mib < least_mib):
+                best, least_mib = device_id, left_mib
+        return None if best is None else (best,)
 
     def _alike(self, devices: Iterable[str], count: int, cost: Callable[[str], int]) -> tuple[str, ...] | None:
         """Return so many devices of one name that cost least together; None if there are not so many."""
@@ -83,11 +112,13 @@ class Room:
 
     def keep(self, device_id: str, need_mib: int) -> None:
         """Keep room that is free, or becomes free, for a ticket."""
-        self._kept[device_id] = self._kept.get(device_id, 0) + need_mib
+        spot = self._spots[device_id]
+        spot.kept_mib += need_mib
+        spot.renew()
 
     def nearest(self, devices: Iterable[str], need_mib: int) -> str | None:
         """Return the device that lacks least for the need, among those that could ever have room for it."""
-        possible = [device_id for device_id in devices if self._roomy(device_id, need_mib)]
+        possible = [device_id for device_id in devices if self._spots[device_id].device.roomiest_mib >= need_mib]
         return max(possible, key=self.total_mib, default=None)
 
     # -- making room -----------------------------------------------------------------------------------------------------
@@ -100,10 +131,11 @@ class Room:
         costs: dict[str, int] = {}
         busy = self._victims.takes_busy(lease)
         for device_id in devices:
-            if self.most_mib(device_id, busy=busy) < need_mib or not self._roomy(device_id, need_mib):
+            spot = self._spots[device_id]
+            if spot.most_mib(busy=busy) < need_mib or spot.device.roomiest_mib < need_mib:
                 continue
-            given = sum(victim.held_mib for victim in also if device_id in victim.device_ids)
-            short_mib = need_mib - self.total_mib(device_id) - given
+            given = sum(victim.held_mib for victim in also if device_id in victim.device_ids) if also else 0
+            short_mib = need_mib - spot.total_mib - given
             victims = self._victims.choose(device_id, short_mib, lease, self._planned, also)
             if victims is not None:
                 plans[device_id] = victims
@@ -147,6 +179,29 @@ class Room:
             tuple(victim.lease_id for victim in victims),
         )
 
+    def could_serve(self, device_id: str, need_mib: int) -> bool:
+        """Whether the device would have the room if everybody there who can step aside did, now or later."""
+        device = self._spots[device_id].device
+        stays_mib = device.footing_mib[Footing.STAYING] + sum(
+            lease.held_mib
+            for lease in device.holders.values()
+            if lease.footing in (Footing.RESTING, Footing.WORKING) and self._victims.never_leaves(lease)
+        )
+        return device.roomiest_mib - stays_mib >= need_mib
+
+    def gather(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
+        """Return idle leases there whose room is still lacking, cheapest first."""
+        device = self._spots[device_id].device
+        lack_mib = need_mib - device.free_mib - device.footing_mib[Footing.LEAVING]
+        chosen = []
+        for other in self._victims.willing(device_id):
+            if lack_mib <= 0:
+                break
+            if other is not lease and other.lease_id not in self._planned and other.footing is Footing.RESTING:
+                chosen.append(other)
+                lack_mib -= other.held_mib
+        return chosen
+
     def promise(self, plan: Plan, need_mib: int, *, firm: bool) -> None:
         """Give a ticket the room that its plan makes, and of what is free only what it needs beside.
 
@@ -155,23 +210,23 @@ class Room:
         for victim in plan.victims:
             self._planned.add(victim.lease_id)
             self._planned_host_mib += victim.host_need_mib
-            for device_id in victim.device_ids:
-                self._add_coming(device_id, victim.held_mib)
-                if not victim.busy:
-                    self._planned_mib[device_id] = self._planned_mib.get(device_id, 0) + victim.held_mib
+            self._expect(victim, victim.held_mib)
         for device_id in plan.device_ids:
-            coming_mib = self.total_mib(device_id) - self.free_mib(device_id)
-            made_mib = 0 if firm else min(need_mib, max(0, coming_mib))
-            self._add_coming(device_id, -made_mib)
+            spot = self._spots[device_id]
+            made_mib = 0 if firm else min(need_mib, max(0, spot.total_mib - spot.free_mib))
+            spot.coming_mib -= made_mib
             self.keep(device_id, need_mib - made_mib)
 
     def begun(self, victim: Lease) -> None:
-        """A planned suspend is about to begin: from now on the books count what it frees, and its host memory."""
-        self._planned_host_mib -= victim.host_need_mib
-        for device_id in victim.device_ids:
-            self._add_coming(device_id, -victim.held_mib)
-            if not victim.busy:
-                self._planned_mib[device_id] -= victim.held_mib
+        """A planned suspend has begun: from now on the books count what it frees, and its host memory."""
+        self._planned_host_mib -= victim.host_mib
+        self._expect(victim, -victim.held_mib)
 
-    def _add_coming(self, device_id: str, mib: int) -> None:
-        self._coming[device_id] = self._coming.get(device_id, 0) + mib
+    def _expect(self, victim: Lease, held_mib: int) -> None:
+        for device_id in victim.device_ids:
+            spot = self._spots.get(device_id)
+            if spot is not None:
+                spot.coming_mib += held_mib
+                if not victim.busy:
+                    spot.planned_mib += held_mib
+                spot.renew()

@@ -36,6 +36,9 @@ class Books:
         self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
         self.touched: dict[str, Lease] = {}
         self.passes = 0  # over the queue
+        self.destinations: dict[
+            tuple[str, object], tuple[str, ...]
+        ] = {}  # by pool and home, until a device or pool changes
         self._pool_of: dict[str, str] = {}  # by device
         self._gone_pools: dict[str, PoolSpec] = {}  # of leases whose pool is not configured
         self._number = 0
@@ -169,7 +172,8 @@ class Books:
         self.touch_all()
 
     def touch_all(self) -> None:
-        """Something changed that may concern every lease."""
+        """A device or pool changed, which may concern every lease."""
+        self.destinations.clear()
         self.touched.update(self.leases)
 
     def pool_of(self, device_id: str) -> str | None:

@@ -29,6 +29,10 @@ class Victims:
         """What suspending the lease costs."""
         return 1
 
+    def never_leaves(self, lease: Lease) -> bool:
+        """Whether the lease does not step aside for anybody, idle or not."""
+        return lease.staying or lease.pinned_until_ms > self._books.now_ms
+
     def choose(
         self, device_id: str, short_mib: int, beneficiary: Lease, taken: set[str], also: Sequence[Lease] = ()
     ) -> tuple[Lease, ...] | None:
@@ -37,10 +41,10 @@ class Victims:
             return ()
         chosen: list[Lease] = []
         room = 0
-        for other in self._willing(device_id):
+        for other in self.willing(device_id):
             if room >= short_mib:
                 break
-            if other.lease_id in taken or other is beneficiary or other in also:
+            if other.footing is not Footing.RESTING or other.lease_id in taken or other is beneficiary or other in also:
                 continue
             chosen.append(other)
             room += other.held_mib
@@ -52,7 +56,7 @@ class Victims:
                 room -= other.held_mib
         return tuple(chosen)
 
-    def _willing(self, device_id: str) -> list[Lease]:
+    def willing(self, device_id: str) -> list[Lease]:
         """Return who is idle on the device and may be suspended now, cheapest first."""
         willing = self._idle.get(device_id)
         if willing is None:
