@@ -28,6 +28,7 @@ from provisioner.protocol.messages import (
     AcquireRequest,
     AttachRequest,
     DeviceStatus,
+    DrainRequest,
     GateAnswer,
     GateCommand,
     GateHello,
@@ -181,6 +182,14 @@ class BrokerClient:
     def history(self, lease_id: str) -> History:
         """The lease's memory and state over time. Raises NotFoundError."""
         return _decode(History, self._call("GET", _route(lease_id, "history")))
+
+    def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
+        """Begin to empty a device (id, beginning of one, or number). Raises ForbiddenError for who is no administrator."""
+        return _decode(DeviceStatus, self._call("POST", f"/v1/devices/{quote(device, safe='')}/drain", asdict(request)))
+
+    def undrain(self, device: str) -> DeviceStatus:
+        """Let a drained device take part again; one that is not drained is no error. Raises ForbiddenError."""
+        return _decode(DeviceStatus, self._call("POST", f"/v1/devices/{quote(device, safe='')}/undrain"))
 
     def acquire(self, lease_id: str, request: AcquireRequest) -> Iterator[Progress]:
         """Yield what the broker says while this lease waits for the GPU; the last line is `granted` or `refused`.

@@ -47,6 +47,12 @@ COMMANDS: dict[str, _Entry] = {
     "status": _Entry("provisioner.commands.status", "the GPUs, and who holds what or waits for it"),
     "suspend": _Entry("provisioner.commands.suspend", "save a kernel's GPU memory on the host and free the GPU"),
     "resume": _Entry("provisioner.commands.resume", "bring a suspended kernel back onto a GPU"),
+    "pin": _Entry("provisioner.commands.pin", "keep a kernel on its GPU for a while"),
+    "unpin": _Entry("provisioner.commands.unpin", "end a kernel's pin"),
+    "resize": _Entry("provisioner.commands.resize", "give a running kernel another share of a GPU"),
+    "explain": _Entry("provisioner.commands.explain", "why a kernel waited, was suspended, moved or refused"),
+    "drain": _Entry("provisioner.commands.drain", "empty a GPU (administrators)"),
+    "undrain": _Entry("provisioner.commands.undrain", "let a drained GPU take part again (administrators)"),
     "kernels": _Entry("provisioner.commands.kernels", "install, list and remove the kernels that the launcher offers"),
     "doctor": _Entry("provisioner.commands.doctor", "examine the machine, the driver, the broker and Jupyter"),
     "simulate": _Entry(

@@ -10,12 +10,12 @@ from typing import Never, TextIO
 
 from provisioner.commands.connection import add_socket_argument, broker_if_running
 from provisioner.commands.words import render_status
+from provisioner.discovery import socket_path
 from provisioner.protocol.messages import HostStatus
 
 __all__ = ["configure", "run", "show"]
 
 INTERVAL_S = 2.0
-NOT_RUNNING = "No broker is running; it starts with the first kernel that wants a GPU.\n"
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
 
 EPILOG = """\
@@ -40,21 +40,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_socket_argument(parser)
 
 
-def show(status: HostStatus | None, *, as_json: bool) -> str:
-    """Return the status as text or as one line of JSON, ending in a newline. None: no broker runs."""
+def show(status: HostStatus | None, *, as_json: bool, socket: str) -> str:
+    """Return the status as text or as one line of JSON, ending in a newline. None: no broker runs on the socket."""
     if as_json:
         return json.dumps({"running": False} if status is None else {"running": True, **asdict(status)}) + "\n"
-    return NOT_RUNNING if status is None else render_status(status)
+    if status is None:
+        return f"No broker is running on {socket}; it starts with the first kernel that wants a GPU.\n"
+    return render_status(status)
 
 
 def watch(
-    look: Callable[[], HostStatus | None], out: TextIO, *, as_json: bool, pause: Callable[[float], None] = time.sleep
+    look: Callable[[], HostStatus | None],
+    out: TextIO,
+    *,
+    as_json: bool,
+    socket: str,
+    pause: Callable[[float], None] = time.sleep,
 ) -> Never:
     """Show the status again and again; ends only with an exception of `look`, `out` or `pause`."""
     redraw = out.isatty() and not as_json
     separator = "" if as_json else "\n"
     while True:
-        text = show(look(), as_json=as_json)
+        text = show(look(), as_json=as_json, socket=socket)
         out.write(_CLEAR + text + "\nCtrl-C ends this.\n" if redraw else text + separator)
         out.flush()
         pause(INTERVAL_S)
@@ -63,7 +70,7 @@ def watch(
 def run(options: argparse.Namespace) -> int:
     """Show the status once or until Ctrl-C."""
     as_json: bool = options.json
-    socket: str | None = options.socket
+    socket: str = options.socket or socket_path()
 
     def look() -> HostStatus | None:
         client = broker_if_running(socket)
@@ -75,9 +82,9 @@ def run(options: argparse.Namespace) -> int:
             client.close()
 
     if not options.watch:
-        sys.stdout.write(show(look(), as_json=as_json))
+        sys.stdout.write(show(look(), as_json=as_json, socket=socket))
         return 0
     try:
-        watch(look, sys.stdout, as_json=as_json)
+        watch(look, sys.stdout, as_json=as_json, socket=socket)
     except KeyboardInterrupt:
         return 0  # the ordinary way to end it

@@ -8,6 +8,7 @@ from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
 __all__ = [
     "bar",
     "device_in_words",
+    "expected_wait",
     "lease_name",
     "render_leases",
     "render_status",
@@ -59,7 +60,18 @@ def state_in_words(lease: LeaseStatus) -> str:
             words = "on the GPU, working in the background"
     else:
         words = _STATES.get(lease.state, lease.state)
-    return f"{words}, {format_duration(lease.age_ms)}"
+    pinned = f", pinned for {format_duration(lease.pinned_ms)}" if lease.pinned_ms else ""
+    return f"{words}, {format_duration(lease.age_ms)}{pinned}"
+
+
+def expected_wait(lease: LeaseStatus) -> str:
+    """Return how long the lease is expected to wait, to be put behind a sentence; empty where nobody can tell."""
+    if lease.expected_ms is None or lease.low_ms is None or lease.high_ms is None:
+        return ""
+    expected, low, high = (
+        format_duration(max(1, -(-ms // 1000)) * 1000) for ms in (lease.expected_ms, lease.low_ms, lease.high_ms)
+    )
+    return f"; about {expected} ({low} to {high})"
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> str:
@@ -106,6 +118,8 @@ def _device_lines(device: DeviceStatus) -> list[str]:
         lines.append(f"     kernels there stay on it: {device.why_not}")
     if device.lost:
         lines.append("     lost: the device does not answer; it admits nobody until it does")
+    elif device.draining:
+        lines.append("     draining: it admits nobody, and who is on it leaves it")
     elif device.over_committed:
         lines.append("     over-committed: more is held than fits; it admits nobody until that changes")
     return lines
@@ -132,7 +146,8 @@ def render_leases(leases: Sequence[LeaseStatus]) -> list[str]:
     if waiting:
         lines.append("  waiting:")
         lines += [
-            f"    {lease.position}. {lease_name(lease)}: {lease.sentence or 'waits for its turn'}" for lease in waiting
+            f"    {lease.position}. {lease_name(lease)}: {lease.sentence or 'waits for its turn'}{expected_wait(lease)}"
+            for lease in waiting
         ]
     return lines
 

@@ -34,7 +34,7 @@ def pictures_until_enough(out: io.StringIO, pictures: list[HostStatus | None], *
             raise EnoughError
 
     with pytest.raises(EnoughError):
-        watch(lambda: left.pop(0), out, as_json=as_json, pause=pause)
+        watch(lambda: left.pop(0), out, as_json=as_json, socket="/run/b.sock", pause=pause)
     return pauses
 
 
@@ -60,7 +60,9 @@ def test_no_broker_is_an_ordinary_answer_and_none_is_started(
 ) -> None:
     socket = tmp_path / "b.sock"
     assert main(["status", "--socket", str(socket)]) == 0
-    assert capsys.readouterr().out == "No broker is running; it starts with the first kernel that wants a GPU.\n"
+    assert capsys.readouterr().out == (
+        f"No broker is running on {socket}; it starts with the first kernel that wants a GPU.\n"
+    )
     assert main(["status", "--json", "--socket", str(socket)]) == 0
     assert capsys.readouterr().out == '{"running": false}\n'
     assert list(tmp_path.iterdir()) == []
@@ -104,7 +106,7 @@ def test_a_watch_for_programs_is_one_object_a_line() -> None:
 def test_a_watch_into_a_file_has_no_escapes() -> None:
     out = io.StringIO()
     pictures_until_enough(out, [a_host(), a_host()], as_json=False)
-    assert out.getvalue() == 2 * (show(a_host(), as_json=False) + "\n")
+    assert out.getvalue() == 2 * (show(a_host(), as_json=False, socket="") + "\n")
 
 
 def test_ctrl_c_ends_a_watch_quietly(

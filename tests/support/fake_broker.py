@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from provisioner.protocol.errors import FractionalGPUError, NotFoundError, UnauthorizedError
 from provisioner.protocol.limits import PROTOCOL_VERSION
-from provisioner.protocol.messages import HostStatus, LeaseReply, LeaseStatus, Pong, Progress
+from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseReply, LeaseStatus, Pong, Progress
 
 __all__ = ["DEADLINE_S", "Call", "FakeBroker", "FakeLease"]
 
@@ -63,6 +63,21 @@ class FakeBroker:
         self.gate_bytes: list[bytes] = []  # sent as one chunk each on the gate stream, which then stays open
         self.protocol = PROTOCOL_VERSION
         self.connections = 0
+        self.device = DeviceStatus(
+            device_id="GPU-0",
+            index=0,
+            name="H100",
+            pool="default",
+            memory_mib=1024,
+            leasable_mib=1024,
+            used_mib=0,
+            reserved_mib=512,
+            stranger_mib=0,
+            over_committed=False,
+            lost=False,
+            draining=True,
+        )
+        self.devices: list[DeviceStatus] = []  # what each further status tells of it
         self.hung_up: list[str] = []  # routes whose stream the client left
         self._changed = threading.Condition()
         self._sockets: set[socket.socket] = set()
@@ -160,9 +175,14 @@ class FakeBroker:
                 return asdict(Pong(version="0", protocol=self.protocol, pid=os.getpid(), simulated=True))
             case "status":
                 leases = [self._status(lease_id) for lease_id in self.leases]
-                return asdict(_host_status(self.path, leases))
+                return asdict(_host_status(self.path, leases, self.devices.pop(0) if self.devices else None))
             case "create":
                 return asdict(self._create(call.body))
+            case "drain" | "undrain":
+                return asdict(self.device)
+        return self._about_lease(call, token)
+
+    def _about_lease(self, call: Call, token: str) -> dict[str, Any]:
         lease = self.leases.get(call.lease_id)
         if lease is None or (lease.state == "ended" and call.route != "release"):
             raise NotFoundError(f"there is no lease {call.lease_id}")
@@ -232,7 +252,7 @@ class FakeBroker:
         )
 
 
-def _host_status(path: str, leases: list[LeaseStatus]) -> HostStatus:
+def _host_status(path: str, leases: list[LeaseStatus], device: DeviceStatus | None) -> HostStatus:
     return HostStatus(
         version="0",
         pid=os.getpid(),
@@ -240,7 +260,7 @@ def _host_status(path: str, leases: list[LeaseStatus]) -> HostStatus:
         socket=path,
         host_budget_mib=1024,
         host_saved_mib=0,
-        devices=[],
+        devices=[] if device is None else [device],
         leases=leases,
         pools={"default": [250]},
     )
@@ -280,6 +300,8 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(length)) if length else {}
         words = self.path.strip("/").split("/")
+        if words[1] == "devices":
+            return Call(words[3], words[2], body, self.number)
         if words[1] != "leases":
             return Call(words[1], "", body, self.number)
         if len(words) == 2:
