@@ -6,6 +6,9 @@
 - A device's memory is what processes can have: what the driver keeps for itself is neither in the total nor in the
   use.
 - Devices are named by UUID; an index is for people and may change with every boot.
+- A device in MIG mode is not listed itself: its instances are, each as a device.
+- Who works on a device is known from the samples that the driver keeps of each process's utilisation. A sample tells of a period that ends
+  with it (up to a second long, the shorter the better the device), so for a while after work ended it may look as if it went on.
 - Where NVML does not tell what a process uses (some virtual machines and containers do not), the processes it does
   not tell of share what is used and accounted for by nobody, in equal parts: exact for one process, a guess for
   more.
@@ -13,11 +16,21 @@
 
 import importlib
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
-from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUError, GPUErrorCode, ProcessUse
+from provisioner.gpu.interface import (
+    DeviceActivity,
+    DeviceInfo,
+    DeviceUse,
+    GPUError,
+    GPUErrorCode,
+    ProcessKind,
+    ProcessUse,
+)
 from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
 
 __all__ = ["NvidiaMonitor"]
@@ -52,6 +65,10 @@ _WHY_NONE: Final[Mapping[int, str]] = {
 # A device that answers so is left out, so that it does not hide the others. The last is a device that shares the system's
 # memory and has no size of its own: there is nothing to give fractions of.
 _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NOT_SUPPORTED})
+
+_SAMPLE_LATE_US: Final = 250_000  # how late a sample may come
+_SETTLE_US: Final = 1_000_000  # how long a sample's period may be
+_ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
 
 _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
 
@@ -96,13 +113,15 @@ class NvidiaMonitor:
             raise self._error(error, "listing the devices") from error
         self._warnings = driver_warnings(version)
         refusal = driver_refusal(version) or self._bindings()
-        found = [device for index in range(count) if (device := self._describe(index, refusal)) is not None]
+        found = [device for index in range(count) for device in self._describe(index, refusal)]
+        if any(device.why_not == _ON_MIG for device in found):  # instances have no index of their own
+            found = [replace(device, index=index) for index, device in enumerate(found)]
         if found:
             self._why_none = ""
         elif count:
             self._why_none = (
-                f"none of the {count} NVIDIA devices can be used: they do not answer, are not this user's, or have no "
-                "memory of their own; `nvidia-smi` and `dmesg` tell more"
+                f"none of the {count} NVIDIA devices can be used: they do not answer, are not this user's, have no memory of "
+                "their own, or are in MIG mode without an instance; `nvidia-smi -L` and `dmesg` tell more"
             )
         else:
             self._why_none = "NVIDIA's driver is loaded but sees no device"
@@ -116,13 +135,36 @@ class NvidiaMonitor:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
             _, used = self._memory(handle)
             by_pid: dict[int, int | None] = {}
-            for process in [*self._nvml.nvmlDeviceGetComputeRunningProcesses(handle), *self._graphics(handle)]:
-                # One that computes and draws is in both lists with all that it uses.
-                known = [one for one in (by_pid.get(process.pid), process.usedGpuMemory) if one is not None]
-                by_pid[process.pid] = max(known, default=None)
+            kinds: dict[int, ProcessKind] = {}
+            for kind, processes in self._processes(handle):
+                for process in processes:
+                    # One that computes and draws is in both lists with all that it uses.
+                    known = [one for one in (by_pid.get(process.pid), process.usedGpuMemory) if one is not None]
+                    by_pid[process.pid] = max(known, default=None)
+                    kinds.setdefault(process.pid, kind)
         except self._nvml.NVMLError as error:
             raise self._error(error, f"reading device {device_id}") from error
-        return DeviceUse(device_id=device_id, used_mib=-(-used // _MIB), processes=_shares(by_pid, used))
+        return DeviceUse(device_id=device_id, used_mib=-(-used // _MIB), processes=_shares(by_pid, kinds, used))
+
+    def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
+        """Return who worked on the device since then; None for MIG instances and devices that do not tell. Raises GPUError."""
+        if device_id.startswith("MIG-") or not self._start():
+            return None
+        now_us = time.time_ns() // 1000
+        worked_us: dict[int, int] = {}
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
+            for sample in self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us):
+                if sample.smUtil or sample.memUtil or sample.encUtil or sample.decUtil:
+                    at_us = int(sample.timeStamp) - _SAMPLE_LATE_US
+                    worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
+        except self._nvml.NVMLError as error:
+            if error.value in _UNAVAILABLE:
+                return None
+            if error.value != _NOT_FOUND:  # which means that there is no sample
+                raise self._error(error, f"reading who works on device {device_id}") from error
+        worked_us = {pid: at_us for pid, at_us in worked_us.items() if pid > 0 and at_us > since_us}
+        return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return what makes a kernel see this device only; without one it sees none."""
@@ -146,36 +188,47 @@ class NvidiaMonitor:
                 self._started = True
             return True
 
-    def _describe(self, index: int, refusal: str) -> DeviceInfo | None:
-        """Return the device; None for one that is left out."""
+    def _describe(self, index: int, refusal: str) -> list[DeviceInfo]:
+        """Return the device, or its MIG instances; nothing for one that is left out."""
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-            total, _ = self._memory(handle)
-            why_not = self._why_not(handle) or refusal
-            return DeviceInfo(
-                device_id=self._nvml.nvmlDeviceGetUUID(handle),
-                index=index,
-                name=self._nvml.nvmlDeviceGetName(handle),
-                memory_mib=total // _MIB,
-                simulated=False,
-                checkpointable=not why_not,
-                why_not=why_not,
-            )
+            if self._is_divided(handle):
+                return [self._info(instance, index, _ON_MIG) for instance in self._instances(handle)]
+            return [self._info(handle, index, refusal)]
         except self._nvml.NVMLError as error:
             if error.value in _LEFT_OUT:
-                return None
+                return []
             raise self._error(error, f"reading the device with index {index}") from error
 
-    def _why_not(self, handle: object) -> str:
+    def _info(self, handle: object, index: int, why_not: str) -> DeviceInfo:
+        total, _ = self._memory(handle)
+        return DeviceInfo(
+            device_id=self._nvml.nvmlDeviceGetUUID(handle),
+            index=index,
+            name=self._nvml.nvmlDeviceGetName(handle),
+            memory_mib=total // _MIB,
+            simulated=False,
+            checkpointable=not why_not,
+            why_not=why_not,
+        )
+
+    def _is_divided(self, handle: object) -> bool:
         try:
             current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
         except self._nvml.NVMLError as error:
             if error.value in _UNAVAILABLE:  # most devices have no such mode
-                return ""
+                return False
             raise
-        if current:
-            return "the device is in MIG mode, in which the driver cannot checkpoint: switch it off, or share without suspending"
-        return ""
+        return bool(current)
+
+    def _instances(self, handle: object) -> Iterator[object]:
+        """Yield the MIG instances of a device; their numbers may have gaps."""
+        for number in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                yield self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            except self._nvml.NVMLError as error:
+                if error.value not in (_NOT_FOUND, _INVALID_ARGUMENT):
+                    raise
 
     def _memory(self, handle: object) -> tuple[int, int]:
         """Return what processes can have and what they have, bytes."""
@@ -189,9 +242,16 @@ class NvidiaMonitor:
             total, used = memory.total, memory.used
         return int(total), int(used)
 
-    def _graphics(self, handle: object) -> list[object]:
+    def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
+        """Yield who uses the device. Clients of MPS are among those that compute, too; who only draws is in the last list alone."""
+        yield ProcessKind.MPS, self._listed("nvmlDeviceGetMPSComputeRunningProcesses", handle)
+        yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        yield ProcessKind.GRAPHICS, self._listed("nvmlDeviceGetGraphicsRunningProcesses", handle)
+
+    def _listed(self, call: str, handle: object) -> list[Any]:
+        """Return a list that not every device or driver has."""
         try:
-            return list(self._nvml.nvmlDeviceGetGraphicsRunningProcesses(handle))
+            return list(getattr(self._nvml, call)(handle))
         except self._nvml.NVMLError as error:
             if error.value in _UNAVAILABLE:
                 return []
@@ -203,10 +263,11 @@ class NvidiaMonitor:
         return GPUError(code, f"{doing} failed: {error} (NVML error {number})")
 
 
-def _shares(by_pid: Mapping[int, int | None], used: int) -> tuple[ProcessUse, ...]:
+def _shares(by_pid: Mapping[int, int | None], kinds: Mapping[int, ProcessKind], used: int) -> tuple[ProcessUse, ...]:
     unknown = sum(one is None for one in by_pid.values())
     rest = max(0, used - sum(one for one in by_pid.values() if one is not None))
     guess = rest // unknown if unknown else 0
     return tuple(
-        ProcessUse(pid=pid, used_mib=-(-(guess if one is None else one) // _MIB)) for pid, one in sorted(by_pid.items())
+        ProcessUse(pid=pid, used_mib=-(-(guess if one is None else one) // _MIB), kind=kinds[pid])
+        for pid, one in sorted(by_pid.items())
     )

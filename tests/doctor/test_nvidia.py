@@ -11,6 +11,11 @@ from tests.gpu_nvidia.fake_nvml import NO_PERMISSION, NOT_SUPPORTED, FakeGPU, Fa
 LIBRARY_NOT_FOUND = 12
 
 
+_NOT_FOR_INSTANCES = dict.fromkeys(
+    ("nvmlDeviceGetPersistenceMode", "nvmlDeviceGetComputeMode", "nvmlDeviceGetMigMode"), NOT_SUPPORTED
+)
+
+
 class DoctorsNVML(FakeNVML):
     """Answers the questions that only the doctor has."""
 
@@ -124,9 +129,11 @@ def test_a_device_that_cannot_be_shared_is_an_error(proc: Path, mode: int, words
 
 
 def test_mig_is_a_warning(proc: Path) -> None:
-    found = of(look(DoctorsNVML(FakeGPU(mig=1)), proc), "device")
+    divided = FakeGPU(mig=1, instances={0: FakeGPU(uuid="MIG-0", name="MIG 1g.10gb", fails=_NOT_FOR_INSTANCES)})
+    found = of(look(DoctorsNVML(divided), proc), "device")
     assert found.severity is Severity.WARNING
-    assert "MIG mode" in found.finding
+    assert "MIG 1g.10gb" in found.finding
+    assert "MIG instance, on which the driver cannot checkpoint" in found.finding
 
 
 def test_questions_that_a_device_does_not_answer_are_left_out(proc: Path) -> None:

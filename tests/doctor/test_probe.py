@@ -15,8 +15,9 @@ from provisioner.commands.doctor_probe import Probe, findings_of, try_checkpoint
 from provisioner.commands.doctor_victim import VICTIM_MIB, hold_nvidia
 from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUErrorCode
 from provisioner.gpu.simulated import faults
-from provisioner.gpu.simulated.host import create, destroy, lose_device
+from provisioner.gpu.simulated.host import create, destroy
 from provisioner.gpu.simulated.monitor import SimulatedMonitor
+from provisioner.gpu.simulated.store import Store
 from provisioner.host.claims import DeviceClaim
 
 
@@ -79,7 +80,8 @@ def test_nothing_is_tried_while_a_broker_manages_the_device(host: Path, monitor:
 
 
 def test_without_a_device_that_can_nothing_is_tried(host: Path, monitor: SimulatedMonitor) -> None:
-    lose_device(host, monitor.devices()[0].device_id)
+    with closing(Store(host)) as store:
+        store.configure(checkpointable=0)
     assert attempt(host, monitor).not_tried == "no device can be checkpointed"
 
 

@@ -19,8 +19,8 @@ thread.start()
 """
 CHILD = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "from provisioner.gpu.simulated import cuda; cuda.launch(0); print(flush=True); cuda.launch(600)"],
-    stdout=subprocess.PIPE)
+program = "from provisioner.gpu.simulated import cuda; cuda.launch(0); print(flush=True); cuda.launch(600)"
+child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
 child.stdout.readline()
 """
 HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20)"

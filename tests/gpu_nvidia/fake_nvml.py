@@ -29,6 +29,9 @@ class FakeGPU:
     mig: int | None = None  # None: a device without that mode
     processes: dict[int, int | None] = field(default_factory=dict)
     drawing: dict[int, int | None] = field(default_factory=dict)
+    mps: dict[int, int | None] = field(default_factory=dict)
+    samples: list[tuple[int, int, int]] = field(default_factory=list)  # pid, time stamp, utilisation of the SMs
+    instances: "dict[int, FakeGPU]" = field(default_factory=dict)  # by number, in MIG mode
     fails: dict[str, int] = field(default_factory=dict)  # call -> error number
 
 
@@ -73,7 +76,8 @@ class FakeNVML(ModuleType):
         return self.gpus[index]
 
     def nvmlDeviceGetHandleByUUID(self, device_id: str) -> FakeGPU:  # noqa: N802
-        for gpu in self.gpus:
+        instances = [instance for one in self.gpus for instance in one.instances.values()]
+        for gpu in [*self.gpus, *instances]:
             if gpu.uuid == device_id:
                 self._enter("nvmlDeviceGetHandleByUUID", gpu)
                 return gpu
@@ -92,6 +96,31 @@ class FakeNVML(ModuleType):
         if gpu.mig is None:
             raise NVMLError(NOT_SUPPORTED)
         return [gpu.mig, gpu.mig]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: FakeGPU) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetMaxMigDeviceCount", gpu)
+        return 7 if gpu.mig is not None else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGPU, number: int) -> FakeGPU:  # noqa: N802
+        self._enter("nvmlDeviceGetMigDeviceHandleByIndex", gpu)
+        if number not in gpu.instances:
+            raise NVMLError(NOT_FOUND)
+        return gpu.instances[number]
+
+    def nvmlDeviceGetProcessUtilization(self, gpu: FakeGPU, since: int) -> list[SimpleNamespace]:  # noqa: N802
+        self._enter("nvmlDeviceGetProcessUtilization", gpu)
+        found = [
+            SimpleNamespace(pid=pid, timeStamp=stamp, smUtil=busy, memUtil=0, encUtil=0, decUtil=0)
+            for pid, stamp, busy in gpu.samples
+            if stamp > since
+        ]
+        if not found:
+            raise NVMLError(NOT_FOUND)
+        return found
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, gpu: FakeGPU) -> list[SimpleNamespace]:  # noqa: N802
+        self._enter("nvmlDeviceGetMPSComputeRunningProcesses", gpu)
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.mps.items()]
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGPU, version: int | None = None) -> SimpleNamespace:  # noqa: N802
         if version is None:  # the old form counts the reserved part as used

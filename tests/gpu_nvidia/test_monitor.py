@@ -1,11 +1,12 @@
 """Promises of NvidiaMonitor and of the tables it relies on, against a double of NVML."""
 
+import time
 from collections.abc import Callable
 from importlib import metadata
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessUse
+from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
 from provisioner.gpu.nvidia import NvidiaMonitor
 from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
 from tests.gpu_nvidia.fake_nvml import (
@@ -122,8 +123,94 @@ def why_not(*gpus: FakeGPU, version: str = "580.65.06", bindings: str = "") -> s
     return device.why_not
 
 
-def test_a_device_in_mig_mode_cannot_be_checkpointed() -> None:
-    assert "MIG mode" in why_not(FakeGPU(mig=1), version="535.1")
+def divided(*numbers: int) -> FakeGPU:
+    """A device in MIG mode with instances of 10 GiB."""
+    instances = {
+        number: FakeGPU(uuid=f"MIG-{number}", name="NVIDIA H100 MIG 1g.10gb", total=10 * GIB, reserved=0)
+        for number in numbers
+    }
+    return FakeGPU(mig=1, instances=instances)
+
+
+def test_the_instances_of_a_device_in_mig_mode_are_devices_that_cannot_be_checkpointed() -> None:
+    whole = FakeGPU()
+    monitor = monitor_of(FakeNVML(divided(0, 3), whole))
+    first, second, third = monitor.devices()
+    assert [one.device_id for one in (first, second, third)] == ["MIG-0", "MIG-3", whole.uuid]
+    assert [one.index for one in (first, second, third)] == [0, 1, 2]
+    assert (second.name, second.memory_mib) == ("NVIDIA H100 MIG 1g.10gb", 10240)
+    assert "MIG instance, on which the driver cannot checkpoint" in first.why_not
+    assert (first.checkpointable, third.checkpointable) == (False, True)
+    assert monitor.kernel_environment(second.device_id) == {"CUDA_VISIBLE_DEVICES": "MIG-3"}
+
+
+def test_a_device_in_mig_mode_without_an_instance_is_no_device() -> None:
+    monitor = monitor_of(FakeNVML(divided()))
+    assert monitor.devices() == []
+    assert "MIG mode without an instance" in monitor.why_none
+
+
+def test_instances_that_cannot_be_listed_are_an_error() -> None:
+    gpu = divided(0)
+    gpu.fails["nvmlDeviceGetMigDeviceHandleByIndex"] = UNKNOWN
+    fails(GPUErrorCode.UNKNOWN, "NVML says 999", monitor_of(FakeNVML(gpu)).devices)
+
+
+# ---- who works ---------------------------------------------------------------------------------------------------------
+
+SECOND = 1_000_000
+
+
+def test_who_worked_is_told_from_samples_that_say_so() -> None:
+    now = time.time_ns() // 1000
+    gpu = FakeGPU(samples=[(7, now - 5 * SECOND, 80), (7, now, 3), (8, now, 0), (9, now - 3 * SECOND, 50), (0, now, 9)])
+    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, now - 4 * SECOND)
+    assert activity is not None
+    assert set(activity.worked_us) == {7, 9}, "8 was idle, 0 is nobody"
+    assert now - SECOND < activity.worked_us[7] <= now
+    assert now - SECOND < activity.known_until_us
+    assert activity.settle_us == SECOND
+
+
+def test_a_sample_that_may_tell_of_an_earlier_time_is_not_taken_for_work_since() -> None:
+    now = time.time_ns() // 1000
+    gpu = FakeGPU(samples=[(7, now, 80)])
+    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, now - 1000)
+    assert activity is not None
+    assert activity.worked_us == {}
+
+
+def test_no_sample_is_no_work() -> None:
+    gpu = FakeGPU()
+    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0)
+    assert activity is not None
+    assert activity.worked_us == {}
+
+
+@pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+def test_a_device_that_does_not_tell_who_works_is_asked_for_nothing_more(number: int) -> None:
+    gpu = FakeGPU(fails={"nvmlDeviceGetProcessUtilization": number})
+    assert monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0) is None
+    instance = divided(0)
+    assert monitor_of(FakeNVML(instance)).activity("MIG-0", 0) is None
+
+
+def test_a_failure_to_tell_who_works_is_an_error() -> None:
+    gpu = FakeGPU(fails={"nvmlDeviceGetProcessUtilization": GPU_IS_LOST})
+    fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0))
+
+
+def test_clients_of_mps_and_programs_that_only_draw_are_told_apart() -> None:
+    gpu = FakeGPU(used=GIB, processes={1: MIB, 2: MIB}, mps={2: MIB}, drawing={1: MIB, 3: MIB})
+    use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
+    assert {one.pid: one.kind for one in use.processes} == {
+        1: ProcessKind.COMPUTE,
+        2: ProcessKind.MPS,
+        3: ProcessKind.GRAPHICS,
+    }
+    gpu.fails["nvmlDeviceGetMPSComputeRunningProcesses"] = FUNCTION_NOT_FOUND
+    use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
+    assert use.processes[1].kind is ProcessKind.COMPUTE
 
 
 @pytest.mark.parametrize("version", ["535.183.01", "555.42", "569.99"])
@@ -195,7 +282,10 @@ def test_use_tells_what_each_process_has_rounded_up() -> None:
 def test_a_process_that_computes_and_draws_counts_once() -> None:
     gpu = FakeGPU(used=GIB, processes={5: GIB}, drawing={5: GIB, 6: None})
     use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
-    assert use.processes == (ProcessUse(pid=5, used_mib=1024), ProcessUse(pid=6, used_mib=0))
+    assert use.processes == (
+        ProcessUse(pid=5, used_mib=1024),
+        ProcessUse(pid=6, used_mib=0, kind=ProcessKind.GRAPHICS),
+    )
 
 
 @pytest.mark.parametrize(

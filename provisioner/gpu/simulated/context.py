@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Final
 
 from provisioner.gpu.simulated.gate import Gate, SimulatedCudaError, SimulatedOutOfMemory
-from provisioner.gpu.simulated.processes import ON_DEVICE, OPEN, WORK, current_key, find_process, forget, operation_lock, reap
+from provisioner.gpu.simulated.processes import (
+    ON_DEVICE,
+    OPEN,
+    WORK,
+    current_key,
+    find_process,
+    forget,
+    operation_lock,
+    reap,
+)
 from provisioner.gpu.simulated.room import available_bytes
 from provisioner.gpu.simulated.store import MIB, Device, SimulatedHostError, Store
 

@@ -1,0 +1,175 @@
+"""The counters decide whether a kernel without a running cell is idle: soon after a cell, during work, and for devices that say nothing."""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+from provisioner.broker.broker import Broker
+from provisioner.broker.idle_counters import QUIET_S, IdleCounters
+from provisioner.broker.iopub import IOPubWatch
+from provisioner.broker.kernels import Kernel
+from provisioner.core.model import LeaseState, LeaseView
+from provisioner.gpu.interface import DeviceActivity, GPUError, GPUErrorCode
+from provisioner.host.process import identify
+from tests.broker.driver import DEVICE, Quiet
+from tests.broker.test_watch import LEASE, view_of
+
+SECOND = 1_000_000
+SETTLE_US = SECOND
+
+
+class World:
+    """Plays the broker: one kernel, this very process, and a device whose counters say what the test says."""
+
+    def __init__(self, state: LeaseState = LeaseState.RESIDENT) -> None:
+        self.monitor = self
+        self.view: LeaseView = view_of(state)
+        self.quiet = Quiet()
+        self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
+        self.kernel.watch = cast("IOPubWatch", self.quiet)
+        self.kernels = {LEASE: self.kernel}
+        self.worked_us: Mapping[int, int] = {}
+        self.known_until_us: int | None = None
+        self.tells = True
+        self.error: GPUError | None = None
+        self.looks = 0
+        self.looked = asyncio.Event()
+        self.counters = IdleCounters(cast("Broker", self))
+
+    def views(self) -> list[tuple[Kernel, LeaseView]]:
+        return [(self.kernel, self.view)]
+
+    def roots(self) -> list[Any]:
+        return [self.kernel.identity]
+
+    def look_at_use(self, kernel: Kernel) -> None:
+        self.counters.see(kernel, self.view)
+
+    def activity(self, device_id: str, _since_us: int) -> DeviceActivity | None:
+        assert device_id == DEVICE
+        self.looks += 1
+        if self.error is not None:
+            raise self.error
+        if not self.tells:
+            return None
+        known = self.known_until_us if self.known_until_us is not None else time.time_ns() // 1000
+        return DeviceActivity(known_until_us=known, settle_us=SETTLE_US, worked_us=dict(self.worked_us))
+
+    async def look(self) -> None:
+        """Look once, as the loop does."""
+        self.counters._looks = True
+        if watched := self.counters._watched():
+            await self.counters._look(watched)
+
+    @property
+    def busy(self) -> Any:  # noqa: ANN401 - bool, of which mypy would believe that it stays
+        return self.kernel.busy
+
+    def cell_ends(self) -> int:
+        """A cell runs and ends; return when, in microseconds."""
+        self.counters._looks = True
+        self.quiet.busy = True
+        self.look_at_use(self.kernel)
+        self.quiet.busy = False
+        self.look_at_use(self.kernel)
+        assert self.kernel.idle_us is not None
+        return self.kernel.idle_us
+
+
+async def test_right_after_a_cell_nobody_knows_and_then_the_counters_do() -> None:
+    world = World()
+    end_us = world.cell_ends()
+    assert world.busy
+    world.known_until_us = end_us + SETTLE_US - 1
+    world.worked_us = {os.getpid(): end_us - 5}
+    await world.look()
+    assert world.busy, "what the cell did may still be told"
+    world.known_until_us = end_us + SETTLE_US
+    await world.look()
+    assert not world.busy, "what it did before its end is no work now"
+
+
+async def test_work_after_the_cell_keeps_it_busy_until_it_has_been_quiet() -> None:
+    world = World()
+    end_us = world.cell_ends()
+    world.worked_us = {os.getpid(): end_us + SECOND}
+    world.known_until_us = end_us + SECOND
+    await world.look()
+    assert world.busy
+    world.worked_us = {}
+    world.known_until_us = end_us + SECOND + int(QUIET_S * SECOND) - 1
+    await world.look()
+    assert world.busy, "a short pause"
+    world.known_until_us += 1
+    await world.look()
+    assert not world.busy
+    world.worked_us = {os.getpid(): world.known_until_us}
+    await world.look()
+    assert world.busy, "it began anew"
+
+
+async def test_work_of_another_process_is_not_its_work() -> None:
+    world = World()
+    end_us = world.cell_ends()
+    world.worked_us = {1: end_us + SECOND}
+    world.known_until_us = end_us + SECOND
+    await world.look()
+    assert not world.busy
+
+
+async def test_a_person_who_asks_is_not_kept_waiting_by_work() -> None:
+    world = World()
+    world.cell_ends()
+    world.kernel.suspend_wishes += 1
+    assert not world.busy
+    world.quiet.busy = True
+    assert world.busy, "a cell is in the way"
+
+
+async def test_a_device_that_tells_nothing_or_fails_leaves_it_to_the_messages() -> None:
+    world = World()
+    world.cell_ends()
+    world.error = GPUError(GPUErrorCode.UNKNOWN, "no")
+    await world.look()
+    assert not world.busy
+    world.error, world.tells = None, False
+    world.cell_ends()
+    await world.look()
+    assert not world.busy
+    looks = world.looks
+    world.cell_ends()
+    assert not world.busy, "it is not waited for again"
+    await world.look()
+    assert world.looks == looks, "nor asked"
+
+
+async def test_a_lease_that_is_not_resident_has_nothing_to_work_on() -> None:
+    world = World(LeaseState.SUSPENDED)
+    world.cell_ends()
+    assert not world.busy
+    world.kernel.working = True
+    assert world.counters._watched() == []
+    assert not world.busy
+
+
+async def test_nobody_is_held_to_work_by_counters_that_nobody_reads() -> None:
+    world = World()
+    world.look_at_use(world.kernel)
+    assert not world.busy
+
+
+async def test_the_loop_looks_soon_after_a_cell() -> None:
+    world = World()
+    loop = asyncio.create_task(world.counters.run())
+    try:
+        await asyncio.sleep(0)
+        world.cell_ends()
+        async with asyncio.timeout(30):
+            while world.busy:  # noqa: ASYNC110 - the loop tells nobody
+                await asyncio.sleep(0.01)
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+    assert world.looks >= 2
