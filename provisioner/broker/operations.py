@@ -2,6 +2,8 @@
 
 - Each begins with its intent in the ledger, and each is answered, whatever happens: an operation without an answer would hold the
   swap channel for ever.
+- An end that could not be written down (a full disk) is written before the lease's next beginning: the ledger has one open operation
+  a lease, and an old one would be in its way for ever.
 - An operation in hand is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
 """
 
@@ -21,7 +23,7 @@ from provisioner.core.effects import LookAgain, Resume, Suspend
 from provisioner.core.events import Event, ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
 from provisioner.core.model import LeaseState
 from provisioner.host.process import ProcessIdentity
-from provisioner.ledger.records import LedgerError, OperationRecord
+from provisioner.ledger.records import LedgerError, OperationRecord, RecordError
 
 __all__ = ["Operations"]
 
@@ -53,6 +55,7 @@ class Operations:
         self._finished = finished
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
+        self._unwritten: dict[str, Callable[[], None]] = {}  # by lease: the end of its last operation
 
     def start(self, effect: Suspend | Resume | LookAgain) -> None:
         """Begin to carry it out; returns at once."""
@@ -104,7 +107,7 @@ class Operations:
                     sentence=sentence,
                 )
             )
-            self._finish(effect.operation_id, outcome)
+            self._finish(effect, outcome)
             if (kernel := self._kernels().get(effect.lease_id)) is not None:
                 self._finished(kernel)  # it may have become busy meanwhile
 
@@ -137,7 +140,7 @@ class Operations:
                     sentence=sentence,
                 )
             )
-            self._finish(effect.operation_id, outcome)
+            self._finish(effect, outcome)
 
     async def _look_again(self, effect: LookAgain) -> None:
         """Look until the truth is known or the lease has moved on."""
@@ -180,6 +183,9 @@ class Operations:
             pids="[]",
             saved_mib=saved_mib,
         )
+        if (end := self._unwritten.get(effect.lease_id)) is not None:
+            await self._writer.run(end)
+            del self._unwritten[effect.lease_id]
         await self._writer.run(partial(self._writer.ledger.begin, record))
 
     async def _step(self, operation_id: int, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int) -> None:
@@ -187,8 +193,17 @@ class Operations:
         step = partial(self._writer.ledger.step, operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib)
         await self._writer.run(step)
 
-    def _finish(self, operation_id: int, outcome: str) -> None:
-        self._writer.submit(partial(self._writer.ledger.finish, operation_id, str(outcome), wall_ms()))
+    def _finish(self, effect: Suspend | Resume, outcome: str) -> None:
+        end = partial(self._writer.ledger.finish, effect.operation_id, str(outcome), wall_ms())
+
+        def look(done: asyncio.Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, LedgerError) and not isinstance(error, RecordError):
+                kernels = self._kernels()
+                self._unwritten = {lease_id: old for lease_id, old in self._unwritten.items() if lease_id in kernels}
+                self._unwritten[effect.lease_id] = end
+
+        self._writer.submit(end).add_done_callback(look)
 
 
 def _task_done(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
