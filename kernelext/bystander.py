@@ -2,34 +2,14 @@
 
 from typing import Any
 
-__all__ = ["Bystander", "Notices"]
+from kernelext.notices import Notices
+
+__all__ = ["Bystander"]
 
 NO_LEASE = (
     "This kernel has no share of a GPU. Pick a kernel with one, such as “Python 3 · 1/4 GPU”, in the launcher or the kernel menu; "
     "`jupyter gpu kernels install` makes them."
 )
-
-
-class Notices:
-    """Sentences to show once, above the next cell's output. `add` may be called from any thread."""
-
-    def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
-        self._shell = shell
-        self._sentences = [first] if first else []
-
-    def add(self, sentence: str) -> None:
-        """Keep a sentence for the next cell."""
-        if sentence and sentence not in self._sentences:
-            self._sentences.append(sentence)
-
-    def show(self, _info: object) -> None:
-        """`pre_run_cell`, which fires for what a person runs and not for silent requests."""
-        if self._sentences:
-            from kernelext.display import Sentence, publish  # noqa: PLC0415 - off the kernel's start
-
-            sentences, self._sentences = self._sentences, []
-            for sentence in sentences:
-                publish(self._shell, Sentence(sentence))
 
 
 class Bystander:
@@ -43,13 +23,15 @@ class Bystander:
     def load(self) -> None:
         """Register the magic and the notice."""
         self._shell.register_magic_function(self.gpu, "line", "gpu")
+        self._shell.register_magic_function(self.burst, "cell", "gpu")
         self._shell.register_magic_function(self.cpu, "cell", "cpu")
-        self._shell.events.register("pre_run_cell", self._notices.show)
+        self._notices.install()
 
     def unload(self) -> None:
         """Leave the shell as it was."""
-        self._shell.events.unregister("pre_run_cell", self._notices.show)
-        del self._shell.magics_manager.magics["line"]["gpu"], self._shell.magics_manager.magics["cell"]["cpu"]
+        self._notices.uninstall()
+        magics = self._shell.magics_manager.magics
+        del magics["line"]["gpu"], magics["cell"]["gpu"], magics["cell"]["cpu"]
 
     def become_inert(self) -> None:
         """A forked child needs nothing undone."""
@@ -58,6 +40,15 @@ class Bystander:
         """Say why there is no GPU share here."""
         del line  # whatever was asked, the answer is the same
         print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
+
+    def burst(self, line: str, cell: str) -> None:
+        """Refuse: there is no share that could be larger for this cell."""
+        from IPython.core.error import UsageError  # noqa: PLC0415 - loaded already whenever this runs
+
+        del cell
+        raise UsageError(
+            f"%%gpu {line.strip()[:50]}: this cell did not run. {self._notice} {NO_LEASE}".replace("  ", " ")
+        )
 
     def cpu(self, line: str, cell: str) -> None:
         """Run the cell: without a lease no cell waits for a GPU."""

@@ -6,17 +6,18 @@ cell needs blocks its kernel.
 
 The decision is taken on the text *after* IPython's transformations, where `%gpu`, automagic `gpu`, indentation and pasted prompts
 all look the same. `%%cpu` becomes a comment (`SENTINEL`) in that text, so the rest of such a cell is an ordinary cell: top-level
-`await`, the value of its last line and another cell magic all work in it.
+`await`, the value of its last line and another cell magic all work in it. `%%gpu FRACTION` becomes one (`BURST`) in the same way.
 """
 
 import ast
 from collections.abc import Callable
 
-__all__ = ["SENTINEL", "make_cpu_transform", "needs_gpu"]
+__all__ = ["BURST", "SENTINEL", "burst_of", "make_cell_transform", "needs_gpu"]
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
+BURST = "#%%gpu "
 _MARKS = ("run_line_magic('gpu'", "run_line_magic('pinfo'", "run_line_magic('pinfo2'")
-_HELP_TOPICS = ("%gpu", "%%cpu")
+_HELP_TOPICS = ("%gpu", "%%gpu", "%%cpu")
 
 LinesTransform = Callable[[list[str]], list[str]]
 
@@ -25,9 +26,8 @@ def needs_gpu(transformed: str) -> bool:
     """Return whether a cell, given as IPython's transformed text, has to wait for the GPU before it runs."""
     if transformed.startswith(SENTINEL):
         return False
-    if not any(
-        mark in transformed for mark in _MARKS
-    ):  # nearly every cell ends here: parsing costs more than searching
+    # Nearly every cell ends here: parsing costs more than searching.
+    if not any(mark in transformed for mark in _MARKS) or transformed.startswith(BURST):
         return True
     try:
         body = ast.parse(transformed).body
@@ -55,19 +55,35 @@ def _is_own_magic(node: ast.expr) -> bool:
     return name == "gpu" and "{" not in line and "$" not in line
 
 
-def make_cpu_transform(cell_magic: LinesTransform, leading_empty_lines: LinesTransform) -> LinesTransform:
-    """Return the line transformation that turns a leading `%%cpu` into the sentinel.
+def burst_of(transformed: str) -> str | None:
+    """Return what stands behind `%%gpu` if the cell, given as IPython's transformed text, begins with it."""
+    if not transformed.startswith(BURST):  # nearly every cell
+        return None
+    return transformed.partition("\n")[0].removeprefix(BURST).strip()
 
-    It stands before IPython's `cell_magic` and calls it for what follows, so that `%%cpu` may stand above another cell magic.
+
+def make_cell_transform(cell_magic: LinesTransform, leading_empty_lines: LinesTransform) -> LinesTransform:
+    """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into its comment.
+
+    It stands before IPython's `cell_magic` and calls it for what follows, so that ours may stand above another cell magic.
     """
 
-    def cpu_cell(lines: list[str]) -> list[str]:
-        if not lines or lines[0].strip() != "%%cpu" or not lines[0].startswith("%%"):
+    def own_cell(lines: list[str]) -> list[str]:
+        comment = _comment(lines[0]) if lines else ""
+        if not comment:
             return lines
         rest = lines[1:]
         below = leading_empty_lines(rest)
         if below and below[0].startswith("%%"):
-            rest = cell_magic(cpu_cell(below))
-        return [SENTINEL, *rest]
+            rest = cell_magic(own_cell(below))
+        return [comment, *rest]
 
-    return cpu_cell
+    return own_cell
+
+
+def _comment(line: str) -> str:
+    """Return what takes the place of a cell's first line, "" if it is not ours."""
+    if line.startswith("%%cpu") and line.strip() == "%%cpu":
+        return SENTINEL
+    name, _, arguments = line.rstrip().partition(" ")
+    return f"{BURST}{arguments}\n" if name == "%%gpu" else ""

@@ -7,13 +7,13 @@ from typing import Any
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
 from kernelext.acquisition import Acquirer
-from kernelext.bystander import Notices
-from kernelext.cells import make_cpu_transform
+from kernelext.cells import make_cell_transform
 from kernelext.gate import Gate
 from kernelext.guard import Guard
 from kernelext.link import Link
 from kernelext.magics import Magics
 from kernelext.memory import MemoryLimits
+from kernelext.notices import Notices
 from kernelext.settings import Settings
 from kernelext.shrink import Shrinker
 
@@ -31,18 +31,18 @@ class LeasedKernel:
         self._acquirer = Acquirer(settings, self.gate)
         shrinker = Shrinker(self._on_main_loop, self.gate)
         self._link = Link(settings, self.gate, shrinker, self._notices.add, self._take_limit)
-        self._guard = Guard(shell, self.gate, self._acquirer, self._limits, self._link.exempt)
-        self._magics = Magics(shell, settings, self.gate, self._acquirer)
-        self._cpu_transform = make_cpu_transform(cell_magic, leading_empty_lines)
+        self._magics = Magics(shell, settings, self.gate, self._acquirer, limits=self._limits, say=self._notices.add)
+        self._guard = Guard(
+            shell, self.gate, self._acquirer, self._limits, exempt=self._link.exempt, bursts=self._magics.bursts
+        )
+        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
 
     def load(self) -> None:
         """Guard the shell from now on; returns before the broker is spoken to."""
         self._limits.install()
-        self._shell.register_magic_function(self._magics.gpu, "line", "gpu")
-        self._shell.register_magic_function(self._magics.cpu, "cell", "cpu")
-        self._shell.input_transformers_cleanup.append(self._cpu_transform)
-        self._shell.Completer.custom_matchers.append(self._magics.complete)
-        self._shell.events.register("pre_run_cell", self._notices.show)
+        self._magics.install()
+        self._shell.input_transformers_cleanup.append(self._cell_transform)
+        self._notices.install()
         self._guard.install()
         self._link.start()
 
@@ -50,10 +50,9 @@ class LeasedKernel:
         """Leave the shell as it was; limits that were set stay."""
         self._link.stop()
         self._guard.uninstall()
-        self._shell.events.unregister("pre_run_cell", self._notices.show)
-        self._shell.Completer.custom_matchers.remove(self._magics.complete)
-        self._shell.input_transformers_cleanup.remove(self._cpu_transform)
-        del self._shell.magics_manager.magics["line"]["gpu"], self._shell.magics_manager.magics["cell"]["cpu"]
+        self._notices.uninstall()
+        self._shell.input_transformers_cleanup.remove(self._cell_transform)
+        self._magics.uninstall()
         self._limits.uninstall()
 
     def become_inert(self) -> None:

@@ -7,6 +7,7 @@ Rules:
   cells that had no `pre_execute`, and an exception in `pre_execute` does not stop the cell.
 - A cell that may not run is handed on as one whose preparation failed: it fails with our message, hooks of others see an ordinary
   failed cell, and "Run all" stops.
+- `%%gpu` asks for its larger share before it passes the gate, and gives it back after the cell, however that ended (see `sizes`).
 - Messages to widgets do not pass there. For them `pre_execute` waits. Their callbacks cannot be stopped: after a refusal they run
   without the GPU. They are not counted as running; the broker sees them busy on IOPub.
 """
@@ -15,14 +16,17 @@ import functools
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernelext.acquisition import Acquirer
-from kernelext.cells import needs_gpu
+from kernelext.cells import burst_of, needs_gpu
 from kernelext.display import LiveLine
 from kernelext.gate import Gate
 from kernelext.memory import MemoryLimits
 from kernelext.waiting import RefusedError, wait_for_gpu
+
+if TYPE_CHECKING:
+    from kernelext.bursts import CellBursts
 
 __all__ = ["Guard"]
 
@@ -38,13 +42,17 @@ class Guard:
         gate: Gate,
         acquirer: Acquirer,
         limits: MemoryLimits,
+        *,
         exempt: Callable[[bool], None],
+        bursts: Callable[[], "CellBursts"],
     ) -> None:
         self._shell = shell
         self._gate = gate
         self._acquirer = acquirer
         self._limits = limits
         self._exempt = exempt
+        self._make_bursts = bursts
+        self._bursts: CellBursts | None = None  # made for the first `%%gpu`
         self._original: Callable[..., Any] | None = None
 
     def install(self) -> None:
@@ -73,16 +81,18 @@ class Guard:
             if transformed is not None and not needs_gpu(transformed):
                 return await self._run_exempt(original(raw_cell, *args, **kwargs))
             mark = object()
+            silent = bool(kwargs.get("silent", len(args) > 1 and args[1]))
             try:
-                if not self._gate.enter(mark):
-                    failure = self._wait(mark, silent=bool(kwargs.get("silent", len(args) > 1 and args[1])))
-                    if failure is not None:
-                        kwargs["preprocessing_exc_tuple"] = (type(failure), failure, None)
-                        return await _within_cell("no-gpu", original(raw_cell, *args, **kwargs))
+                failure = self._prepare(transformed or "", mark, silent=silent)
+                if failure is not None:
+                    kwargs["preprocessing_exc_tuple"] = (type(failure), failure, None)
+                    return await _within_cell("no-gpu", original(raw_cell, *args, **kwargs))
                 if self._limits.is_stale:
                     self._limits.refresh()
                 return await _within_cell("gpu", original(raw_cell, *args, **kwargs))
             finally:
+                if self._bursts is not None:
+                    self._bursts.end(mark, silent=silent)
                 self._gate.leave(mark)
 
         return run_cell_async
@@ -95,11 +105,19 @@ class Guard:
         finally:
             self._exempt(False)
 
-    def _wait(self, mark: object, *, silent: bool) -> BaseException | None:
-        """Wait until the cell is marked as running (None), or return what it fails with."""
+    def _prepare(self, transformed: str, mark: object, *, silent: bool) -> BaseException | None:
+        """Have what the cell needs, and mark it as running; or return what it fails with."""
+        burst = burst_of(transformed)
+        if burst is None and self._gate.enter(mark):
+            return None
         line = LiveLine(self._shell)
+        shown = None if silent else line
         try:
-            wait_for_gpu(self._gate, self._acquirer, None if silent else line, mark)
+            if burst is not None:
+                self._bursts = self._bursts or self._make_bursts()
+                self._bursts.begin(mark, burst, shown)
+            if burst is None or not self._gate.enter(mark):
+                wait_for_gpu(self._gate, self._acquirer, shown, mark)
         except RefusedError as error:
             return _rejection(str(error))
         except KeyboardInterrupt:

@@ -1,78 +1,104 @@
-"""`%gpu` and `%%cpu`.
+"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. What they do is imported when the first one is used (`actions`, `bursts`).
 
-A cell made of `%gpu` lines never waits for the GPU and is never marked as running, so the gate can be shut beneath it. But the kernel
-is still busy with the very message that carries it, and a broker suspends only what is idle. `%gpu suspend` therefore only leaves a
-note; when the cell is over and the main loop has gone on, a thread asks the broker (which waits a moment for the kernel to become
-idle) and tells the result in place of the note.
+A cell made of `%gpu` lines never waits for the GPU and is never marked as running, so the gate can be shut beneath it.
 """
 
-import contextvars
-import re
-import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
 from kernelext.acquisition import Acquirer, explain
-from kernelext.display import LiveLine, Sentence, StatusView, publish
 from kernelext.gate import Gate
+from kernelext.memory import MemoryLimits
 from kernelext.settings import Settings
-from kernelext.waiting import RefusedError, wait_for_gpu
+from kernelext.waiting import RefusedError
 
-__all__ = ["COMMANDS", "Magics"]
+if TYPE_CHECKING:
+    from kernelext.actions import Actions
+    from kernelext.bursts import CellBursts
+    from kernelext.completion import Completer
+    from kernelext.sizes import Sizes
 
-COMMANDS = {
-    "status": "this kernel's share of a GPU (also: nothing)",
-    "suspend": "save the GPU memory of this kernel to host memory when this cell is over, and free the GPU for others",
-    "resume": "wait until this kernel is on a GPU again",
-    "help": "this list",
-}
-HELP = "\n".join(
-    [
-        *(f"%gpu {name:<8}  {what}" for name, what in COMMANDS.items()),
-        "%%cpu          run this cell without waiting for the GPU (it must not use it)",
-    ]
-)
-_COMMAND_SO_FAR = re.compile(r"\s*%gpu\s+(\w*)")
-_STATUS_TIMEOUT_S = 5.0
+__all__ = ["Magics"]
 
 
 class Magics:
-    """The magics of a kernel that has a lease."""
+    """The magics of a kernel that has a lease. `say` takes a sentence to show at the next opportunity."""
 
-    def __init__(self, shell: Any, settings: Settings, gate: Gate, acquirer: Acquirer) -> None:  # noqa: ANN401 - IPython is untyped
+    def __init__(
+        self,
+        shell: Any,  # noqa: ANN401 - IPython is untyped
+        settings: Settings,
+        gate: Gate,
+        acquirer: Acquirer,
+        *,
+        limits: MemoryLimits,
+        say: Callable[[str], None],
+    ) -> None:
         self._shell = shell
         self._settings = settings
         self._gate = gate
         self._acquirer = acquirer
+        self._limits = limits
+        self._say = say
+        self._sizes: Sizes | None = None
+        self._actions: Actions | None = None
+        self._completer: Completer | None = None
+
+    def install(self) -> None:
+        """Register the magics and their completion."""
+        self._shell.register_magic_function(self.gpu, "line", "gpu")
+        self._shell.register_magic_function(self.burst, "cell", "gpu")
+        self._shell.register_magic_function(self.cpu, "cell", "cpu")
+        self._shell.Completer.custom_matchers.append(self.complete)
+
+    def uninstall(self) -> None:
+        """Leave the shell as it was."""
+        self._shell.Completer.custom_matchers.remove(self.complete)
+        magics = self._shell.magics_manager.magics
+        del magics["line"]["gpu"], magics["cell"]["gpu"], magics["cell"]["cpu"]
+        if self._actions is not None:
+            self._actions.stop()
 
     def gpu(self, line: str) -> None:
-        """Show and steer this kernel's share of a GPU; `%gpu help` lists what there is."""
+        """Show and steer this kernel's share of a GPU.
+
+        %gpu                     this kernel's share: memory, state, neighbours
+        %gpu resize 1/2          another share, without a restart (request: and wait for the GPU)
+        %gpu suspend | resume    free the GPU and keep every variable | come back
+        %gpu pin 30m | unpin     stay on the GPU for a while | no longer
+        %gpu top                 the GPUs of this machine, and who is on them
+        %gpu history | explain   memory over time | why everything happened
+        %gpu help                all commands; %gpu COMMAND --help says more about one
+        """
+        from kernelext.arguments import ArgumentsError, HelpAsked, parse  # noqa: PLC0415 - off the kernel's start
+        from provisioner.protocol.errors import FractionalGPUError  # noqa: PLC0415 - as above
+
         if self._gate.is_inert:
             raise _usage_error(
                 "This is a forked child of the kernel: the GPU share is the parent's. Use %gpu in the notebook."
             )
-        words = line.split()
-        command = words[0] if words else "status"
-        if command not in COMMANDS:
-            import difflib  # noqa: PLC0415 - off the kernel's start
+        try:
+            self._made_actions().run(parse(line))
+        except HelpAsked as text:
+            print(text)  # noqa: T201 - a magic prints
+        except (ArgumentsError, RefusedError) as error:
+            raise _usage_error(str(error)) from None
+        except FractionalGPUError as error:
+            raise _usage_error(explain(error)) from None
 
-            close = difflib.get_close_matches(command, COMMANDS, 1)
-            hint = f" Did you mean %gpu {close[0]}?" if close else ""
-            raise _usage_error(f"%gpu {command[:50]} is not known; allowed: {', '.join(COMMANDS)}.{hint}")
-        if len(words) > 1:
-            raise _usage_error(f"%gpu {command} takes no arguments; given: {' '.join(words[1:])[:100]}")
-        actions: dict[str, Callable[[], None]] = {
-            "status": self._status,
-            "suspend": self._suspend,
-            "resume": self._resume,
-            "help": lambda: print(HELP),  # noqa: T201 - a magic prints
-        }
-        actions[command]()
+    def burst(self, line: str, cell: str) -> None:
+        """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].
+
+        The cell waits until its share is there, as for the GPU. The share is given back also if the cell fails or is interrupted.
+
+        A notebook's `%%gpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
+        """
+        self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:
-        """Run the cell without waiting for the GPU.
+        """Run this cell without waiting for the GPU (it must not use it).
 
         A notebook's `%%cpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
         """
@@ -82,72 +108,42 @@ class Magics:
 
     @context_matcher(identifier="gpu_magic")  # type: ignore[untyped-decorator]
     def complete(self, context: Any) -> Any:  # noqa: ANN401 - IPython's completion context and result
-        """Complete the word after `%gpu`."""
-        match = _COMMAND_SO_FAR.fullmatch(context.text_until_cursor)
-        if match is None:
+        """Complete what stands behind `%gpu` and `%%gpu`."""
+        if "%gpu" not in context.text_until_cursor:
             return {"completions": [], "suppress": False}
-        found = [SimpleCompletion(text=name, type="magic") for name in COMMANDS if name.startswith(match[1])]
-        return {"completions": found, "suppress": True, "matched_fragment": match[1]}
+        if self._completer is None:
+            from kernelext.completion import Completer  # noqa: PLC0415 - off the kernel's start
 
-    def _status(self) -> None:
-        from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+            self._completer = Completer(self._settings)
+        found = self._completer.complete(context.text_until_cursor)
+        if found is None:
+            return {"completions": [], "suppress": False}
+        texts = [SimpleCompletion(text=text, type="magic") for text in found.texts]
+        return {"completions": texts, "suppress": True, "matched_fragment": found.fragment}
 
-        try:
-            with self._settings.connect(_STATUS_TIMEOUT_S) as client:
-                status = client.lease(self._settings.lease_id)
-        except BrokerUnavailableError as error:
-            now = (
-                "is on the GPU and goes on working"
-                if self._gate.is_open
-                else "is not on the GPU; the next cell starts the broker again"
+    def bursts(self) -> "CellBursts":
+        """Return what serves `%%gpu`."""
+        from kernelext.bursts import CellBursts  # noqa: PLC0415 - off the kernel's start
+
+        return CellBursts(self._shell, self._made_sizes())
+
+    def _made_sizes(self) -> "Sizes":
+        if self._sizes is None:
+            from kernelext.sizes import Sizes  # noqa: PLC0415 - off the kernel's start
+
+            self._sizes = Sizes(self._settings, self._gate, self._limits)
+        return self._sizes
+
+    def _made_actions(self) -> "Actions":
+        if self._actions is None:
+            from kernelext.actions import Actions  # noqa: PLC0415 - off the kernel's start
+            from kernelext.pins import StandingPin  # noqa: PLC0415 - as above
+
+            pins = StandingPin(self._settings, self._say)
+            self._actions = Actions(
+                self._shell, self._settings, self._gate, self._acquirer, sizes=self._made_sizes(), pins=pins
             )
-            publish(self._shell, Sentence(f"{error}. Meanwhile this kernel {now}."))
-        except FractionalGPUError as error:
-            raise _usage_error(explain(error)) from None
-        else:
-            publish(self._shell, StatusView(status))
-
-    def _resume(self) -> None:
-        line = LiveLine(self._shell)
-        if not self._gate.is_open:
-            try:
-                wait_for_gpu(self._gate, self._acquirer, line)
-            except RefusedError as error:
-                raise _usage_error(str(error)) from None
-        line.show("This kernel is on the GPU.")
-
-    def _suspend(self) -> None:
-        line = LiveLine(self._shell)
-        line.show("Suspends as soon as this cell is over.")
-        context = contextvars.copy_context()  # so that the result lands in this cell
-
-        def ask() -> None:
-            context.run(self._ask_to_suspend, line)
-
-        def after_cell(_result: object) -> None:
-            self._shell.events.unregister("post_run_cell", after_cell)
-            loop = getattr(getattr(self._shell, "kernel", None), "io_loop", None)
-            thread = threading.Thread(target=ask, name="gpu-suspend", daemon=True)
-            if loop is None:
-                thread.start()
-            else:
-                loop.add_callback(thread.start)
-
-        self._shell.events.register("post_run_cell", after_cell)
-
-    def _ask_to_suspend(self, line: LiveLine) -> None:
-        from provisioner.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
-
-        try:
-            self._settings.revive()
-            with self._settings.connect() as client:
-                client.suspend(self._settings.lease_id)
-        except FractionalGPUError as error:
-            line.show(f"Not suspended: {explain(error)}")
-        else:
-            line.show(
-                "Suspended: this kernel holds no GPU memory; what it had there is saved. The next cell brings it back."
-            )
+        return self._actions
 
 
 def _usage_error(message: str) -> Exception:

@@ -16,14 +16,14 @@ import time
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kernelext.acquisition import INTERRUPTED, OPENED, Acquirer, Refusal, Waiter
 from kernelext.display import LiveLine
 from kernelext.gate import Gate
 
 if TYPE_CHECKING:
-    from provisioner.protocol.messages import Progress
+    from kernelext.waitline import WaitLine
 
 __all__ = ["LOOK_UP_S", "QUIET_S", "RefusedError", "interrupts_to", "wait_for_gpu"]
 
@@ -61,14 +61,15 @@ def wait_for_gpu(gate: Gate, acquirer: Acquirer, line: LiveLine | None, mark: ob
 
 def _listen(waiter: Waiter, line: LiveLine | None) -> None:
     """Show what is told until the gate opens. Raises RefusedError and KeyboardInterrupt."""
-    loud_from = time.monotonic() + QUIET_S
-    text: str | None = None
+    begun_s = time.monotonic()
+    words: WaitLine | None = None  # made when there is something to say
     while True:
-        quiet_s = loud_from - time.monotonic()
-        if line is not None and text is not None and quiet_s <= 0:
-            line.show(text)
-        # A signal that the system delivers to another thread does not wake this one: look for it now and then.
-        patience_s = min(quiet_s, LOOK_UP_S) if text is not None and quiet_s > 0 else LOOK_UP_S
+        now_s = time.monotonic()
+        quiet_s = begun_s + QUIET_S - now_s
+        if line is not None and words is not None and quiet_s <= 0:
+            line.show(words.text(now_s))
+        # A signal that the system delivers to another thread does not wake this one: look for it, and at the clock, now and then.
+        patience_s = min(quiet_s, LOOK_UP_S) if words is not None and quiet_s > 0 else LOOK_UP_S
         try:
             note = waiter.get(timeout=patience_s)
         except Empty:
@@ -80,18 +81,18 @@ def _listen(waiter: Waiter, line: LiveLine | None) -> None:
         if isinstance(note, Refusal):
             raise RefusedError(note.sentence)
         if not isinstance(note, str):
-            text = _describe(note)
+            words = words or _wait_line(begun_s)
+            words.tell(note)
 
 
-def _describe(progress: "Progress") -> str:
-    """What the line says."""
-    place = f" (place {progress.position} in the queue)" if progress.position is not None else ""
-    why = (progress.sentence or "the GPU is in use").rstrip(".")
-    return f"This cell waits for the GPU{place}: {why}. Interrupt the kernel to stop waiting."
+def _wait_line(begun_s: float) -> "WaitLine":
+    from kernelext.waitline import WaitLine  # noqa: PLC0415 - off the kernel's start
+
+    return WaitLine(begun_s)
 
 
 @contextlib.contextmanager
-def interrupts_to(waiter: Waiter) -> Iterator[None]:
+def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
     """Let SIGINT leave INTERRUPTED in the queue meanwhile. Does nothing outside the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -5,11 +5,11 @@ import json
 import os
 import select
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from provisioner.protocol.messages import GateCommand, GateVerb, Progress
-from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease, _Handler
+from provisioner.protocol.messages import GateCommand, GateVerb, HostStatus, Progress
+from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease, _Handler, _host_status
 
 __all__ = ["LEASE", "TOKEN", "ScriptedBroker", "Stream"]
 
@@ -28,7 +28,7 @@ class Stream:
         self._lines: deque[bytes | None] = deque()
         self._wake_read, self._wake_write = os.pipe()
 
-    def send(self, line: Progress | GateCommand) -> None:
+    def send(self, line: Progress | GateCommand | HostStatus) -> None:
         self._put(_encode(line))
 
     def end(self) -> None:
@@ -80,7 +80,7 @@ class Stream:
             os.close(self._wake_write)
 
 
-def _encode(line: Progress | GateCommand) -> bytes:
+def _encode(line: Progress | GateCommand | HostStatus) -> bytes:
     return json.dumps(asdict(line)).encode() + b"\n"
 
 
@@ -126,6 +126,10 @@ class ScriptedBroker(FakeBroker):
     def words(self, number: int = 0) -> list[str]:
         """The words sent with a number so far."""
         return self._answers(number)
+
+    def host_status(self, **lease: Any) -> HostStatus:  # noqa: ANN401 - fields of LeaseStatus
+        """What the broker says of the host, with some of the lease's fields set."""
+        return _host_status(self.path, [replace(self._status(LEASE), **lease)])
 
     def _of(self, route: str) -> list[Stream]:
         return [stream for stream in self.streams if stream.route == route]

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager, cell_magic, leading_empty_lines
 
-from kernelext.cells import SENTINEL, make_cpu_transform, needs_gpu
+from kernelext.cells import BURST, SENTINEL, burst_of, make_cell_transform, needs_gpu
 
 
 def manager() -> TransformerManager:
     made = TransformerManager()  # type: ignore[no-untyped-call]
-    made.cleanup_transforms.append(make_cpu_transform(cell_magic, leading_empty_lines))
+    made.cleanup_transforms.append(make_cell_transform(cell_magic, leading_empty_lines))
     return made
 
 
@@ -28,6 +28,7 @@ def asks(cell: str) -> bool:
         "?%gpu",
         "%gpu??",
         "%%cpu?",
+        "%%gpu?",
         ">>> %gpu",
         "In [3]: %gpu status",
         "%%cpu\nimport torch",
@@ -66,6 +67,8 @@ def test_these_do_not_need_it(cell: str) -> None:
         "%%cpu quiet\n1",
         "%%time\n%%cpu\nx",
         "%%time\n%gpu",
+        "%%gpu 1\n%gpu status",
+        "%%gpu\n1",
     ],
 )
 def test_these_need_it(cell: str) -> None:
@@ -79,6 +82,31 @@ def test_the_rest_of_a_cpu_cell_keeps_its_line_numbers_and_its_magic() -> None:
         == SENTINEL + "get_ipython().run_cell_magic('time', '', 'y\\n')\n"
     )
     assert manager().transform_cell("%%cpu\n%%cpu\ny") == SENTINEL + SENTINEL + "y\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "burst"),
+    [
+        ("%%gpu 1/2\nx", "1/2"),
+        ("\n%%gpu 1 --memory 20GiB  \n\nx = await y", "1 --memory 20GiB"),
+        ("%%gpu\nx", ""),
+        ("%%gpu 1\n%%time\nx", "1"),
+        ("%%gpus 1\nx", None),
+        ("x\n%%gpu 1", None),
+        ("%gpu 1", None),
+        ("%%cpu\n%%gpu 1\nx", None),
+    ],
+)
+def test_a_burst_is_known_by_its_first_line(cell: str, burst: str | None) -> None:
+    assert burst_of(manager().transform_cell(cell)) == burst
+
+
+def test_the_rest_of_a_burst_is_an_ordinary_cell() -> None:
+    assert manager().transform_cell("%%gpu 1/2\nx = 1\ny") == BURST + "1/2\nx = 1\ny\n"
+    assert (
+        manager().transform_cell("%%gpu 1/2\n%%time\ny")
+        == BURST + "1/2\nget_ipython().run_cell_magic('time', '', 'y\\n')\n"
+    )
 
 
 OWN_LINES = st.sampled_from(["%gpu", "%gpu status", "  # a comment", "", "%gpu help", "#%gpu"])

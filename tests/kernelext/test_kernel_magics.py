@@ -3,9 +3,8 @@
 import threading
 from pathlib import Path
 
-import pytest
-
-from provisioner.protocol.errors import ConflictError
+from kernelext.commands import COMMANDS
+from provisioner.protocol.errors import ConflictError, ForbiddenError, InternalBrokerError, NoRoomError, NotFoundError
 from provisioner.protocol.messages import GateCommand, GateVerb
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
@@ -29,7 +28,7 @@ def test_status_shows_the_share_in_plain_words(kernel: RunningKernel, broker: Sc
         "share   1/4 GPU, 2 GiB of device memory, pool default",
         "state   saved in host memory; the next cell brings it back (for 1 min)",
         "device  NVIDIA H200 (simulated)",
-        "memory  1.5 GiB of 2 GiB used",
+        "memory  [###############-----] 1.5 GiB of 2 GiB used",
         "saved   512 MiB held in host memory",
         "queue   place 2",
         "so far  suspended 3 times, resumed 2 times",
@@ -52,30 +51,64 @@ def test_status_without_a_broker_says_what_that_means(kernel: RunningKernel, bro
     assert "the next cell starts the broker again" in text
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("%gpu supend", "%gpu supend is not known; allowed: status, suspend, resume, help. Did you mean %gpu suspend?"),
-        ("%gpu status now", "%gpu status takes no arguments; given: now"),
-        ("get_ipython().run_cell_magic('cpu', 'quiet', '1')", "%%cpu takes no arguments; given: quiet"),
-    ],
-)
-def test_a_slip_is_answered_with_what_is_allowed(
-    kernel: RunningKernel, broker: ScriptedBroker, line: str, message: str
-) -> None:
+SLIPS = {
+    "%gpu supend": "%gpu supend is not known; allowed: status, request, resize, suspend, resume, pin, unpin, release, top, history, "
+    "explain, help. Did you mean %gpu suspend?",
+    "%gpu status now": "%gpu status: unrecognized arguments: now; usage: %gpu status [-h]",
+    "%gpu request": "%gpu request: the following arguments are required: FRACTION; "
+    "usage: %gpu request [-h] [--memory SIZE] [--pool NAME] FRACTION",
+    "%gpu request 1/2 --pool big": "%gpu request: this kernel is in pool 'default', and a running kernel cannot change to 'big'; restart "
+    "it with a kernel of that pool (`jupyter gpu kernels install --pool big` adds one to the launcher)",
+    "%gpu resize": "%gpu resize: give a FRACTION, --memory SIZE, or both, such as %gpu resize 1/2",
+    "%gpu resize 3/2": '%gpu resize: fraction \'3/2\' is out of range; allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"',
+    "%gpu resize --memory lots": "%gpu resize: memory 'lots' is not a size; allowed: a positive size such as 512MiB, 20GiB or 20GB",
+    "%gpu pin soon": "%gpu pin: duration 'soon' is not a duration; allowed: a duration such as 30s, 5m, 2h or 0",
+    "%gpu pin 0": "%gpu pin: duration '0' is none; allowed: more than 0, such as 30s, 10m or 1h",
+    "%gpu history --last 0s": "%gpu history: duration '0s' is none; allowed: more than 0, such as 30s, 10m or 1h",
+    "%gpu explain --lines all": "%gpu explain: --lines 'all' is not a number of lines; allowed: 1 to 999999",
+    "%gpu help pim": "%gpu pim is not known; allowed: status, request, resize, suspend, resume, pin, unpin, release, top, history, "
+    "explain, help. Did you mean %gpu pin?",
+    "%gpu pin '30m": '%gpu: "pin \'30m" cannot be split into words: No closing quotation',
+    "get_ipython().run_cell_magic('cpu', 'quiet', '1')": "%%cpu takes no arguments; given: quiet",
+}
+
+
+def test_a_slip_is_answered_with_what_is_allowed(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     broker.grant_at_once = True
-    assert kernel.run(line).error == ("UsageError", message)
+    for line, message in SLIPS.items():
+        assert kernel.run(line).error == ("UsageError", message), line
+    assert not {"pin", "resize"} & set(broker.routes())
 
 
-def test_help_lists_every_command(kernel: RunningKernel) -> None:
+REFUSALS = {
+    "%gpu pin 5h": ("pin", ConflictError("a pin lasts 4 h at most here; given: 5 h", reason="pin-too-long")),
+    "%gpu unpin": ("unpin", ConflictError("the kernel has ended")),
+    "%gpu resize 1": ("resize", NoRoomError("1 GPU is 80 GiB; pool default allows 1/2 at most")),
+    "%gpu request 1": ("resize", ConflictError("the lease uses 30 GiB")),
+    "%gpu history": ("history", NotFoundError("there is no lease lease-1 of yours")),
+    "%gpu explain": ("story", InternalBrokerError("the broker failed; its log says why")),
+    "%gpu top": ("status", ForbiddenError("not yours")),
+}
+
+
+def test_a_refusal_of_the_broker_is_shown_in_its_words(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    for line, (route, error) in REFUSALS.items():
+        broker.fail = {route: error}
+        assert kernel.run(line).error == ("UsageError", str(error)), line
+
+
+def test_help_lists_every_command_and_tells_more_about_one(kernel: RunningKernel) -> None:
     printed = kernel.run("%gpu help").printed
-    assert [line.split("  ")[0] for line in printed.splitlines()] == [
-        "%gpu status",
-        "%gpu suspend",
-        "%gpu resume",
-        "%gpu help",
-        "%%cpu",
-    ]
+    listed = [line.split()[1] for line in printed.splitlines() if line.startswith("%gpu ")]
+    assert listed == [*COMMANDS, "COMMAND"]
+    assert "%%gpu FRACTION" in printed
+    assert kernel.run("%gpu -h").printed == printed
+    more = kernel.run("%gpu pin --help").printed
+    assert "usage: %gpu pin [-h] [DURATION]" in more
+    assert kernel.run("%gpu help pin").printed == more
+    shown = kernel.run("%gpu?").reply["content"]["payload"][0]["data"]["text/plain"]
+    assert "%gpu resize 1/2" in shown
+    assert "at the cell's end" in kernel.run("%%gpu?").reply["content"]["payload"][0]["data"]["text/plain"]
 
 
 def test_suspend_asks_when_the_cell_is_over_and_tells_the_result_in_its_place(
@@ -127,6 +160,92 @@ def test_cpu_through_run_cell_magic_does_not_ask(kernel: RunningKernel, broker: 
     outcome = kernel.run("%%cpu\nget_ipython().run_cell_magic('cpu', '', 'print(6 * 7)')")
     assert outcome.printed == "42\n"
     assert "acquire" not in broker.routes()
+
+
+def test_release_ends_the_pin_and_gives_the_reservation_back(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("%gpu release")
+    kernel.until_shown(request, "Released: no GPU memory is reserved for this kernel.")
+    assert [route for route in broker.routes() if route in {"unpin", "suspend"}] == ["unpin", "suspend"]
+
+
+def test_a_pin_says_how_long_and_what_it_does(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.extra = {"pinned_ms": 1_800_000, "state": "resident"}
+    assert kernel.run("%gpu pin").shown == [
+        "[gpu] Pinned for 30 min: not suspended for others or for being idle. %gpu unpin ends it."
+    ]
+    broker.extra = {"pinned_ms": 7_200_000, "state": "suspended"}
+    assert kernel.run("%gpu pin 2h").shown[0].endswith("It counts when the kernel is on the GPU: %gpu resume.")
+    assert [body["duration_ms"] for body in broker.bodies("pin")] == [1_800_000, 7_200_000]
+    assert kernel.run("%gpu unpin").shown == ["[gpu] Not pinned: this kernel may be suspended when it is idle."]
+
+
+def test_a_resize_binds_the_new_limit_and_says_it(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.grant_at_once = True
+    kernel.run("import os, sys, types; sys.modules['jax'] = types.ModuleType('jax')")
+    broker.extra = {"reserve_mib": 4096}
+    (text,) = kernel.run("%gpu resize 1/2 --memory 4GiB").shown
+    assert "Its share is 1/2 GPU, 4 GiB of device memory now." in text
+    assert "JAX read the limit when it was imported" in text
+    assert kernel.run("print(os.environ['JUPYTER_GPU_MEMORY_MIB'])").printed == "4096\n"
+    assert broker.bodies("resize") == [{"fraction_milli": 500, "memory_mib": 4096, "wait_ms": 3_600_000}]
+
+
+def test_a_resize_that_waits_can_be_interrupted_and_hangs_up(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.held["resize"] = threading.Event()
+    request = kernel.send("import asyncio\nget_ipython().run_line_magic('gpu', 'resize 1/2')\nawait asyncio.sleep(0)")
+    broker.grant_at_once = True
+    broker.stream("acquire").granted()
+    follower = broker.stream("events")
+    waits = broker.host_status(
+        position=2, sentence="10 GiB are needed", expected_ms=30_000, low_ms=20_000, high_ms=90_000
+    )
+    follower.send(waits)
+    kernel.until_shown(
+        request,
+        "waits for its new share (place 2 in the queue; about 30 s more, likely 20 s to 2 min): 10 GiB are needed.",
+    )
+    kernel.interrupt()
+    assert kernel.finish(request).error[0] == "KeyboardInterrupt"
+    broker.wait_for(lambda: "events" in broker.hung_up)
+    broker.held["resize"].set()
+
+
+def test_a_later_resize_asks_when_the_cell_is_over(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("%gpu resize 1/2 --later")
+    messages = kernel.until_shown(request, "Its share is 1/2 GPU")
+    assert broker.bodies("resize")[0]["fraction_milli"] == 500
+    assert any("as soon as this cell is over" in str(message["content"]) for message in messages)
+
+
+def test_request_resizes_and_waits_for_the_gpu(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("%gpu request 1/2 --pool default")
+    broker.stream("acquire").granted()
+    assert kernel.finish(request).shown[-1] == (
+        "[gpu] This kernel is on the GPU. Its share is 1/2 GPU, 2 GiB of device memory now."
+    )
+
+
+def test_a_warning_while_the_kernel_idles_is_shown_at_once_without_making_it_busy(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.grant_at_once = True
+    gate = broker.stream("gate")
+    request = kernel.send("1")
+    kernel.finish(request)
+    gate.send(
+        GateCommand(verb=GateVerb.NOTICE, number=1, sentence="Suspended in 1 min for being idle; %gpu pin keeps it.")
+    )
+    published = kernel.until_shown(request, "Suspended in 1 min")
+    after = published[[message["msg_type"] for message in published].index("execute_result") + 2 :]
+    assert [message["msg_type"] for message in after] == ["display_data"], "output only, no busy status"
+    following = kernel.run("2")
+    (blank,) = [
+        each["content"]
+        for each in kernel.until_published(request, lambda m: len(m) > len(published) - 1)
+        if each["msg_type"] == "update_display_data"
+    ]
+    assert blank["data"]["text/plain"] == ""
+    assert following.shown == []
 
 
 def test_a_notice_is_shown_once_above_the_next_cell(kernel: RunningKernel, broker: ScriptedBroker) -> None:

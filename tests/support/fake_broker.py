@@ -320,11 +320,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         try:
-            payload = broker.answer(call, token)
+            payload = {} if call.route == "events" else broker.answer(call, token)
         except FractionalGPUError as error:
             self._reply(error.status, {"error": {"code": error.code, "reason": error.reason, "message": str(error)}})
             return
-        if call.route in {"acquire", "gate"}:
+        if call.route in {"acquire", "gate", "events"}:
             self._stream(call.route)
         else:
             self._reply(200, {**payload, **broker.extra})

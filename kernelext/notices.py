@@ -1,0 +1,66 @@
+"""Sentences of the broker for the person at the notebook.
+
+While a cell runs, or before the first one, a sentence is kept and shown once above the next cell's output. While the kernel idles, it
+is shown at once beneath the last cell (a warning before an idle suspension would come too late otherwise), and is blank again
+when the next cell begins. Showing one makes no kernel busy: it is output, not a request.
+"""
+
+import contextvars
+import threading
+from typing import Any
+
+from kernelext.display import LiveLine, Sentence, publish
+
+__all__ = ["Notices"]
+
+
+class Notices:
+    """The notices of one shell. `add` may be called from any thread."""
+
+    def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
+        self._shell = shell
+        self._lock = threading.Lock()
+        self._kept = [first] if first else []
+        self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
+        self._shown: list[LiveLine] = []
+
+    def install(self) -> None:
+        """Show from now on."""
+        self._shell.events.register("pre_run_cell", self._before_cell)
+        self._shell.events.register("post_run_cell", self._after_cell)
+
+    def uninstall(self) -> None:
+        """Leave the shell as it was."""
+        self._shell.events.unregister("pre_run_cell", self._before_cell)
+        self._shell.events.unregister("post_run_cell", self._after_cell)
+
+    def add(self, sentence: str) -> None:
+        """Show a sentence now beneath the last cell, or keep it for the next one."""
+        if not sentence:
+            return
+        with self._lock:
+            cell = self._last_cell
+            if cell is None:
+                if sentence not in self._kept:
+                    self._kept.append(sentence)
+                return
+            line = LiveLine(self._shell)
+            self._shown.append(line)
+            cell.copy().run(line.show, sentence)
+
+    def _before_cell(self, _info: object) -> None:
+        """`pre_run_cell`, which fires for what a person runs and not for silent requests."""
+        if self._last_cell is None and not self._kept:
+            return
+        with self._lock:
+            cell, self._last_cell = self._last_cell, None
+            shown, self._shown = self._shown, []
+            kept, self._kept = self._kept, []
+        if cell is not None:
+            for line in shown:
+                cell.copy().run(line.blank)
+        for sentence in kept:
+            publish(self._shell, Sentence(sentence))
+
+    def _after_cell(self, _result: object) -> None:
+        self._last_cell = contextvars.copy_context()
