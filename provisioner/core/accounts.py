@@ -111,6 +111,10 @@ class Accounts:
         """Count that the lease holds a reservation from now on (1), or does not any more (-1)."""
         for account in self._both(lease.spec):
             account.resident_milli += sign * lease.milli
+            if sign > 0:
+                account.holders[lease.lease_id] = lease
+            else:
+                del account.holders[lease.lease_id]
 
     def _forget_gone(self) -> None:
         """Drop accounts of nobody: two of those that say nothing any more, or the oldest where there are too many."""

@@ -5,6 +5,7 @@ from provisioner.core.effects import LookAgain
 from provisioner.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
 from provisioner.core.lifecycle import FOUND, SOMEWHERE, Lifecycle
 from provisioner.core.model import LeaseState
+from provisioner.core.records import Wait
 from provisioner.core.state import Lease, Operation
 from provisioner.core.staying import note
 from provisioner.core.transitions import Cause
@@ -35,15 +36,25 @@ class Answers:
                 books.hold(lease, lease.device_ids)
                 lease.used_mib = lease.aborted_suspends = 0
                 changes.move(lease, Cause.SAVED, "suspended", sentence)
+                self._come_back(lease)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 books.save_on_host(lease)
                 books.hold(lease, lease.device_ids)
                 lease.used_mib, lease.home_ids = 0, ()
                 changes.move(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
+                self._come_back(lease)
             case SuspendOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
             case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
                 self._rolled_back(lease, event.outcome, sentence)
+
+    def _come_back(self, lease: Lease) -> None:
+        """A busy kernel that had to make room waits for its turn: its cell goes on then."""
+        preempted, lease.preempted = lease.preempted, False
+        if preempted and lease.busy and lease.ticket is None:
+            self._changes.file_ticket(lease, preempted=True)
+            why = "its cell had to make room and goes on when it is this kernel's turn again"
+            self._changes.explain(lease, Wait("wait.preempted", why))
 
     def _rolled_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
         changes = self._changes
@@ -51,7 +62,7 @@ class Answers:
             lease.why_not = sentence
             note(self._books, lease)
         self._books.save_on_host(lease)
-        lease.home_ids = ()
+        lease.home_ids, lease.preempted = (), False
         lease.retry_ms = changes.now_ms + self._pause_ms(lease, outcome)
         changes.withdraw(lease)
         changes.move(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)

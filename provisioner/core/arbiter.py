@@ -17,8 +17,10 @@ from provisioner.core.events import (
     Attached,
     BusyChanged,
     Checkpointable,
+    DeviceDrained,
     DeviceLost,
     DeviceSeen,
+    DeviceUndrained,
     Event,
     HostMemorySeen,
     HostPressureSeen,
@@ -157,13 +159,17 @@ class Arbiter:
                 self._lifecycle.requested(event)
             case LeaseRecovered():
                 self._lifecycle.recovered(event)
-            case DeviceSeen() | DeviceLost() | PoolConfigured() | HostMemorySeen():
+            case (
+                DeviceSeen() | DeviceLost() | DeviceDrained() | DeviceUndrained() | PoolConfigured() | HostMemorySeen()
+            ):
                 self._take_about_host(event)
             case _:
                 return self._take_about_lease(event)
         return True
 
-    def _take_about_host(self, event: DeviceSeen | DeviceLost | PoolConfigured | HostMemorySeen) -> None:
+    def _take_about_host(
+        self, event: DeviceSeen | DeviceLost | DeviceDrained | DeviceUndrained | PoolConfigured | HostMemorySeen
+    ) -> None:
         books = self._books
         match event:
             case DeviceSeen():
@@ -171,6 +177,10 @@ class Arbiter:
             case DeviceLost():
                 if event.device_id in books.devices:
                     books.devices[event.device_id].lost = True
+            case DeviceDrained():
+                self._serving.draining.begin(event.device_id, evict_busy=event.evict_busy)
+            case DeviceUndrained():
+                self._serving.draining.end(event.device_id)
             case PoolConfigured():
                 books.configure(event.pool)
                 note_all(books, books.leases.values())

@@ -161,7 +161,9 @@ class Changes:
 
     # -- the queue ---------------------------------------------------------------------------------------------------------------
 
-    def file_ticket(self, lease: Lease, *, before_start: bool = False, urgent: bool = False) -> None:
+    def file_ticket(
+        self, lease: Lease, *, before_start: bool = False, urgent: bool = False, preempted: bool = False
+    ) -> None:
         """Give the lease a place in the queue, or make the place it has a better one."""
         old = lease.ticket
         if old is not None and old.before_start >= before_start and old.urgent >= urgent:
@@ -170,6 +172,7 @@ class Changes:
         ticket = old or self.new_ticket()
         ticket.before_start |= before_start
         ticket.urgent |= urgent
+        ticket.preempted |= preempted
         self.books.enqueue(lease, ticket)
         self.requeued.add(lease.spec.pool)
 

@@ -28,7 +28,11 @@ def explain(books: Books, lease: Lease, ticket: Ticket) -> Wait:
 def destinations(books: Books, lease: Lease) -> tuple[str, ...]:
     """Return the devices on which its ticket can be served."""
     if lease.state is LeaseState.RESIDENT:
-        return lease.device_ids
+        return (
+            ()
+            if any(books.devices[one].draining for one in lease.device_ids if one in books.devices)
+            else lease.device_ids
+        )
     return candidates(books, books.policy(lease), lease)
 
 

@@ -127,7 +127,9 @@ class Lifecycle:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
 
     def unwanted(self, lease: Lease) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more; the cell of a preempted kernel still does."""
+        if lease.ticket is not None and lease.ticket.preempted and lease.busy:
+            return
         self._changes.withdraw(lease)
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> bool:

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 
 from provisioner.core.changes import Changes
 from provisioner.core.explaining import cause, destinations, explain
+from provisioner.core.limits import makers_of_room, over_limit
 from provisioner.core.model import LeaseState
 from provisioner.core.records import Bucket, Lease, Ticket, Wait
 from provisioner.core.room import Plan, Room
@@ -100,13 +101,19 @@ class Pass:
         """Serve one ticket as far as it can be now. Returns whether to go on with the bucket."""
         ticket, key = _ticket(lease), bucket.key
         devices = self._where(bucket, lease)
-        if key.paused:
-            return self._stays(lease, ticket, devices)
-        if key.need_mib >= self._hopeless.get(key.family, key.need_mib + 1):
+        if key.milli and (over := over_limit(self._books, lease)) is not None:
+            self._within_limits(bucket, lease, over)
+            return False
+        if key.paused or key.need_mib >= self._hopeless.get(key.family, key.need_mib + 1):
             return self._stays(lease, ticket, devices)
         chosen = self._pick(lease, devices, key.need_mib)
         if chosen is not None:
             return self._fits(lease, ticket, chosen)
+        return self._is_short(bucket, lease, ticket, devices)
+
+    def _is_short(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
+        """The ticket fits nowhere now: have room made for it, if that helps. Returns whether to go on with the bucket."""
+        key = bucket.key
         if self._plans >= _MOST_PLANS and not self._changes.channel_free:
             bucket.wait = Wait("wait.swap-channel", "kernels ahead of it are being moved first, one after another")
             bucket.passes = self._books.passes
@@ -151,6 +158,26 @@ class Pass:
         self._room.changed(chosen)
         self._pass_over(lease, ticket, chosen, urgent=urgent)
         return True
+
+    def _within_limits(self, bucket: Bucket, lease: Lease, over: Wait) -> None:
+        """Its user (group) has as much as may be: have its own idle leases step aside, if it fits then."""
+        bucket.wait, bucket.passes = over, self._books.passes
+        self._say(lease, over)
+        own, devices, key = makers_of_room(self._books, lease), self._where(bucket, lease), bucket.key
+        if not own or key.paused:
+            return
+        fits = self._pick(lease, devices, key.need_mib)
+        plan = (
+            Plan(fits, own) if fits is not None else self._room.plan(lease, devices, key.need_mib, key.many, also=own)
+        )
+        if not isinstance(plan, Plan) or sum(one.host_need_mib for one in plan.victims) > self._books.host_left_mib:
+            return
+        for victim in plan.victims:
+            if not self._changes.channel_free:
+                break
+            why = f"idle, and its user needs its share for lease {lease.lease_id[:8]}"
+            self._changes.begin_suspend(victim, "suspend.user-limit", why)
+            self._room.changed(victim.device_ids)
 
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
         need_mib = lease.need_mib
@@ -217,6 +244,8 @@ class Pass:
             if key.priority < winner.spec.priority or key.need_mib <= least_mib or key.targets:
                 continue
             devices = self._where(bucket, bucket.members[0])
+            if key.milli and over_limit(self._books, bucket.members[0]) is not None:
+                continue
             if not any(one in devices and left_mib[one] < key.need_mib for one in device_ids):
                 continue
             for lease in bucket.members:

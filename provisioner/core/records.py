@@ -102,6 +102,7 @@ class Account:
     leases: int = 0
     milli: int = 0  # sum of the fractions of all leases
     resident_milli: int = 0  # of those that hold a reservation
+    holders: dict[str, "Lease"] = field(default_factory=dict)  # those
     weight: int = 100
     usage: int = 0  # milli-GPU times milliseconds that its leases were busy on a device (see `fairness`)
     rate: int = 0  # milli-GPU that are busy now

@@ -5,6 +5,7 @@ whoever was active last: it is likely to be the next to run. What was brought ba
 """
 
 from provisioner.core.changes import Changes
+from provisioner.core.limits import over_limit
 from provisioner.core.model import LeaseState
 from provisioner.core.scheduling import candidates
 from provisioner.core.state import Lease
@@ -28,7 +29,7 @@ class Relief:
             return
         for lease in self._order(anybody=excess_mib > 0):
             device_ids = self._devices_for(lease)
-            if device_ids:
+            if device_ids and over_limit(self._books, lease) is None:
                 why = "where its saved state lies" if lease.pressed else f"by {format_memory(excess_mib)}"
                 sentence = f"host memory is short {why}, and a device has room: it comes back early"
                 self._changes.resume_early(lease, device_ids, sentence)

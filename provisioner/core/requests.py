@@ -1,11 +1,12 @@
 """Whether a new lease can be admitted at all: what can never be served is refused at once, with what there is and what to do."""
 
+from provisioner.core.limits import limit_refusal
 from provisioner.core.model import LeaseSpec, PoolSpec
-from provisioner.core.scheduling import Wait
+from provisioner.core.records import Wait
 from provisioner.core.state import Books
 from provisioner.core.units import format_fraction, format_memory
 
-__all__ = ["refusal"]
+__all__ = ["refusal", "too_much"]
 
 
 def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
@@ -29,10 +30,10 @@ def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
             f"a fraction of {format_fraction(spec.fraction_milli)} was asked, but pool {pool.name!r} offers {offered}; "
             "ask for one of these",
         )
-    return _too_much(books, pool, spec)
+    return limit_refusal(books, pool, spec) or too_much(books, pool, spec)
 
 
-def _too_much(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+def too_much(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
     """Say that the pool can never give, or must not promise, so much memory."""
     sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
     if spec.reserve_mib > max(sizes, default=0):

@@ -1,12 +1,13 @@
 """Whose turn it is: after every event, whoever waits is served as far as can be.
 
-In this order: leases whose time is over end; suspends that somebody asked for, or that a breached cap demands, begin; tickets are served;
-host memory is relieved; leases that have idled long enough are suspended. One swap channel serves all of them.
+In this order: leases whose time is over end; suspends that somebody asked for, or that a breached cap or an emptied device demands, begin;
+tickets are served; host memory is relieved; leases that have idled long enough are suspended. One swap channel serves all of them.
 """
 
 from provisioner.core.caps import Caps
 from provisioner.core.changes import Changes
 from provisioner.core.deadlines import Deadlines, idle_due_ms, is_lost
+from provisioner.core.draining import Draining
 from provisioner.core.model import LeaseState
 from provisioner.core.passing import Pass
 from provisioner.core.records import Wait
@@ -27,6 +28,7 @@ class Serving:
         self._deadlines = Deadlines(changes.books)
         self._hint_ms: int | None = None  # when the last pass over the queue asked to be repeated
         self.caps = Caps(changes)
+        self.draining = Draining(changes)
         self._relief = Relief(changes)
 
     def serve(self) -> None:
@@ -35,6 +37,8 @@ class Serving:
         self._take_due()
         self._suspend_asked()
         self._suspend_breaching()
+        if self._books.draining:
+            self.draining.serve()
         self._hint_ms = None
         if self._books.waiting:
             one = Pass(self._changes)
@@ -46,7 +50,7 @@ class Serving:
 
     def wake_ms(self) -> int | None:
         """Return when to serve again though nothing happens, or None. What waits for an answer needs no alarm."""
-        due = (self._deadlines.next_ms(), self._hint_ms, self.caps.due_ms())
+        due = (self._deadlines.next_ms(), self._hint_ms, self.draining.hint_ms, self.caps.due_ms())
         return min((at_ms for at_ms in due if at_ms is not None and at_ms > self._changes.now_ms), default=None)
 
     def _take_due(self) -> None:

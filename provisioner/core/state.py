@@ -34,6 +34,7 @@ class Books:
         self.pressed: dict[str, Lease] = {}  # whose saved state lies where host memory is short
         self.asked: dict[str, Lease] = {}  # somebody asked for their suspend
         self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
+        self.draining: dict[str, Device] = {}
         self.touched: dict[str, Lease] = {}
         self.passes = 0  # over the queue
         self.destinations: dict[

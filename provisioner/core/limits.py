@@ -1,0 +1,104 @@
+"""What one user, or one group, may have of a pool.
+
+Leases and their sum are refused at admission. The sum that is on devices at a time makes a ticket wait; such a ticket never blocks others,
+and is not passed over by them. The user's (or group's) own idle leases step aside for it.
+"""
+
+from collections.abc import Iterator
+
+from provisioner.core.model import LeaseSpec, Limits, PoolSpec
+from provisioner.core.records import Account, Footing, Wait
+from provisioner.core.scheduling import willing_from_ms
+from provisioner.core.state import Books, Lease
+from provisioner.core.units import format_fraction
+
+__all__ = ["excess_milli", "limit_refusal", "makers_of_room", "over_limit"]
+
+
+def limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
+    """Return whose limits a lease counts against: "user" or "group", what they have, what they may have."""
+    yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
+    for name, limits in pool.group_limits:
+        if name == spec.group and name:
+            yield "group", books.accounts.group(pool.name, name), limits
+
+
+def limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None) -> Wait | None:
+    """Say why a new lease (or another size for one that exists) is more than its user or group may have, or return None."""
+    for who, account, limits in limits_for(books, pool, spec):
+        name = f"{who} {account.name!r}"
+        if limits.leases is not None and instead_of is None and account.leases >= limits.leases:
+            return Wait(
+                f"{who}-limit",
+                f"{name} has {account.leases} of at most {limits.leases} kernels in pool {pool.name!r}: "
+                "shut one down, or ask the administrator for more",
+            )
+        asked = spec.fraction_milli * spec.devices
+        had = account.milli - (instead_of.fraction_milli * instead_of.devices if instead_of is not None else 0)
+        if (
+            limits.milli is not None
+            and had + asked > limits.milli
+            and (instead_of is None or asked > account.milli - had)
+        ):
+            return Wait(
+                f"{who}-limit",
+                f"{_gpus(asked)} was asked, but {name} has {_gpus(had)} of at most {_gpus(limits.milli)} in pool {pool.name!r}: "
+                "shut a kernel down, or ask for a smaller fraction",
+            )
+    return None
+
+
+def excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
+    """Return by whose limit, and by how much, so many more milli-GPU on devices would be too much."""
+    pool = books.policy(lease)
+    return [
+        (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
+        for who, account, limits in limits_for(books, pool, lease.spec)
+        if limits.resident_milli is not None and account.resident_milli + milli > limits.resident_milli
+    ]
+
+
+def over_limit(books: Books, lease: Lease) -> Wait | None:
+    """Say why a lease that waits may not come onto a device now, or return None."""
+    for who, account, _, most in excess_milli(books, lease, lease.milli):
+        there = [other for other in account.holders.values() if other.spec.pool == lease.spec.pool]
+        return Wait(
+            f"wait.{who}-limit",
+            f"{_gpus(lease.milli)} is needed, but {who} {account.name!r} has {_gpus(account.resident_milli)} of at most "
+            f"{_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
+            tuple(other.lease_id for other in there),
+        )
+    return None
+
+
+def makers_of_room(books: Books, lease: Lease) -> tuple[Lease, ...] | None:
+    """Return idle leases of the same user (group) that bring the lease within its limits if they leave; None: there are not enough.
+
+    Those that are leaving count already.
+    """
+    chosen: dict[str, Lease] = {}
+    for _, account, excess, _ in excess_milli(books, lease, lease.milli):
+        left = excess - sum(other.milli for other in account.holders.values() if other.footing is Footing.LEAVING)
+        left -= sum(other.milli for other in chosen.values() if other.lease_id in account.holders)
+        for other in sorted(account.holders.values(), key=lambda other: (other.last_active_ms, other.lease_id)):
+            if left <= 0:
+                break
+            if other.lease_id not in chosen and _is_willing(books, other):
+                chosen[other.lease_id] = other
+                left -= other.milli
+        if left > 0:
+            return None
+    return tuple(chosen.values())
+
+
+def _is_willing(books: Books, lease: Lease) -> bool:
+    if lease.footing is not Footing.RESTING:
+        return False
+    from_ms = willing_from_ms(books.policy(lease), lease)
+    return from_ms is not None and from_ms <= books.now_ms
+
+
+def _gpus(milli: int) -> str:
+    if milli <= 1000:
+        return f"{format_fraction(milli)} GPU"
+    return f"{milli / 1000:g} GPUs"

@@ -1,0 +1,114 @@
+"""What one user, or one group, may have of a pool: refused at admission, or made to wait without being in anybody's way."""
+
+import dataclasses
+
+import pytest
+
+from provisioner.core.effects import Effect, LeaseRefused
+from provisioner.core.events import Attached, LeaseReleased, LeaseRequested
+from provisioner.core.model import LeaseState, Limits, PoolSpec
+from tests.core.driving import Hand, device, pool, spec
+
+
+def _pool(*, user: Limits | None = None, group: Limits | None = None) -> PoolSpec:
+    plain = pool(max_passed_over=0)
+    groups = (("students", group),) if group is not None else ()
+    return dataclasses.replace(plain, user_limits=user or Limits(), group_limits=groups)
+
+
+def _start(
+    hand: Hand, name: str, reserve_mib: int = 100, *, owner: str = "ann", group: str = "", milli: int = 250
+) -> list[Effect]:
+    what = dataclasses.replace(spec(name, reserve_mib, milli=milli), owner=owner, group=group)
+    effects = hand.send(LeaseRequested(at_ms=hand.now, spec=what))
+    hand.send(Attached(at_ms=hand.now, lease_id=name, gated=True))
+    return effects
+
+
+def _refusal(effects: list[Effect]) -> LeaseRefused | None:
+    return next((effect for effect in effects if isinstance(effect, LeaseRefused)), None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [(Limits(leases=2), "2 of at most 2 kernels"), (Limits(milli=600), "1/2 GPU of at most 3/5 GPU")],
+    ids=["leases", "fraction"],
+)
+def test_a_user_is_refused_more_than_a_user_may_have(limits: Limits, said: str) -> None:
+    hand = Hand(pools=[_pool(user=limits)])
+    assert _refusal(_start(hand, "a")) is None
+    assert _refusal(_start(hand, "b")) is None
+    refused = _refusal(_start(hand, "c"))
+    assert refused is not None
+    assert refused.reason == "user-limit"
+    assert said in refused.sentence
+    assert _refusal(_start(hand, "d", owner="bob")) is None
+    hand.send(LeaseReleased(at_ms=0, lease_id="a"))
+    assert _refusal(_start(hand, "c")) is None
+
+
+def test_a_group_is_refused_more_than_it_may_have_together() -> None:
+    hand = Hand(pools=[_pool(group=Limits(leases=1))])
+    assert _refusal(_start(hand, "a", group="students")) is None
+    refused = _refusal(_start(hand, "b", owner="bob", group="students"))
+    assert refused is not None
+    assert refused.reason == "group-limit"
+    assert "'students'" in refused.sentence
+    assert _refusal(_start(hand, "c", owner="bob", group="staff")) is None
+
+
+def test_a_user_who_has_as_much_as_may_be_waits_and_is_in_nobody_s_way() -> None:
+    hand = Hand(pools=[_pool(user=Limits(resident_milli=300))])
+    for name, owner in (("a", "ann"), ("b", "ann"), ("c", "bob")):
+        _start(hand, name, owner=owner)
+        hand.want(name)
+        hand.work(name)
+    ticket = hand.ticket("b")
+    assert (ticket.reason, ticket.blockers, ticket.kept_on) == ("wait.user-limit", ("a",), ())
+    assert "1/4 GPU of at most 3/10 GPU" in ticket.sentence
+    assert hand.state("c") is LeaseState.RESIDENT
+    for number in range(5):  # nothing is kept for it, though the pool allows nobody to be passed over
+        name = f"s{number}"
+        _start(hand, name, owner="bob" if number == 9 else name)
+        hand.want(name)
+        assert hand.state(name) is LeaseState.RESIDENT
+    assert hand.ticket("b").passed_over == 0
+    assert hand.granted(hand.send(LeaseReleased(at_ms=0, lease_id="a"))) == [("b", "d0")]
+
+
+def test_a_user_s_own_idle_kernel_steps_aside_within_the_limit() -> None:
+    hand = Hand(device(memory_mib=10_000), pools=[_pool(user=Limits(resident_milli=300))])
+    _start(hand, "a")
+    hand.want("a")
+    hand.work("a")
+    hand.rest("a")
+    _start(hand, "b")
+    effects = hand.want("b")
+    assert hand.suspends(effects) == ["a"]
+    assert "suspend.user-limit" in hand.reasons(effects, "a")
+    assert hand.granted(hand.saved(effects)) == [("b", "d0")]
+
+
+def test_a_user_s_own_kernels_do_not_step_aside_in_vain() -> None:
+    hand = Hand(pools=[_pool(user=Limits(resident_milli=300))])
+    _start(hand, "x", 900, owner="bob")
+    hand.want("x")
+    hand.work("x")
+    _start(hand, "a", 100)
+    hand.want("a")
+    hand.work("a")
+    hand.rest("a")
+    _start(hand, "b", 200)
+    assert hand.suspends(hand.want("b")) == []
+    assert hand.state("a") is LeaseState.RESIDENT
+
+
+def test_a_group_s_kernels_on_devices_are_limited_together() -> None:
+    hand = Hand(pools=[_pool(group=Limits(resident_milli=250))])
+    for name, owner in (("a", "ann"), ("b", "bob")):
+        _start(hand, name, owner=owner, group="students")
+        hand.want(name)
+        hand.work(name)
+    assert hand.ticket("b").reason == "wait.group-limit"
+    hand.rest("a")
+    assert hand.state("a") is LeaseState.SUSPENDING
