@@ -14,20 +14,26 @@ from provisioner.protocol.errors import BadRequestError
 
 __all__ = ["CONFIG_KEYS", "KernelConfig", "check_pool_name", "parse_kernel_config"]
 
-CONFIG_KEYS = ("pool", "fraction", "memory", "devices", "priority")
+CONFIG_KEYS = ("pool", "fraction", "memory", "request", "devices", "priority")
 _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
+_DEVICES = range(1, 9)
 _PRIORITIES = range(-1000, 1001)
 _SHOWN = 80  # characters of a bad value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """A checked wish. Fraction in milli-GPU; memory in MiB, None for the fraction's share of the device."""
+    """A checked wish. Fraction in milli-GPU; memory in MiB, None for the fraction's share of the device.
+
+    `request_mib` is what is guaranteed of it in a pool that reserves by use, None for the fraction's share.
+    """
 
     pool: str
     fraction_milli: int
     memory_mib: int | None = None
     priority: int = 0
+    request_mib: int | None = None
+    devices: int = 1
 
 
 def check_pool_name(name: object) -> str:
@@ -53,22 +59,39 @@ def parse_kernel_config(stanza: Mapping[str, object], *, default_pool: str, defa
             raise BadRequestError(
                 f"kernel_provisioner config has the unknown key {_shown(key)}; {hint}allowed: {', '.join(CONFIG_KEYS)}"
             )
+    devices = _devices(stanza.get("devices", 1))
     try:
-        fraction_milli = parse_fraction_milli(_scalar(stanza.get("fraction", default_fraction)))
-        memory_mib = parse_memory_mib(_size(stanza["memory"])) if stanza.get("memory") is not None else None
+        whole = "1" if devices > 1 else default_fraction
+        fraction_milli = parse_fraction_milli(_scalar(stanza.get("fraction", whole)))
+        memory_mib, request_mib = (_memory(stanza, key) for key in ("memory", "request"))
     except ValueError as error:
         raise BadRequestError(f"kernel_provisioner config: {error}") from None
-    devices = stanza.get("devices", 1)
-    if isinstance(devices, bool) or devices != 1:
+    if devices > 1 and fraction_milli != 1000:
         raise BadRequestError(
-            f"kernel_provisioner config: devices is {_shown(devices)}; this version gives one device, use 1"
+            f"kernel_provisioner config: fraction is {_shown(stanza['fraction'])} with {devices} devices; several devices are "
+            "whole ones: leave fraction out, or use one device"
         )
     return KernelConfig(
         pool=check_pool_name(stanza.get("pool", default_pool)),
         fraction_milli=fraction_milli,
         memory_mib=memory_mib,
         priority=_priority(stanza.get("priority", 0)),
+        request_mib=request_mib,
+        devices=devices,
     )
+
+
+def _memory(stanza: Mapping[str, object], key: str) -> int | None:
+    return parse_memory_mib(_size(stanza[key])) if stanza.get(key) is not None else None
+
+
+def _devices(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in _DEVICES:
+        raise BadRequestError(
+            f"kernel_provisioner config: devices is {_shown(value)}; allowed: a whole number from {_DEVICES.start} to "
+            f"{_DEVICES.stop - 1}"
+        )
+    return value
 
 
 def _priority(value: object) -> int:

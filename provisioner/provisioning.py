@@ -59,7 +59,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     One instance belongs to one kernel manager and is used by one event loop at a time.
 
-    The keywords that a kernelspec's `config` brings are pool, fraction, memory, devices and priority.
+    The keywords that a kernelspec's `config` brings are pool, fraction, memory, request, devices and priority.
     """
 
     process: Popen[bytes] | None
@@ -272,6 +272,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
             fraction_milli=config.fraction_milli,
             pool=config.pool,
             memory_mib=config.memory_mib,
+            request_mib=config.request_mib,
+            devices=config.devices,
             priority=config.priority,
             kernel_id=self.kernel_id or "",
             label=label[-MAX_NAME:],  # of a path the end says most

@@ -112,6 +112,18 @@ def test_the_cap_is_shared_by_the_processes_of_a_lease(simulated: host.Simulated
         second.run("!y = cuda.allocate(62 * 2**20)")
 
 
+def test_a_lease_of_several_devices_has_its_cap_on_each(simulated: host.SimulatedHost) -> None:
+    first, second = (device.device_id for device in simulated.devices[:2])
+    lease = {"JUPYTER_GPU_MEMORY_MIB": "100", "JUPYTER_GPU_LEASE": "one"}
+    both = {**lease, "JUPYTER_GPU_SIMULATED_DEVICE": f"{first},{second}"}
+    with Kernel(simulated, both) as root, Kernel(simulated, lease, device=1) as rank:
+        assert root.run("cuda.device().device_id") == first
+        root.run("!x = cuda.allocate(60 * 2**20)")
+        rank.run("!x = cuda.allocate(60 * 2**20)")
+        with pytest.raises(KernelError, match="cap of 100 MiB"):
+            rank.run("cuda.allocate(20 * 2**20)")
+
+
 @pytest.mark.parametrize("cap", ["0", "-5", "1.5", "much"])
 def test_a_cap_that_is_none_is_refused(simulated: host.SimulatedHost, cap: str) -> None:
     with (

@@ -24,10 +24,23 @@ def test_everything_said_is_taken() -> None:
     assert parse(stanza) == KernelConfig(pool="teaching", fraction_milli=1000, memory_mib=20480, priority=-3)
 
 
+def test_several_devices_are_whole_ones_without_saying_so() -> None:
+    assert parse({"devices": 2}) == KernelConfig(pool="default", fraction_milli=1000, devices=2)
+    assert parse({"devices": 8, "fraction": 1}).devices == 8
+
+
+def test_what_is_guaranteed_is_less_than_what_may_be_used() -> None:
+    config = parse({"fraction": "1/4", "memory": "40GiB", "request": "10GiB"})
+    assert (config.memory_mib, config.request_mib) == (40_960, 10_240)
+
+
 @pytest.mark.parametrize(
     ("stanza", "says"),
     [
-        ({"fractoin": 0.5}, ["'fractoin'", "did you mean 'fraction'?", "pool, fraction, memory, devices, priority"]),
+        (
+            {"fractoin": 0.5},
+            ["'fractoin'", "did you mean 'fraction'?", "pool, fraction, memory, request, devices, priority"],
+        ),
         ({"zzz": 1}, ["'zzz'", "allowed: pool, fraction"]),
         ({"fraction": 0}, ["fraction '0'", "more than 0 and at most 1"]),
         ({"fraction": 1.5}, ["fraction '1.5'", "at most 1"]),
@@ -38,9 +51,12 @@ def test_everything_said_is_taken() -> None:
         ({"memory": "much"}, ["memory 'much'", "20GiB"]),
         ({"memory": 0}, ["memory 0", "20GiB"]),
         ({"memory": 1.5}, ["memory 1.5 is not", "20GiB"]),
-        ({"devices": 2}, ["devices is 2", "this version gives one device"]),
-        ({"devices": "1"}, ["devices is '1'", "one device"]),
-        ({"devices": True}, ["devices is True", "one device"]),
+        ({"devices": 0}, ["devices is 0", "from 1 to 8"]),
+        ({"devices": 9}, ["devices is 9", "from 1 to 8"]),
+        ({"devices": "1"}, ["devices is '1'", "from 1 to 8"]),
+        ({"devices": True}, ["devices is True", "from 1 to 8"]),
+        ({"devices": 2, "fraction": "1/2"}, ["fraction is '1/2' with 2 devices", "leave fraction out"]),
+        ({"request": "some"}, ["memory 'some'", "20GiB"]),
         ({"priority": "high"}, ["priority is 'high'", "-1000 to 1000"]),
         ({"priority": 1001}, ["priority is 1001", "-1000 to 1000"]),
         ({"priority": True}, ["priority is True", "-1000 to 1000"]),

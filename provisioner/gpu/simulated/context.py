@@ -3,8 +3,9 @@
 The rules:
 - On every device the contexts and allocations together never exceed its memory: each is admitted in the
   transaction that records it.
-- A process under a cap (JUPYTER_GPU_MEMORY_MIB) shares it with all processes of its lease (JUPYTER_GPU_LEASE); a
-  process without a lease has it for itself.
+- A process under a cap (JUPYTER_GPU_MEMORY_MIB) shares it with all processes of its lease (JUPYTER_GPU_LEASE) on its device;
+  a process without a lease has it for itself.
+- A process is on one device, the first that it is bound to. A lease of several devices has processes on each.
 - Before anything is refused, what dead processes hold is given back.
 - Contents must fit the machine: an allocation that could not be filled with real bytes is refused at once.
 """
@@ -66,7 +67,7 @@ def _environment() -> tuple[str, str]:
             "no simulated GPU yet: JUPYTER_GPU_SIMULATED_DEVICE is not set; it comes with the grant of a GPU, "
             "before a cell that may use one"
         )
-    return directory, device
+    return directory, device.split(",")[0]  # as in CUDA, the first of several is where a process begins
 
 
 class Context:
@@ -244,7 +245,7 @@ class Context:
         if lost:
             raise SimulatedCudaError(f"the device {device} ({name}) is lost: wait until an administrator returned it")
         if cap is not None:
-            self._check_cap(db, n_bytes, cap)
+            self._check_cap(db, n_bytes, device, cap)
         used, total = int(db.execute(HELD, (device,)).fetchone()[0]), memory_mib * MIB
         if used + n_bytes > total:
             raise _NoRoom(
@@ -252,10 +253,10 @@ class Context:
                 "free something, or ask for less"
             )
 
-    def _check_cap(self, db: sqlite3.Connection, n_bytes: int, cap: int) -> None:
-        mine = "SELECT COALESCE(SUM(bytes), 0) FROM processes WHERE phase != 'failed' AND "
+    def _check_cap(self, db: sqlite3.Connection, n_bytes: int, device: str, cap: int) -> None:
+        mine = "SELECT COALESCE(SUM(bytes), 0) FROM processes WHERE phase != 'failed' AND device=? AND "
         by, value = ("lease=?", self.lease) if self.lease else ("key=?", self.key)
-        used = int(db.execute(mine + by, (value,)).fetchone()[0])
+        used = int(db.execute(mine + by, (device, value)).fetchone()[0])
         if used + n_bytes > cap:
             raise _NoRoom(
                 f"out of memory: asked for {_mib(n_bytes)}, this kernel holds {_mib(used)} of its cap of {_mib(cap)} "
