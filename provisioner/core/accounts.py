@@ -14,6 +14,7 @@ from provisioner.core.records import Account, Lease
 __all__ = ["Accounts", "virtual_ms"]
 
 _MOST_GONE = 4096
+_DAY_MS = 86_400_000
 _UNIT = 100  # the usual weight
 
 
@@ -78,7 +79,7 @@ class Accounts:
             del self.owners[key]
             self._settle(account, now_ms)
             self._gone[key] = account
-            self._forget_gone()
+            self._forget_gone(now_ms)
 
     def resize(self, lease: Lease, spec: LeaseSpec, now_ms: int) -> None:
         """Give the lease another size."""
@@ -116,11 +117,12 @@ class Accounts:
             else:
                 del account.holders[lease.lease_id]
 
-    def _forget_gone(self) -> None:
+    def _forget_gone(self, now_ms: int) -> None:
         """Drop accounts of nobody: two of those that say nothing any more, or the oldest where there are too many."""
         for key in list(self._gone)[:2]:
             account = self._gone[key]
-            says = account.pinned_ms or virtual_ms(account.usage, account.weight) > self._floors.get(key[0], 0)
+            pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is back after a day
+            says = pinned or virtual_ms(account.usage, account.weight) > self._floors.get(key[0], 0)
             del self._gone[key]
             if says and len(self._gone) < _MOST_GONE:
                 self._gone[key] = account

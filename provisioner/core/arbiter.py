@@ -28,6 +28,7 @@ from provisioner.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    PinRequested,
     PoolConfigured,
     ProcessExited,
     ResumeFinished,
@@ -35,6 +36,7 @@ from provisioner.core.events import (
     SuspendRequested,
     Tick,
     TruthFound,
+    UnpinRequested,
     Unwanted,
     Wanted,
 )
@@ -58,6 +60,8 @@ _AboutALease = (
     | Checkpointable
     | HostPressureSeen
     | LeaseMeasured
+    | PinRequested
+    | UnpinRequested
     | SuspendRequested
     | TruthFound
 )
@@ -70,7 +74,7 @@ class Arbiter:
         self._changes = Changes(first_operation_id=first_operation_id, parallel_swaps=parallel_swaps)
         self._books = self._changes.books
         self._serving = Serving(self._changes)
-        self._lifecycle = Lifecycle(self._changes, self._serving.caps)
+        self._lifecycle = Lifecycle(self._changes, self._serving.caps, self._serving.pins)
         self._answers = Answers(self._changes, self._lifecycle)
         self._wake_ms: int | None = None
         self._check = check
@@ -223,6 +227,10 @@ class Arbiter:
                 does.released(lease)
             case SuspendRequested():
                 does.suspend_asked(lease)
+            case PinRequested():
+                self._serving.pins.pin(lease, event.duration_ms)
+            case UnpinRequested():
+                self._serving.pins.unpin(lease, "pin.ended", "somebody ended its pin")
             case Checkpointable():
                 does.checkpointable(lease, event.why_not)
             case HostPressureSeen():

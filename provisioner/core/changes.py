@@ -89,9 +89,9 @@ class Changes:
         """Write a line of the lease's story."""
         self.effects.append(Recorded(lease_id=lease_id, at_ms=self.now_ms, reason=reason, sentence=sentence))
 
-    def decline(self, lease: Lease, reason: str, sentence: str) -> None:
+    def decline(self, lease: Lease, reason: str, sentence: str, *, about: str = "") -> None:
         """Refuse something that was asked of a lease."""
-        self.effects.append(Declined(lease_id=lease.lease_id, reason=reason, sentence=sentence))
+        self.effects.append(Declined(lease_id=lease.lease_id, reason=reason, sentence=sentence, about=about))
         self.record(lease.lease_id, f"declined.{reason}", sentence)
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:

@@ -5,6 +5,7 @@ from provisioner.core.changes import Changes
 from provisioner.core.effects import LeaseAdmitted, LeaseRefused, LookAgain
 from provisioner.core.events import LeaseRecovered, LeaseRequested
 from provisioner.core.model import LeaseState
+from provisioner.core.pins import Pins
 from provisioner.core.requests import refusal
 from provisioner.core.state import Lease
 from provisioner.core.staying import note
@@ -28,8 +29,9 @@ SOMEWHERE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 class Lifecycle:
     """One method per event."""
 
-    def __init__(self, changes: Changes, caps: Caps) -> None:
+    def __init__(self, changes: Changes, caps: Caps, pins: Pins) -> None:
         self._changes = changes
+        self._pins = pins
         self._books = changes.books
         self._caps = caps
 
@@ -65,6 +67,7 @@ class Lifecycle:
         lease.busy = event.busy and state is not LeaseState.UNATTACHED
         self._books.add(lease)
         self.settle_found(lease, state, device_ids, event.saved_mib)
+        self._pins.keep(lease, event.pinned_until_ms)
         changes.announce(lease, None, f"recovered.{state}", f"a new broker found the kernel {state}")
         if state is LeaseState.QUARANTINED:
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
@@ -105,12 +108,16 @@ class Lifecycle:
         """The process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
+        if lease.pinned_until_ms:
+            self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
         self._changes.empty(lease)
         self._changes.restart_expiry(lease)
         self._changes.move(lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free")
 
     def released(self, lease: Lease) -> None:
         """The lease is over."""
+        if lease.pinned_until_ms:
+            self._pins.give_back(lease)
         self._changes.end(lease, Cause.RELEASED, "released")
 
     def wanted(self, lease: Lease, *, urgent: bool) -> None:

@@ -10,6 +10,7 @@ from provisioner.core.deadlines import Deadlines, idle_due_ms, is_lost
 from provisioner.core.draining import Draining
 from provisioner.core.model import LeaseState
 from provisioner.core.passing import Pass
+from provisioner.core.pins import Pins
 from provisioner.core.records import Wait
 from provisioner.core.relief import Relief
 from provisioner.core.state import Lease
@@ -29,6 +30,7 @@ class Serving:
         self._hint_ms: int | None = None  # when the last pass over the queue asked to be repeated
         self.caps = Caps(changes)
         self.draining = Draining(changes)
+        self.pins = Pins(changes)
         self._relief = Relief(changes)
 
     def serve(self) -> None:
@@ -64,6 +66,8 @@ class Serving:
                 del ripe[lease_id]
             elif lease.paused and lease.resume_after_ms <= now_ms:
                 self._changes.unpause(lease)
+            if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
+                self.pins.unpin(lease, "pin.over", "its pin is over")
 
     def _suspend_asked(self) -> None:
         for lease in list(self._books.asked.values()):
@@ -72,6 +76,8 @@ class Serving:
             elif (wait := self.cannot_suspend(lease)) is not None:
                 self._changes.decline_suspend(lease, wait.reason, wait.sentence)
             elif self._changes.channel_free:
+                if lease.pinned_until_ms:
+                    self.pins.unpin(lease, "pin.ended", "somebody asked for its suspend, which ends its pin")
                 self._changes.begin_suspend(lease, "suspend.asked", "somebody asked for it")
 
     def _suspend_breaching(self) -> None:
