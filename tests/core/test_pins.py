@@ -141,7 +141,7 @@ def test_the_budget_is_the_owner_s_and_comes_back_evenly_over_a_day() -> None:
     assert "1 h are left of the 4 h" in declined.sentence
     hand.wait(6 * HOUR_MS - 1000)  # a quarter of a day: a quarter of the budget
     assert _declined(_pin(hand, "b", 2 * HOUR_MS)) is not None
-    hand.wait(1001)
+    hand.wait(2000)
     assert _declined(_pin(hand, "b", 2 * HOUR_MS)) is None
 
 
