@@ -16,16 +16,18 @@ from functools import partial
 
 import zmq.asyncio
 
+from provisioner.broker.backstop import Backstop
 from provisioner.broker.clock import now_ms, wall_ms
 from provisioner.broker.history import History
-from provisioner.broker.iopub import IOPubWatch, connection_from_json
 from provisioner.broker.idle_counters import IdleCounters
+from provisioner.broker.iopub import IOPubWatch, connection_from_json
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.operations import Operations
 from provisioner.broker.swaps import Swaps
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.effects import (
+    CapBreached,
     Declined,
     Effect,
     Granted,
@@ -76,6 +78,7 @@ class Broker:
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
         self.counters = IdleCounters(self)
+        self.backstop = Backstop(self)
         swaps.roots = self.roots
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
@@ -127,6 +130,8 @@ class Broker:
                 self._declined(effect)
             case Resized() | Pinned() | SuspendAnnounced():
                 self._told(effect)
+            case CapBreached():
+                self.backstop.breached(effect)
             case LeaseEnded(lease_id=lease_id, reason=reason):
                 self._ended(lease_id, reason)
             case TicketsChanged():

@@ -45,6 +45,7 @@ class Kernel:
     idle_us: int | None = None  # idle by its messages since then, microseconds since the epoch
     worked_us: int = 0  # its processes were last seen at work on the device since then; 0: not yet
     working: bool = False  # they are, or nobody knows yet, though no cell runs
+    notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     suspend_wishes: int = 0  # people who wait for its suspend
     _pidfd: int | None = None
     _change: asyncio.Event = field(default_factory=asyncio.Event)

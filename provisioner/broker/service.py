@@ -407,6 +407,9 @@ class Service:
             self.broker.open_gate(kernel)
         elif view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
             link.send(GateVerb.CLOSE)
+        for sentence in kernel.notices:
+            link.send(GateVerb.NOTICE, sentence=sentence)
+        kernel.notices.clear()
         self.broker.look_at_use(kernel)
         return link
 

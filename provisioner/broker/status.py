@@ -79,6 +79,7 @@ def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | Non
             over_committed=view.over_committed,
             lost=view.lost,
             why_not=view.why_not,
+            strangers=broker.backstop.strangers.get(view.device_id, []),
             draining=view.draining,
         )
         for view in broker.arbiter.devices()

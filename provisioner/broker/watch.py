@@ -93,6 +93,7 @@ class Watcher:
     def _tell(self, sample: _Sample) -> None:
         broker = self._broker
         lease_of = self._lease_of(sample.snapshot)
+        broker.backstop.see(sample.uses, lease_of)
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:

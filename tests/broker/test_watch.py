@@ -5,12 +5,13 @@ from typing import Any, cast
 
 import pytest
 
+from provisioner.broker.backstop import Backstop
 from provisioner.broker.broker import Broker
 from provisioner.broker.gate import GateLink
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.watch import Watcher
 from provisioner.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
-from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView
+from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.host.process import identify
 from tests.broker.driver import DEVICE, Driver
@@ -27,12 +28,14 @@ class World:
         self.arbiter = self
         self.host_saved_mib = 0
         self.changes = 0
+        self.backstop = Backstop(cast("Broker", self))
         self.used_mib: dict[str, int] = {}
         self.events: list[Event] = []
         self.wanted: list[str] = []
         self.view = view_of(state, reserve_mib)
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
         self.kernels = {LEASE: self.kernel}
+        self.pool = PoolSpec(name="default", devices=(DEVICE,))
         self.budget_mib = 4096
         device = DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)
         self.watcher = Watcher(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
@@ -45,6 +48,9 @@ class World:
 
     def roots(self) -> list[Any]:
         return [self.kernel.identity]
+
+    def pools(self) -> dict[str, PoolSpec]:
+        return {"default": self.pool}
 
     def want_for(self, kernel: Kernel) -> None:
         self.wanted.append(kernel.lease_id)

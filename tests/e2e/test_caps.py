@@ -1,0 +1,83 @@
+"""A kernel that allocates past its cap behind the framework's back is caught, and the pool's choice is carried out."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.world import Notebook, Server, World, until
+
+PAST = """
+import os
+from provisioner.gpu.simulated import cuda
+del os.environ["JUPYTER_GPU_MEMORY_MIB"]  # what allocates directly knows no cap
+buffer = cuda.allocate(400 << 20)
+buffer.fill(b"abc")
+"""
+
+
+def story(world: World, notebook: Notebook) -> list[str]:
+    with world.client() as client:
+        return [line.reason for line in client.story(world.lease(notebook.kernel_id).lease_id).lines]
+
+
+def past_its_cap(world: World, server: Server, breach: str) -> Notebook:
+    world.configure(f"c.GPUBroker.pools = {{'default': {{'breach': {breach!r}, 'idle_after': 'on-demand'}}}}")
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    assert notebook.must(PAST).status == "ok"
+    return notebook
+
+
+def test_it_is_warned(world: World, server: Server) -> None:
+    notebook = past_its_cap(world, server, "warn")
+    until(lambda: "breach.warn" in story(world, notebook), "the breach is noted")
+    reply = until(lambda: _if_said(notebook.must("1"), "more than its cap"), "the notebook says so")
+    assert "256 MiB" in reply
+    assert world.lease(notebook.kernel_id).suspends == 0
+
+
+def test_it_is_suspended_and_comes_back_with_all_it_had(world: World, server: Server) -> None:
+    notebook = past_its_cap(world, server, "suspend")
+    lease = world.await_state(notebook.kernel_id, "suspended")
+    assert lease.saved_mib >= 400
+    assert "suspend.breach" in story(world, notebook)
+    assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
+
+
+def test_it_is_ended_and_the_next_kernel_says_why(world: World, server: Server) -> None:
+    notebook = past_its_cap(world, server, "kill")
+    pid = world.lease(notebook.kernel_id).pid
+
+    def restarted() -> bool:
+        return world.lease(notebook.kernel_id).pid not in (None, pid)
+
+    until(restarted, "the server starts the kernel anew")
+    anew = server.connect(notebook.kernel_id)
+    assert until(lambda: _if_said(anew.must("1"), "more than its cap"), "the new kernel says why")
+
+
+def _if_said(reply: object, words: str) -> str:
+    said = f"{getattr(reply, 'text', '')}{getattr(reply, 'data', '')}"
+    return said if words in said else ""
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_stranger_is_shown_and_if_the_pool_says_so_ended(world: World, server: Server, refused: bool) -> None:
+    strangers = "refuse" if refused else "show"
+    world.configure(f"c.GPUBroker.pools = {{'default': {{'strangers': {strangers!r}}}}}")
+    (name,) = world.install(250)
+    server.start(name)
+    (device,) = world.status().devices
+    argv = [sys.executable, "-m", "provisioner.gpu.simulated.stranger", str(world.simulated_folder), "0", "64"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, env=world.environment) as stranger:
+        try:
+            (shown,) = until(lambda: world.status().devices[0].strangers, "it is shown")
+            assert (shown.pid, shown.used_mib) == (stranger.pid, 96)
+            if refused:
+                assert stranger.wait(60) < 0
+            else:
+                assert stranger.poll() is None
+        finally:
+            stranger.kill()
+    until(lambda: not world.status().devices[0].strangers, f"device {device.device_id} is free of it")
