@@ -20,6 +20,7 @@ from provisioner.core.events import (
     SuspendFinished,
     SuspendOutcome,
     Tick,
+    Unwanted,
     Wanted,
 )
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
@@ -110,6 +111,10 @@ class Hand:
     def want(self, name: str, *, urgent: bool = False) -> list[Effect]:
         """Have a kernel need the GPU."""
         return self.send(Wanted(at_ms=self.now, lease_id=name, urgent=urgent))
+
+    def give_up(self, name: str) -> list[Effect]:
+        """Have nobody wait for a kernel any more."""
+        return self.send(Unwanted(at_ms=self.now, lease_id=name))
 
     def work(self, name: str) -> list[Effect]:
         """Have a kernel become busy."""

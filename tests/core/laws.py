@@ -12,7 +12,7 @@ from tests.core.moves import ELIGIBLE
 __all__ = ["Laws"]
 
 S = LeaseState
-_BENEFICIARY = re.compile(r"by lease (\S+)")
+_BENEFICIARY = re.compile(r"lease (\S+)")
 _KEEPING = frozenset({"wait.making-room", "wait.swap-channel"})
 
 
@@ -50,19 +50,28 @@ class Laws:
             self._law_3(seen, why)
 
     def _law_3(self, victim: Seen, why: Recorded) -> None:
-        """Somebody is suspended for a beneficiary who waits and would fit if all the idle went."""
+        """Somebody is suspended for a beneficiary who waits and would fit if all the idle went.
+
+        For one that was passed over too often room is gathered as neighbours become idle: it would fit if all went who may go at all.
+        """
         match = _BENEFICIARY.search(why.sentence)
         name = match[1] if match else "?"
         there = [s for i, s in self._world.leases.items() if i.startswith(name) and s.state in ELIGIBLE]
         device = victim.devices[0]
+        fits = [s for s in there if device in self._world.allowed(s) and self._world.least(s) <= self._room(s, device)]
+        law(3, fits, victim.lease_id, "is suspended for", name, "who would not fit on", device)
+
+    def _room(self, beneficiary: Seen, device: str) -> int:
+        """What there would be on a device for a ticket if all went who may go for it."""
+        ticket = self._arbiter.ticket(beneficiary.lease_id)
+        owed = ticket is not None and ticket.passed_over >= self._world.pool(beneficiary).max_passed_over
         stays = sum(
             seen.held
             for seen in self._world.on(device)
-            if seen.state in {S.RESUMING, S.QUARANTINED, S.UNATTACHED} or (seen.state is S.RESIDENT and seen.busy)
+            if seen.state in {S.RESUMING, S.QUARANTINED, S.UNATTACHED}
+            or (seen.state is S.RESIDENT and ((seen.busy and not owed) or seen.pinned_until > self._world.now))
         )
-        room = self._world.leasable.get(device, 0) - self._world.strangers.get(device, 0) - stays
-        fits = [s for s in there if self._world.least(s) <= room and device in self._world.allowed(s)]
-        law(3, fits, victim.lease_id, "is suspended for", name, "who would not fit on", device)
+        return self._world.leasable.get(device, 0) - self._world.strangers.get(device, 0) - stays
 
     # -- law 4 ---------------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Effect, LookAgain, Recorded, Resume, StateChanged, Suspend
+from provisioner.core.effects import CapBreached, Effect, LookAgain, Recorded, Resume, StateChanged, Suspend
 from provisioner.core.events import (
     Attached,
     BusyChanged,
@@ -61,6 +61,7 @@ class World:
     devices: list[DeviceSpec] = field(default_factory=list)
     pools: list[PoolSpec] = field(default_factory=list)
     number: int = 0
+    honest: bool = False  # the driver does what it is told from now on, and says so
 
     def __post_init__(self) -> None:
         """Set up devices, pools and host memory."""
@@ -122,6 +123,8 @@ class World:
             case Suspend(lease_id=lease_id, operation_id=operation_id, generation=generation, host_mib=host_mib):
                 outcome = random.choices(list(SuspendOutcome), (12, 2, 2, 1, 1, 1))[0]
                 saved = random.randrange(host_mib + 1) if random.random() < 0.95 else host_mib + 100
+                if self.honest:
+                    outcome, saved = SuspendOutcome.SAVED, host_mib
                 return SuspendFinished(
                     at_ms=0,
                     lease_id=lease_id,
@@ -131,16 +134,22 @@ class World:
                     saved_mib=saved,
                 )
             case Resume(lease_id=lease_id, operation_id=operation_id, generation=generation):
-                result = random.choices(list(ResumeOutcome), (12, 2, 1))[0]
+                result = ResumeOutcome.RESTORED
+                if not self.honest:
+                    result = random.choices(list(ResumeOutcome), (12, 2, 1))[0]
                 return ResumeFinished(
                     at_ms=0, lease_id=lease_id, operation_id=operation_id, generation=generation, outcome=result
                 )
             case LookAgain(lease_id=lease_id, generation=generation):
-                state = random.choice([s for s in LeaseState if s is not LeaseState.ENDED])
+                state = LeaseState.UNATTACHED
+                if not self.honest:
+                    state = random.choice([s for s in LeaseState if s is not LeaseState.ENDED])
                 device = random.choice([None, *(device.device_id for device in self.devices)])
                 return TruthFound(
                     at_ms=0, lease_id=lease_id, generation=generation, state=state, device_id=device, saved_mib=50
                 )
+            case CapBreached(lease_id=lease_id, action=Breach.KILL) if self.honest or random.random() < 0.8:
+                return ProcessExited(at_ms=0, lease_id=lease_id)
             case _:
                 return None
 
@@ -171,6 +180,23 @@ class World:
             if lie:
                 self.send(_with(event, self.now, changes))
         self.send(_with(event, self.now, {}))
+
+    def settle(self, most: int) -> int:
+        """Let nothing happen any more but what is under way. Return how many operations began; raises LawBrokenError past `most`."""
+        self.honest, begun = True, 0
+        while True:
+            wake = self.observer.wake
+            due = [at_ms for at_ms in (self.late[0][0] if self.late else None, wake) if at_ms is not None]
+            if not due:
+                return begun
+            self.now, before = max(self.now, min(due)), len(self.made)
+            if self.late and self.late[0][0] <= self.now:
+                self.send(_with(heapq.heappop(self.late)[2], self.now, {}))
+            else:
+                self.send(Tick(at_ms=self.now))
+            begun += sum(isinstance(effect, Suspend | Resume) for effect in self.made[before:])
+            if begun > most:
+                raise LawBrokenError(f"law 5: {begun} suspends and resumes, and nobody does anything: thrashing")
 
     def check_rest(self) -> None:
         """Nothing was left undone, and nothing would happen by time alone before the alarm."""

@@ -1,0 +1,243 @@
+"""Kernels with habits around one arbiter, in virtual time: who wants what when is written down, and what became of it is measured.
+
+A kernel plays its part: it wants the GPU, runs a cell once it is let in, rests for its gap, and wants it again. A driver carries out
+suspends and resumes in the time that their size takes. Nothing is random here but what a habit draws from its own seed. Every event
+goes through an `Observer`, so every play also checks the laws.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.effects import Effect, Granted, Resume, Suspend, WakeAt
+from provisioner.core.events import (
+    Attached,
+    BusyChanged,
+    DeviceSeen,
+    Event,
+    HostMemorySeen,
+    LeaseReleased,
+    LeaseRequested,
+    PoolConfigured,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    Tick,
+    Wanted,
+)
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from tests.core.observer import Observer
+
+__all__ = ["FOR_EVER", "Actor", "Theatre"]
+
+FOR_EVER = 10**12
+
+
+@dataclass(slots=True, eq=False)
+class Actor:
+    """A kernel and its habit; times in milliseconds."""
+
+    spec: LeaseSpec
+    cell_ms: Callable[[], int]
+    gap_ms: Callable[[], int] = lambda: 0
+    cells: int = FOR_EVER  # after so many it is shut down
+    left_ms: int = 0  # of the cell in hand; 0: none
+    began_ms: int | None = None  # when it began to run, this time
+    wanted_ms: int = 0
+    ran_ms: int = 0  # in all
+    waits_ms: list[int] = field(default_factory=list)
+    suspends: int = 0
+    preempted: int = 0
+
+
+class Theatre:
+    """One arbiter, its devices and its actors. `swap_ms` tells how long it takes to move so many MiB."""
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceSpec],
+        pools: Sequence[PoolSpec],
+        *,
+        host_mib: int = 10**9,
+        swap_ms: Callable[[int], int] = lambda mib: 100 + mib,
+        parallel_swaps: int = 1,
+        whole_every: int = 20,
+    ) -> None:
+        self.arbiter = Arbiter(parallel_swaps=parallel_swaps)
+        self.observer = Observer(self.arbiter, parallel_swaps=parallel_swaps)
+        self.actors: dict[str, Actor] = {}
+        self.now = 0
+        self.ended: list[Actor] = []
+        self.swaps: Counter[str] = Counter()
+        self._swap_ms = swap_ms
+        self._whole_every = whole_every
+        self._handled = 0
+        self._number = 0
+        self._acts: list[tuple[int, int, Callable[[], None]]] = []
+        self._wake: int | None = None
+        for device in devices:
+            self.send(DeviceSeen(at_ms=0, device=device))
+        for pool in pools:
+            self.send(PoolConfigured(at_ms=0, pool=pool))
+        self.send(HostMemorySeen(at_ms=0, budget_mib=host_mib))
+
+    # -- what a test says ----------------------------------------------------------------------------------------------------------
+
+    def enter(self, actor: Actor, at_ms: int = 0) -> Actor:
+        """Have an actor start its kernel and want the GPU at that time."""
+        self.at(at_ms, lambda: self._start(actor))
+        return actor
+
+    def at(self, at_ms: int, act: Callable[[], None]) -> None:
+        """Have something happen at a time."""
+        self._number += 1
+        heapq.heappush(self._acts, (max(at_ms, self.now), self._number, act))
+
+    def run(self, until_ms: int) -> None:
+        """Play until then. Raises LawBrokenError or InvariantError."""
+        while True:
+            due = self._acts[0][0] if self._acts else until_ms + 1
+            if self._wake is not None and self._wake < due:
+                if self._wake > until_ms:
+                    break
+                self.now, self._wake = max(self.now, self._wake), None
+                self.send(Tick(at_ms=self.now))
+                continue
+            if due > until_ms:
+                break
+            self.now = due
+            heapq.heappop(self._acts)[2]()
+        self.now = until_ms
+
+    def ran_ms(self, actor: Actor) -> int:
+        """How long an actor has run until now."""
+        return actor.ran_ms + (self.now - actor.began_ms if actor.began_ms is not None else 0)
+
+    def send(self, event: Event) -> list[Effect]:
+        """Hand an event in, check what comes out, and carry it out."""
+        effects = self.arbiter.handle(event)
+        self._handled += 1
+        self.observer.see(event, effects, whole=self._handled % self._whole_every == 0)
+        for effect in effects:
+            match effect:
+                case Granted(lease_id=lease_id) if lease_id in self.actors:
+                    self._let_in(self.actors[lease_id])
+                case Suspend():
+                    self._suspend(effect)
+                case Resume():
+                    self.swaps["resume"] += 1
+                    self.at(
+                        self.now + self._swap_ms(self.observer.leases[effect.lease_id].saved), self._restored(effect)
+                    )
+                case WakeAt(at_ms=at_ms):
+                    self._wake = at_ms
+                case _:
+                    pass
+        return effects
+
+    # -- kernels ---------------------------------------------------------------------------------------------------------------------
+
+    def _start(self, actor: Actor) -> None:
+        self.actors[actor.spec.lease_id] = actor
+        self.send(LeaseRequested(at_ms=self.now, spec=actor.spec))
+        self.send(Attached(at_ms=self.now, lease_id=actor.spec.lease_id, gated=True))
+        self._next_cell(actor)
+
+    def _next_cell(self, actor: Actor) -> None:
+        actor.left_ms, actor.wanted_ms = actor.cell_ms(), self.now
+        self.send(Wanted(at_ms=self.now, lease_id=actor.spec.lease_id))
+
+    def _ask_again(self, actor: Actor) -> None:
+        if actor.began_ms is None and actor.left_ms > 0:
+            self.send(Wanted(at_ms=self.now, lease_id=actor.spec.lease_id))
+
+    def _let_in(self, actor: Actor) -> None:
+        """The gate opens: the cell begins, or goes on where it was interrupted."""
+        if actor.left_ms == 0 or actor.began_ms is not None:
+            return
+        actor.began_ms = self.now
+        if not self.observer.leases[actor.spec.lease_id].busy:
+            actor.waits_ms.append(self.now - actor.wanted_ms)
+            self.at(self.now, lambda: self._begin(actor))
+        self._end_later(actor)
+
+    def _begin(self, actor: Actor) -> None:
+        if actor.began_ms is not None:
+            self.send(BusyChanged(at_ms=self.now, lease_id=actor.spec.lease_id, busy=True))
+
+    def _end_later(self, actor: Actor) -> None:
+        began = actor.began_ms
+
+        def end() -> None:
+            if actor.began_ms == began and began is not None:
+                self._end(actor)
+
+        if actor.left_ms < FOR_EVER:
+            self.at(self.now + actor.left_ms, end)
+
+    def _end(self, actor: Actor) -> None:
+        self._stop(actor)
+        actor.left_ms = 0
+        actor.cells -= 1
+        self.send(BusyChanged(at_ms=self.now, lease_id=actor.spec.lease_id, busy=False))
+        if actor.cells <= 0:
+            del self.actors[actor.spec.lease_id]
+            self.ended.append(actor)
+            self.send(LeaseReleased(at_ms=self.now, lease_id=actor.spec.lease_id))
+            return
+        self.at(self.now + actor.gap_ms(), lambda: self._next_cell(actor))
+
+    def _stop(self, actor: Actor) -> None:
+        if actor.began_ms is not None:
+            actor.ran_ms += self.now - actor.began_ms
+            actor.left_ms -= self.now - actor.began_ms if actor.left_ms < FOR_EVER else 0
+            actor.began_ms = None
+
+    # -- the driver --------------------------------------------------------------------------------------------------------------------
+
+    def _suspend(self, effect: Suspend) -> None:
+        self.swaps["preempt" if effect.preempt else "suspend"] += 1
+        actor = self.actors.get(effect.lease_id)
+        if actor is not None:
+            actor.suspends += 1
+            actor.preempted += effect.preempt
+            self._stop(actor)
+            if actor.left_ms > 0 and not effect.preempt:  # a cell was about to begin: its gate asks again
+                self.at(self.now, lambda: self._ask_again(actor))
+        mib = self.observer.leases[effect.lease_id].held
+
+        def saved() -> None:
+            self.send(
+                SuspendFinished(
+                    at_ms=self.now,
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=SuspendOutcome.SAVED,
+                    saved_mib=mib,
+                )
+            )
+
+        self.at(self.now + self._swap_ms(mib), saved)
+
+    def _restored(self, effect: Resume) -> Callable[[], None]:
+        def restored() -> None:
+            self.send(
+                ResumeFinished(
+                    at_ms=self.now,
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=ResumeOutcome.RESTORED,
+                )
+            )
+
+        return restored
+
+    def state(self, actor: Actor) -> LeaseState | None:
+        """Where the actor's lease stands; None: it is over."""
+        view = self.arbiter.lease(actor.spec.lease_id)
+        return None if view is None else view.state
