@@ -5,7 +5,7 @@ import os
 from provisioner import __version__
 from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.kernels import Kernel
-from provisioner.core.model import HOLDING, LeaseView
+from provisioner.core.model import LeaseView
 from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour
 
 __all__ = ["device_status", "host_status", "lease_status", "neighbours"]
@@ -108,7 +108,7 @@ def device_status(broker: Broker, device_id: str) -> DeviceStatus:
 
 def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
     """Return who else holds something on the lease's devices now, the largest first: sizes, and names only of the same user's."""
-    mine = set(devices_of(lease)) if lease.state in HOLDING else set()
+    mine = set(devices_of(lease)) if lease.reserved_mib else set()
     there = [
         view
         for _, view in broker.views()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from provisioner.broker import api
+from provisioner.broker import handler
 from provisioner.broker.broker import Broker
 from provisioner.broker.iopub import IOPubWatch
 from provisioner.client import BrokerClient
@@ -24,11 +24,13 @@ from provisioner.protocol.messages import AttachRequest
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, Answer, LiveBroker, attach_fields, started_for
 
 OWN_ROUTES = ("attach", "detach", "acquire", "gate", "answer")
-OTHER_ROUTES = ("suspend", "resume")
+OTHER_ROUTES = ("suspend", "resume", "pin", "unpin", "resize")
 BODIES: dict[str, Any] = {
     "attach": {"pid": 1, "start_time": 1, "boot_id": "b", "connection": {}},
     "gate": {"version": "1", "open": False, "busy": False},
     "answer": {"number": 0, "word": "pulse"},
+    "pin": {"duration_ms": 1000},
+    "resize": {"fraction_milli": 500, "wait_ms": 0},
 }
 NOBODY = pwd.getpwnam("nobody")
 ASK_AS_ANOTHER = f"""
@@ -65,7 +67,7 @@ def ask_as_another(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> Ask:
 
     def as_if(method: str, target: str, body: object = None, *, token: str | None = None) -> Answer:
         with monkeypatch.context() as patch:
-            patch.setattr(api, "peer_credentials", lambda _: PeerCredentials(1, NOBODY.pw_uid, NOBODY.pw_gid))
+            patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, NOBODY.pw_uid, NOBODY.pw_gid))
             return live.call(method, target, body, token=token)
 
     return really if os.geteuid() == 0 else as_if

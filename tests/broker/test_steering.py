@@ -1,0 +1,223 @@
+"""What people may change about leases that exist, and administrators about devices; and what of it is refused, with which words."""
+
+import grp
+import os
+import pwd
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from provisioner.broker import checks
+from provisioner.broker.checks import Peer, lease_spec
+from provisioner.client import BrokerClient
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.events import DeviceSeen, PoolConfigured
+from provisioner.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
+from provisioner.host.peers import PeerCredentials
+from provisioner.protocol.errors import BadRequestError, ForbiddenError, FractionalGPUError
+from provisioner.protocol.messages import AcquireRequest, LeaseRequest
+from tests.broker.live import DEADLINE_S, LiveBroker, started_for
+
+
+def device_of(live: LiveBroker) -> dict[str, Any]:
+    (device,) = live.call("GET", "/v1/status").body["devices"]
+    assert isinstance(device, dict)
+    return device
+
+
+# -- telling -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_story_is_read_back_oldest_first(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+        live.call("POST", f"/v1/leases/{lease.lease_id}/detach", {}, token=lease.token)
+    told = live.call("GET", f"/v1/leases/{lease.lease_id}/story").body
+    assert (told["lease_id"], told["omitted"]) == (lease.lease_id, 0)
+    times = [line["at_ms"] for line in told["lines"]]
+    assert times == sorted(times)
+    assert times
+    assert all(line["reason"] and line["sentence"] for line in told["lines"])
+
+
+def test_a_history_has_a_point_for_each_state(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+    with BrokerClient(live.socket, token=lease.token) as client:
+        history = client.history(lease.lease_id)
+    assert (history.lease_id, history.cap_mib) == (lease.lease_id, 256)
+    states = [point.state for point in history.points]
+    assert states[0] == "unattached"
+    assert "unarmed" in states
+    assert all(one.at_ms <= other.at_ms for one, other in zip(history.points, history.points[1:], strict=False))
+
+
+def test_neighbours_have_names_only_for_their_own_user(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = live.lease(gated=False, label="mine.ipynb", wait_ms=1000)
+    also = live.lease(gated=False, label="also.ipynb", wait_ms=1000)
+    try:
+        monkeypatch.setattr(checks, "user_name", lambda _uid: "somebody else")
+        theirs = live.lease(gated=False, label="secret.ipynb", wait_ms=1000)
+        try:
+            told = live.call("GET", f"/v1/leases/{mine.lease_id}").body["neighbours"]
+        finally:
+            live.call("DELETE", f"/v1/leases/{theirs.lease_id}")
+    finally:
+        for lease in (mine, also):
+            live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+    assert sorted((one["label"], one["reserved_mib"]) for one in told) == [("", 256), ("also.ipynb", 256)]
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drained(live: LiveBroker) -> Iterator[dict[str, Any]]:
+    """The device, which is being emptied as long as the test runs."""
+    answer = live.call("POST", "/v1/devices/0/drain", {"evict_busy": False})
+    assert answer.status == 200, answer
+    yield answer.body
+    live.call("POST", "/v1/devices/0/undrain", {})
+
+
+def test_a_device_is_emptied_until_it_is_said_otherwise(live: LiveBroker, drained: dict[str, Any]) -> None:
+    assert drained["draining"]
+    assert device_of(live)["draining"]
+    ledger = live.broker.writer.ledger
+    assert ledger.drained() == {drained["device_id"]: False}
+    live.call("POST", f"/v1/devices/{drained['device_id']}/drain", {"evict_busy": True})
+    assert ledger.drained() == {drained["device_id"]: True}
+    answer = live.call("POST", f"/v1/devices/{drained['device_id'][:9]}/undrain", {})
+    assert (answer.status, answer.body["draining"]) == (200, False)
+    assert ledger.drained() == {}
+    assert not device_of(live)["draining"]
+
+
+def test_nobody_comes_to_a_device_that_is_emptied_and_all_do_afterwards(
+    live: LiveBroker, drained: dict[str, Any]
+) -> None:
+    lease = live.lease()
+    told: list[str] = []
+    waiting = threading.Event()
+
+    def acquire() -> None:
+        with BrokerClient(live.socket, token=lease.token) as client:
+            for progress in client.acquire(lease.lease_id, AcquireRequest(wait_ms=60_000)):
+                told.append(f"{progress.kind}: {progress.reason}")
+                waiting.set()
+
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+        asking = threading.Thread(target=acquire)
+        asking.start()
+        try:
+            assert waiting.wait(DEADLINE_S)
+            assert told == ["waiting: wait.device-draining"]
+        finally:
+            live.call("POST", f"/v1/devices/{drained['device_id']}/undrain", {})
+            asking.join(DEADLINE_S)
+        assert told[-1].startswith("granted: ")
+
+
+@pytest.mark.parametrize(("device", "says"), [("7", "'7' is no device of this broker; there are: 0 "), ("", "")])
+def test_a_device_that_is_not_there_is_named_with_those_that_are(live: LiveBroker, device: str, says: str) -> None:
+    answer = live.call("POST", f"/v1/devices/{device}/drain", {})
+    assert answer.status == 404
+    assert says in answer.error["message"]
+
+
+def test_only_administrators_empty_devices(live: LiveBroker) -> None:
+    peer = Peer(credentials=PeerCredentials(1, 65_534, 65_534), token=None, admin=False)
+
+    async def ask() -> str:
+        with pytest.raises(ForbiddenError) as caught:
+            await live.service.steering.drain(peer, "0", evict_busy=True)
+        with pytest.raises(ForbiddenError):
+            await live.service.steering.undrain(peer, "0")
+        return str(caught.value)
+
+    assert "only an administrator (root, or the user who runs the broker)" in live.on_loop(ask)
+    assert not device_of(live)["draining"]
+
+
+# -- wishes ------------------------------------------------------------------------------------------------------------------
+
+
+def arbiter_with(**policy: Any) -> Arbiter:  # noqa: ANN401 - PoolSpec's fields
+    arbiter = Arbiter()
+    for number in range(4):
+        device = DeviceSpec(device_id=f"d{number}", name="G", memory_mib=1000)
+        arbiter.handle(DeviceSeen(at_ms=0, device=device))
+    devices = tuple(f"d{number}" for number in range(4))
+    arbiter.handle(PoolConfigured(at_ms=0, pool=PoolSpec(name="default", devices=devices, **policy)))
+    return arbiter
+
+
+def peer(*, admin: bool = False) -> Peer:
+    return Peer(credentials=PeerCredentials(1, os.getuid(), os.getgid()), token=None, admin=admin)
+
+
+@pytest.mark.parametrize(
+    ("policy", "request_fields", "error", "says"),
+    [
+        ({}, {"devices": 5, "fraction_milli": 1000}, BadRequestError, "devices is 5; allowed: 1 to 4 (pool 'default' has 4"),
+        ({"max_devices": 2}, {"devices": 3, "fraction_milli": 1000}, BadRequestError, "allowed: 1 to 2"),
+        ({}, {"devices": 0}, BadRequestError, "devices is 0; allowed: 1 to 4"),
+        ({}, {"devices": 2}, BadRequestError, "devices is 2 with a fraction of 1/4; several devices are whole ones"),
+        ({}, {"priority": 1}, ForbiddenError, "priority 1 was asked, but in pool 'default' users may ask for 0 at most"),
+        ({"max_priority": 5}, {"priority": 6}, ForbiddenError, "users may ask for 5 at most"),
+        ({}, {"request_mib": 100}, BadRequestError, "pool 'default' reserves all that a kernel may use; leave request_mib out"),
+        ({"reserve_by": ReserveBy.USE}, {"request_mib": 300}, BadRequestError, "request_mib is 300; allowed: 1 to 250"),
+        ({"reserve_by": ReserveBy.USE}, {"request_mib": 0}, BadRequestError, "request_mib is 0; allowed: 1 to 250"),
+    ],
+)  # fmt: skip
+def test_a_wish_that_is_not_allowed_is_refused_with_what_is(
+    policy: dict[str, Any], request_fields: dict[str, Any], error: type[FractionalGPUError], says: str
+) -> None:
+    request = LeaseRequest(**{"fraction_milli": 250, **request_fields})
+    with pytest.raises(error) as caught:
+        lease_spec(arbiter_with(**policy), peer(), request)
+    assert says in str(caught.value)
+
+
+def test_several_devices_are_asked_for_whole(live: LiveBroker) -> None:
+    spec = lease_spec(arbiter_with(), peer(), LeaseRequest(fraction_milli=1000, devices=4))
+    assert (spec.devices, spec.reserve_mib, spec.request_mib) == (4, 1000, None)
+    answer = live.call("POST", "/v1/leases", asdict(LeaseRequest(fraction_milli=1000, devices=2)))
+    assert (answer.status, answer.error["reason"]) == (400, "bad-devices")
+
+
+def test_an_administrator_may_have_any_priority_and_others_up_to_the_pools() -> None:
+    assert lease_spec(arbiter_with(), peer(admin=True), LeaseRequest(fraction_milli=250, priority=900)).priority == 900
+    modest = LeaseRequest(fraction_milli=250, priority=5)
+    assert lease_spec(arbiter_with(max_priority=5), peer(), modest).priority == 5
+
+
+def test_where_use_is_reserved_the_fraction_is_guaranteed_and_the_memory_is_the_cap() -> None:
+    arbiter = arbiter_with(reserve_by=ReserveBy.USE)
+    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=800))
+    assert (spec.reserve_mib, spec.request_mib) == (800, 250)
+    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=100))
+    assert (spec.reserve_mib, spec.request_mib) == (100, 100)
+    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=800, request_mib=50))
+    assert (spec.reserve_mib, spec.request_mib) == (800, 50)
+
+
+def test_a_user_counts_for_the_first_group_with_limits_that_they_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = grp.getgrgid(os.getgid()).gr_name
+    limits = (("nobody-is-in-this-group", Limits(leases=1)), (mine, Limits(leases=2)))
+    request = LeaseRequest(fraction_milli=250)
+    assert lease_spec(arbiter_with(group_limits=limits), peer(), request).group == mine
+    assert lease_spec(arbiter_with(group_limits=limits[:1]), peer(), request).group == ""
+    assert lease_spec(arbiter_with(), peer(), request).group == ""
+
+    def unknown(_uid: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert lease_spec(arbiter_with(group_limits=limits), peer(), request).group == ""
