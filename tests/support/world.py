@@ -199,7 +199,7 @@ def new_world(simulate: str = "1x1GiB") -> Iterator[World]:
 class Server:
     """A real Jupyter server in a process of its own, driven over HTTP and websockets."""
 
-    def __init__(self, world: World, *arguments: str) -> None:
+    def __init__(self, world: World, *arguments: str, extensions: Mapping[str, bool] = _NO_EXTENSIONS) -> None:
         self.world = world
         self.token = secrets.token_hex(16)
         self._refused = False
@@ -213,7 +213,7 @@ class Server:
                     "--no-browser",
                     "--allow-root",
                     "--ServerApp.port=0",
-                    f"--ServerApp.jpserver_extensions={_NO_EXTENSIONS}",
+                    f"--ServerApp.jpserver_extensions={dict(extensions)}",
                     f"--IdentityProvider.token={self.token}",
                     f"--ServerApp.root_dir={world.notebooks}",
                     *arguments,

@@ -1,0 +1,100 @@
+/**
+ * The panel that opens over the status item: what `%gpu` says, its actions as buttons, and the host's devices.
+ */
+import { Widget } from '@lumino/widgets';
+
+import { element } from './dom';
+import { GPUState, IDevice } from './state';
+import { deviceLine, facts, hostTitle, possible } from './words';
+
+const PIN_MINUTES = 30;
+
+type Action = 'suspend' | 'resume' | 'pin' | 'unpin';
+const ACTIONS: [Action, string, string][] = [
+  ['suspend', 'Suspend', "Move this kernel's GPU state to the host's memory now"],
+  ['resume', 'Resume', "Bring this kernel's GPU state back now"],
+  ['pin', `Keep for ${PIN_MINUTES} min`, `Do not suspend this kernel for ${PIN_MINUTES} minutes`],
+  ['unpin', 'Unpin', 'Let this kernel be suspended again when somebody needs the room']
+];
+
+export class Panel extends Widget {
+  constructor(state: GPUState, kernelId: string) {
+    super();
+    this._state = state;
+    this._kernelId = kernelId;
+    this.addClass('jp-FractionalGPU-panel');
+    this.node.setAttribute('role', 'dialog');
+    this.node.setAttribute('aria-label', "This kernel's GPU");
+    this.node.tabIndex = -1;
+    const bar = element('div', { class: 'jp-FractionalGPU-actions' });
+    for (const [action, label, title] of ACTIONS) {
+      const button = element('button', { type: 'button', class: 'jp-mod-styled', title }, label);
+      button.addEventListener('click', () => void this._act(action, label));
+      this._buttons.set(action, button);
+      bar.append(button);
+    }
+    this.node.append(this._sentence, this._facts, bar, this._said, this._title, this._devices);
+    state.changed.connect(this._render, this);
+    this._render();
+  }
+
+  dispose(): void {
+    this._state.changed.disconnect(this._render, this);
+    super.dispose();
+  }
+
+  /** Let the keyboard in. */
+  focus(): void {
+    this.node.focus();
+  }
+
+  private async _act(action: Action, label: string): Promise<void> {
+    this._say(`${label}: asked, waiting for the answer`);
+    try {
+      const sentence = await this._state.act(this._kernelId, action, action === 'pin' ? { minutes: PIN_MINUTES } : {});
+      this._say(`${label}: done. ${sentence}`);
+    } catch (error) {
+      this._say(`${label}: ${error instanceof Error ? error.message : String(error)}`);
+    }
+  }
+
+  private _say(text: string): void {
+    this._said.textContent = text;
+  }
+
+  private _render(): void {
+    const kernel = this._state.kernel(this._kernelId);
+    const can = kernel === undefined ? undefined : possible(kernel);
+    for (const [action, button] of this._buttons) {
+      button.disabled = !can?.[action];
+    }
+    this._sentence.textContent = kernel?.sentence ?? 'The GPU broker does not answer, or this kernel has no lease any more.';
+    const rows = kernel === undefined ? [] : facts(kernel);
+    this._facts.replaceChildren(...rows.flatMap(([name, value]) => [element('dt', {}, name), element('dd', {}, value)]));
+    this._title.textContent = hostTitle(this._state.now);
+    this._devices.replaceChildren(...this._state.now.devices.map(drawn));
+  }
+
+  private _state: GPUState;
+  private _kernelId: string;
+  private _buttons = new Map<Action, HTMLButtonElement>();
+  private _sentence = element('p', { class: 'jp-FractionalGPU-sentence' });
+  private _facts = element('dl');
+  private _said = element('p', { class: 'jp-FractionalGPU-said', role: 'status', 'aria-live': 'polite' });
+  private _title = element('h3');
+  private _devices = element('ul');
+}
+
+function drawn(device: IDevice): HTMLElement {
+  const text = deviceLine(device);
+  const bar = element('div', { class: 'jp-FractionalGPU-bar', 'aria-hidden': 'true' });
+  for (const [kind, mib] of [
+    ['reserved', device.reserved_mib],
+    ['used', device.used_mib]
+  ] as const) {
+    const part = element('div', { class: `jp-FractionalGPU-${kind}` });
+    part.style.width = `${Math.min(100, (100 * mib) / Math.max(1, device.memory_mib))}%`;
+    bar.append(part);
+  }
+  return element('li', {}, element('strong', {}, `${device.index}: ${device.name}`), element('span', {}, text), bar);
+}

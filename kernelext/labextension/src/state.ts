@@ -1,0 +1,138 @@
+/**
+ * What the server says about its GPU kernels: one GET for a start, then its events. Nothing here polls, and nothing asks a kernel.
+ */
+import { URLExt } from '@jupyterlab/coreutils';
+import { Event, ServerConnection, ServiceManager } from '@jupyterlab/services';
+import { ISignal, Signal } from '@lumino/signaling';
+
+export const STATE = 'urn:jupyter-fractional-gpu:state:v1';
+export const NOTICE = 'urn:jupyter-fractional-gpu:notice:v1';
+const ROOT = 'jupyter-fractional-gpu';
+
+/** A kernel with a GPU lease. Memory in MiB, shares in thousandths of a GPU, durations in milliseconds. */
+export interface IKernel {
+  kernel_id: string;
+  state: string;
+  pool: string;
+  fraction_milli: number;
+  reserve_mib: number;
+  used_mib: number;
+  saved_mib: number;
+  device_name: string;
+  simulated: boolean;
+  busy: boolean;
+  reason: string;
+  sentence: string;
+  position: number | null;
+  expected_ms: number | null;
+  resume_ms: number | null;
+  pinned_ms: number;
+}
+
+/** A device of the host. Memory in MiB. */
+export interface IDevice {
+  index: number;
+  name: string;
+  pool: string;
+  memory_mib: number;
+  used_mib: number;
+  reserved_mib: number;
+  over_committed: boolean;
+  lost: boolean;
+  draining: boolean;
+}
+
+export interface IState {
+  broker: boolean;
+  simulated: boolean;
+  kernels: IKernel[];
+  devices: IDevice[];
+}
+
+export interface INotice {
+  kernel_id: string;
+  sentence: string;
+}
+
+const NOTHING: IState = { broker: false, simulated: false, kernels: [], devices: [] };
+
+export class GPUState {
+  constructor(services: ServiceManager.IManager) {
+    this._settings = services.serverSettings;
+    services.events.stream.connect((_, event) => this._take(event));
+    // What was said while this page slept or was cut off is not said again.
+    const refresh = () => {
+      if (document.visibilityState === 'visible') {
+        void this.refresh();
+      }
+    };
+    document.addEventListener('visibilitychange', refresh);
+    window.addEventListener('online', refresh);
+  }
+
+  /** Emitted after each change. */
+  get changed(): ISignal<this, void> {
+    return this._changed;
+  }
+
+  /** Emitted for what nothing else in JupyterLab shows. */
+  get noticed(): ISignal<this, INotice> {
+    return this._noticed;
+  }
+
+  get now(): IState {
+    return this._now;
+  }
+
+  kernel(id: string | undefined): IKernel | undefined {
+    return this._now.kernels.find(kernel => kernel.kernel_id === id);
+  }
+
+  /** Ask once. A server without our extension has nothing to say, and that is no error. */
+  async refresh(): Promise<void> {
+    const events = this._events;
+    const url = URLExt.join(this._settings.baseUrl, ROOT, 'state') + '?no_track_activity=1';
+    try {
+      const response = await ServerConnection.makeRequest(url, {}, this._settings);
+      if (response.ok && events === this._events) {
+        this._set((await response.json()) as IState);
+      }
+    } catch (error) {
+      if (!(error instanceof ServerConnection.NetworkError)) {
+        throw error;
+      }
+    }
+  }
+
+  /** Do what `%gpu ACTION` does; returns the broker's sentence. Throws an Error with the sentence of a refusal. */
+  async act(kernelId: string, action: string, body: Record<string, number> = {}): Promise<string> {
+    const url = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), action);
+    const init = { method: 'POST', body: JSON.stringify(body) };
+    const response = await ServerConnection.makeRequest(url, init, this._settings);
+    const said = (await response.json()) as { message?: string; sentence?: string };
+    if (!response.ok) {
+      throw new Error(said.message ?? `the server answered ${response.status}`);
+    }
+    return said.sentence ?? '';
+  }
+
+  private _take(event: Event.Emission): void {
+    if (event.schema_id === STATE) {
+      this._events += 1;
+      this._set(event as unknown as IState);
+    } else if (event.schema_id === NOTICE) {
+      this._noticed.emit(event as unknown as INotice);
+    }
+  }
+
+  private _set(state: IState): void {
+    this._now = state;
+    this._changed.emit();
+  }
+
+  private _settings: ServerConnection.ISettings;
+  private _now: IState = NOTHING;
+  private _events = 0;
+  private _changed = new Signal<this, void>(this);
+  private _noticed = new Signal<this, INotice>(this);
+}

@@ -1,0 +1,124 @@
+/**
+ * What is said about a kernel and its device, as text.
+ */
+import type { IDevice, IKernel, IState } from './state';
+
+/** How a kernel's state is drawn: the colours are chosen in the style sheet. */
+export type Mood = 'idle' | 'here' | 'away' | 'moving' | 'waiting' | 'broken';
+
+const STATES: Record<string, [Mood, string]> = {
+  unattached: ['idle', 'starting'],
+  unarmed: ['idle', 'not used yet'],
+  suspending: ['moving', 'being suspended'],
+  suspended: ['away', 'suspended'],
+  resuming: ['moving', 'coming back'],
+  quarantined: ['broken', 'needs attention'],
+  ended: ['broken', 'lease over']
+};
+
+/** 250 -> "1/4", 230 -> "0.23", 1000 -> "1". */
+export function share(milli: number): string {
+  for (const parts of [1, 2, 3, 4, 5, 6, 8, 10, 12, 16]) {
+    const numerator = (milli * parts) / 1000;
+    if (Number.isInteger(numerator)) {
+      return parts === 1 ? `${numerator}` : `${numerator}/${parts}`;
+    }
+  }
+  return `${milli / 1000}`;
+}
+
+/** 1536 -> "1.5 GiB". */
+export function memory(mib: number): string {
+  return mib < 1024 ? `${mib} MiB` : `${+(mib / 1024).toFixed(1)} GiB`;
+}
+
+/** 90000 -> "2 min". */
+export function duration(ms: number): string {
+  const seconds = Math.ceil(ms / 1000);
+  if (seconds < 90) {
+    return `${seconds} s`;
+  }
+  const minutes = Math.round(seconds / 60);
+  return minutes < 90 ? `${minutes} min` : `${+(minutes / 60).toFixed(1)} h`;
+}
+
+export function mood(kernel: IKernel): Mood {
+  if (kernel.position !== null && kernel.state !== 'resident') {
+    return 'waiting';
+  }
+  return kernel.state === 'resident' ? 'here' : STATES[kernel.state]?.[0] ?? 'idle';
+}
+
+/** What has become of the kernel, without numbers that change all the time: this is what a screen reader is told. */
+export function condition(kernel: IKernel): string {
+  if (kernel.position !== null && kernel.state !== 'resident') {
+    return `waiting for the GPU, place ${kernel.position}`;
+  }
+  return kernel.state === 'resident' ? 'on the GPU' : STATES[kernel.state]?.[1] ?? kernel.state;
+}
+
+/** The line in the status bar. */
+export function line(kernel: IKernel): string {
+  const words = [`${share(kernel.fraction_milli)} GPU`];
+  if (mood(kernel) === 'here') {
+    words.push(`${memory(kernel.used_mib)} of ${memory(kernel.reserve_mib)}`);
+  } else if (mood(kernel) === 'waiting') {
+    words.push(`waiting, place ${kernel.position}`);
+  } else {
+    words.push(condition(kernel));
+  }
+  if (kernel.pinned_ms > 0) {
+    words.push('pinned');
+  }
+  return words.join(' · ') + (kernel.simulated ? ' (simulated)' : '');
+}
+
+/** The rows of the panel about a kernel. */
+export function facts(kernel: IKernel): [string, string][] {
+  const rows: [string, string][] = [
+    ['Share', `${share(kernel.fraction_milli)} GPU` + (kernel.pool === 'default' ? '' : `, pool ${kernel.pool}`)],
+    ['State', condition(kernel)],
+    mood(kernel) === 'here'
+      ? ['Memory', `${memory(kernel.used_mib)} of ${memory(kernel.reserve_mib)}`]
+      : ['Memory', `up to ${memory(kernel.reserve_mib)}`]
+  ];
+  if (kernel.saved_mib > 0) {
+    const back = kernel.resume_ms === null ? '' : `, back in about ${duration(kernel.resume_ms)}`;
+    rows.push(['Saved', `${memory(kernel.saved_mib)} in the host's memory${back}`]);
+  }
+  if (kernel.device_name && mood(kernel) === 'here') {
+    rows.push(['Device', kernel.device_name]);
+  }
+  if (kernel.position !== null && kernel.expected_ms !== null) {
+    rows.push(['Wait', `about ${duration(kernel.expected_ms)}`]);
+  }
+  return rows;
+}
+
+/** A line about a device. */
+export function deviceLine(device: IDevice): string {
+  const said = `${memory(device.reserved_mib)} of ${memory(device.memory_mib)} reserved, ${memory(device.used_mib)} used`;
+  const trouble = device.lost
+    ? 'lost'
+    : device.over_committed
+      ? 'over-committed'
+      : device.draining
+        ? 'being emptied'
+        : '';
+  return trouble ? `${said} · ${trouble}` : said;
+}
+
+/** Which actions make sense now. */
+export function possible(kernel: IKernel): Record<'suspend' | 'resume' | 'pin' | 'unpin', boolean> {
+  return {
+    suspend: kernel.state === 'resident',
+    resume: kernel.state === 'suspended',
+    pin: kernel.state !== 'ended' && kernel.state !== 'unattached',
+    unpin: kernel.pinned_ms > 0
+  };
+}
+
+/** The heading over the devices. */
+export function hostTitle(state: IState): string {
+  return state.simulated ? 'Devices of this host (simulated)' : 'Devices of this host';
+}

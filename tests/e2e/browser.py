@@ -1,0 +1,118 @@
+"""A person at a browser: Chromium, JupyterLab with the extension, and what can be seen and clicked there."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Locator, Page, expect, sync_playwright
+
+from tests.labextension.conftest import enable
+from tests.labextension.rebuild import PREBUILT
+from tests.support.world import Server, World
+
+__all__ = ["SCREENSHOTS", "Lab", "opened_lab"]
+
+DEADLINE_MS = 90_000
+SCREENSHOTS = os.environ.get("JUPYTER_GPU_SCREENSHOTS")  # a folder; where they are kept is examples/screenshots
+_EXTENSIONS = {"jupyterlab": True, "jupyter_lsp": False, "jupyter_server_terminals": False}
+_QUIET = {
+    "disabledExtensions": {
+        "@jupyterlab/apputils-extension:announcements": True,  # asks whether one wants news
+        "@jupyterlab/lsp-extension:plugin": True,
+    }
+}
+
+
+class Lab:
+    """One page of JupyterLab, in front of which a notebook is."""
+
+    def __init__(self, server: Server, page: Page) -> None:
+        self.server = server
+        self.page = page
+
+    def launch(self, kernel: str) -> None:
+        """Start a notebook from the launcher (which is opened if it is not there)."""
+        card = self.page.locator('.jp-LauncherCard[data-category="Notebook"]').filter(has_text=kernel)
+        if not card.is_visible():
+            self.page.get_by_title("New Launcher").first.click()
+        card.click()
+        expect(self.page.locator(".jp-Launcher")).to_have_count(0)
+        expect(self.item).to_contain_text("GPU · not used yet (simulated)")
+        expect(self.page.get_by_role("button", name=f"{kernel} (simulated) | Idle", exact=True)).to_be_visible()
+
+    def turn_to(self, notebook: str) -> None:
+        """Bring a notebook to the front."""
+        self.page.get_by_role("tab", name=notebook, exact=True).click()
+
+    @property
+    def cells(self) -> Locator:
+        """The code cells of the notebook in front."""
+        return self.page.locator(f"{_PANEL} .jp-CodeCell")
+
+    @property
+    def output(self) -> Locator:
+        """What the cell before the last has said: the last is empty, and waits for what is run next."""
+        return self.page.locator(f"{_PANEL} .jp-CodeCell:nth-last-child(2 of .jp-CodeCell) .jp-OutputArea")
+
+    @property
+    def item(self) -> Locator:
+        """The item in the status bar."""
+        return self.page.locator("#jp-main-statusbar button[aria-haspopup=dialog]")
+
+    @property
+    def panel(self) -> Locator:
+        """The panel over it."""
+        return self.page.get_by_role("dialog", name="This kernel's GPU")
+
+    def run(self, code: str) -> None:
+        """Type a cell at the end of the notebook in front and run it; returns at once."""
+        self.cells.last.locator(".cm-content").click()
+        self.page.keyboard.insert_text(code)
+        self.page.keyboard.press("Shift+Enter")
+
+    def turn_dark(self) -> None:
+        """Choose the dark theme and load the page anew; what was open is opened again."""
+        theme = json.dumps({"theme": "JupyterLab Dark"})
+        self.server.request("PUT", "lab/api/settings/@jupyterlab/apputils-extension:themes", {"raw": theme})
+        self.page.reload()
+        expect(self.page.locator("body")).to_have_attribute("data-jp-theme-name", "JupyterLab Dark")
+
+    def picture(self, name: str) -> None:
+        """Take a screenshot where they are wanted."""
+        if SCREENSHOTS:
+            self.page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", animations="disabled")
+
+
+_PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
+
+
+@contextmanager
+def opened_lab(world: World) -> Iterator[Lab]:
+    """JupyterLab in a browser, at the launcher, for the block."""
+    enable(world)
+    extensions = world.folder / "data" / "labextensions"
+    extensions.mkdir()
+    shutil.copytree(PREBUILT, extensions / "jupyter-fractional-gpu")
+    settings = world.folder / "config" / "labconfig"
+    settings.mkdir()
+    (settings / "page_config.json").write_text(json.dumps(_QUIET))
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert chromium, "these tests need Chromium (Debian and Ubuntu: apt-get install chromium)"
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with Server(world, extensions=_EXTENSIONS) as server, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
+        page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme="light")
+        page.set_default_timeout(DEADLINE_MS)
+        expect.set_options(timeout=DEADLINE_MS)
+        try:
+            page.goto(f"{server.url}lab?token={server.token}")
+            expect(page.locator(".jp-LauncherCard").first).to_be_visible()
+            yield (lab := Lab(server, page))
+        except AssertionError:
+            lab.picture("failed")
+            raise
+        finally:
+            browser.close()

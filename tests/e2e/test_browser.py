@@ -1,0 +1,95 @@
+"""What a person sees: a real JupyterLab in a real browser, with real kernels on the simulated device."""
+
+import re
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from tests.e2e.browser import opened_lab
+from tests.support.stories import CHECK, fill
+from tests.support.world import World
+
+KERNEL = "Python 3 · 3/4 GPU"
+BUSY = """
+import pathlib, time
+while not pathlib.Path({go!r}).exists():
+    time.sleep(0.05)
+print("finished")
+"""
+
+
+def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_path: Path) -> None:
+    world.install(250, 500, 750)
+    with opened_lab(world) as lab:
+        lab.picture("launcher")
+        lab.launch(KERNEL)
+        expect(lab.item).to_contain_text("3/4 GPU · not used yet (simulated)")
+        lab.run(fill(1, 64).strip() + '\nprint("64 MiB on the device")')
+        expect(lab.output).to_contain_text("64 MiB on the device")
+        expect(lab.item).to_contain_text(re.compile(r"[\d.]+ MiB of 768 MiB"))
+        lab.picture("resident")
+
+        lab.launch(KERNEL)  # a second notebook, for which there is no room beside the first
+        go = tmp_path / "go"
+        lab.run(fill(2, 64).strip() + "\n" + BUSY.format(go=str(go)).strip())
+        expect(lab.item).to_contain_text("of 768 MiB")
+        lab.turn_to("Untitled.ipynb")
+        expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
+        lab.item.click()
+        expect(lab.panel).to_contain_text("in the host's memory")
+        expect(lab.panel.get_by_role("button", name="Resume")).to_be_enabled()
+        lab.picture("suspended")
+        lab.page.keyboard.press("Escape")
+        expect(lab.panel).to_be_hidden()
+        expect(lab.item).to_be_focused()
+
+        lab.run(CHECK.strip())
+        expect(lab.item).to_contain_text("3/4 GPU · waiting, place 1 (simulated)")
+        expect(lab.output).to_contain_text(re.compile("wait", re.IGNORECASE))
+        expect(lab.page.get_by_role("status").filter(has_text="GPU: waiting for the GPU, place 1")).to_have_count(1)
+        lab.picture("waiting")
+        lab.page.get_by_role("button", name=re.compile("Interrupt the kernel")).first.click()
+        expect(lab.output).to_contain_text("KeyboardInterrupt")
+        expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
+
+        go.touch()
+        lab.run(CHECK.strip())
+        expect(lab.output).to_contain_text("intact")
+        expect(lab.item).to_contain_text("of 768 MiB")
+        lab.picture("resumed")
+        lab.turn_to("Untitled1.ipynb")
+        expect(lab.output).to_contain_text("finished")
+        expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
+
+
+def test_the_panel_does_what_it_says(world: World) -> None:
+    world.install(250)
+    with opened_lab(world) as lab:
+        lab.launch("Python 3 · 1/4 GPU")
+        lab.run(fill(1, 32).strip() + '\nprint("there")')
+        expect(lab.output).to_contain_text("there")
+        lab.item.focus()
+        lab.page.keyboard.press("Enter")
+        suspend, resume, pin, unpin = (
+            lab.panel.get_by_role("button", name=name) for name in ("Suspend", "Resume", "Keep for 30 min", "Unpin")
+        )
+        expect(lab.panel).to_be_focused()
+        suspend.click()
+        expect(lab.panel.get_by_role("status")).to_contain_text("Suspend: done.")
+        expect(lab.item).to_contain_text("1/4 GPU · suspended (simulated)")
+        expect(suspend).to_be_disabled()
+        resume.click()
+        expect(lab.panel.get_by_role("status")).to_contain_text("Resume: done.")
+        expect(lab.item).to_contain_text("of 256 MiB")
+        expect(pin).to_be_enabled()
+        expect(unpin).to_be_disabled()
+        lab.picture("panel")
+        lab.turn_dark()
+        lab.item.click()
+        expect(lab.panel).to_be_visible()
+        lab.picture("panel-dark")
+        lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 300})
+        expect(lab.panel).to_be_hidden()
+        (kernel,) = lab.server.request("GET", "api/kernels")
+        lab.server.request("DELETE", f"api/kernels/{kernel['id']}")
+        expect(lab.item).to_be_hidden()
