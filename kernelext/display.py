@@ -1,8 +1,6 @@
 """What a person sees: each thing once for notebooks (HTML) and once as plain text (consoles, logs, screen readers)."""
 
-import html
 import os
-import uuid
 from typing import Any, Protocol
 
 __all__ = ["Blank", "Bundle", "LiveLine", "Sentence", "View", "publish"]
@@ -31,6 +29,8 @@ class Sentence:
 
     def bundle(self) -> Bundle:
         """Return text and HTML."""
+        import html  # noqa: PLC0415 - off the kernel's start
+
         speaker = self._speaker.replace("gpu", "GPU")
         line = f'<div style="opacity:.75;font-size:90%"><b>{speaker}</b> {html.escape(self.text)}</div>'
         return {"text/plain": repr(self), "text/html": line}
@@ -49,7 +49,7 @@ class LiveLine:
 
     def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython's shells are untyped
         self._shell = shell
-        self._display_id = uuid.uuid4().hex
+        self._display_id = os.urandom(16).hex()
         self._shown: str | None = None
 
     @property

@@ -133,7 +133,7 @@ class TopView:
             lines += _columns(self.tenants(device))
         if rest := self.elsewhere():
             lines += ["on no GPU", *_columns(rest)]
-        return "\n".join([*lines, _LEGEND if self._host.devices else "This machine's broker manages no GPU."])
+        return "\n".join([*lines, _LEGEND if self._host.devices else _NO_DEVICES])
 
     def bundle(self) -> Bundle:
         """Return text and HTML."""
@@ -151,7 +151,7 @@ class TopView:
         if rest := self.elsewhere():
             inner = table([[escape(cell) for cell in row] for row in rest], ("share", "who", "state"))
             parts.append(f'<div style="margin-top:6px"><b>On no GPU</b></div>{inner}')
-        note = _LEGEND if self._host.devices else "This machine's broker manages no GPU."
+        note = _LEGEND_HTML if self._host.devices else _NO_DEVICES
         return {"text/plain": repr(self), "text/html": box("GPUs of this machine", *parts, note=note)}
 
     def _heading(self, device: DeviceStatus) -> str:
@@ -174,6 +174,8 @@ class TopView:
 
 
 _LEGEND = "In the bars: used by anybody (#), reserved beyond that (+), free (-)."
+_LEGEND_HTML = "In the bars, from the left: used by anybody, reserved beyond that, free."
+_NO_DEVICES = "This machine's broker manages no GPU."
 
 
 class StoryView:
@@ -251,7 +253,8 @@ def _expected(status: LeaseStatus) -> str:
     span = ""
     if status.low_ms is not None and status.high_ms is not None:
         span = f", likely {rough(status.low_ms)} to {rough(status.high_ms)}"
-    return f" (about {rough(status.expected_ms)} more{span})"
+    about = rough(status.expected_ms)
+    return f" ({'' if about.startswith('under') else 'about '}{about} more{span})"
 
 
 def _times(count: int) -> str:

@@ -86,7 +86,8 @@ def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, pass
         return ""
     if expected_ms <= passed_ms and (high_ms is None or high_ms <= passed_ms):
         return "longer than expected"
-    text = f"about {rough(expected_ms - passed_ms)} more"
+    about = rough(expected_ms - passed_ms)
+    text = f"{'' if about.startswith('under') else 'about '}{about} more"
     if low_ms is None or high_ms is None:
         return text
     low, high = rough(low_ms - passed_ms), rough(high_ms - passed_ms)

@@ -129,7 +129,7 @@ class ScriptedBroker(FakeBroker):
 
     def host_status(self, **lease: Any) -> HostStatus:  # noqa: ANN401 - fields of LeaseStatus
         """What the broker says of the host, with some of the lease's fields set."""
-        return _host_status(self.path, [replace(self._status(LEASE), **lease)])
+        return _host_status(self.path, [replace(self._status(LEASE), **lease)], None)
 
     def _of(self, route: str) -> list[Stream]:
         return [stream for stream in self.streams if stream.route == route]
