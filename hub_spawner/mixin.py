@@ -126,6 +126,14 @@ class FractionalGPUMixin(Below):
         """Return the path of the broker's socket as the server sees it."""
         return self.gpu_socket
 
+    def gpu_seat_uid(self) -> int | None:
+        """Return the only user of the machine who may draw on the seat; None: whoever has its token."""
+        ids = self.gpu_user_ids()
+        return os.getuid() if ids is None else ids[0]
+
+    async def gpu_prepare(self) -> None:
+        """Fit the spawner's settings to the seat (or to none): called right before the server is started."""
+
     # -- options -------------------------------------------------------------------------------------------------------------
 
     @property
@@ -201,6 +209,7 @@ class FractionalGPUMixin(Below):
             choice = self.gpu_choice(self.user_options)
             if not choice.without:
                 await self._gpu_take(choice)
+            await self.gpu_prepare()
             self._gpu_progress.add(80, "Starting the server")
             return await super().start()
         finally:
@@ -236,7 +245,6 @@ class FractionalGPUMixin(Below):
             if not pool:
                 why = "; ".join(offer.why_not for offer in offers.pools) or "there is no pool of GPUs for you"
                 raise spawn_error(f"{why}; choose a server without a GPU (fraction 'none')", reason="no-pool")
-        ids = self.gpu_user_ids()
         patience_s = max(0.0, min(self.gpu_wait, self.start_timeout - _SERVER_START_S / 2))
         return SeatRequest(
             owner=self.user.name,
@@ -245,7 +253,7 @@ class FractionalGPUMixin(Below):
             memory_mib=choice.memory_mib,
             groups=self._gpu_groups(),
             server=self.name,
-            uid=os.getuid() if ids is None else ids[0],
+            uid=self.gpu_seat_uid(),
             ttl_ms=int(self.start_timeout + self.http_timeout) * 1000 + _TTL_MS,
             wait_ms=int(patience_s * 1000),
         )
