@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from provisioner.core.events import ResizeRequested
-from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy, Sharing
+from provisioner.core.model import LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy, Sharing
 
 __all__ = ["LawBrokenError", "Seen", "World", "law"]
 
@@ -135,24 +135,33 @@ class World:
             return len([device for device in roomy if device in seen.home]) >= seen.spec.devices
         return len(roomy) >= seen.spec.devices
 
+    def limits(self, seen: Seen) -> dict[str, Limits]:
+        """Return the limits that hold for the lease's user, and for its group."""
+        pool = self.pool(seen)
+        found = {"user": pool.user_limits}
+        groups = dict(pool.group_limits)
+        if seen.spec.group in groups:
+            found["group"] = groups[seen.spec.group]
+        return found
+
+    def fellows(self, seen: Seen, what: str) -> list[Seen]:
+        """Return the other leases of its user, or of its group, in its pool."""
+        spec = seen.spec
+        return [
+            other
+            for other in self.leases.values()
+            if other is not seen
+            and other.state is not None
+            and other.spec.pool == spec.pool
+            and (other.spec.owner == spec.owner if what == "user" else other.spec.group == spec.group)
+        ]
+
     def within_limits(self, seen: Seen) -> bool:
         """Whether its user and group may hold as much more on devices."""
-        pool, spec = self.pool(seen), seen.spec
-        limits = [
-            (pool.user_limits, "owner", spec.owner),
-            *[(limits, "group", group) for group, limits in pool.group_limits if group == spec.group],
-        ]
-        for limit, what, name in limits:
-            if limit.resident_milli is None:
+        for what, limits in self.limits(seen).items():
+            if limits.resident_milli is None:
                 continue
-            held = sum(
-                other.spec.fraction_milli * other.spec.devices
-                for other in self.leases.values()
-                if other is not seen
-                and other.held
-                and other.spec.pool == spec.pool
-                and getattr(other.spec, what) == name
-            )
-            if held + spec.fraction_milli * spec.devices > limit.resident_milli:
+            held = [other for other in self.fellows(seen, what) if other.held] + [seen]
+            if sum(other.spec.fraction_milli * other.spec.devices for other in held) > limits.resident_milli:
                 return False
         return True

@@ -3,16 +3,19 @@
 import re
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Effect, Recorded, Suspend
-from provisioner.core.events import Event
+from provisioner.core.effects import Declined, Effect, Pinned, Recorded, Suspend
+from provisioner.core.events import Event, PinRequested
 from provisioner.core.model import LeaseState, TicketView
 from tests.core.books import Seen, World, law
 from tests.core.moves import ELIGIBLE
+from tests.core.pin_books import Pins
 
 __all__ = ["Laws"]
 
 S = LeaseState
 _BENEFICIARY = re.compile(r"lease (\S+)")
+OF_ITS_OWN = frozenset({"suspend.asked", "suspend.breach", "move.grow"})
+"""Reasons to suspend a lease that have to do with nobody else."""
 _KEEPING = frozenset({"wait.making-room", "wait.swap-channel"})
 
 
@@ -23,29 +26,94 @@ class Laws:
         self._world = world
         self._arbiter = arbiter
         self.most_k = 0
+        self.pins = Pins(world)
 
     def check(self, *, channel_free: bool) -> None:
         """Check what can be seen in one moment. Raises LawBrokenError."""
         self._law_7(channel_free=channel_free)
+        if channel_free and self._world.draining:
+            self._drains()
+
+    def _drains(self) -> None:
+        """Nobody stays on a device that is emptied if it can leave: saved in the host's memory, now."""
+        world = self._world
+        left = world.budget - sum(seen.saved * seen.spec.devices + seen.host for seen in world.leases.values())
+        for device, evict in world.draining.items():
+            for seen in world.on(device) if device not in world.lost else ():
+                view = self._arbiter.lease(seen.lease_id)
+                if seen.state is not S.RESIDENT or (seen.busy and not evict) or view is None or view.stays:
+                    continue
+                tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
+                fits = max(seen.held * seen.spec.devices, seen.used) <= left
+                law(0, tried or not fits, seen.lease_id, "stays on", device, "which is emptied:", view.sentence)
+
+    # -- limits ------------------------------------------------------------------------------------------------------------------
 
     def admitted(self, seen: Seen) -> None:
         """A lease was admitted: there must have been no reason to refuse it."""
+        for what in ("user", "group"):
+            law(0, not self._exceeds(seen, what), seen.lease_id, "was admitted beyond the limits of its", what)
 
     def refused(self, event: Event, lease_id: str, reason: str) -> None:
         """A lease was refused: the reason must be true."""
+        seen = self._world.leases[lease_id]
+        if seen.state is None and reason in {"user-limit", "group-limit"}:
+            law(0, self._exceeds(seen, reason.removesuffix("-limit")), event, "was refused within its limits")
+
+    def _exceeds(self, seen: Seen, what: str) -> bool:
+        """Whether all leases of the user or group, this one included, are more than they may be."""
+        limits = self._world.limits(seen).get(what)
+        if limits is None:
+            return False
+        others = self._world.fellows(seen, what)
+        count = 1 + len(others)
+        milli = seen.spec.fraction_milli * seen.spec.devices
+        milli += sum(other.spec.fraction_milli * other.spec.devices for other in others)
+        return (limits.leases is not None and count > limits.leases) or (
+            limits.milli is not None and milli > limits.milli
+        )
+
+    # -- pins --------------------------------------------------------------------------------------------------------------------
 
     def see(self, event: Event, effect: Effect) -> None:
         """Any other effect."""
+        if isinstance(effect, Pinned):
+            self.pins.pinned(event, self._world.leases[effect.lease_id], effect)
+        elif isinstance(effect, Declined) and isinstance(event, PinRequested) and effect.lease_id == event.lease_id:
+            self.pins.declined(event, self._world.leases[effect.lease_id], effect)
+
+    def ended(self, seen: Seen) -> None:
+        """A lease is over."""
+        self.pins.give_back(seen)
 
     # -- law 3, law 5 --------------------------------------------------------------------------------------------------------------
 
     def suspending(self, seen: Seen, suspend: Suspend, why: Recorded) -> None:
         """Somebody is suspended: not while it is busy, not before it had a chance to run, and not in vain."""
-        law(5, not seen.busy or suspend.preempt, seen.lease_id, "is busy and is suspended")
-        pool = self._world.pool(seen)
-        if why.reason in {"suspend.idle", "suspend.needed-by"} and not seen.ran:
-            stayed = self._world.now - seen.since
-            law(5, stayed >= pool.min_residency_ms, seen.lease_id, "ran nothing and is suspended after", stayed, "ms")
+        pool, stayed = self._world.pool(seen), self._world.now - seen.since
+        law(
+            5,
+            seen.busy == suspend.preempt,
+            seen.lease_id,
+            "is suspended: busy",
+            seen.busy,
+            "preempted",
+            suspend.preempt,
+        )
+        if why.reason == "suspend.drain":
+            evict = [self._world.draining[device] for device in seen.devices if device in self._world.draining]
+            law(
+                5,
+                evict and (any(evict) or not seen.busy),
+                seen.lease_id,
+                "is suspended, but no device is emptied for that",
+            )
+            return
+        law(5, not seen.busy or (pool.preempt_equals or pool.preempt_priorities), seen.lease_id, "may not be preempted")
+        if seen.busy or (why.reason in {"suspend.idle", "suspend.needed-by"} and not seen.ran):
+            law(5, stayed >= pool.min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
+        pinned = seen.pinned_until > self._world.now
+        law(5, not pinned or why.reason in OF_ITS_OWN, seen.lease_id, "is pinned and is suspended:", why)
         if why.reason == "suspend.needed-by":
             self._law_3(seen, why)
 
@@ -90,7 +158,7 @@ class Laws:
         world = self._world
         asked = winner.asked if winner.asked >= 0 else asked_last + 1  # asked and served in one event
         for seen in world.leases.values():
-            if seen is winner or not seen.waits or seen.spec.pool != winner.spec.pool:
+            if seen is winner or not seen.waits or seen.spec.pool != winner.spec.pool or not world.within_limits(seen):
                 continue
             ahead = (-seen.spec.priority, seen.asked) < (-winner.spec.priority, asked)
             if not ahead or not self._missed(seen, places):

@@ -116,8 +116,9 @@ class Observer:
             case LeaseRequested(spec=spec) if spec.lease_id not in self.leases:
                 self.leases[spec.lease_id] = Seen(spec)
             case LeaseRecovered(spec=spec, busy=busy) if spec.lease_id not in self.leases:
-                pinned = event.pinned_until_ms
-                self.leases[spec.lease_id] = Seen(spec, busy=busy, ran=busy, pinned_until=pinned)
+                found = self.leases[spec.lease_id] = Seen(spec, busy=busy, ran=busy, pinned_until=event.pinned_until_ms)
+                if event.pinned_until_ms:
+                    self.laws.pins.distrust(found)
             case SuspendFinished() | ResumeFinished():
                 self._take_answer(event)
             case _:
@@ -175,7 +176,7 @@ class Observer:
                     del self.leases[lease_id]
             case LeaseEnded(lease_id=lease_id):
                 law(6, self.leases[lease_id].state is S.ENDED, lease_id, "is over and did not end")
-                del self.leases[lease_id]
+                self.laws.ended(self.leases.pop(lease_id))
             case TicketsChanged(pool=pool):
                 self._note_tickets(pool)
             case WakeAt(at_ms=at_ms):
@@ -215,7 +216,7 @@ class Observer:
                 seen.saved = seen.host = seen.used = 0
                 if seen.state is not S.UNARMED:
                     seen.busy = seen.ran = False
-                    seen.pinned_until, seen.asked = 0, -1
+                    seen.asked = -1
                 seen.home = ()
             case S.RESIDENT if old is S.UNARMED:
                 self._given(seen, device)

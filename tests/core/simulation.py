@@ -15,8 +15,10 @@ from provisioner.core.events import (
     Attached,
     BusyChanged,
     Checkpointable,
+    DeviceDrained,
     DeviceLost,
     DeviceSeen,
+    DeviceUndrained,
     Event,
     HostMemorySeen,
     HostPressureSeen,
@@ -24,6 +26,7 @@ from provisioner.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    PinRequested,
     PoolConfigured,
     ProcessExited,
     ResumeFinished,
@@ -33,10 +36,11 @@ from provisioner.core.events import (
     SuspendRequested,
     Tick,
     TruthFound,
+    UnpinRequested,
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, PoolSpec, Sharing
+from provisioner.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, Sharing
 from tests.core.observer import LawBrokenError, Observer
 
 __all__ = ["World", "simulate"]
@@ -96,6 +100,10 @@ class World:
             may_move=random.random() < 0.5,
             sharing=random.choices(list(Sharing), (18, 1, 1))[0],
             breach=random.choice(list(Breach)),
+            max_pin_ms=20_000,
+            pin_budget_ms=60_000 if name == "p" else None,
+            user_limits=random.choice((Limits(), Limits(), Limits(leases=6, milli=2_000), Limits(resident_milli=750))),
+            group_limits=(("g", Limits(leases=8, milli=2_500, resident_milli=random.choice((None, 500)))),),
         )
 
     # -- the driver -------------------------------------------------------------------------------------------------------------
@@ -224,8 +232,9 @@ def _spec(world: World) -> LeaseSpec:
     return LeaseSpec(
         lease_id=random.choice(_NAMES),
         pool=random.choice(("p", "p", "q")),
-        owner="somebody",
-        fraction_milli=250,
+        owner=random.choice(("ann", "ann", "bob", "eve")),
+        group=random.choice(("", "", "g", "h")),
+        fraction_milli=random.choice((125, 250, 250, 500)),
         reserve_mib=random.choice((100, 125, 250, 250, 400, 700, 990)),
         priority=random.choice((0, 0, 0, 1)),
         gated=random.random() < 0.7,
@@ -274,6 +283,15 @@ def _configured(world: World, at_ms: int) -> Event:
         devices = tuple(d.device_id for d in world.devices if d.device_id not in mine and random.random() < 0.7)
     world.pools[place] = world._pool(pool.name, devices)
     return PoolConfigured(at_ms=at_ms, pool=world.pools[place])
+
+
+def _drained(world: World, at_ms: int) -> Event:
+    device = world.random.choice(world.devices)
+    return DeviceDrained(at_ms=at_ms, device_id=device.device_id, evict_busy=world.random.random() < 0.5)
+
+
+def _pinned(world: World, at_ms: int, name: str) -> Event:
+    return PinRequested(at_ms=at_ms, lease_id=name, duration_ms=world.random.choice((0, 1_000, 5_000, 19_000, 30_000)))
 
 
 def _named(make: Callable[[World, int, str], Event], *states: LeaseState) -> Callable[[World, int], Event]:
@@ -331,6 +349,10 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
             _S.SUSPENDED,
         ),
     ),
+    (1, _drained),
+    (2, lambda world, at: DeviceUndrained(at_ms=at, device_id=world.random.choice(world.devices).device_id)),
+    (2, _named(_pinned, _S.RESIDENT, _S.SUSPENDED)),
+    (1, _named(lambda _, at, name: UnpinRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
     (1, lambda _, at: Tick(at_ms=at)),
 ]
 

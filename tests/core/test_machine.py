@@ -11,14 +11,19 @@ from provisioner.core.effects import LookAgain, Resume, Suspend
 from provisioner.core.events import (
     Attached,
     BusyChanged,
+    Checkpointable,
+    DeviceDrained,
     DeviceLost,
     DeviceSeen,
+    DeviceUndrained,
     Event,
     HostMemorySeen,
+    HostPressureSeen,
     LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    PinRequested,
     PoolConfigured,
     ProcessExited,
     ResumeFinished,
@@ -28,10 +33,11 @@ from provisioner.core.events import (
     SuspendRequested,
     Tick,
     TruthFound,
+    UnpinRequested,
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec
 from tests.core.observer import Observer
 
 DEVICES = ("d0", "d1", "d2")
@@ -43,8 +49,9 @@ specs = st.builds(
     LeaseSpec,
     lease_id=names,
     pool=st.sampled_from(["p", "q", "gone"]),
-    owner=st.just("ann"),
-    fraction_milli=st.just(250),
+    owner=st.sampled_from(["ann", "bob"]),
+    group=st.sampled_from(["", "g"]),
+    fraction_milli=st.sampled_from([250, 500]),
     reserve_mib=sizes,
     priority=st.sampled_from([0, 0, 1]),
     gated=st.booleans(),
@@ -61,6 +68,10 @@ policies = st.builds(
     retry_refused_ms=st.sampled_from([0, 2_000]),
     max_passed_over=st.sampled_from([0, 1, 3]),
     may_move=st.booleans(),
+    max_pin_ms=st.just(5_000),
+    pin_budget_ms=st.just(20_000),
+    user_limits=st.sampled_from([Limits(), Limits(), Limits(leases=3, milli=1_000), Limits(resident_milli=500)]),
+    group_limits=st.sampled_from([(), (("g", Limits(leases=2)),), (("g", Limits(milli=500, resident_milli=250)),)]),
 )
 
 
@@ -117,6 +128,14 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(name=devices)
     def device_lost(self, name: str) -> None:
         self.send(DeviceLost, device_id=name)
+
+    @rule(name=devices, evict=st.booleans())
+    def device_drained(self, name: str, evict: bool) -> None:
+        self.send(DeviceDrained, device_id=name, evict_busy=evict)
+
+    @rule(name=devices)
+    def device_undrained(self, name: str) -> None:
+        self.send(DeviceUndrained, device_id=name)
 
     @rule(policy=policies)
     def pool_configured(self, policy: PoolSpec) -> None:
@@ -180,9 +199,21 @@ class ArbiterMachine(RuleBasedStateMachine):
     def measured(self, name: str, used_mib: int, armed: bool) -> None:
         self.send(LeaseMeasured, lease_id=name, used_mib=used_mib, armed=armed)
 
-    @rule(name=names, kind=st.sampled_from([Unwanted, ProcessExited, LeaseReleased, SuspendRequested]))
+    @rule(name=names, kind=st.sampled_from([Unwanted, ProcessExited, LeaseReleased, SuspendRequested, UnpinRequested]))
     def said_of(self, name: str, kind: type[Event]) -> None:
         self.send(kind, lease_id=name)
+
+    @rule(name=names, ms=st.sampled_from([-1, 0, 1_000, 5_000, 5_001]))
+    def pinned(self, name: str, ms: int) -> None:
+        self.send(PinRequested, lease_id=name, duration_ms=ms)
+
+    @rule(name=names, why_not=st.sampled_from(["", "managed memory"]))
+    def checkpointable(self, name: str, why_not: str) -> None:
+        self.send(Checkpointable, lease_id=name, why_not=why_not)
+
+    @rule(name=names, pressed=st.booleans())
+    def host_pressure_seen(self, name: str, pressed: bool) -> None:
+        self.send(HostPressureSeen, lease_id=name, pressed=pressed)
 
     # -- answers: in any order, late, twice, or lies -------------------------------------------------------------------------------
 

@@ -1,0 +1,83 @@
+"""The model's books of pins: how long they may be, and what they cost their owner."""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from provisioner.core.effects import Declined, Pinned
+from provisioner.core.events import Event, PinRequested
+from tests.core.books import Seen, World, law
+
+__all__ = ["Pins"]
+
+_DAY_MS = 86_400_000
+_ROUNDING_MS = 2  # for every pin
+
+
+@dataclass
+class _Purse:
+    """What an owner has spent in a pool, milliseconds; it comes back evenly over a day."""
+
+    budget: int
+    spent: Fraction = Fraction(0)
+    at_ms: int = 0
+    pins: int = 0
+
+    def settle(self, now: int) -> None:
+        self.spent = max(Fraction(0), self.spent - Fraction(self.budget * (now - self.at_ms), _DAY_MS))
+        self.at_ms = now
+
+
+@dataclass
+class Pins:
+    """Checks every pin. A purse whose budget was changed on the way is not checked any more."""
+
+    world: World
+    purses: dict[tuple[str, str], _Purse | None] = field(default_factory=dict)
+
+    def _purse(self, seen: Seen) -> _Purse | None:
+        budget = self.world.pool(seen).pin_budget_ms
+        key = (seen.spec.owner, seen.spec.pool)
+        if budget is None:
+            self.purses[key] = None
+            return None
+        purse = self.purses.setdefault(key, _Purse(budget, at_ms=self.world.now))
+        if purse is not None and purse.budget != budget:
+            self.purses[key] = purse = None
+        if purse is not None:
+            purse.settle(self.world.now)
+        return purse
+
+    def give_back(self, seen: Seen) -> None:
+        """Return what is left of a lease's pin."""
+        purse = self._purse(seen)
+        if purse is not None:
+            purse.spent = max(Fraction(0), purse.spent - max(0, seen.pinned_until - self.world.now))
+        seen.pinned_until = 0
+
+    def distrust(self, seen: Seen) -> None:
+        """A pin was found, and nobody knows what it cost."""
+        self.purses[seen.spec.owner, seen.spec.pool] = None
+
+    def pinned(self, event: Event, seen: Seen, effect: Pinned) -> None:
+        """A lease was pinned, or is not any more."""
+        self.give_back(seen)
+        if effect.until_ms == 0:
+            return
+        law(0, isinstance(event, PinRequested) and event.lease_id == seen.lease_id, effect, "was asked by nobody")
+        now, longest = self.world.now, self.world.pool(seen).max_pin_ms
+        law(0, now <= effect.until_ms <= now + longest, effect, "is longer than", longest, "from", now)
+        purse = self._purse(seen)
+        if purse is not None:
+            purse.spent += effect.until_ms - now
+            purse.pins += 1
+            law(0, purse.spent <= purse.budget + _ROUNDING_MS * purse.pins, effect, "costs more than is left:", purse)
+        seen.pinned_until = effect.until_ms
+
+    def declined(self, event: PinRequested, seen: Seen, effect: Declined) -> None:
+        """A pin was declined: the reason must be true."""
+        if effect.reason == "pin-too-long":
+            law(0, event.duration_ms > self.world.pool(seen).max_pin_ms, effect, "is not too long:", event)
+        purse = self._purse(seen)
+        if effect.reason == "pin-budget" and purse is not None:
+            left = purse.budget - purse.spent + max(0, seen.pinned_until - self.world.now)
+            law(0, event.duration_ms > left - _ROUNDING_MS * (purse.pins + 1), effect, "could be paid:", purse)
