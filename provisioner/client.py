@@ -45,6 +45,7 @@ from provisioner.protocol.messages import (
     ResizeRequest,
     Story,
     StoryLine,
+    Stranger,
     UsagePoint,
 )
 from provisioner.protocol.seats import FractionOffer, Offers, PoolOffer, SeatList, SeatStatus
@@ -61,6 +62,7 @@ Message = TypeVar("Message")
 _PARTS: dict[type[Any], dict[str, type[Any]]] = {  # fields that are lists of messages
     HostStatus: {"devices": DeviceStatus, "leases": LeaseStatus},
     LeaseStatus: {"neighbours": Neighbour},
+    DeviceStatus: {"strangers": Stranger},
     Story: {"lines": StoryLine},
     History: {"points": UsagePoint},
     Offers: {"pools": PoolOffer},
