@@ -5,6 +5,7 @@ is undone where that is safe, and what cannot be known is quarantined.
 """
 
 import logging
+import time
 from functools import partial
 
 from provisioner.broker.broker import Broker, now_ms, wall_ms
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
     """Bring every live lease of the ledger back into the arbiter. Pools and devices must be known to it already."""
     operations = {operation.lease_id: operation for operation in ledger.open_operations()}
+    begun_s = time.monotonic()
     records = ledger.live_leases()
     broker.kernels = {record.spec.lease_id: kernel_of(record) for record in records}
     found: list[tuple[LeaseRecord, OperationRecord | None, Truth | None, int]] = []
@@ -60,6 +62,7 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
         if operation is not None:
             broker.writer.submit(partial(ledger.finish, operation.operation_id, f"found {state}", wall_ms()))
         broker.save(kernel)
+    log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
     for orphan in operations.values():
         broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
 

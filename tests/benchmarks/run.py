@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.benchmarks import decision_time
 from tests.benchmarks.acquiring import measure_acquires
 from tests.benchmarks.cells import measure_cells
+from tests.benchmarks.recovering import measure_recovery
 from tests.benchmarks.report import Row, as_json, as_table
 from tests.benchmarks.starting import measure_starts
 from tests.benchmarks.swapping import measure_swaps
@@ -41,6 +42,8 @@ class Amounts:
     acquires: int = 2000
     sizes_mib: tuple[int, ...] = (64, 256, 640)
     swaps: int = 9
+    recovered: int = 64
+    recoveries: int = 9
     arbiter_leases: tuple[int, ...] = decision_time.LEASES
     decisions: int = 20_000
 
@@ -54,6 +57,8 @@ QUICK = Amounts(
     acquires=50,
     sizes_mib=(64,),
     swaps=2,
+    recovered=4,
+    recoveries=2,
     arbiter_leases=(10, 100),
     decisions=400,
 )
@@ -90,7 +95,7 @@ def _circumstances(before: tuple[float, float, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and return the exit status."""
-    parts = ("start", "cells", "acquire", "swaps", "decisions")
+    parts = ("start", "cells", "acquire", "swaps", "recovery", "decisions")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run; its numbers mean little")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers here")
@@ -101,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "decisions" in chosen:
         say("decisions")
         crowds = decision_time.measure(amounts.arbiter_leases, decision_time.DEVICES, amounts.decisions)
-    rows = _measure_kernels(amounts, [part for part in chosen if part != "decisions"])
+    rows = _measure_kernels(amounts, [part for part in chosen if part not in ("decisions", "recovery")])
+    if "recovery" in chosen:
+        rows += measure_recovery(amounts.recovered, amounts.recoveries, say)
     print("\n\n".join(filter(None, (as_table(rows) if rows else "", decision_time.as_table(crowds) if crowds else ""))))
     print(f"\n{_circumstances(before)}")
     if options.json is not None:
