@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_unix_socket
 
 from provisioner.broker.api import make_server
@@ -86,6 +87,7 @@ class LiveBroker:
         self._ready = threading.Event()
         self.broker: Broker
         self.service: Service
+        self.server: HTTPServer
         self.loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
@@ -119,7 +121,7 @@ class LiveBroker:
             self.broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
         self.broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
         self.service = Service(self.broker, settings)
-        server = make_server(self.service, self.socket, more=SEAT_ROUTES)
+        self.server = server = make_server(self.service, self.socket, more=SEAT_ROUTES)
         server.add_socket(bind_unix_socket(self.socket, mode=0o666))
         seats = asyncio.create_task(self.service.seats.run())
         self._ready.set()

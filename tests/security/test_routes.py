@@ -1,0 +1,58 @@
+"""Every route of the API, tried by everybody who could: nobody gets at what is another's."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.broker.live import live_broker
+from tests.security.routes import Cell, end_as_stranger, probe, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "routes.md"
+OPEN_TO_ALL = {
+    "GET /v1/ping",
+    "GET /v1/status",
+    "GET /v1/events",
+    "POST /v1/leases",
+}  # what they show, or give, is one's own
+TOKEN_ONLY = {"attach", "detach", "acquire", "gate", "answer"}
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[Cell]:
+    with live_broker() as live:
+        return probe(live)
+
+
+def test_the_page_says_what_a_broker_does(cells: list[Cell]) -> None:
+    assert PAGE.read_text() == table(cells), "write it again: python -m tests.security.routes > docs/routes.md"
+
+
+def test_another_user_gets_at_nothing_even_with_a_stolen_token(cells: list[Cell]) -> None:
+    strangers = [cell for cell in cells if cell.role.startswith("another user") and cell.route not in OPEN_TO_ALL]
+    assert strangers
+    let_through = [cell for cell in strangers if not cell.refused]
+    # Ending a lease that is none of theirs is answered like ending one that is over.
+    assert [cell.route for cell in let_through] == ["DELETE /v1/leases/L"] * 2
+
+
+def test_what_a_kernel_does_for_itself_needs_its_own_token(cells: list[Cell]) -> None:
+    own = [cell for cell in cells if cell.route.rpartition("/")[2] in TOKEN_ONLY]
+    assert {cell.route.rpartition("/")[2] for cell in own} == TOKEN_ONLY
+    let_through = {cell.role for cell in own if not cell.refused}
+    assert let_through == {"owner, with the lease's token"}
+
+
+def test_another_leases_token_opens_nothing(cells: list[Cell]) -> None:
+    wrong = [cell for cell in cells if "another lease's" in cell.role and "/leases/L" in cell.route]
+    assert {cell.refused for cell in wrong} == {"foreign-token"}
+
+
+def test_seats_and_devices_are_for_administrators(cells: list[Cell]) -> None:
+    restricted = [cell for cell in cells if any(noun in cell.route for noun in ("seats", "offers", "devices"))]
+    assert restricted
+    assert {cell.role for cell in restricted if not cell.refused} == {"administrator"}
+
+
+def test_a_lease_that_another_user_tried_to_end_lives_on() -> None:
+    with live_broker() as live:
+        assert end_as_stranger(live) == "unattached"
