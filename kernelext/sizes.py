@@ -81,7 +81,7 @@ class Sizes:
         with self._lock:
             fresh = self._own is None
             self._own = self._own or Size(status.fraction_milli, status.reserve_mib)
-        request = ResizeRequest(fraction_milli=wanted.milli, memory_mib=wanted.memory_mib, wait_ms=_WAIT_MS)
+        request = ResizeRequest(fraction_milli=wanted.milli, memory_mib=wanted.memory_mib, wait_ms=_WAIT_MS, burst=True)
         try:
             status = self._resize(request, line)
         except BrokerUnavailableError:
@@ -116,7 +116,8 @@ class Sizes:
         if target.memory_mib is not None:
             self.take(target.memory_mib)
         free_caches()
-        request = ResizeRequest(fraction_milli=target.milli, memory_mib=target.memory_mib, wait_ms=0)
+        burst = target != own  # another one is still at work, and would end with this process
+        request = ResizeRequest(fraction_milli=target.milli, memory_mib=target.memory_mib, wait_ms=0, burst=burst)
         failure = self._try(request)
         if not failure:
             with self._lock:

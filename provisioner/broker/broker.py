@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import zmq.asyncio
@@ -289,6 +290,9 @@ class Broker:
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
         kernel.forget_process()
         self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
+        if kernel.own_size is not None:  # it ended within a burst, which nobody else would give back
+            own_size, kernel.own_size = kernel.own_size, None
+            self.dispatch(replace(own_size, at_ms=now_ms()))
         kernel.notify()
 
     def look_at_use(self, kernel: Kernel) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import IOPubWatch
+from provisioner.core.events import ResizeRequested
 from provisioner.host.process import ProcessIdentity, open_pidfd
 
 __all__ = ["Kernel"]
@@ -40,6 +41,7 @@ class Kernel:
     declined: tuple[str, str] | None = None  # the arbiter's last refusal (reason, sentence), until read
     resize_declined: tuple[str, str] | None = None  # the same of a resize
     resizing: object | None = None  # the request for another size that waits
+    own_size: ResizeRequested | None = None  # during a burst: what the lease goes back to if the process ends in it
     wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
     executing_since_s: float | None = None
     idle_us: int | None = None  # idle by its messages since then, microseconds since the epoch

@@ -64,7 +64,9 @@ class Steering:
         """
         event = self._wanted(kernel, request)
         if self._has(kernel, event):
+            kernel.own_size = kernel.own_size if request.burst else None
             return self._status(kernel)
+        before = self._size_now(kernel)
         if kernel.resizing is not None:  # only one can wait: the older one gives up
             self._stay(kernel)
         mine = kernel.resizing = object()
@@ -87,6 +89,7 @@ class Steering:
                 kernel.resizing = None
                 if kernel.lease_id in self._broker.kernels and not self._has(kernel, event):
                     self._stay(kernel)
+        kernel.own_size = (kernel.own_size or before) if request.burst else None
         await self._written()
         return self._status(kernel)
 
@@ -132,18 +135,19 @@ class Steering:
 
     def _stay(self, kernel: Kernel) -> None:
         """Withdraw a request that waits: the newest one counts, and this one is for what the lease has."""
-        spec = self._view(kernel).spec
         kernel.resizing = None
-        self._broker.dispatch(
-            ResizeRequested(
-                at_ms=now_ms(),
-                lease_id=kernel.lease_id,
-                fraction_milli=spec.fraction_milli,
-                reserve_mib=spec.reserve_mib,
-                request_mib=spec.request_mib,
-            )
-        )
+        self._broker.dispatch(self._size_now(kernel))
         kernel.notify()
+
+    def _size_now(self, kernel: Kernel) -> ResizeRequested:
+        spec = self._view(kernel).spec
+        return ResizeRequested(
+            at_ms=now_ms(),
+            lease_id=kernel.lease_id,
+            fraction_milli=spec.fraction_milli,
+            reserve_mib=spec.reserve_mib,
+            request_mib=spec.request_mib,
+        )
 
     async def story(self, kernel: Kernel) -> Story:
         """Tell why everything happened to the lease. Raises LedgerError."""

@@ -134,6 +134,9 @@ class ResizeRequest:
     fraction_milli: int | None = None
     memory_mib: int | None = None
     wait_ms: int = 600_000  # how long to wait for room before the lease is left as it was
+    burst: bool = (
+        False  # for one cell: if the process ends before it has asked for its own size again, that comes back by itself
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

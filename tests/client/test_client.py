@@ -67,7 +67,7 @@ def test_a_lease_is_pinned_and_resized_and_tells_its_story(broker: FakeBroker, c
     assert client.unpin("lease-1").lease_id == "lease-1"
     assert client.resize("lease-1", ResizeRequest(fraction_milli=500, wait_ms=5)).fraction_milli == 500
     assert broker.bodies("pin") == [{"duration_ms": 60_000}]
-    assert broker.bodies("resize") == [{"fraction_milli": 500, "memory_mib": None, "wait_ms": 5}]
+    assert broker.bodies("resize") == [{"fraction_milli": 500, "memory_mib": None, "wait_ms": 5, "burst": False}]
     broker.extra = {
         "lines": [{"at_ms": 1, "reason": "admitted", "sentence": "It came.", "mood": "good"}],
         "points": [{"at_ms": 1, "state": "resident", "used_mib": 2, "saved_mib": 0}],

@@ -30,6 +30,7 @@ def test_a_burst_has_its_share_before_it_runs_and_gives_it_back(kernel: RunningK
         (1000, 8192),
         (250, 2048),
     ]
+    assert [body["burst"] for body in broker.bodies("resize")] == [True, False]
     routes = [route for route in broker.routes() if route in {"resize", "acquire"}]
     assert routes == ["resize", "acquire", "resize"], "the share first, then the GPU"
 
@@ -49,6 +50,7 @@ def test_a_cell_that_fails_is_cancelled_or_is_nested_gives_back_too(
     nested = "%%gpu 1/2\nget_ipython().run_cell('%%gpu 1\\nprint(1)'); print(2)"
     assert kernel.run(nested).printed == "1\n2\n"
     assert sizes(broker)[6:] == [500, 1000, 500, 250]
+    assert [body["burst"] for body in broker.bodies("resize")][6:] == [True, True, True, False]
     assert kernel.run("%%gpu 1/2\n%%capture out\nprint('x')").status == "ok"
     assert kernel.run("print(out.stdout)").printed == "x\n\n"
     assert sizes(broker)[10:] == [500, 250]

@@ -187,7 +187,9 @@ def test_a_resize_binds_the_new_limit_and_says_it(kernel: RunningKernel, broker:
     assert "Its share is 1/2 GPU, 4 GiB of device memory now." in text
     assert "JAX read the limit when it was imported" in text
     assert kernel.run("print(os.environ['JUPYTER_GPU_MEMORY_MIB'])").printed == "4096\n"
-    assert broker.bodies("resize") == [{"fraction_milli": 500, "memory_mib": 4096, "wait_ms": 3_600_000}]
+    assert broker.bodies("resize") == [
+        {"fraction_milli": 500, "memory_mib": 4096, "wait_ms": 3_600_000, "burst": False}
+    ]
 
 
 def test_a_resize_that_waits_can_be_interrupted_and_hangs_up(kernel: RunningKernel, broker: ScriptedBroker) -> None:
