@@ -55,6 +55,7 @@ _OF_A_LEASE = (
     "JUPYTER_GPU_SIMULATED_DEVICE",
     "JUPYTER_GPU_DEVICE_MIB",
 )
+_PRELOAD = "LD_PRELOAD"
 _FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
 
@@ -256,9 +257,12 @@ def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict
     Nothing is left of a lease that this server may itself run under.
     """
     clean = {name: value for name, value in environment.items() if name not in _OF_A_LEASE}
+    ours = dict(lease.environment)
+    if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):
+        ours[_PRELOAD] = f"{preloaded}:{ours[_PRELOAD]}"
     return {
         **clean,
-        **lease.environment,
+        **ours,
         "JUPYTER_GPU_SOCKET": lease.socket,
         "JUPYTER_GPU_LEASE": lease.lease_id,
         "JUPYTER_GPU_TOKEN_FILE": str(lease.token_file),

@@ -11,6 +11,8 @@ Rules:
 - A base whose interpreter can import our extension is started in the form that a folder beside the notebook cannot
   shadow; any other kernel (another language, an environment without the extension) keeps its command: it then holds
   its reservation from its start.
+- With `launcher`, the command itself takes the lease (`provisioner.launcher`), for programs that ignore provisioners;
+  the local provisioner is named then, so that Jupyter servers do not take a second lease for it.
 """
 
 import json
@@ -41,7 +43,7 @@ _MADE_BY = "jupyter-fractional-gpu"  # marks our folders in the stanza's neighbo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledSpec:
-    """A kernelspec of ours. `gated`: the extension will load in its kernels."""
+    """A kernelspec of ours. `gated`: the extension will load in its kernels; `launcher`: its command takes the lease."""
 
     name: str
     display_name: str
@@ -50,6 +52,7 @@ class InstalledSpec:
     fraction_milli: int
     gated: bool
     simulated: bool
+    launcher: bool = False
 
 
 def spec_name(pool: str, fraction_milli: int) -> str:
@@ -66,6 +69,7 @@ def install(
     directory: str | None = None,
     base: str = "python3",
     simulated: bool = False,
+    launcher: bool = False,
 ) -> list[InstalledSpec]:
     """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
 
@@ -83,6 +87,8 @@ def install(
     installed = []
     for milli, name in names.items():
         content = _content(base_spec, argv, pool=pool, milli=milli, gated=gated, simulated=simulated)
+        if launcher:
+            _let_it_lease(content, pool=pool, milli=milli)
         folder = target / name
         _refuse_foreign(folder, pool)
         _write_folder(folder, content, logo(milli))
@@ -230,6 +236,15 @@ def _content(
     return content
 
 
+def _let_it_lease(content: dict[str, Any], *, pool: str, milli: int) -> None:
+    """Change kernel.json to one whose command takes the lease."""
+    words = ["--pool", pool, "--fraction", f"{milli}m", "--language", content["language"]]
+    label = ["--label", content["display_name"]]
+    content["argv"] = [sys.executable, "-P", "-m", "provisioner.launcher", *words, *label, "--", *content["argv"]]
+    content["metadata"]["kernel_provisioner"] = {"provisioner_name": "local-provisioner", "config": {}}
+    content["metadata"][_MADE_BY]["launcher"] = True
+
+
 def _display_name(base: KernelSpec, *, pool: str, milli: int, simulated: bool) -> str:
     kernel = (base.display_name or "Kernel").replace(" (ipykernel)", "")
     words = f"{kernel} · {format_fraction(milli)} GPU"
@@ -295,4 +310,5 @@ def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
         fraction_milli=int(mark.get("fraction_milli", 0)),
         gated=bool(mark.get("gated")),
         simulated=bool(mark.get("simulated")),
+        launcher=bool(mark.get("launcher")),
     )

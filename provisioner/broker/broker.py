@@ -24,6 +24,7 @@ from provisioner.broker.idle_counters import IdleCounters
 from provisioner.broker.iopub import IOPubWatch, connection_from_json
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.operations import Operations
+from provisioner.broker.sharing import remove_books, sharing_environment
 from provisioner.broker.swaps import Swaps
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
@@ -233,6 +234,7 @@ class Broker:
     def _ended(self, lease_id: str, reason: str) -> None:
         kernel = self.kernels.pop(lease_id, None)
         self.history.forget(lease_id)
+        remove_books(lease_id)
         if kernel is not None:
             kernel.forget_process()
             kernel.notify()
@@ -263,6 +265,9 @@ class Broker:
         view = self.arbiter.lease(lease_id)
         if view is not None:
             environment["JUPYTER_GPU_MEMORY_MIB"] = str(self._limit_mib(view))
+            if (pool := self.arbiter.pools().get(view.spec.pool)) is not None:
+                held = [device for device in self.arbiter.devices() if device.device_id in device_ids]
+                environment |= sharing_environment(pool, view.spec, self._limit_mib(view), held)
         if device_ids and device_ids[0] in self.devices:
             environment["JUPYTER_GPU_DEVICE_MIB"] = str(self.devices[device_ids[0]].memory_mib)
         return environment

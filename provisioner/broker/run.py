@@ -21,6 +21,7 @@ from provisioner.broker.recovery import recover
 from provisioner.broker.screening import Screen
 from provisioner.broker.seat_api import SEAT_ROUTES
 from provisioner.broker.service import Service
+from provisioner.broker.sharing import check_pools
 from provisioner.broker.swaps import Swaps, SwapTimes
 from provisioner.broker.watch import Watcher
 from provisioner.broker.writer import LedgerWriter
@@ -54,20 +55,21 @@ def is_service_socket(socket: str) -> bool:
 
 
 def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
-    """Return the devices that this broker manages. Raises ConfigError for one that is configured but not there."""
+    """Return the devices that this broker manages. Raises ConfigError for what is configured and the machine does not have."""
     overhead_mib = settings.overhead_mib(simulated=backend.simulated)
-    return settings.managed(
-        [
-            DeviceSpec(
-                device_id=one.device_id,
-                name=one.name,
-                memory_mib=one.memory_mib,
-                overhead_mib=overhead_mib,
-                why_not=one.why_not,
-            )
-            for one in backend.devices
-        ]
-    )
+    everything = [
+        DeviceSpec(
+            device_id=one.device_id,
+            name=one.name,
+            memory_mib=one.memory_mib,
+            overhead_mib=overhead_mib,
+            why_not=one.why_not,
+        )
+        for one in backend.devices
+    ]
+    names = {spec.device_id: spec.name for spec in everything}
+    check_pools(settings.pool_specs(everything), names, simulated=backend.simulated)
+    return settings.managed(everything)
 
 
 class Run:

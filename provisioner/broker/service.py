@@ -27,6 +27,7 @@ from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.seats import Seats
+from provisioner.broker.sharing import launch_environment
 from provisioner.broker.status import lease_status, neighbours
 from provisioner.broker.steering import Steering
 from provisioner.config.settings import Settings
@@ -133,7 +134,10 @@ class Service:
             reserve_mib=spec.reserve_mib,
             device_id=device_id,
             simulated=broker.monitor.kind == "simulated",
-            environment=broker.environment(spec.lease_id, () if device_id is None else self._held(kernel)),
+            environment={
+                **broker.environment(spec.lease_id, () if device_id is None else self._held(kernel)),
+                **launch_environment(broker.arbiter.pools()[spec.pool], spec),
+            },
         )
 
     async def _reserve_now(self, kernel: Kernel, wait_ms: int) -> str:

@@ -30,6 +30,7 @@ examples:
   jupyter gpu kernels install
   jupyter gpu kernels install --pool teaching --fraction 1/8 1/4
   jupyter gpu kernels install --simulate 1x2GiB --user
+  jupyter gpu kernels install --launcher --user              for VS Code and others that ignore kernel provisioners
 
 Without --fraction the broker is asked what its pools offer; it is started if none runs. With --fraction nobody is asked,
 which is what you want while building a container image.
@@ -57,6 +58,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     adding.add_argument("--fraction", nargs="+", metavar="F", help='only these fractions, as 1/4, 0.25 or "250m"')
     adding.add_argument("--base", default="python3", help="the kernelspec to copy from (default: python3)")
     adding.add_argument("--simulate", metavar="COUNTxMEMORY", help="simulated GPUs for a broker that is started")
+    adding.add_argument(
+        "--launcher",
+        action="store_true",
+        help="kernels whose command takes the lease by itself, for VS Code and other programs that ignore kernel provisioners",
+    )
     _add_place(adding, default="this environment")
     listing = actions.add_parser(
         "list", help="show the kernels that are installed", formatter_class=raw, allow_abbrev=False
@@ -103,7 +109,9 @@ def _install(options: argparse.Namespace) -> int:
     else:
         offers, simulated = _ask_broker(options.pool, must_simulate=bool(options.simulate))
     for pool, milli in offers.items():
-        specs = install(pool, milli or ANY_OFFERS_MILLI, base=options.base, simulated=simulated, **_place(options))
+        wanted = milli or ANY_OFFERS_MILLI
+        how = {"base": options.base, "simulated": simulated, "launcher": options.launcher}
+        specs = install(pool, wanted, **how, **_place(options))
         for spec in specs:
             without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
             print(f"installed {spec.display_name}  {spec.folder}{without}")
@@ -168,4 +176,5 @@ def _as_json(spec: InstalledSpec) -> dict[str, Any]:
         "fraction_milli": spec.fraction_milli,
         "gated": spec.gated,
         "simulated": spec.simulated,
+        "launcher": spec.launcher,
     }
