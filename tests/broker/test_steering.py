@@ -5,6 +5,7 @@ import os
 import pwd
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from provisioner.broker import checks
 from provisioner.broker.checks import Peer, lease_spec
+from provisioner.broker.clock import wall_ms
 from provisioner.client import BrokerClient
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import DeviceSeen, PoolConfigured
@@ -71,6 +73,69 @@ def test_neighbours_have_names_only_for_their_own_user(live: LiveBroker, monkeyp
         for lease in (mine, also):
             live.call("DELETE", f"/v1/leases/{lease.lease_id}")
     assert sorted((one["label"], one["reserved_mib"]) for one in told) == [("", 256), ("also.ipynb", 256)]
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_lasts_as_long_as_was_said_and_is_on_the_disk_when_that_is_answered(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"{target}/attach", process, token=lease.token)
+        answer = live.call("POST", f"{target}/pin", {"duration_ms": 3_600_000})
+        assert answer.status == 200, answer
+        assert 3_500_000 < answer.body["pinned_ms"] <= 3_600_000
+        assert saved_pin_ms(live, lease.lease_id) > 3_500_000
+        again = live.call("POST", f"{target}/pin", {"duration_ms": 600_000})
+        assert 500_000 < again.body["pinned_ms"] <= 600_000, "a new pin replaces the one there was"
+        assert live.call("POST", f"{target}/unpin", {}).body["pinned_ms"] == 0
+        assert saved_pin_ms(live, lease.lease_id) < 0
+        assert live.call("POST", f"{target}/unpin", {}).status == 200
+
+
+def saved_pin_ms(live: LiveBroker, lease_id: str) -> int:
+    """How long the ledger says that the lease stays pinned."""
+    (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease_id]
+    return record.pinned_until_ms - wall_ms()
+
+
+@pytest.mark.parametrize(
+    ("duration_ms", "status", "says"),
+    [
+        (0, 400, "duration_ms is 0; allowed: 1 or more"),
+        (-1, 400, "duration_ms is -1; allowed: 1 or more"),
+        (5 * 3_600_000, 409, "a pin of 5 h was asked, pool 'default' allows 4 h at a time"),
+    ],
+)
+def test_a_pin_that_is_not_allowed_is_refused_with_the_limit(
+    live: LiveBroker, duration_ms: int, status: int, says: str
+) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"{target}/attach", process, token=lease.token)
+        answer = live.call("POST", f"{target}/pin", {"duration_ms": duration_ms})
+        assert answer.status == status
+        assert says in answer.error["message"]
+        assert live.call("GET", target).body["pinned_ms"] == 0
+
+
+def test_pins_have_a_budget_for_each_user(live: LiveBroker) -> None:
+    leases = [live.lease() for _ in range(3)]
+    with ExitStack() as stack:
+        answers = []
+        for lease in leases:
+            process = stack.enter_context(started_for(lease.lease_id))
+            live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+            answers.append(live.call("POST", f"/v1/leases/{lease.lease_id}/pin", {"duration_ms": 210 * 60_000}))
+        assert [answer.status for answer in answers] == [200, 200, 409]
+        assert answers[2].error["reason"] == "pin-budget"
+        assert "unpin another kernel" in answers[2].error["message"]
+        live.call("POST", f"/v1/leases/{leases[0].lease_id}/unpin", {})
+        assert live.call("POST", f"/v1/leases/{leases[2].lease_id}/pin", {"duration_ms": 3_600_000}).status == 200
+        for lease in leases:
+            live.call("DELETE", f"/v1/leases/{lease.lease_id}")
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------------

@@ -101,3 +101,41 @@ def test_an_emptied_device_stays_empty_over_a_restart_of_the_broker(two: World) 
         second.must(FILL.format(seed=2, mib=64))
         assert two.lease(second.kernel_id).device_id == home
         assert two.lease(first.kernel_id).state == "suspended"
+
+
+def test_a_pinned_kernel_keeps_its_place_until_the_pin_ends_over_a_restart_too(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0, 'pin_budget': '2h'}}")
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(FILL.format(seed=1, mib=64))
+    done = command(world, "pin", first.kernel_id, "3h")
+    assert (done.returncode, "2 h are left of the 2 h" in done.stderr) == (1, True), done.stderr
+    done = command(world, "pin", first.kernel_id, "1h")
+    assert done.returncode == 0, done.stderr
+    cell = second.send(FILL.format(seed=2, mib=64))
+    until(lambda: world.lease(second.kernel_id).position == 1, "the second kernel waits")
+    assert "pinned for" in command(world, "status").stdout
+    assert world.lease(first.kernel_id).suspends == 0
+    world.kill_broker()
+    world.start_broker()
+    lease = world.lease(first.kernel_id)
+    assert (lease.state, lease.pinned_ms > 3_000_000) == ("resident", True)
+    until(lambda: world.lease(second.kernel_id).position == 1, "the second kernel waits again")
+    assert world.lease(first.kernel_id).suspends == 0
+    assert command(world, "unpin", first.kernel_id).returncode == 0
+    assert second.wait(cell).status == "ok"
+    first.must(CHECK)
+
+
+def test_a_pin_ends_by_itself(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0}}")
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(FILL.format(seed=1, mib=64))
+    assert command(world, "pin", first.kernel_id, "2s").returncode == 0
+    second.must(FILL.format(seed=2, mib=64))
+    lease = world.lease(first.kernel_id)
+    assert (lease.suspends, lease.pinned_ms) == (1, 0)
+    told = command(world, "explain", first.kernel_id).stdout
+    assert told.index("pin.begun") < told.index("suspend.")
+    first.must(CHECK)
