@@ -1,5 +1,8 @@
 """Kernels on devices that cannot be checkpointed share them all the same, without ever being suspended."""
 
+import subprocess
+import sys
+
 import pytest
 
 from provisioner.gpu.simulated.host import create
@@ -59,3 +62,25 @@ def _used(world: World, kernel_id: str) -> str:
 def _reason(world: World, kernel_id: str) -> str:
     lease = world.lease(kernel_id)
     return lease.reason if lease.reason == "wait.cannot-be-suspended" else ""
+
+
+def test_a_pool_that_shares_through_mps_limits_its_kernels_and_suspends_none(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'sharing': 'mps', 'idle_after': 0}}")
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    notebook.must(HOLD)
+    said = notebook.must("import os; print({name: os.environ[name] for name in os.environ if 'MPS' in name})").text
+    assert said.strip() == ("{'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE': '25', 'CUDA_MPS_PINNED_DEVICE_MEM_LIMIT': '0=256M'}")
+    lease = until(lambda: _used(world, notebook.kernel_id), "its memory is measured")
+    assert "MPS" in world.lease(notebook.kernel_id).stays
+    with world.client() as client, pytest.raises(ConflictError, match="MPS"):
+        client.suspend(lease)
+    assert world.lease(notebook.kernel_id).suspends == 0
+
+
+def test_a_broker_that_is_to_preload_what_is_not_there_does_not_start(world: World) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'hami_library': '/nowhere/libvgpu.so'}}")
+    argv = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", world.socket]
+    started = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False)
+    assert started.returncode == 1
+    assert "'/nowhere/libvgpu.so', and there is no such file: install HAMi-core" in started.stderr
