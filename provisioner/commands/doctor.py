@@ -14,6 +14,7 @@ from pathlib import Path
 
 from provisioner.commands.connection import add_socket_argument
 from provisioner.commands.doctor_broker import check_broker, check_ledgers
+from provisioner.commands.doctor_bundle import write_bundle
 from provisioner.commands.doctor_finding import Finding, as_json, exit_code, problem, render
 from provisioner.commands.doctor_host import check_memory, check_settings, check_simulation, check_versions
 from provisioner.commands.doctor_jupyter import check_cullers, check_kernelspecs
@@ -32,6 +33,7 @@ examples:
   jupyter gpu doctor
   jupyter gpu doctor --json             one object: {"ok": ..., "worst": ..., "findings": [...]}
   jupyter gpu doctor --no-try           do not try a checkpoint (it takes some seconds)
+  jupyter gpu doctor --bundle for-support.tar.gz
   JUPYTER_GPU_SIMULATE=1x2GiB jupyter gpu doctor
 
 Exit code 0: it works, perhaps with warnings. 1: something cannot work.
@@ -45,6 +47,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--no-try", action="store_true", help="do not try a checkpoint on a process of our own")
+    parser.add_argument(
+        "--bundle", metavar="FILE", type=Path, help="write what somebody who helps needs to see, without secrets"
+    )
     add_socket_argument(parser)
 
 
@@ -52,6 +57,9 @@ def run(options: argparse.Namespace) -> int:
     """Examine everything, print it, and return 1 if something cannot work."""
     findings = list(examine(options.socket, try_it=not options.no_try))
     sys.stdout.write(as_json(findings) if options.json else render(findings))
+    if options.bundle is not None:
+        names = write_bundle(options.bundle, findings, options.socket)
+        print(f"{options.bundle}: {', '.join(names)}. Read it before you send it.", file=sys.stderr)
     return exit_code(findings)
 
 
