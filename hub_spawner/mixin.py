@@ -11,6 +11,7 @@ Rules:
 """
 
 import contextlib
+import hashlib
 import inspect
 import os
 from collections.abc import AsyncGenerator, Mapping
@@ -204,7 +205,6 @@ class FractionalGPUMixin(Below):
 
     async def start(self) -> Any:  # noqa: ANN401 - whatever the spawner returns
         """Take a seat, then start the server. Cancelled or failed, the seat is given back when the hub cleans up."""
-        self._gpu_progress = ProgressLog()
         try:
             choice = self.gpu_choice(self.user_options)
             if not choice.without:
@@ -278,7 +278,9 @@ class FractionalGPUMixin(Below):
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         """Write the seat's file for the server."""
         folder = Path(self.gpu_seat_dir)
-        file = folder / f"{granted.seat_id}.json"
+        # One server, one file: what a hub left that died is replaced.
+        name = hashlib.sha256(f"{self.user.name}/{self.name}".encode()).hexdigest()[:24]
+        file = folder / f"{name}.json"
         self._gpu_seat = {
             "seat_id": granted.seat_id,
             "pool": request.pool,
@@ -295,7 +297,9 @@ class FractionalGPUMixin(Below):
         )
         ids = self.gpu_user_ids()
         try:
-            folder.mkdir(mode=0o711 if ids is not None else 0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if ids is not None:
+                folder.chmod(0o711)  # users pass through to their own file
             write_seat(seat, file, uid=ids[0] if ids else None, gid=ids[1] if ids else None)
         except OSError as error:
             raise spawn_error(
@@ -363,6 +367,7 @@ class FractionalGPUMixin(Below):
         """Forget the seat. (It is given back in the hook after the stop; taking another one replaces it.)"""
         super().clear_state()
         self._gpu_seat, self._gpu_confirmed = None, False
+        self._gpu_progress.begin()  # the hub clears the state before it starts a server
 
     def get_env(self) -> dict[str, str]:
         """Return the server's environment, with the way to its seat and without a way past it."""

@@ -8,11 +8,12 @@ __all__ = ["ProgressLog"]
 
 
 class ProgressLog:
-    """Events of one start. Viewers may come at any time, also after the end."""
+    """Events of one start after the other. Viewers may come at any time: before a start has begun, and after its end."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
         self._closed = False
+        self._begun = 0
         self._news = asyncio.Event()
 
     @property
@@ -25,6 +26,13 @@ class ProgressLog:
         self._events.append({"progress": progress, "message": message})
         self._wake()
 
+    def begin(self) -> None:
+        """Another start begins: viewers of it see its events only."""
+        self._events = []
+        self._closed = False
+        self._begun += 1
+        self._wake()
+
     def close(self) -> None:
         """There will be no more."""
         self._closed = True
@@ -35,10 +43,12 @@ class ProgressLog:
         self._news = asyncio.Event()
 
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield every event, until there are no more. Cancellation ends it; others are not concerned."""
-        told = 0
+        """Yield every event of the present start, until there are no more. Cancellation ends it; others are not concerned."""
+        told, begun = 0, self._begun
         while True:
             news = self._news
+            if begun != self._begun:
+                told, begun = 0, self._begun
             while told < len(self._events):
                 told += 1
                 yield self._events[told - 1]

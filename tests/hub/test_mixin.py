@@ -1,0 +1,359 @@
+"""The mixin over a bare spawner and a live broker: a seat is taken, kept, given back, and never leaked."""
+
+# ruff: noqa: ASYNC240 -- nobody waits for this loop
+
+import asyncio
+import json
+import pwd
+import stat
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jupyterhub.spawner import Spawner
+from tornado import web
+
+from hub_spawner.mixin import FractionalGPUMixin
+from provisioner.broker.seats import Seats
+from provisioner.protocol.seats import SeatRequest
+from provisioner.seat import SEAT_FILE_VARIABLE, read_seat
+from provisioner.seat_client import SeatClient
+from tests.broker.live import LiveBroker, live_broker
+
+
+class Bare(Spawner):  # type: ignore[misc] # untyped
+    """A spawner that starts nothing."""
+
+    running = False
+    broken = False
+
+    async def start(self) -> tuple[str, int]:
+        if self.broken:
+            raise RuntimeError("the server does not start")
+        self.running = True
+        return "127.0.0.1", 1
+
+    async def stop(self, now: bool = False) -> None:
+        del now
+        self.running = False
+
+    async def poll(self) -> int | None:
+        return None if self.running else 0
+
+    def get_env(self) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+class Mixed(FractionalGPUMixin, Bare):
+    """What a site would write."""
+
+
+class Foreign(Mixed):
+    """Servers of another user of the machine."""
+
+    def gpu_user_ids(self) -> tuple[int, int]:
+        nobody = pwd.getpwnam("nobody")
+        return nobody.pw_uid, nobody.pw_gid
+
+
+@pytest.fixture(scope="module")
+def _live() -> Iterator[LiveBroker]:
+    with live_broker(seats_required=True, pools={"default": {"wait_bound": "100%", "oversubscription": 1}}) as live:
+        yield live
+
+
+@pytest.fixture
+def live(_live: LiveBroker) -> Iterator[LiveBroker]:
+    yield _live
+    for seat in seats(_live):
+        with SeatClient(_live.socket) as client:
+            client.release_seat(seat)
+
+
+def seats(live: LiveBroker) -> list[str]:
+    with SeatClient(live.socket) as client:
+        return [seat.seat_id for seat in client.seats().seats]
+
+
+def spawner(live: LiveBroker, kind: type[Mixed] = Mixed, name: str = "ada", **traits: Any) -> Mixed:  # noqa: ANN401
+    made = kind(gpu_socket=live.socket, gpu_broker_patience=0.0, **traits)
+    made.user = SimpleNamespace(name=name, groups=[SimpleNamespace(name="students")], id=7)
+    made.orm_spawner = SimpleNamespace(state=None, user_options=None, name="", server=None)
+    return made
+
+
+async def hub_starts(one: Mixed, **options: Any) -> None:  # noqa: ANN401
+    """What the hub does up to the end of `start`."""
+    one.user_options = options
+    one.clear_state()
+    await one._run_apply_user_options(options)
+    await one.start()
+
+
+def hub_saves(one: Mixed) -> None:
+    one.orm_spawner.state = one.get_state()
+
+
+async def hub_stops(one: Mixed) -> None:
+    await one.stop()
+    await one.run_post_stop_hook()
+    one.clear_state()
+    hub_saves(one)
+
+
+async def test_a_server_gets_its_seat_as_a_private_file_and_gives_it_back(live: LiveBroker) -> None:
+    one = spawner(live)
+    await hub_starts(one, pool="default", fraction="1/4")
+    (seat_id,) = seats(live)
+    environment = one.get_env()
+    assert environment["CUDA_VISIBLE_DEVICES"] == "", "no GPU but through a lease"
+    assert environment["JUPYTER_GPU_SOCKET"] == live.socket
+    assert environment["JUPYTER_GPU_DEFAULT_FRACTION"] == "250m"
+    file = Path(environment[SEAT_FILE_VARIABLE])
+    seat = read_seat(str(file))
+    assert (seat.seat_id, seat.pool, seat.fraction_milli, seat.memory_mib) == (seat_id, "default", 250, 256)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert seat.token not in json.dumps(environment)
+    assert seat.token not in json.dumps(one.get_state())
+    assert "--ServerApp.kernel_spec_manager_class=provisioner.seat_kernelspecs.SeatKernelSpecManager" in one.get_args()
+    await hub_stops(one)
+    assert seats(live) == []
+    assert not file.exists()
+    assert SEAT_FILE_VARIABLE not in one.get_env()
+
+
+async def test_the_file_belongs_to_the_servers_user_who_alone_may_draw_on_the_seat(live: LiveBroker) -> None:
+    one = spawner(live, Foreign)
+    await hub_starts(one, pool="default", fraction="1/4")
+    file = Path(one.get_env()[SEAT_FILE_VARIABLE])
+    assert file.stat().st_uid == pwd.getpwnam("nobody").pw_uid
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o711, "others may go through, and not look around"
+    with SeatClient(live.socket) as client:
+        assert client.seats().seats[0].uid == pwd.getpwnam("nobody").pw_uid
+    await hub_stops(one)
+
+
+async def test_a_hub_that_dies_before_it_saved_the_seat_leaves_nothing(live: LiveBroker) -> None:
+    one = spawner(live)
+    one.start_timeout = one.http_timeout = 0
+    await hub_starts(one, pool="default", fraction="1/4")
+    with SeatClient(live.socket) as client:
+        (seat,) = client.seats().seats
+    assert seat.expires_ms is not None
+    assert not seat.confirmed
+    await one.poll()
+    with SeatClient(live.socket) as client:
+        assert not client.seats().seats[0].confirmed, "it is not in the hub's database yet"
+    # The next hub knows nothing of it; its user's next server replaces it at once, and without that it expires.
+    other = spawner(live)
+    await hub_starts(other, pool="default", fraction="1/2")
+    assert seats(live) != [seat.seat_id]
+    assert len(seats(live)) == 1
+    await hub_stops(other)
+
+
+async def test_a_seat_is_confirmed_once_the_hub_has_saved_it(live: LiveBroker) -> None:
+    one = spawner(live)
+    await hub_starts(one, pool="default", fraction="1/4")
+    hub_saves(one)
+    assert await one.poll() is None
+    with SeatClient(live.socket) as client:
+        assert client.seats().seats[0].confirmed
+    await hub_stops(one)
+
+
+async def test_the_next_hub_takes_over_confirms_and_gives_back(live: LiveBroker) -> None:
+    first = spawner(live)
+    await hub_starts(first, pool="default", fraction="1/4")
+    hub_saves(first)  # and dies before it polls
+    second = spawner(live)
+    second.orm_spawner.state = first.orm_spawner.state
+    second.load_state(json.loads(json.dumps(first.orm_spawner.state)))
+    second.running = True
+    assert second.get_env()[SEAT_FILE_VARIABLE] == first.get_env()[SEAT_FILE_VARIABLE]
+    await second.poll()
+    with SeatClient(live.socket) as client:
+        assert client.seats().seats[0].confirmed
+    await hub_stops(second)
+    assert seats(live) == []
+
+
+async def test_a_server_that_does_not_start_gives_its_seat_back(live: LiveBroker) -> None:
+    one = spawner(live)
+    one.broken = True
+    with pytest.raises(RuntimeError, match="does not start"):
+        await hub_starts(one, pool="default", fraction="1/4")
+    await one.run_post_stop_hook()
+    assert seats(live) == []
+    assert SEAT_FILE_VARIABLE not in one.get_env()
+
+
+async def test_the_configured_hook_runs_too(live: LiveBroker) -> None:
+    ran: list[str] = []
+
+    async def hook(of: Any) -> None:  # noqa: ANN401 - a spawner
+        ran.append(of.user.name)
+
+    one = spawner(live)
+    one.post_stop_hook = hook
+    await hub_starts(one, pool="default", fraction="1/4")
+    await hub_stops(one)
+    assert ran == ["ada"]
+
+
+async def test_without_a_gpu_no_seat_is_taken(live: LiveBroker) -> None:
+    one = spawner(live)
+    await hub_starts(one, fraction="none")
+    assert seats(live) == []
+    assert one.get_env() == {"CUDA_VISIBLE_DEVICES": "", "JUPYTER_GPU_SOCKET": live.socket}
+    await hub_stops(one)
+
+
+async def test_a_hub_may_insist_on_a_gpu(live: LiveBroker) -> None:
+    one = spawner(live, gpu_allow_without=False)
+    with pytest.raises(web.HTTPError, match="without a GPU was asked for, which this hub does not offer"):
+        await hub_starts(one, fraction="none")
+    assert "No GPU" not in await one.get_options_form()
+
+
+async def test_who_asks_for_nothing_gets_the_default(live: LiveBroker) -> None:
+    one = spawner(live)
+    await hub_starts(one)
+    assert one.get_env()["JUPYTER_GPU_DEFAULT_POOL"] == "default"
+    assert one.get_env()["JUPYTER_GPU_DEFAULT_FRACTION"] == "250m"
+    await hub_stops(one)
+
+
+FORGED: list[tuple[dict[str, Any], str]] = [
+    ({"pool": "default", "fraction": 7}, "out of range"),
+    ({"pool": "default", "fraction": "1/0"}, "is not a fraction"),
+    ({"pool": "default", "fraction": ["1/4"]}, "neither a fraction nor a size"),
+    ({"pool": "default", "fraction": True}, "neither a fraction nor a size"),
+    ({"pool": "../../etc", "fraction": "1/4"}, "is not a pool's name"),
+    ({"pool": {"$gt": ""}, "fraction": "1/4"}, "is not a pool's name"),
+    ({"pool": "gold", "fraction": "1/4"}, "there is no pool 'gold'"),
+    ({"pool": "default", "fraction": "1/3"}, "offers 1/8, 1/4, 1/2, 3/4, 1"),
+    ({"pool": "default", "fraction": "1/4", "memory": "9TiB"}, "the largest device of pool 'default' can give 1 GiB"),
+    ({"pool": "default", "fraction": "1/4", "memory": "-1"}, "is not a size"),
+    (
+        {"pool": "default", "fraction": "1/4", "priority": 1000},
+        "unknown option 'priority'; allowed: pool, fraction, memory",
+    ),
+    ({"fraction": "none", "pool": "default"}, "leave these out"),
+    ({"owner": "root"}, "unknown option 'owner'"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), FORGED)
+async def test_forged_options_are_refused_with_a_sentence(
+    live: LiveBroker, options: dict[str, Any], sentence: str
+) -> None:
+    one = spawner(live)
+    with pytest.raises(web.HTTPError) as caught:
+        await hub_starts(one, **options)
+    assert 400 <= caught.value.status_code < 600
+    assert sentence in str(caught.value)
+    assert caught.value.reason
+    assert "<strong>" in caught.value.message_html  # type: ignore[attr-defined]
+    await one.run_post_stop_hook()
+    assert seats(live) == []
+    assert not one.running
+
+
+async def test_options_of_the_spawner_below_are_its_own(live: LiveBroker) -> None:
+    one = spawner(live, options_form="<input name='image'>")
+    await hub_starts(one, pool="default", fraction="1/4", image="science")
+    form = await one.get_options_form()
+    assert form.startswith("<input name='image'>")
+    assert one.run_options_from_form({"image": ["science"], "gpu": ["default/250"], "_xsrf": ["x"]}) == {
+        "image": ["science"],
+        "pool": "default",
+        "fraction": "250m",
+    }
+    await hub_stops(one)
+
+
+async def test_what_a_user_is_called_cannot_break_the_refusals_page(live: LiveBroker) -> None:
+    one = spawner(live)
+    with pytest.raises(web.HTTPError) as caught:
+        await hub_starts(one, pool="default", fraction="<script>alert(1)</script>")
+    assert "<script>" not in caught.value.message_html  # type: ignore[attr-defined]
+
+
+async def test_a_full_pool_says_how_long_and_every_viewer_hears_all_of_it(live: LiveBroker) -> None:
+    with SeatClient(live.socket) as client:
+        holder = list(client.take_seat(SeatRequest(owner="bob", pool="default", fraction_milli=1000)))[-1]
+    one = spawner(live)
+    one._spawn_pending = True
+    start = asyncio.create_task(hub_starts(one, pool="default", fraction="1/2"))
+    early = await viewer(one, "number 1 in the queue")
+    late = await viewer(one, "number 1 in the queue")
+    assert [event["message"] for event in early] == [event["message"] for event in late]
+    assert early[0]["message"] == "Asking for 1/2 GPU of pool default"
+    assert "has promised 1 GiB of the 1 GiB that it may promise" in early[1]["message"]
+
+    def let_go() -> None:
+        with SeatClient(live.socket) as client:
+            client.release_seat(holder.seat_id)
+
+    await asyncio.to_thread(let_go)
+    await start
+    messages = [event["message"] async for event in one.progress()]
+    assert messages[-3:] == ["Your server has 1/2 GPU of pool default", "Starting the server", "Spawning server..."]
+    await hub_stops(one)
+
+
+async def viewer(one: Mixed, until: str) -> list[dict[str, Any]]:
+    """Follow the progress from its beginning up to an event."""
+    seen = []
+    async with asyncio.timeout(30), aclosing(one.progress()) as events:
+        async for event in events:
+            seen.append(event)
+            if until in event["message"]:
+                return seen
+    raise AssertionError(f"no event says {until!r}: {seen}")
+
+
+async def test_a_start_that_is_given_up_leaves_the_queue(live: LiveBroker) -> None:
+    with SeatClient(live.socket) as client:
+        list(client.take_seat(SeatRequest(owner="bob", pool="default", fraction_milli=1000)))
+    one = spawner(live)
+    start = asyncio.create_task(hub_starts(one, pool="default", fraction="1/2"))
+    await viewer(one, "number 1 in the queue")
+    start.cancel()
+    with suppress(asyncio.CancelledError):
+        await start
+    await one.run_post_stop_hook()
+    queue: Seats = live.service.seats
+
+    async def left() -> None:
+        while queue.listing().waiting:
+            await queue._changed.wait()
+
+    await asyncio.to_thread(live.on_loop, left)
+    assert len(seats(live)) == 1
+
+
+async def test_without_a_broker_the_page_says_so_and_a_start_is_refused(live: LiveBroker, tmp_path: Path) -> None:
+    one = spawner(live, gpu_seat_dir=str(tmp_path))
+    one.gpu_socket = str(tmp_path / "nobody.sock")
+    form = await one.get_options_form()
+    assert 'role="alert"' in form
+    assert "the GPU broker does not answer" in form
+    assert 'id="gpu-none" value="none" required' in form
+    with pytest.raises(web.HTTPError) as caught:
+        await hub_starts(one, pool="default", fraction="1/4")
+    assert (caught.value.status_code, caught.value.reason) == (503, "broker")
+
+
+async def test_a_seat_dir_that_cannot_be_written_is_named(live: LiveBroker, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    one = spawner(live, gpu_seat_dir=str(tmp_path / "file" / "seats"))
+    with pytest.raises(web.HTTPError, match="the hub cannot write"):
+        await hub_starts(one, pool="default", fraction="1/4")
+    await one.run_post_stop_hook()
+    assert seats(live) == []
