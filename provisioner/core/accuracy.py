@@ -7,15 +7,14 @@ from provisioner.core.model import Span
 
 __all__ = ["Accuracy", "ErrorView"]
 
-_KEPT = 512
+_KEPT = 256
 _LEAST_MS = 100  # errors are relative to what happened, or to this
-_MOST_PERMILLE = 1_000_000
-_INSIDE = 1 << 20  # marks one that lay between its bounds; larger than any error
+_MOST_PERMILLE = 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorView:
-    """The error of one kind of forecast over the last 512 of them, thousandths."""
+    """The error of one kind of forecast over the last 256 of them, thousandths."""
 
     what: str  # wait, suspend, resume or cell
     count: int  # forecasts that were compared, ever
@@ -30,14 +29,12 @@ class Accuracy:
 
     def __init__(self, what: str, *, count: int = 0, recent: Iterable[int] = ()) -> None:
         self.what, self.count = what, count
-        self.recent = list(recent)[-_KEPT:]  # a ring: error in thousandths, marked if inside
+        self.recent = list(recent)[-_KEPT:]  # a ring: twice the error in thousandths, and 1 if between the bounds
 
     def compare(self, expected: Span, happened_ms: int) -> None:
         """Take down a forecast and what happened."""
         off = abs(expected.expected_ms - happened_ms) * 1000 // max(_LEAST_MS, happened_ms)
-        entry = min(off, _MOST_PERMILLE)
-        if expected.low_ms <= happened_ms <= expected.high_ms:
-            entry += _INSIDE
+        entry = 2 * min(off, _MOST_PERMILLE) + (expected.low_ms <= happened_ms <= expected.high_ms)
         if len(self.recent) < _KEPT:
             self.recent.append(entry)
         else:
@@ -46,8 +43,8 @@ class Accuracy:
 
     def view(self) -> ErrorView:
         """Return the figures."""
-        errors = sorted(entry % _INSIDE for entry in self.recent)
-        inside = sum(entry >= _INSIDE for entry in self.recent)
+        errors = sorted(entry // 2 for entry in self.recent)
+        inside = sum(entry % 2 for entry in self.recent)
         return ErrorView(
             what=self.what,
             count=self.count,

@@ -32,6 +32,7 @@ class Answers:
         sentence = event.sentence or f"the suspend ended: {event.outcome}"
         match event.outcome:
             case SuspendOutcome.SAVED:
+                changes.foresight.swapped("suspend", lease, event.saved_mib)
                 books.save_on_host(lease, saved_mib=max(0, event.saved_mib))
                 books.hold(lease, lease.device_ids)
                 lease.used_mib = lease.aborted_suspends = 0
@@ -85,6 +86,9 @@ class Answers:
         sentence = event.sentence or f"the resume ended: {event.outcome}"
         match event.outcome:
             case ResumeOutcome.RESTORED:
+                changes.foresight.swapped("resume", lease, lease.saved_mib)
+                changes.foresight.served(lease)
+                lease.used_mib = lease.saved_mib  # until it is measured again
                 books.save_on_host(lease)
                 changes.withdraw(lease)
                 changes.settle_in(lease)

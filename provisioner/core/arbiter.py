@@ -40,6 +40,7 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
+from provisioner.core.forecasts import Forecasts
 from provisioner.core.invariants import check_devices, validate
 from provisioner.core.lifecycle import Lifecycle
 from provisioner.core.model import DeviceView, LeaseState, LeaseView, PoolSpec, TicketView
@@ -68,10 +69,22 @@ _AboutALease = (
 
 
 class Arbiter:
-    """See the module. `parallel_swaps` operations run at a time; `check` asserts the devices every event touched."""
+    """See the module. `parallel_swaps` operations run at a time; `check` asserts the devices every event touched.
 
-    def __init__(self, *, first_operation_id: int = 1, parallel_swaps: int = 1, check: bool = True) -> None:
-        self._changes = Changes(first_operation_id=first_operation_id, parallel_swaps=parallel_swaps)
+    `forecasts`: what an earlier arbiter learnt; it goes on learning.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_operation_id: int = 1,
+        parallel_swaps: int = 1,
+        check: bool = True,
+        forecasts: Forecasts | None = None,
+    ) -> None:
+        self._changes = Changes(
+            first_operation_id=first_operation_id, parallel_swaps=parallel_swaps, forecasts=forecasts
+        )
         self._books = self._changes.books
         self._serving = Serving(self._changes)
         self._lifecycle = Lifecycle(self._changes, self._serving.caps, self._serving.pins)
@@ -84,24 +97,29 @@ class Arbiter:
     def lease(self, lease_id: str) -> LeaseView | None:
         """Return one lease, or None if there is none such (any more)."""
         lease = self._books.leases.get(lease_id)
-        return None if lease is None else lease_view(lease)
+        return None if lease is None else lease_view(lease, self._changes.foresight)
 
     def leases(self) -> list[LeaseView]:
         """Return every living lease, oldest first."""
-        return [lease_view(lease) for lease in self._books.leases.values()]
+        return [lease_view(lease, self._changes.foresight) for lease in self._books.leases.values()]
 
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue, or None if it does not wait."""
         lease = self._books.leases.get(lease_id)
-        return None if lease is None else ticket_view(self._books, lease)
+        return None if lease is None else ticket_view(self._books, lease, self._changes.foresight)
 
     def tickets(self, pool: str) -> list[TicketView]:
         """Return a pool's queue in order."""
-        return ticket_views(self._books, pool)
+        return ticket_views(self._books, pool, self._changes.foresight)
 
     def devices(self) -> list[DeviceView]:
         """Return every device."""
         return device_views(self._books)
+
+    @property
+    def forecasts(self) -> Forecasts:
+        """What was learnt, and how far off it was."""
+        return self._changes.foresight.forecasts
 
     def pools(self) -> dict[str, PoolSpec]:
         """Return the pools by name."""
@@ -138,6 +156,7 @@ class Arbiter:
             self._set_wake(anew=isinstance(event, Tick))
         elif isinstance(event, Tick):
             self._set_wake(anew=True)
+        changes.foresight.foresee()
         if self._check:
             check_devices(self._books, changes.touched)
         changes.touched.clear()

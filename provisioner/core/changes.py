@@ -17,6 +17,8 @@ from provisioner.core.effects import (
     Suspend,
     TicketsChanged,
 )
+from provisioner.core.forecasts import Forecasts
+from provisioner.core.foresight import Foresight
 from provisioner.core.model import LeaseState
 from provisioner.core.records import Wait
 from provisioner.core.state import Books, Lease, Operation, Ticket
@@ -30,8 +32,9 @@ __all__ = ["Changes"]
 class Changes:
     """The books, the time, the operations under way, and the effects of the event in hand."""
 
-    def __init__(self, *, first_operation_id: int, parallel_swaps: int) -> None:
+    def __init__(self, *, first_operation_id: int, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books()
+        self.foresight = Foresight(self.books, forecasts or Forecasts())
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
         self.touched: set[str] = set()  # devices that room was given on
@@ -141,6 +144,7 @@ class Changes:
         self.empty(lease)
         self.move(lease, cause, f"lease.{reason}", f"the lease is over: {reason}")
         self.books.drop(lease)
+        self.foresight.ended(lease)
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
@@ -174,6 +178,8 @@ class Changes:
         ticket.urgent |= urgent
         ticket.preempted |= preempted
         self.books.enqueue(lease, ticket)
+        if old is None:
+            self.foresight.filed(lease)
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self) -> Ticket:
@@ -211,6 +217,7 @@ class Changes:
         if lease.state is LeaseState.SUSPENDED:
             self._begin_resume(lease, "resume.room", sentence)
             return
+        self.foresight.served(lease)
         self.withdraw(lease)
         self.settle_in(lease)
         if lease.state is LeaseState.UNATTACHED:
@@ -225,6 +232,7 @@ class Changes:
         lease.last_active_ms = self.now_ms
         lease.ran = lease.busy
         lease.home_ids = ()
+        self.foresight.settled(lease)
         self.press(lease, pressed=False)
         note(self.books, lease)
 

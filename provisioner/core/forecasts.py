@@ -13,6 +13,7 @@ kilobytes from its first cell until `forget`. Times are the arbiter's, in ms; no
 answers on every machine, so the arbiter may decide by them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Self
@@ -72,6 +73,7 @@ class Forecasts:
         self._cells, self._gaps = Common(_CELLS), Common(_GAPS)
         self._leases: dict[str, _Lease] = {}
         self._waits: dict[tuple[str, int], Histogram] = {}
+        self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
         self._accuracy = {what: Accuracy(what) for what in ("wait", SUSPEND, RESUME, "cell")}
 
     def errors(self) -> tuple[ErrorView, ...]:
@@ -83,7 +85,11 @@ class Forecasts:
         return {
             "version": _VERSION,
             "swaps": {
-                f"{kind} {name}": [list(chain(*line.swaps)), sparse(line.ratios.weights)]
+                f"{kind} {name}": [
+                    list(chain(*line.swaps)),
+                    sparse(line.ratios.weights),
+                    [line.fixed_ms, line.ms_per_mib],
+                ]
                 for (kind, name), line in self._swaps.items()
             },
             "cells": sparse(self._cells.histogram.weights),
@@ -105,12 +111,17 @@ class Forecasts:
 
     def take_state(self, read: Reader) -> None:
         """Put what was learnt before in the place of what is known now. Raises ValueError; then nothing should be asked of it."""
-        for name, (swaps, ratios) in read.named("swaps", 2):
+        for name, (swaps, ratios, line) in read.named("swaps", 3):
             kind, _, device_name = name.partition(" ")
             fixed_ms, mib_per_s = read.known(kind, _PRIOR_SWAPS)
-            weights, known = read.weights(ratios, RATIOS), read.couples(swaps)
-            line = SwapTimes(fixed_ms=fixed_ms, mib_per_s=mib_per_s, swaps=known, ratios=weights)
-            self._swaps[kind, device_name] = line
+            fixed, slope = read.numbers(line, 2)
+            self._swaps[kind, device_name] = SwapTimes(
+                fixed_ms=fixed_ms,
+                mib_per_s=mib_per_s,
+                swaps=read.couples(swaps),
+                ratios=read.weights(ratios, RATIOS),
+                line=(fixed, slope),
+            )
         self._cells = Common(_CELLS, weights=read.weights(read.part("cells"), DURATIONS))
         self._gaps = Common(_GAPS, weights=read.weights(read.part("gaps"), DURATIONS))
         for lease_id, (cells, gaps) in read.named("leases", 2):
@@ -122,6 +133,7 @@ class Forecasts:
             kind, _, length = name.partition(" ")
             corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
             self._waits[kind, read.whole(length)] = corrected
+            self._wait_totals[kind, read.whole(length)] = corrected.totals()
         for what, (count, recent) in read.named("accuracy", 2):
             read.known(what, self._accuracy)
             self._accuracy[what] = Accuracy(what, count=read.whole(count), recent=read.wholes(recent))
@@ -230,8 +242,7 @@ class Forecasts:
 
     def wait_span(self, kind: str, basis_ms: int) -> WaitSpan:
         """Return a wait that was worked out as `basis_ms`, corrected by how waits of the kind and about that length turned out."""
-        known = self._waits.get((kind, _octaves(basis_ms)))
-        totals = _WAIT_TOTALS if known is None else known.totals()
+        totals = self._wait_totals.get((kind, _octaves(basis_ms)), _WAIT_TOTALS)
         low, middle, high = (
             max(0, value_at(RATIOS, totals, totals[-1] * permille // 1000) * (basis_ms + _EVEN_MS) // ONE - _EVEN_MS)
             for permille in (100, 500, 900)
@@ -250,6 +261,7 @@ class Forecasts:
         if key not in self._waits:
             self._waits[key] = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=_WAITS)
         self._waits[key].add(ratio(waited_ms + _EVEN_MS, expected.basis_ms + _EVEN_MS))
+        self._wait_totals[key] = self._waits[key].totals()
 
 
 _NOBODY = _Lease()

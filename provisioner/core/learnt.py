@@ -48,6 +48,15 @@ class Reader:
         """Return whole numbers."""
         return [self.whole(item) for item in self._items(value, None)]
 
+    def numbers(self, value: object, length: int) -> list[float]:
+        """Return so many numbers from 0 up."""
+        found = []
+        for item in self._items(value, length):
+            if not isinstance(item, (int, float)) or isinstance(item, bool) or not 0 <= item <= _LARGEST:
+                raise ValueError(f"{item!r:.60} was given; allowed: a number from 0 to {_LARGEST}")
+            found.append(float(item))
+        return found
+
     def couples(self, value: object) -> list[tuple[int, int]]:
         """Return whole numbers, two by two."""
         given = self.wholes(value)

@@ -110,6 +110,8 @@ class Lifecycle:
             return
         if lease.pinned_until_ms:
             self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
+        if lease.busy:
+            self._changes.foresight.ran(lease, busy=False)
         self._changes.empty(lease)
         self._changes.restart_expiry(lease)
         self._changes.move(lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free")
@@ -145,6 +147,7 @@ class Lifecycle:
             return False
         lease.last_active_ms = self._changes.now_ms
         self._books.set_busy(lease, busy=busy)
+        self._changes.foresight.ran(lease, busy=busy)
         return lease.state is LeaseState.RESIDENT
 
     def measured(self, lease: Lease, used_mib: int) -> bool:

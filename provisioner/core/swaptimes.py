@@ -21,6 +21,7 @@ KEPT = 16  # swaps that the line is drawn through
 _ANCHORS = (0, 8192)  # MiB at which the prior counts ...
 _ANCHOR_WEIGHT = 0.25  # ... as so many swaps
 _ROUNDS = 4
+_FEW = 4  # swaps
 _FAR = 0.5  # relative errors beyond this weigh less
 # Ratios that 10, 50 and 90 % of swaps stay under, before any was seen.
 _PRIOR = tuple(shape(RATIOS, ((400, 0), (700, 100), (ONE, 500), (1500, 900), (4000, 1000)), 8 * 1024))
@@ -41,11 +42,13 @@ class SwapTimes:
         mib_per_s: int,
         swaps: Iterable[tuple[int, int]] = (),
         ratios: Sequence[int] = (),
+        line: tuple[float, float] | None = None,
     ) -> None:
         self._prior = (float(fixed_ms), 1000 / mib_per_s)
         self.swaps = list(swaps)[-KEPT:]  # (MiB, ms), the last ones; the constructor takes them
         self.ratios = Histogram(RATIOS, memory=32, weights=ratios or _PRIOR)
-        self._fit()
+        self._totals = self.ratios.totals()
+        self.fixed_ms, self.ms_per_mib = line or self._prior
 
     def expected_ms(self, mib: int) -> int:
         """Return how long a swap of so many MiB is expected to take, ms."""
@@ -61,31 +64,39 @@ class SwapTimes:
     def learn(self, mib: int, took_ms: int) -> None:
         """Take a swap into account."""
         mib, took_ms = max(0, mib), max(0, took_ms)
+        surprising = _off(took_ms, self.fixed_ms + self.ms_per_mib * mib) > _FAR
         self.ratios.add(ratio(took_ms, self.expected_ms(mib)))
+        self._totals = self.ratios.totals()
         self.swaps = [*self.swaps[1 - KEPT :], (mib, took_ms)]
-        self._fit()
+        self._fit(anew=surprising or len(self.swaps) <= _FEW)
 
-    def _fit(self) -> None:
-        """Draw the line, from the prior at the swaps' middle level on; neither part of it is negative."""
+    def _fit(self, *, anew: bool) -> None:
+        """Draw the line; anew: from the prior at the swaps' middle level on, else from the line there was."""
         fixed, slope = self._prior
         levels = sorted(took / max(1.0, fixed + slope * mib) for mib, took in self.swaps)
-        level = (levels[(len(levels) - 1) // 2] + levels[len(levels) // 2]) / 2 if levels else 1.0
+        level = (levels[(len(levels) - 1) // 2] + levels[len(levels) // 2]) / 2
         fixed, slope = fixed * level, slope * level
         anchors = [(mib, max(1.0, fixed + slope * mib)) for mib in _ANCHORS]
-        for _ in range(_ROUNDS if self.swaps else 0):
+        if not anew:
+            fixed, slope = self.fixed_ms, self.ms_per_mib
+        for _ in range(_ROUNDS if anew else 1):
             fixed, slope = _line(self.swaps, anchors, fixed, slope)
         self.fixed_ms, self.ms_per_mib = fixed, slope
-        self._totals = self.ratios.totals()
+
+
+def _off(took: float, expected: float) -> float:
+    """Return how far the two are apart, as a share of the smaller."""
+    return abs(took - expected) / max(1.0, min(took, expected))
 
 
 def _line(
     swaps: Sequence[tuple[int, int]], anchors: Sequence[tuple[int, float]], fixed: float, slope: float
 ) -> tuple[float, float]:
-    """Return the line that fits best, each swap weighing as it should by the line there was."""
+    """Return the line that fits best, each swap weighing as it should by the line there was; neither part of it is negative."""
     aa = ab = bb = ay = by = 0.0
     for place, (mib, took) in enumerate([*anchors, *swaps]):
         expected = max(1.0, fixed + slope * mib)
-        off = abs(took - expected) / max(1.0, min(took, expected))
+        off = _off(took, expected)
         weight = _ANCHOR_WEIGHT if place < len(anchors) else 1.0
         weight *= (1.0 if off < _FAR else _FAR / off) / (expected * expected)
         aa, ab, bb = aa + weight, ab + weight * mib, bb + weight * mib * mib

@@ -1,13 +1,14 @@
 """Read-only pictures of the books, for status, for the ledger and for whoever waits."""
 
 from provisioner.core.explaining import explain
-from provisioner.core.model import DeviceView, LeaseView, TicketView
-from provisioner.core.state import Books, Lease
+from provisioner.core.foresight import Foresight
+from provisioner.core.model import DeviceView, LeaseView, Span, TicketView
+from provisioner.core.state import Books, Lease, Ticket
 
 __all__ = ["device_views", "lease_view", "ticket_view", "ticket_views"]
 
 
-def lease_view(lease: Lease) -> LeaseView:
+def lease_view(lease: Lease, foresight: Foresight) -> LeaseView:
     """Return the lease as others see it."""
     return LeaseView(
         spec=lease.spec,
@@ -28,18 +29,22 @@ def lease_view(lease: Lease) -> LeaseView:
         device_ids=lease.device_ids,
         pinned_until_ms=lease.pinned_until_ms,
         stays=lease.stays,
+        resume_ms=foresight.resume_ms(lease),
     )
 
 
-def ticket_view(books: Books, lease: Lease, position: int | None = None) -> TicketView | None:
+def ticket_view(books: Books, lease: Lease, foresight: Foresight) -> TicketView | None:
     """Return the lease's place in its pool's queue, or None."""
-    ticket = lease.ticket
-    if ticket is None:
+    if lease.ticket is None:
         return None
+    return _ticket_view(books, lease, lease.ticket, books.queue.place(lease), foresight.wait(lease))
+
+
+def _ticket_view(books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None) -> TicketView:
     wait = explain(books, lease, ticket)
     return TicketView(
         lease_id=lease.lease_id,
-        position=position if position is not None else books.queue.place(lease),
+        position=position,
         asked_ms=ticket.asked_ms,
         passed_over=ticket.passed_over,
         reason=wait.reason,
@@ -48,14 +53,19 @@ def ticket_view(books: Books, lease: Lease, position: int | None = None) -> Tick
         urgent=ticket.urgent,
         need_mib=lease.bucket.key.need_mib if lease.bucket is not None else lease.need_mib,
         kept_on=ticket.kept_on,
-        expected=ticket.expected,
+        expected=expected,
     )
 
 
-def ticket_views(books: Books, pool: str) -> list[TicketView]:
+def ticket_views(books: Books, pool: str, foresight: Foresight) -> list[TicketView]:
     """Return the pool's queue in order."""
-    views = (ticket_view(books, lease, position) for position, lease in enumerate(books.queue.line(pool), 1))
-    return [view for view in views if view is not None]
+    waits = foresight.waits.all(pool)
+    line = list(zip(books.queue.line(pool), waits, strict=True))
+    return [
+        _ticket_view(books, lease, lease.ticket, position, wait)
+        for position, (lease, wait) in enumerate(line, 1)
+        if lease.ticket is not None
+    ]
 
 
 def device_views(books: Books) -> list[DeviceView]:

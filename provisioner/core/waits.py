@@ -1,44 +1,59 @@
 """How long a ticket will still wait: the queue ahead of it is played through on what the devices are expected to give back, and when.
 
 Each device has what is free, and what each lease there gives back: an idle one when it may be suspended, a busy one when its cell is
-expected to end or it may be preempted, one that is being suspended when that is done; one that cannot be suspended gives nothing back.
+expected to end, one that is being suspended when that is done; one that cannot be suspended gives nothing back.
 The tickets are served in order: each takes the device on which it can be brought in first, waits for the swaps ahead of it and its own,
 and then runs a cell of its own. The sum of it is the basis that `Forecasts.wait_span` corrects by how such sums turned out before: what
 is left out here (that tickets overtake each other, that two cells seldom end in their middle at the same time) is learnt there.
 
-The work is bounded: the first `MOST_AHEAD` tickets are played through, on at most `MOST_DEVICES` devices with `MOST_HOLDERS` leases
-each; a ticket further back waits in proportion.
+The work is bounded: the first `MOST_AHEAD` tickets are played through, each on the `MOST_DEVICES` devices that have most to give, with
+`MOST_HOLDERS` leases each; a ticket further back waits in proportion. What a device gives back is worked out anew only after something
+changed there, or a second.
 """
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from provisioner.core.explaining import destinations
 from provisioner.core.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
 from provisioner.core.model import LeaseState
+from provisioner.core.records import Footing
 from provisioner.core.scheduling import willing_from_ms
 from provisioner.core.state import Books, Lease
 
-__all__ = ["expected_wait", "expected_waits"]
+__all__ = ["Waits"]
 
-MOST_AHEAD = 8
-MOST_DEVICES = 8
+MOST_AHEAD = 4
+MOST_DEVICES = 4
 MOST_HOLDERS = 16
+_FRESH_MS = 1_000
 _LATER = ("", -1)
-_UNTOLD = frozenset({"wait.user-limit"})  # nobody can tell when a user's own kernels make room
+_UNTOLD = frozenset({"wait.user-limit", "wait.group-limit"})  # nobody can tell when a user's own kernels make room
+
+_Return = tuple[int, int, int]
+"""What a lease gives back: in how many ms, MiB, and ms that suspending it takes.
+
+What a suspend under way gives back stands before all, with its time negative: the arbiter uses such room first.
+"""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a device gives back, as it was worked out at a time; `sums`: of its books then."""
+
+    sums: tuple[int, ...]
+    at_ms: int
+    returns: list[_Return]
 
 
 @dataclass(slots=True)
 class _Outlook:
-    """What a device gives back: (ms from now, MiB, ms that suspending its holder takes), soonest first.
-
-    What a suspend under way gives back stands before all, with its time negative: the arbiter uses such room first.
-    """
+    """What is free of a device and what it gives back, soonest first, in one play of the queue."""
 
     free_mib: int
-    returns: list[tuple[int, int, int]] = field(default_factory=list)
+    returns: list[_Return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +67,53 @@ class _Way:
     busy: bool  # some of the room is what cells give back
 
 
-def expected_wait(books: Books, forecasts: Forecasts, lease: Lease, now_ms: int) -> WaitSpan | None:
-    """Return how long the lease's ticket will still wait, or None: it has none, or nothing can be said."""
-    if lease.ticket is None:
-        return None
-    line, place = books.queue.line(lease.spec.pool), books.queue.place(lease) - 1
-    if place <= MOST_AHEAD:
-        return _Queue(books, forecasts, now_ms).play(line[: place + 1])[-1]
-    last = [*line[:MOST_AHEAD], lease]
-    return _Queue(books, forecasts, now_ms).play(last, last_place=place)[-1]
+class Waits:
+    """Says how long tickets will wait."""
+
+    def __init__(self, books: Books, forecasts: Forecasts) -> None:
+        self._books, self._forecasts = books, forecasts
+        self._known: dict[str, _Known] = {}
+
+    def one(self, lease: Lease) -> WaitSpan | None:
+        """Return how long the lease's ticket will still wait, or None: it has none, or nothing can be said."""
+        if lease.ticket is None:
+            return None
+        books = self._books
+        line, place = books.queue.line(lease.spec.pool), books.queue.place(lease) - 1
+        last = line[: place + 1] if place <= MOST_AHEAD else [*line[:MOST_AHEAD], lease]
+        found = _Play(books, self._forecasts, self._known).play(last)[-1]
+        if found is None:
+            return None
+        return self._forecasts.wait_span(found[0], found[1] * (place + 1) // len(last))
+
+    def all(self, pool: str) -> list[WaitSpan | None]:
+        """Return the waits of a pool's whole queue, in order; those far back in proportion to the last one that was played through."""
+        line = self._books.queue.line(pool)
+        played = line[: MOST_AHEAD + 1]
+        found = _Play(self._books, self._forecasts, self._known).play(played)
+        waits = [None if one is None else self._forecasts.wait_span(*one) for one in found]
+        known = [one[1] for one in found if one is not None]
+        for place, lease in enumerate(line[len(played) :], len(played)):
+            told = bool(known) and _can_be_told(lease)
+            basis_ms = known[-1] * (place + 1) // len(played) if told else 0
+            waits.append(self._forecasts.wait_span("busy", basis_ms) if told else None)
+        return waits
 
 
-def expected_waits(books: Books, forecasts: Forecasts, pool: str, now_ms: int) -> list[WaitSpan | None]:
-    """Return the waits of a pool's whole queue, in order; those far back in proportion to the last one that was played through."""
-    line = books.queue.line(pool)
-    waits = _Queue(books, forecasts, now_ms).play(line[: MOST_AHEAD + 1])
-    known = [wait.basis_ms for wait in waits if wait is not None]
-    for place, lease in enumerate(line[len(waits) :], len(waits)):
-        told = known and _can_be_told(lease) and lease.ticket is not None and lease.ticket.reason not in _UNTOLD
-        waits.append(
-            forecasts.wait_span("busy", known[-1] * (place + 1) // len(waits[: MOST_AHEAD + 1])) if told else None
-        )
-    return waits
-
-
-class _Queue:
+class _Play:
     """One play of a pool's queue. Times are ms from now."""
 
-    def __init__(self, books: Books, forecasts: Forecasts, now_ms: int) -> None:
-        self._books, self._forecasts, self._now_ms = books, forecasts, now_ms
+    def __init__(self, books: Books, forecasts: Forecasts, known: dict[str, _Known]) -> None:
+        self._books, self._forecasts, self._now_ms = books, forecasts, books.now_ms
+        self._known = known
         self._outlooks: dict[str, _Outlook] = {}
-        self._channel_ms = max(
-            (
-                self._swap_left_ms(lease)
-                for state in (LeaseState.SUSPENDING, LeaseState.RESUMING)
-                for lease in books.by_state[state].values()
-            ),
-            default=0,
-        )
+        self._rich: dict[tuple[str, ...], Sequence[str]] = {}
+        swapping = (LeaseState.SUSPENDING, LeaseState.RESUMING)
+        left = [self._swap_left_ms(lease) for state in swapping for lease in books.by_state[state].values()]
+        self._channel_ms = max(left, default=0)
 
-    def play(self, line: Sequence[Lease], *, last_place: int | None = None) -> list[WaitSpan | None]:
-        """Serve the tickets; return each one's wait. `last_place`: where the last of them really stands in the queue.
+    def play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
+        """Serve the tickets; return of each one what decides its wait, and its length, ms; None where nothing can be said.
 
         First, in order, those that need nothing of a busy neighbour, and those for which room is kept; then the others, in order.
         """
@@ -103,21 +124,16 @@ class _Queue:
                     served = self._serve(lease, patient=patient)
                     if served is not _LATER:
                         found[place] = served
-        if last_place is not None and (last := found[len(line) - 1]) is not None:
-            found[len(line) - 1] = (last[0], last[1] * (last_place + 1) // len(line))
-        return [
-            None if (served := found[place]) is None else self._forecasts.wait_span(*served)
-            for place in range(len(line))
-        ]
+        return [found[place] for place in range(len(line))]
 
     def _serve(self, lease: Lease, *, patient: bool) -> tuple[str, int] | None:
         """Bring the lease in; return what decides its wait and its length, ms; `_LATER` if it is not patient and should be."""
         ticket = lease.ticket
         if lease.state is LeaseState.RESUMING:
             return ("swap", self._swap_left_ms(lease))
-        if ticket is None or ticket.reason in _UNTOLD or not _can_be_told(lease):
+        if ticket is None or not _can_be_told(lease):
             return None
-        devices = destinations(self._books, lease)[:MOST_DEVICES]
+        devices = self._richest(lease)
         need_mib = ticket.extra_mib if ticket.grow is not None else lease.need_mib
         possible = (self._way(device_id, need_mib, lease) for device_id in devices)
         ways = sorted(
@@ -170,20 +186,48 @@ class _Queue:
 
     # -- what the devices give back -----------------------------------------------------------------------------------
 
+    def _richest(self, lease: Lease) -> Sequence[str]:
+        """Return the devices that have most to give without anybody busy, of those the ticket can be served on."""
+        bucket, books = lease.bucket, self._books
+        known = books.destinations.get((bucket.key.pool, bucket.key.where)) if bucket is not None else None
+        devices = known if known is not None else destinations(books, lease)
+        most = max(MOST_DEVICES, lease.count)
+        if len(devices) <= most:
+            return devices
+        rich = self._rich.get(devices)
+        if rich is None:
+            rich = self._rich[devices] = sorted(devices, key=self._gives_mib, reverse=True)
+        return rich[:most]
+
+    def _gives_mib(self, device_id: str) -> int:
+        device = self._books.devices[device_id]
+        return device.free_mib + device.footing_mib[Footing.RESTING] + device.footing_mib[Footing.LEAVING]
+
     def _outlook(self, device_id: str, beside: Lease) -> _Outlook:
         """Return what a device gives back; `beside` itself, if it is there and grows, gives nothing."""
         outlook = self._outlooks.get(device_id)
         if outlook is None:
             device = self._books.devices[device_id]
-            outlook = self._outlooks[device_id] = _Outlook(device.free_mib)
-            for lease in islice(device.holders.values(), MOST_HOLDERS):
-                at_ms = self._gives_back_ms(lease) if lease is not beside else None
-                if at_ms is not None:
-                    saving = lease.state is LeaseState.SUSPENDING
-                    swap_ms = 0 if saving else self._suspend_ms(device_id, lease.used_mib)
-                    outlook.returns.append((at_ms, lease.held_mib, swap_ms))
-            outlook.returns.sort()
+            if beside.held_mib:
+                returns = self._returns(device_id, beside)
+            else:
+                sums, known = (device.free_mib, *device.footing_mib), self._known.get(device_id)
+                if known is None or known.sums != sums or self._now_ms - known.at_ms > _FRESH_MS:
+                    known = self._known[device_id] = _Known(sums, self._now_ms, self._returns(device_id, beside))
+                returns = _aged(known.returns, self._now_ms - known.at_ms)
+            outlook = self._outlooks[device_id] = _Outlook(device.free_mib, returns)
         return outlook
+
+    def _returns(self, device_id: str, beside: Lease) -> list[_Return]:
+        returns: list[_Return] = []
+        for lease in islice(self._books.devices[device_id].holders.values(), MOST_HOLDERS):
+            at_ms = self._gives_back_ms(lease) if lease is not beside else None
+            if at_ms is not None:
+                saving = lease.state is LeaseState.SUSPENDING
+                swap_ms = 0 if saving else self._suspend_ms(device_id, lease.used_mib)
+                returns.append((at_ms, lease.held_mib, swap_ms))
+        returns.sort()
+        return returns
 
     def _gives_back_ms(self, lease: Lease) -> int | None:
         """Return when the lease can be made to give its room back; None: not that anybody knows."""
@@ -230,9 +274,19 @@ class _Queue:
         return "" if device is None else device.spec.name
 
 
+def _aged(returns: list[_Return], ms: int) -> list[_Return]:
+    """Return the same, so much later; nothing that is still to come has come before its time."""
+    if ms == 0:
+        return returns.copy()
+    return [
+        (at_ms and (max(1, at_ms - ms) if at_ms > 0 else min(-1, at_ms + ms)), mib, swap)
+        for at_ms, mib, swap in returns
+    ]
+
+
 def _can_be_told(lease: Lease) -> bool:
     """Whether anything can be said about a ticket of the lease: not in quarantine, and not before its kernel starts."""
     ticket = lease.ticket
-    if ticket is None or lease.state is LeaseState.QUARANTINED:
+    if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNTOLD:
         return False
     return lease.state is not LeaseState.UNATTACHED or ticket.before_start

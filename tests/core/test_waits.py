@@ -22,7 +22,7 @@ from provisioner.core.events import (
 )
 from provisioner.core.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
-from provisioner.core.waits import MOST_AHEAD, expected_wait, expected_waits
+from provisioner.core.waits import MOST_AHEAD, Waits
 
 MIB = 8_000
 SAVE_MS, RESTORE_MS = 4_744, 2_300  # of 8,000 MiB, by the prior
@@ -33,6 +33,7 @@ class World:
 
     def __init__(self, devices: int = 1) -> None:
         self.arbiter, self.forecasts, self.now_ms = Arbiter(), Forecasts(), 1_000_000
+        self.waits = Waits(self.arbiter._books, self.forecasts)
         names = tuple(f"d{number}" for number in range(devices))
         for name in names:
             self.tell(DeviceSeen(at_ms=0, device=DeviceSpec(device_id=name, name="H", memory_mib=MIB)))
@@ -87,8 +88,12 @@ class World:
         )
 
     def wait(self, name: str) -> WaitSpan | None:
-        lease = self.arbiter._books.leases[name]
-        return expected_wait(self.arbiter._books, self.forecasts, lease, self.now_ms)
+        self.arbiter._books.now_ms = self.now_ms
+        return self.waits.one(self.arbiter._books.leases[name])
+
+    def queue(self, pool: str = "p") -> list[WaitSpan | None]:
+        self.arbiter._books.now_ms = self.now_ms
+        return self.waits.all(pool)
 
     def basis(self, name: str) -> tuple[str, int] | None:
         wait = self.wait(name)
@@ -167,7 +172,7 @@ def test_those_ahead_are_served_before() -> None:
     assert second.basis_ms == first.basis_ms + world.forecasts.next_cell_ms("b") + world.forecasts.swap_ms(
         SUSPEND, "H", 0
     )
-    assert expected_waits(world.arbiter._books, world.forecasts, "p", world.now_ms) == [first, second]
+    assert world.queue() == [first, second]
 
 
 def test_the_device_that_is_ready_first_counts() -> None:
@@ -224,8 +229,8 @@ def test_nothing_is_said_where_nothing_can_be_known() -> None:
     world.wants("b")
     world.tell(DeviceLost(at_ms=world.now_ms, device_id="d0"))
     assert world.wait("b") is None
-    assert expected_waits(world.arbiter._books, world.forecasts, "p", world.now_ms) == [None]
-    assert expected_waits(world.arbiter._books, world.forecasts, "no such pool", world.now_ms) == []
+    assert world.queue() == [None]
+    assert world.queue("no such pool") == []
 
 
 def test_far_back_in_the_queue_a_wait_grows_with_the_place() -> None:
@@ -236,7 +241,7 @@ def test_far_back_in_the_queue_a_wait_grows_with_the_place() -> None:
     for name in names:
         world.kernel(name)
         world.wants(name)
-    waits = expected_waits(world.arbiter._books, world.forecasts, "p", world.now_ms)
+    waits = world.queue()
     bases = [wait.basis_ms for wait in waits if wait is not None]
     assert len(bases) == len(names)
     assert bases == sorted(bases)
