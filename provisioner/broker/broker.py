@@ -47,7 +47,7 @@ from provisioner.core.effects import (
     TicketsChanged,
     WakeAt,
 )
-from provisioner.core.events import BusyChanged, Event, ProcessExited, Tick, Unwanted, Wanted
+from provisioner.core.events import BusyChanged, Event, LeaseMeasured, ProcessExited, Tick, Unwanted, Wanted
 from provisioner.core.model import HOLDING, LeaseState, LeaseView, ReserveBy
 from provisioner.core.units import format_duration
 from provisioner.gpu.interface import DeviceInfo, Monitor
@@ -103,6 +103,8 @@ class Broker:
         effects = self.arbiter.handle(event)
         for effect in effects:
             self._carry_out(effect)
+        if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
+            self.history.note(view)
         failpoints.reach(f"{point}.after")
         self.stirred.set()
         self.stirred = asyncio.Event()
@@ -226,6 +228,7 @@ class Broker:
             and view.state is LeaseState.SUSPENDED
             and kernel.watch is not None
             and kernel.watch.executing
+            and self.arbiter.ticket(kernel.lease_id) is not None
         ):
             # Preempted: the arbiter has filed its ticket. Should its cell end without the GPU, nobody needs that any more.
             kernel.wanted_by_broker = kernel.waiting == 0

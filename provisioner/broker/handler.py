@@ -14,7 +14,7 @@ from provisioner.broker.checks import Peer
 from provisioner.broker.decode import decode, printable
 from provisioner.broker.service import Service
 from provisioner.host import failpoints
-from provisioner.host.peers import peer_credentials
+from provisioner.host.peers import peer_credentials, peer_groups
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import (
     BadRequestError,
@@ -47,7 +47,10 @@ class Handler(web.RequestHandler):
         if connection.stream.socket is None:
             raise iostream.StreamClosedError  # hung up meanwhile
         credentials = peer_credentials(connection.stream.socket)
-        admin = credentials.uid in (0, os.getuid())
+        group = self.service.admin_gid
+        admin = credentials.uid in (0, os.getuid()) or (
+            group is not None and group in peer_groups(connection.stream.socket)
+        )
         self.peer = Peer(credentials=credentials, token=self._token(), admin=admin)
 
     def _token(self) -> str | None:

@@ -88,6 +88,7 @@ class Service:
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self.broker = broker
         self.steering = Steering(broker)
+        self.admin_gid = settings.admin_gid()
         self.settings = settings
         self.seats = Seats(broker, settings)
 

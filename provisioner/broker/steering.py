@@ -198,7 +198,8 @@ class Steering:
         """Return the device that is meant by an id, the beginning of one, or a number."""
         if not peer.admin:
             raise ForbiddenError(
-                "only an administrator (root, or the user who runs the broker) may empty devices", reason="not-admin"
+                "only an administrator (root, the user who runs the broker, or a member of its admin_group) may empty devices",
+                reason="not-admin",
             )
         devices = self._broker.devices
         found = [name for name, info in devices.items() if device in (name, str(info.index))]

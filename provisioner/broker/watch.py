@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, LeaseMeasured
@@ -103,10 +103,11 @@ class Watcher:
             for process in use.processes:
                 key = (lease_of.get(process.pid, ""), device_id)
                 on_device[key] = on_device.get(key, 0) + process.used_mib
+        used: dict[str, dict[str, int]] = {}
+        for (lease_id, device_id), mib in on_device.items():
+            used.setdefault(lease_id, {})[device_id] = mib
         for kernel in list(broker.kernels.values()):
-            self._tell_lease(
-                kernel, {device: mib for (lease, device), mib in on_device.items() if lease == kernel.lease_id}
-            )
+            self._tell_lease(kernel, used.get(kernel.lease_id, {}))
         for device_id, use in sample.uses.items():
             if use is not None:
                 charged = sum(process.used_mib for process in use.processes)
@@ -127,7 +128,7 @@ class Watcher:
         covered = 0
         for (lease_id, device), mib in on_device.items():
             view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
-            if view is not None and view.state in HOLDING and view.device_id == device_id:
+            if view is not None and view.state in HOLDING and device_id in devices_of(view):
                 covered += min(mib, view.reserved_mib)
         return covered
 

@@ -3,6 +3,7 @@
 Everything that can be checked without devices is checked at loading; the rest when `pool_specs` meets the devices.
 """
 
+import grp
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,19 @@ class Settings:
     devices_where: str  # the key of `devices`, for errors that only the devices can show
     pools: tuple[PoolSettings, ...]
     seats_required: bool = False
+    admin_group: str = ""
+    admin_group_where: str = ""  # its key, for the error that only the host can show
+
+    def admin_gid(self) -> int | None:
+        """Return the id of the administrators' group; None if there is none. Raises ConfigError if the host does not know it."""
+        if not self.admin_group:
+            return None
+        try:
+            return grp.getgrnam(self.admin_group).gr_gid
+        except KeyError:
+            raise refuse(
+                self.admin_group_where, self.admin_group, "this host has no such group; create it, or leave it empty"
+            ) from None
 
     def host_budget_mib(self, total_mib: int) -> int:
         """Return the host memory that suspended state may take on a machine with `total_mib`, never more than all of it."""
@@ -120,6 +134,8 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         devices_where=where("devices"),
         pools=configured,
         seats_required=traits.seats_required,
+        admin_group=traits.admin_group,
+        admin_group_where=where("admin_group"),
     )
 
 

@@ -70,6 +70,11 @@ class GPUBroker(Configurable):
         help="""The devices that this broker manages: 'all', or a list of numbers, UUIDs or beginnings of UUIDs. Others are
         left alone.""",
     ).tag(config=True, example=[0, 1])
+    admin_group = Unicode(
+        "",
+        help="""A group of the system whose members may see and steer everybody's kernels and empty devices, as root and the
+        broker's own user may. Empty: nobody else.""",
+    ).tag(config=True, example="gpu-admins")
     seats_required = Bool(
         default_value=False,
         help="""Refuse every kernel that has no seat from a hub, whoever asks. Set by the hub that runs the broker.""",

@@ -5,13 +5,16 @@ and gid stay true for ever; the pid may since have been passed on to another pro
 identified.
 """
 
+import errno
 import socket
 import struct
 from typing import Final, NamedTuple
 
-__all__ = ["PeerCredentials", "peer_credentials"]
+__all__ = ["PeerCredentials", "peer_credentials", "peer_groups"]
 
 _UCRED: Final = struct.Struct("iII")
+_SO_PEERGROUPS: Final = 59  # not among the names of Python's socket module
+_GROUPS_BYTES: Final = 1024  # the most that Python's getsockopt takes: 256 groups
 
 
 class PeerCredentials(NamedTuple):
@@ -32,3 +35,15 @@ def peer_credentials(sock: socket.socket) -> PeerCredentials:
     if uid == 0xFFFFFFFF:  # what the kernel says of a socket that nobody connected
         raise ValueError("this UNIX socket has no peer: it is not connected")
     return PeerCredentials(pid, uid, gid)
+
+
+def peer_groups(sock: socket.socket) -> frozenset[int]:
+    """Return the groups of whoever connected, at that moment; of one with more than 256 only its first. Raises as `peer_credentials`."""
+    gid = peer_credentials(sock).gid
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
+    except OSError as error:
+        if error.errno != errno.ERANGE:
+            raise
+        return frozenset({gid})
+    return frozenset({gid, *struct.unpack(f"{len(raw) // 4}I", raw)})

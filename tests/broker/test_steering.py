@@ -4,17 +4,18 @@ import grp
 import os
 import pwd
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from provisioner.broker import checks
+from provisioner.broker import checks, handler
 from provisioner.broker.checks import Peer, lease_spec
 from provisioner.broker.clock import wall_ms
 from provisioner.client import BrokerClient
+from provisioner.config import ConfigError, load
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import DeviceSeen, PoolConfigured
 from provisioner.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
@@ -206,7 +207,9 @@ def test_only_administrators_empty_devices(live: LiveBroker) -> None:
             await live.service.steering.undrain(peer, "0")
         return str(caught.value)
 
-    assert "only an administrator (root, or the user who runs the broker)" in live.on_loop(ask)
+    assert "only an administrator (root, the user who runs the broker, or a member of its admin_group)" in live.on_loop(
+        ask
+    )
     assert not device_of(live)["draining"]
 
 
@@ -286,3 +289,35 @@ def test_a_user_counts_for_the_first_group_with_limits_that_they_are_in(monkeypa
 
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert lease_spec(arbiter_with(group_limits=limits), peer(), request).group == ""
+
+
+AskInGroup = Callable[[str | None], int]
+
+
+@pytest.fixture
+def ask_in_group(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> AskInGroup:
+    """Ask as another user whose groups are ours, with that group as the administrators'; return the status."""
+    groups = {"nogroup": -2, "this one": os.getgid(), None: None}
+
+    def ask(name: str | None) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
+            patch.setattr(live.service, "admin_gid", groups[name])
+            return live.call("POST", "/v1/devices/0/undrain", {}).status
+
+    return ask
+
+
+def test_a_member_of_the_administrators_group_is_an_administrator(ask_in_group: AskInGroup) -> None:
+    assert ask_in_group("nogroup") == 403
+    assert ask_in_group(None) == 403
+    assert ask_in_group("this one") == 200
+
+
+def test_an_administrators_group_that_the_host_lacks_is_an_error_that_names_it() -> None:
+    settings = load(None, {"admin_group": "no-such-group"})
+    with pytest.raises(ConfigError, match=r"c\.GPUBroker\.admin_group = 'no-such-group': this host has no such group"):
+        settings.admin_gid()
+    assert load().admin_gid() is None
+    mine = grp.getgrgid(os.getgid()).gr_name
+    assert load(None, {"admin_group": mine}).admin_gid() == os.getgid()

@@ -13,7 +13,7 @@ import pytest
 
 from provisioner.host import claims
 from provisioner.host.claims import DeviceClaim, DeviceClaimedError
-from provisioner.host.peers import peer_credentials
+from provisioner.host.peers import peer_credentials, peer_groups
 
 HOLDER = """
 import sys
@@ -124,6 +124,12 @@ def test_peer_credentials_are_the_kernels() -> None:
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there:
         assert peer_credentials(here) == (os.getpid(), os.getuid(), os.getgid())
+
+
+def test_peer_groups_are_all_that_the_peer_is_in() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        assert peer_groups(here) == {os.getgid(), *os.getgroups()}
 
 
 def test_peer_credentials_name_the_process_that_connected(tmp_path: Path) -> None:
