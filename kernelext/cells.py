@@ -1,8 +1,8 @@
 """Which cells need the GPU, decided from their text.
 
-A cell runs without the GPU in two cases only: every statement of it is a `%gpu` line (or help about `%gpu` and `%%cpu`), or it
-starts with `%%cpu`. Everything else needs it, in doubt too: waiting once too often costs seconds, running without the GPU that a
-cell needs blocks its kernel.
+A cell runs without the GPU in three cases only: every statement of it is a `%gpu` line (or help about our magics), it starts with
+`%%cpu`, or it is nothing but comments. Everything else needs it, in doubt too: waiting once too often costs seconds, running without
+the GPU that a cell needs blocks its kernel.
 
 The decision is taken on the text *after* IPython's transformations, where `%gpu`, automagic `gpu`, indentation and pasted prompts
 all look the same. `%%cpu` becomes a comment (`SENTINEL`) in that text, so the rest of such a cell is an ordinary cell: top-level
@@ -17,6 +17,7 @@ __all__ = ["BURST", "SENTINEL", "burst_of", "make_cell_transform", "needs_gpu"]
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
 _MARKS = ("run_line_magic('gpu'", "run_line_magic('pinfo'", "run_line_magic('pinfo2'")
+_COMMENT_MAY_BEGIN = ("#", " ", "\t")
 _HELP_TOPICS = ("%gpu", "%%gpu", "%%cpu")
 
 LinesTransform = Callable[[list[str]], list[str]]
@@ -26,6 +27,8 @@ def needs_gpu(transformed: str) -> bool:
     """Return whether a cell, given as IPython's transformed text, has to wait for the GPU before it runs."""
     if transformed.startswith(SENTINEL):
         return False
+    if transformed[:1] in _COMMENT_MAY_BEGIN and _is_comment(transformed):
+        return False
     # Nearly every cell ends here: parsing costs more than searching.
     if not any(mark in transformed for mark in _MARKS) or transformed.startswith(BURST):
         return True
@@ -34,6 +37,12 @@ def needs_gpu(transformed: str) -> bool:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return True
     return not all(isinstance(statement, ast.Expr) and _is_own_magic(statement.value) for statement in body)
+
+
+def _is_comment(transformed: str) -> bool:
+    """Whether nothing of the text would run. A burst's comment is followed by what it is for."""
+    lines = (line.strip() for line in transformed.splitlines())
+    return not transformed.startswith(BURST) and all(not line or line.startswith("#") for line in lines)
 
 
 def _is_own_magic(node: ast.expr) -> bool:

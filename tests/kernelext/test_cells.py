@@ -1,5 +1,8 @@
 """Which cells need the GPU: never too few."""
 
+import ast
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +38,8 @@ def asks(cell: str) -> bool:
         "\n  \n%%cpu\nx = 1",
         "%%cpu  \n%%time\nx = 1",
         "%%cpu",
+        "# only a thought",
+        "\n  # torch.cuda.synchronize()\n\n#%gpu\n",
     ],
 )
 def test_these_do_not_need_it(cell: str) -> None:
@@ -69,6 +74,9 @@ def test_these_do_not_need_it(cell: str) -> None:
         "%%time\n%gpu",
         "%%gpu 1\n%gpu status",
         "%%gpu\n1",
+        "%%gpu 1\n# nothing",
+        "# first\nx",
+        "#\x0cx = 1\x0cy",
     ],
 )
 def test_these_need_it(cell: str) -> None:
@@ -128,18 +136,25 @@ def test_any_mix_of_gpu_lines_comments_and_blanks_does_not_need_it(lines: list[s
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_whatever_text_it_is_given_it_answers_and_plain_text_needs_it(text: str) -> None:
-    assert needs_gpu(text) is not text.startswith(SENTINEL)
+    comment = all(not line.strip() or line.strip().startswith("#") for line in text.splitlines())
+    assert needs_gpu(text) or text.startswith(SENTINEL) or comment
+
+
+@given(st.text(alphabet="#ab=\n\r\x0b\x0c\x1c\x85\u2028 \t\\'\"", max_size=30).map("#".__add__))
+def test_what_passes_as_a_comment_runs_nothing(text: str) -> None:
+    if not needs_gpu(text) and not text.startswith(SENTINEL):
+        with suppress(SyntaxError):  # then nothing runs either
+            assert ast.parse(text).body == []
 
 
 @given(st.text(alphabet="%gpuc \n\t#'\"(){}=;x?!", max_size=40))
 def test_odd_cells_that_do_not_need_it_consist_of_our_magics_alone(cell: str) -> None:
-    import ast  # noqa: PLC0415
-
     try:
         transformed = manager().transform_cell(cell)
     except SyntaxError:
         return
     if not needs_gpu(transformed) and not transformed.startswith(SENTINEL):
+        # (nothing at all, if it is a comment)
         for statement in ast.parse(transformed).body:
             assert ast.unparse(statement).startswith(
                 ("get_ipython().run_line_magic('gpu'", "get_ipython().run_line_magic('pinfo")
