@@ -3,7 +3,7 @@
 An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy (or pinned) on a device;
 so does a lease's among its owner's. Who is behind is served first. Whoever comes back after a pause starts where the least of those
 who contend stands: nobody saves up for later (start-time fair queueing, Goyal, Vin and Cheng 1996). Whoever only rests on a device
-pays nothing, because it steps aside for anybody.
+pays nothing, because it steps aside for anybody. A pause between two cells (`_PAUSE_MS`) is no absence.
 
 Accounts of owners without leases are kept for as long as they say something that an empty one would not, and no more than `_MOST_GONE`.
 """
@@ -15,12 +15,17 @@ __all__ = ["Accounts", "virtual_ms"]
 
 _MOST_GONE = 4096
 _DAY_MS = 86_400_000
+_PAUSE_MS = 10_000
 _UNIT = 100  # the usual weight
 
 
 def virtual_ms(usage: int, weight: int) -> int:
     """Return the virtual time of a usage in milli-GPU milliseconds."""
     return usage * _UNIT // max(1, weight)
+
+
+def _was_away(since_ms: int | None, now_ms: int) -> bool:
+    return since_ms is None or now_ms - since_ms > _PAUSE_MS
 
 
 class Accounts:
@@ -139,7 +144,7 @@ class Accounts:
     def meter(self, lease: Lease, now_ms: int) -> None:
         """Begin or stop to count the lease's use, and note whether it contends, as its state says."""
         metered = lease.state is LeaseState.RESIDENT and (lease.busy or lease.pinned_until_ms > now_ms)
-        contends = metered or lease.ticket is not None
+        contends = metered or lease.ticket is not None or lease.state is LeaseState.RESUMING or lease.preempted
         account = self.of(lease)
         if contends and lease.lease_id not in account.contenders:
             self._come_back(lease, account, now_ms)
@@ -161,14 +166,14 @@ class Accounts:
         contending = self._contending.setdefault(pool, {})
         if not account.contenders:
             self._settle(account, now_ms)
-            least = self._least(contending, now_ms)
-            floor = max(self._floors.get(pool, 0), least)
-            self._floors[pool] = floor
-            account.usage = max(account.usage, -(-floor * account.weight // _UNIT))
+            self._floors[pool] = floor = max(self._floors.get(pool, 0), self._least(contending, now_ms))
+            if _was_away(account.away_ms, now_ms):
+                account.usage = max(account.usage, -(-floor * account.weight // _UNIT))
             contending[account.name] = account
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
-        lease.usage = max(lease.usage, -(-account.floor * max(1, lease.spec.weight) // _UNIT))
+        if _was_away(lease.away_ms, now_ms):
+            lease.usage = max(lease.usage, -(-account.floor * max(1, lease.spec.weight) // _UNIT))
         account.contenders[lease.lease_id] = lease
 
     def _pause(self, lease: Lease, account: Account, now_ms: int) -> None:
@@ -176,9 +181,10 @@ class Accounts:
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
         del account.contenders[lease.lease_id]
+        lease.away_ms = now_ms
         if account.contenders:
             return
-        contending = self._contending[pool]
+        account.away_ms, contending = now_ms, self._contending[pool]
         self._settle(account, now_ms)
         self._floors[pool] = max(self._floors.get(pool, 0), self._least(contending, now_ms))
         del contending[account.name]

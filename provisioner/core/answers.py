@@ -3,6 +3,7 @@
 from provisioner.core.changes import Changes
 from provisioner.core.effects import LookAgain
 from provisioner.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
+from provisioner.core.forecasts import RESUME, SUSPEND
 from provisioner.core.lifecycle import FOUND, SOMEWHERE, Lifecycle
 from provisioner.core.model import LeaseState
 from provisioner.core.records import Wait
@@ -32,28 +33,35 @@ class Answers:
         sentence = event.sentence or f"the suspend ended: {event.outcome}"
         match event.outcome:
             case SuspendOutcome.SAVED:
-                changes.foresight.swapped("suspend", lease, event.saved_mib)
+                changes.foresight.swapped(SUSPEND, lease, event.saved_mib)
                 books.save_on_host(lease, saved_mib=max(0, event.saved_mib))
                 books.hold(lease, lease.device_ids)
                 lease.used_mib = lease.aborted_suspends = 0
+                came_back = self._come_back(lease)
                 changes.move(lease, Cause.SAVED, "suspended", sentence)
-                self._come_back(lease)
+                self._tell(lease, came_back)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 books.save_on_host(lease)
                 books.hold(lease, lease.device_ids)
                 lease.used_mib, lease.home_ids = 0, ()
+                came_back = self._come_back(lease)
                 changes.move(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
-                self._come_back(lease)
+                self._tell(lease, came_back)
             case SuspendOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
             case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
                 self._rolled_back(lease, event.outcome, sentence)
 
-    def _come_back(self, lease: Lease) -> None:
+    def _come_back(self, lease: Lease) -> bool:
         """A busy kernel that had to make room waits for its turn: its cell goes on then."""
-        preempted, lease.preempted = lease.preempted, False
-        if preempted and lease.busy and lease.ticket is None:
+        files = lease.preempted and lease.busy and lease.ticket is None
+        if files:
             self._changes.file_ticket(lease, preempted=True)
+        lease.preempted = False
+        return files
+
+    def _tell(self, lease: Lease, came_back: bool) -> None:
+        if came_back:
             why = "its cell had to make room and goes on when it is this kernel's turn again"
             self._changes.explain(lease, Wait("wait.preempted", why))
 
@@ -86,7 +94,7 @@ class Answers:
         sentence = event.sentence or f"the resume ended: {event.outcome}"
         match event.outcome:
             case ResumeOutcome.RESTORED:
-                changes.foresight.swapped("resume", lease, lease.saved_mib)
+                changes.foresight.swapped(RESUME, lease, lease.saved_mib)
                 changes.foresight.served(lease)
                 lease.used_mib = lease.saved_mib  # until it is measured again
                 books.save_on_host(lease)
@@ -132,6 +140,9 @@ class Answers:
         if event.state is LeaseState.RESIDENT:
             changes.withdraw(lease)
             changes.settle_in(lease)
+        came_back = event.state is not LeaseState.RESIDENT and self._come_back(lease)
+        lease.preempted = False
         changes.move(lease, FOUND[event.state], f"found.{event.state}", sentence)
+        self._tell(lease, came_back)
         if event.state is LeaseState.RESIDENT:
             changes.let_in(lease)

@@ -33,8 +33,8 @@ class Changes:
     """The books, the time, the operations under way, and the effects of the event in hand."""
 
     def __init__(self, *, first_operation_id: int, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
-        self.books = Books()
-        self.foresight = Foresight(self.books, forecasts or Forecasts())
+        self.books = Books(forecasts)
+        self.foresight = Foresight(self.books, self.books.forecasts)
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
         self.touched: set[str] = set()  # devices that room was given on

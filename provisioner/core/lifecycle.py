@@ -155,7 +155,7 @@ class Lifecycle:
         if lease.state not in (LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDING):
             return False
         need_mib, stayed = lease.host_need_mib, lease.staying
-        lease.used_mib = used_mib
+        lease.used_mib, lease.cost_until_ms = used_mib, 0
         breaches = self._caps.measured(lease)
         matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
         if matters:

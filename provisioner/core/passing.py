@@ -40,6 +40,8 @@ class Pass:
         self._overdue: dict[str, Lease] = {}  # were passed over as often as may be in this pass
         self._visited: set[str] = set()
         self._anew = False  # somebody comes earlier than when the order was made
+        self._oldest: dict[str, int] = {}  # ticket of each pool that serves by shares
+        self._turn_now: tuple[int, ...] = ()
         self._plans = 0
 
     @property
@@ -55,7 +57,7 @@ class Pass:
             self._note_urgent(buckets)
         turns = self._turns(buckets)
         while turns:
-            _, cursor, bucket = heappop(turns)
+            self._turn_now, cursor, bucket = heappop(turns)
             if cursor >= len(bucket.members):
                 continue
             lease = bucket.members[cursor]
@@ -72,14 +74,23 @@ class Pass:
         self._tell_fresh()
 
     def _turns(self, buckets: list[Bucket]) -> list[_Turn]:
+        self._oldest = {}
+        for bucket in buckets:
+            if bucket.key.fair:
+                order = min(_ticket(lease).order for lease in bucket.members)
+                self._oldest[bucket.key.pool] = min(order, self._oldest.get(bucket.key.pool, order))
         turns: list[_Turn] = [(self._turn(bucket, bucket.members[0]), 0, bucket) for bucket in buckets]
         heapify(turns)
         return turns
 
     def _turn(self, bucket: Bucket, lease: Lease) -> tuple[int, ...]:
-        key, ticket = bucket.key, _ticket(lease)
-        goes_first = key.urgent or (key.owed and ticket.order < self._latest_urgent.get(key.priority, 0))
-        return (not key.targets, -key.priority, not goes_first, ticket.order)
+        """When it is a ticket's turn. A pool that serves by shares has the turn of its oldest ticket, and gives it to who is behind."""
+        key, order = bucket.key, _ticket(lease).order
+        goes_first = key.urgent or (key.owed and order < self._latest_urgent.get(key.priority, 0))
+        if not key.fair:
+            return (not key.targets, -key.priority, not goes_first, order, 0, 0, order)
+        owner, own = self._books.share(lease)
+        return (not key.targets, -key.priority, not goes_first, self._oldest.get(key.pool, 0), owner, own, order)
 
     def _note_urgent(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -180,7 +191,7 @@ class Pass:
             self._room.changed(victim.device_ids)
 
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
-        need_mib = lease.need_mib
+        need_mib = _needs(lease)
         self._plans += 1
         self._room.promise(plan, need_mib, firm=self._is_owed(lease, ticket))
         self._kept.update((lease.lease_id, device_id) for device_id in plan.device_ids)
@@ -188,10 +199,14 @@ class Pass:
         for victim in plan.victims:
             if not self._changes.channel_free:
                 break
-            why = f"idle, and {format_memory(need_mib)} are needed by lease {lease.lease_id[:8]}"
-            self._changes.begin_suspend(victim, "suspend.needed-by", why)
+            self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease))
             self._room.begun(victim)
-        self._say(lease, Wait("wait.making-room", "an idle kernel is being suspended to make room", victims))
+        what = (
+            "a busy kernel has to make room"
+            if any(one.busy for one in plan.victims)
+            else "an idle kernel is being suspended to make room"
+        )
+        self._say(lease, Wait("wait.making-room", what, victims))
 
     def _say(self, lease: Lease, wait: Wait | None, devices: tuple[str, ...] = ()) -> None:
         """Note why a ticket that was looked at by itself waits; a new kind of reason is a line of its story."""
@@ -237,32 +252,43 @@ class Pass:
 
     def _pass_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> None:
         """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""
-        left_mib = {device_id: self._books.devices[device_id].free_mib for device_id in device_ids}
-        least_mib, behind = min(left_mib.values()), list[Lease]()
-        for bucket in list(self._queue.buckets.values()):
-            key = bucket.key
-            if key.priority < winner.spec.priority or key.need_mib <= least_mib or key.targets:
-                continue
+        behind: list[Lease] = []
+        for bucket in self._deprived(winner, device_ids):
             devices = self._where(bucket, bucket.members[0])
-            if key.milli and over_limit(self._books, bucket.members[0]) is not None:
-                continue
-            if not any(one in devices and left_mib[one] < key.need_mib for one in device_ids):
-                continue
             for lease in bucket.members:
-                ticket = _ticket(lease)
-                if key.priority == winner.spec.priority and ticket.order > winning.order:
+                if not self._came_before(bucket, lease, winner, winning):
                     break
-                if not self._count(lease, ticket):
+                if not self._count(lease, _ticket(lease)):
                     continue
                 if urgent and lease.lease_id not in self._visited:
                     behind.append(lease)
                 else:
-                    self._keep_what_is_due(lease, ticket, devices)
+                    self._keep_what_is_due(lease, _ticket(lease), devices)
         for lease in (
             behind
         ):  # an urgent ticket, or one that was owed more, went before them: from now on they go before the urgent
             self._queue.rebucket(lease)
             self._anew = True
+
+    def _deprived(self, winner: Lease, device_ids: tuple[str, ...]) -> list[Bucket]:
+        """Return whose tickets could have used the room that was just given away, and find none there now."""
+        left_mib = {device_id: self._books.devices[device_id].free_mib for device_id in device_ids}
+        least_mib, found = min(left_mib.values()), []
+        for bucket in self._queue.buckets.values():
+            key = bucket.key
+            if key.priority < winner.spec.priority or key.need_mib <= least_mib or key.targets:
+                continue
+            if key.milli and over_limit(self._books, bucket.members[0]) is not None:
+                continue
+            devices = self._where(bucket, bucket.members[0])
+            if any(one in devices and left_mib[one] < key.need_mib for one in device_ids):
+                found.append(bucket)
+        return found
+
+    def _came_before(self, bucket: Bucket, lease: Lease, winner: Lease, winning: Ticket) -> bool:
+        if bucket.key.fair:
+            return self._turn(bucket, lease) <= self._turn_now
+        return bucket.key.priority > winner.spec.priority or _ticket(lease).order < winning.order
 
     def _count(self, lease: Lease, ticket: Ticket) -> bool:
         """Count one more; return whether that is as often as a ticket may be passed over."""
@@ -304,6 +330,15 @@ def _ticket(lease: Lease) -> Ticket:
     if lease.ticket is None:
         raise ValueError(f"lease {lease.lease_id} has no ticket")
     return lease.ticket
+
+
+def _why_it_leaves(victim: Lease, lease: Lease) -> tuple[str, str]:
+    need, who = format_memory(_needs(lease)), lease.lease_id[:8]
+    if not victim.busy:
+        return "suspend.needed-by", f"idle, and {need} are needed by lease {who}"
+    higher = victim.spec.priority < lease.spec.priority
+    why = "a kernel of higher priority" if higher else "a kernel that has had less than its share"
+    return "suspend.preempted", f"{why} needs {need}: lease {who}"
 
 
 def _needs(lease: Lease) -> int:

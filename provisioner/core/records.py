@@ -109,6 +109,7 @@ class Account:
     since_ms: int = 0  # `usage` is right for this moment
     contenders: dict[str, "Lease"] = field(default_factory=dict)  # who is busy on a device, or waits for one
     floor: int = 0  # virtual time of its leases: whoever comes back starts no lower
+    away_ms: int | None = None  # nobody of it contends since then
     pinned_ms: int = 0  # of its budget that is used up
     pinned_at_ms: int = 0  # `pinned_ms` is right for this moment
 
@@ -154,12 +155,15 @@ class Lease:
     usage: int = 0  # milli-GPU times milliseconds that it was busy on a device
     metered: bool = False  # it counts as busy on a device
     metered_since_ms: int = 0  # `usage` is right for this moment, if it is metered
+    away_ms: int | None = None  # it does not contend since then
     paused: bool = False  # `resume_after_ms` is still to come
     queued_share: int = 0  # its virtual time when it came into its bucket
     bucket: Bucket | None = None  # where its ticket waits, if nothing but room is in its way
     footing: Footing = Footing.NONE  # as its devices have it in their sums
     footing_mib: int = 0
     footing_ids: tuple[str, ...] = ()
+    cost: int = 0  # of suspending it (`victims`)
+    cost_until_ms: int = 0  # it is to be worked out anew then
     due_ms: int | None = None  # when time alone changes something for it (see `deadlines`)
 
     @property

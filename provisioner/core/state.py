@@ -4,10 +4,11 @@ Nobody writes `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `state` or `bus
 and of the host are always the sums that `invariants` recomputes. Whatever changed is in `touched` until `deadlines` has looked at it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import merge
 
 from provisioner.core.accounts import Accounts
+from provisioner.core.forecasts import Forecasts
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
 from provisioner.core.queue import Queue
 from provisioner.core.records import Account, Device, Footing, Lease, Operation, Ticket, Wait
@@ -20,8 +21,9 @@ _STAYING = {LeaseState.SUSPENDING: Footing.LEAVING}
 class Books:
     """Everything the arbiter knows."""
 
-    def __init__(self) -> None:
+    def __init__(self, forecasts: Forecasts | None = None) -> None:
         self.now_ms = 0
+        self.forecasts = forecasts or Forecasts()
         self.pools: dict[str, PoolSpec] = {}
         self.devices: dict[str, Device] = {}
         self.leases: dict[str, Lease] = {}
@@ -76,6 +78,7 @@ class Books:
         """Say whether the lease runs something."""
         lease.busy = busy
         lease.ran |= busy
+        lease.cost_until_ms = 0
         self.renew(lease)
 
     def hold(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
@@ -176,6 +179,11 @@ class Books:
         """A device or pool changed, which may concern every lease."""
         self.destinations.clear()
         self.touched.update(self.leases)
+
+    def holders(self, device_id: str) -> Iterable[Lease]:
+        """Return who holds something on a device, in the order in which they came."""
+        device = self.devices.get(device_id)
+        return () if device is None else device.holders.values()
 
     def pool_of(self, device_id: str) -> str | None:
         """Return the pool that has the device."""

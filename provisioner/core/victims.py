@@ -1,16 +1,22 @@
 """Whom to suspend for somebody who waits.
 
-Idle leases first, least cost first (ties: least recently used), then nobody in vain. Busy ones only where the pool preempts, and only those
-that the beneficiary goes before.
+Idle leases first, those that cost least first, then nobody in vain. What one costs is the time that its swap takes, dearer where it
+takes much of the host memory that is left, against the time until it is expected to run something again. Costs that are about the
+same count as the same: then the least recently used goes. Busy ones are taken only where the pool preempts, and only those that the
+beneficiary goes before (`fairness`): the lowest priority, then whoever is furthest ahead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from provisioner.core.fairness import goes_before_from_ms, preemptible_from_ms, swap_ms
+from provisioner.core.model import LeaseState
 from provisioner.core.records import Footing
 from provisioner.core.scheduling import willing_from_ms
 from provisioner.core.state import Books, Lease
 
 __all__ = ["Victims"]
+
+_COST_HOLDS_MS = 5_000  # so long a cost that was worked out is good enough
 
 
 class Victims:
@@ -21,17 +27,36 @@ class Victims:
         self._idle: dict[str, list[Lease]] = {}
         self.hint_ms: int | None = None
 
-    def takes_busy(self, lease: Lease) -> bool:  # noqa: ARG002 - no pool preempts yet
-        """Whether the lease could have busy ones preempted at all."""
-        return False
+    def hint(self, at_ms: int) -> None:
+        """Time alone changes something then."""
+        if at_ms > self._books.now_ms and (self.hint_ms is None or at_ms < self.hint_ms):
+            self.hint_ms = at_ms
 
-    def cost(self, lease: Lease) -> int:  # noqa: ARG002 - all cost the same yet
-        """What suspending the lease costs."""
-        return 1
+    def takes_busy(self, lease: Lease) -> bool:
+        """Whether the lease could have busy ones preempted at all."""
+        pool = self._books.policy(lease)
+        return (pool.preempt_priorities or pool.preempt_equals) and lease.state is not LeaseState.RESIDENT
 
     def never_leaves(self, lease: Lease) -> bool:
         """Whether the lease does not step aside for anybody, idle or not."""
         return lease.staying or lease.pinned_until_ms > self._books.now_ms
+
+    # -- cost ------------------------------------------------------------------------------------------------------------
+
+    def cost(self, lease: Lease) -> int:
+        """What suspending the lease costs, in steps of about a third."""
+        now_ms = self._books.now_ms
+        if lease.cost_until_ms <= now_ms:
+            lease.cost, lease.cost_until_ms = _step(self._cost(lease)), now_ms + _COST_HOLDS_MS
+        return lease.cost
+
+    def _cost(self, lease: Lease) -> int:
+        books, need_mib = self._books, lease.host_need_mib
+        dear_milli = 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib)
+        gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
+        return swap_ms(books, lease) * min(dear_milli, 10_000) * 1000 // max(1, gap_ms)
+
+    # -- choice ----------------------------------------------------------------------------------------------------------
 
     def choose(
         self, device_id: str, short_mib: int, beneficiary: Lease, taken: set[str], also: Sequence[Lease] = ()
@@ -41,13 +66,13 @@ class Victims:
             return ()
         chosen: list[Lease] = []
         room = 0
-        for other in self.willing(device_id):
-            if room >= short_mib:
-                break
-            if other.footing is not Footing.RESTING or other.lease_id in taken or other is beneficiary or other in also:
+        for other in self._candidates(device_id, beneficiary):
+            if other.lease_id in taken or other is beneficiary or other in also:
                 continue
             chosen.append(other)
             room += other.held_mib
+            if room >= short_mib:
+                break
         if room < short_mib:
             return None
         for other in list(reversed(chosen)):
@@ -56,12 +81,19 @@ class Victims:
                 room -= other.held_mib
         return tuple(chosen)
 
+    def _candidates(self, device_id: str, beneficiary: Lease) -> Iterator[Lease]:
+        for lease in self.willing(device_id):
+            if lease.footing is Footing.RESTING:
+                yield lease
+        if self.takes_busy(beneficiary):
+            yield from self._preemptible(device_id, beneficiary)
+
     def willing(self, device_id: str) -> list[Lease]:
         """Return who is idle on the device and may be suspended now, cheapest first."""
         willing = self._idle.get(device_id)
         if willing is None:
             willing, now_ms = [], self._books.now_ms
-            for lease in self._books.devices[device_id].holders.values():
+            for lease in self._books.holders(device_id):
                 if lease.footing is not Footing.RESTING:
                     continue
                 from_ms = willing_from_ms(self._books.policy(lease), lease)
@@ -71,11 +103,30 @@ class Victims:
                     willing.append(lease)
                 else:
                     self.hint(from_ms)
-            willing.sort(key=lambda lease: (self.cost(lease), lease.last_active_ms, lease.lease_id))
+            if len(willing) > 1:
+                willing.sort(key=lambda lease: (self.cost(lease), lease.last_active_ms, lease.lease_id))
             self._idle[device_id] = willing
         return willing
 
-    def hint(self, at_ms: int) -> None:
-        """Time alone changes something then."""
-        if self.hint_ms is None or at_ms < self.hint_ms:
-            self.hint_ms = at_ms
+    def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
+        """Return who is busy on the device and may be preempted for the lease now."""
+        books, found = self._books, []
+        for lease in books.holders(device_id):
+            if lease.footing is not Footing.WORKING:
+                continue
+            before_ms = goes_before_from_ms(books, beneficiary, lease)
+            from_ms = preemptible_from_ms(books, lease) if before_ms is not None else None
+            if before_ms is None or from_ms is None:
+                continue
+            if max(before_ms, from_ms) <= books.now_ms:
+                owner, own = books.share(lease)
+                found.append((lease.spec.priority, -owner, -own, self.cost(lease), lease.lease_id, lease))
+            else:
+                self.hint(max(before_ms, from_ms))
+        return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
+
+
+def _step(cost: int) -> int:
+    """Return a number that is the same for costs within about a third of each other."""
+    bits = cost.bit_length()
+    return 2 * bits + (cost >> (bits - 2) & 1) if bits > 1 else bits
