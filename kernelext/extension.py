@@ -12,6 +12,7 @@ from kernelext.gate import Gate
 from kernelext.guard import Guard
 from kernelext.link import Link
 from kernelext.magics import Magics
+from kernelext.managed import ManagedMemory
 from kernelext.memory import MemoryLimits
 from kernelext.notices import Notices
 from kernelext.settings import Settings
@@ -29,8 +30,11 @@ class LeasedKernel:
         self._notices = Notices(shell, notice)
         self.gate = Gate(self._limits.bind)
         self._acquirer = Acquirer(settings, self.gate)
-        shrinker = Shrinker(self._on_main_loop, self.gate)
-        self._link = Link(settings, self.gate, shrinker, self._notices.add, self._take_limit)
+        self._managed = ManagedMemory(self._tell_managed)
+        shrinker = Shrinker(self._on_main_loop, self.gate, why_not=self._managed.reason)
+        self._link = Link(
+            settings, self.gate, shrinker, self._notices.add, self._take_limit, managed=lambda: self._managed.seen
+        )
         self._magics = Magics(shell, settings, self.gate, self._acquirer, limits=self._limits, say=self._notices.add)
         self._guard = Guard(
             shell, self.gate, self._acquirer, self._limits, exempt=self._link.exempt, bursts=self._magics.bursts
@@ -40,6 +44,7 @@ class LeasedKernel:
     def load(self) -> None:
         """Guard the shell from now on; returns before the broker is spoken to."""
         self._limits.install()
+        self._managed.install()
         self._magics.install()
         self._shell.input_transformers_cleanup.append(self._cell_transform)
         self._notices.install()
@@ -53,12 +58,16 @@ class LeasedKernel:
         self._notices.uninstall()
         self._shell.input_transformers_cleanup.remove(self._cell_transform)
         self._magics.uninstall()
+        self._managed.uninstall()
         self._limits.uninstall()
 
     def become_inert(self) -> None:
         """For a forked child: the lease, the connections and the threads are the parent's."""
         self.gate.become_inert()
         self._acquirer.become_inert()
+
+    def _tell_managed(self, sentence: str) -> None:
+        self._link.tell_managed(sentence)
 
     def _take_limit(self, environment: Mapping[str, str]) -> None:
         """The lease has another size: what is imported from now on is told at once, what is loaded on the main loop."""

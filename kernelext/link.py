@@ -30,7 +30,10 @@ LONGEST_PAUSE_UNKNOWN_S = (
 
 
 class Link:
-    """One kernel's line. `notice` takes a sentence to show; `limit` the variables of a lease that has another size now."""
+    """One kernel's line. `notice` takes a sentence to show; `limit` the variables of a lease that has another size now.
+
+    `managed` returns why the process cannot be saved, as far as is known by now.
+    """
 
     def __init__(
         self,
@@ -39,12 +42,15 @@ class Link:
         shrinker: Shrinker,
         notice: Callable[[str], None],
         limit: Callable[[Mapping[str, str]], None],
+        *,
+        managed: Callable[[], str] = str,
     ) -> None:
         self._settings = settings
         self._gate = gate
         self._shrinker = shrinker
         self._notice = notice
         self._limit = limit
+        self._managed = managed
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
@@ -67,6 +73,10 @@ class Link:
             self._answers.put((0, "done", ""))
         elif not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
+
+    def tell_managed(self, sentence: str) -> None:
+        """Tell that the process cannot be saved from now on, and why. Never blocks."""
+        self._answers.put((0, "managed", sentence))
 
     def _connect(self) -> "BrokerClient":
         client = self._settings.connect()
@@ -107,7 +117,9 @@ class Link:
         heard = False
         client = self._connect()
         try:
-            hello = GateHello(version=__version__, open=self._gate.is_open, busy=self._gate.is_busy)
+            hello = GateHello(
+                version=__version__, open=self._gate.is_open, busy=self._gate.is_busy, managed=self._managed()
+            )
             for command in client.gate(self._settings.lease_id, hello):
                 heard = True
                 self._obey(command)

@@ -46,12 +46,19 @@ def _free_cupy() -> None:
 class Shrinker:
     """Runs `free_caches` on the main loop, or says why not.
 
-    `schedule` hands a callback to the main loop and says whether there is one.
+    `schedule` hands a callback to the main loop and says whether there is one. `why_not` returns why the process should not be saved at
+    all, asked on the main loop; the answer is then "managed".
     """
 
     def __init__(
-        self, schedule: Callable[[Callable[[], None]], bool], gate: Gate, time_limit_s: float = TIME_LIMIT_S
+        self,
+        schedule: Callable[[Callable[[], None]], bool],
+        gate: Gate,
+        time_limit_s: float = TIME_LIMIT_S,
+        *,
+        why_not: Callable[[], str] = str,
     ) -> None:
+        self._why_not = why_not
         self._schedule = schedule
         self._gate = gate
         self._time_limit_s = time_limit_s
@@ -75,6 +82,8 @@ class Shrinker:
             return  # too late: the broker has been told "busy" and has moved on
         if self._gate.is_running:
             once("busy", "a cell runs")
+        elif why_not := self._why_not():
+            once("managed", why_not)
         else:
             once("done", free_caches())
         timer.cancel()

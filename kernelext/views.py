@@ -55,6 +55,8 @@ class StatusView:
             ("device", _device(status)),
             ("memory", f"{format_memory(status.used_mib)} of {format_memory(status.reserve_mib)} used"),
         ]
+        if status.stays:
+            rows.append(("stays", f"it is not suspended: {status.stays}"))
         if status.saved_mib:
             rows.append(("saved", f"{format_memory(status.saved_mib)} held in host memory"))
         if status.resume_ms is not None:

@@ -18,6 +18,7 @@ class GateLink:
         self.last_pulse_s = now_s
         self.exempt = False  # the running cell declared that it does not use the GPU (`%%cpu`, `%gpu`)
         self.closed = False
+        self.detail = ""  # of the last answer
         self._numbers = itertools.count(1)
         self._queue: asyncio.Queue[GateCommand | None] = asyncio.Queue(_QUEUE)
         self._answers: dict[int, asyncio.Future[str]] = {}
@@ -46,10 +47,11 @@ class GateLink:
         """Note an answer or a pulse; late and unknown numbers are ignored."""
         self.last_pulse_s = now_s
         if answer.number == 0:
-            self.exempt = answer.word == "exempt" or (self.exempt and answer.word == "pulse")
+            self.exempt = answer.word == "exempt" or (self.exempt and answer.word in ("pulse", "managed"))
             return
         waiting = self._answers.get(answer.number)
         if waiting is not None and not waiting.done():
+            self.detail = answer.detail
             waiting.set_result(answer.word)
 
     async def next(self, patience_s: float) -> GateCommand | None:

@@ -35,6 +35,7 @@ from provisioner.core.effects import LeaseRefused
 from provisioner.core.events import (
     Attached,
     BusyChanged,
+    Checkpointable,
     LeaseReleased,
     LeaseRequested,
     SuspendRequested,
@@ -74,6 +75,7 @@ __all__ = ["Service"]
 log = logging.getLogger(__name__)
 
 _IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
+_LONGEST_REASON = 300
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
@@ -415,8 +417,15 @@ class Service:
         for sentence in kernel.notices:
             link.send(GateVerb.NOTICE, sentence=sentence)
         kernel.notices.clear()
+        if hello.managed:
+            self.cannot_be_saved(kernel, hello.managed)
         self.broker.look_at_use(kernel)
         return link
+
+    def cannot_be_saved(self, kernel: Kernel, sentence: str) -> None:
+        """The extension knows that the process cannot be checkpointed."""
+        why_not = printable(sentence)[:_LONGEST_REASON] or "its extension says so"
+        self.broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=why_not))
 
     def disconnect_gate(self, kernel: Kernel, link: GateLink) -> None:
         """The extension hung up."""
@@ -425,11 +434,13 @@ class Service:
             kernel.link = None
             self.broker.look_at_use(kernel)
 
-    @staticmethod
-    def answer(kernel: Kernel, answer: GateAnswer) -> None:
+    def answer(self, kernel: Kernel, answer: GateAnswer) -> None:
         """Take an answer or a pulse."""
-        if kernel.link is not None:
-            kernel.link.take(answer, time.monotonic())
+        if kernel.link is None:
+            return
+        kernel.link.take(answer, time.monotonic())
+        if answer.number == 0 and answer.word == "managed":
+            self.cannot_be_saved(kernel, answer.detail)
 
 
 def _is_news(progress: Progress, told: Progress | None) -> bool:

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from provisioner.broker.decode import printable
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.outcomes import after_checkpoint, after_restore, before_checkpoint
 from provisioner.broker.sight import ENDED, Scene, Sight
@@ -36,6 +37,7 @@ __all__ = ["StepError", "SwapTimes", "Swaps", "Truth"]
 
 log = logging.getLogger(__name__)
 
+_LONGEST_REASON = 300
 _SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
 
@@ -201,7 +203,10 @@ class Swaps:
         """Have cached memory given back on the idle main loop. Not answering means that the main loop is not idle."""
         if kernel.link is None:
             raise StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
-        if await kernel.link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S) != "done":
+        word = await kernel.link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S)
+        if word == "managed":
+            raise StepError(SuspendOutcome.IMPOSSIBLE, printable(kernel.link.detail)[:_LONGEST_REASON])
+        if word != "done":
             raise StepError(SuspendOutcome.ABORTED, "the kernel's main loop was not idle")
 
     async def _lock_all(self, use: dict[ProcessIdentity, int], touched: list[ProcessIdentity]) -> None:

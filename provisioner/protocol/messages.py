@@ -292,14 +292,15 @@ class GateHello:
     version: str
     open: bool
     busy: bool
+    managed: str = ""  # why its process cannot be checkpointed, a sentence; empty: nothing is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateAnswer:
-    """The extension's answer. `word`: closed, busy, done, open or pulse.
+    """The extension's answer. `word`: closed, busy, done, managed, open or pulse.
 
     `number` 0 answers no command: `pulse` proves that Python runs, `exempt` says that the running cell does not use the GPU, and
-    `done` that it is over.
+    `done` that it is over. `managed` says that the process cannot be checkpointed, and `detail` why.
     """
 
     number: int
