@@ -53,6 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     who.add_argument("--users", type=_positive, metavar="N", help="so many synthetic build-phase users")
     who.add_argument("--days", type=_positive, default=1, metavar="D", help="for so many days (default: 1)")
     who.add_argument("--seed", type=int, default=1, metavar="S", help="which of the synthetic traces (default: 1)")
+    who.add_argument(
+        "--urgent-users", type=_percent, default=0, metavar="PERCENT", help="of the synthetic users, with priority 1"
+    )
     who.add_argument("--one-gpu-only", action="store_true", help="leave sessions out that use several GPUs at once")
     who.add_argument(
         "--write-trace", type=Path, nargs=2, metavar=("SESSIONS", "CELLS"), help="write the sessions there"
@@ -66,6 +69,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     host.add_argument("--parallel-swaps", type=_positive, default=1, metavar="N", help="swaps at a time (default: 1)")
     host.add_argument("--no-slowdown", action="store_true", help="busy cells on one device do not slow each other down")
     host.add_argument("--every-cell-asks", action="store_true", help="cells that touch no GPU wait for it, too")
+    host.add_argument(
+        "--request",
+        type=_percent,
+        default=100,
+        metavar="PERCENT",
+        help="of its cap that a session is guaranteed, where the policy reserves by use (default: 100)",
+    )
     host.add_argument(
         "--policy",
         metavar="FILE",
@@ -177,6 +187,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _percent(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 0 to 100 is")
+    return int(text)
+
+
 def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
     try:
         return parse(text)
@@ -207,7 +223,7 @@ def _trace(options: argparse.Namespace) -> list[Session]:
     if (options.users is None) == (options.sessions is None):
         raise UsageError("say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE")
     if options.users is not None:
-        return synthetic_sessions(options.users, options.days, options.seed)
+        return synthetic_sessions(options.users, options.days, options.seed, urgent_percent=options.urgent_users)
     trace = read_sessions(options.sessions, options.cells)
     if not options.one_gpu_only:
         return trace
@@ -249,6 +265,7 @@ def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
         parallel_swaps=options.parallel_swaps,
         slowdown=not options.no_slowdown,
         every_cell_asks=options.every_cell_asks,
+        request_percent=options.request,
     )
 
 
@@ -266,7 +283,9 @@ def _table(results: Sequence[Result]) -> str:
     """Return the figures side by side, a run a column."""
     rows: list[list[str]] = [["", *(result.name for result in results)]]
     for key, value in results[0].as_json().items():
-        if isinstance(value, dict):
+        if key == "forecast_error":
+            rows += _errors(results)
+        elif isinstance(value, dict):
             rows.extend([f"{key} {part}", *(_shown(_part(one, key, part)) for one in results)] for part in value)
         else:
             rows.append([key, *(_shown(one.as_json()[key]) for one in results)])
@@ -278,6 +297,17 @@ def _table(results: Sequence[Result]) -> str:
         + "\n"
         for row in rows
     )
+
+
+def _errors(results: Sequence[Result]) -> list[list[str]]:
+    """Return the rows about forecasts; baselines make none."""
+    rows = []
+    for what in results[0].forecast_error:
+        for figure, words in (("median_relative", "forecast off by"), ("within_bounds", "forecasts within bounds")):
+            errors = [result.forecast_error.get(what) for result in results]
+            shown = [f"{100 * error[figure]:.0f} %" if error and error["count"] else "-" for error in errors]
+            rows.append([f"{what} {words}", *shown])
+    return rows
 
 
 def _part(result: Result, key: str, part: str) -> object:

@@ -62,6 +62,9 @@ class Result:
     lost: int = 0
     wall_s: float = 0.0
     timeline: list[Point] = field(default_factory=list)
+    forecast_error: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # by what was forecast; empty: nothing was
 
     def as_json(self) -> dict[str, object]:
         """Return what `--json` prints."""
@@ -84,6 +87,7 @@ class Result:
             "out_of_memory": self.out_of_memory,
             "lost": self.lost,
             "wall_s": round(self.wall_s, 3),
+            "forecast_error": self.forecast_error,
         }
 
 

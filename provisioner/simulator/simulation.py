@@ -140,6 +140,14 @@ class _Run:
         self._arbiter.validate()
         self._accounts.finish()
         self._result.waits = Waits(tuple(sorted(self._waits)))
+        self._result.forecast_error = {
+            view.what: {
+                "count": view.count,
+                "median_relative": view.median_error_permille / 1000,
+                "within_bounds": view.covered_permille / 1000,
+            }
+            for view in self._arbiter.forecasts.errors()
+        }
         self._result.lost += sum(not kernel.over for kernel in self._kernels.values())
         return self._result
 

@@ -10,6 +10,7 @@ session and three short looks. One seed gives one trace, on every machine.
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp, log
 
 from provisioner.simulator.traces import Cell, Session
@@ -34,8 +35,11 @@ def _draw(rng: random.Random, points: Sequence[tuple[float, float]]) -> float:
     return exp(log(small) + (log(large) - log(small)) * (at - low) / (high - low))
 
 
-def synthetic_sessions(users: int, days: int, seed: int) -> list[Session]:
-    """Return the sessions of so many users over so many days, in the order in which they open."""
+def synthetic_sessions(users: int, days: int, seed: int, *, urgent_percent: int = 0) -> list[Session]:
+    """Return the sessions of so many users over so many days, in the order in which they open.
+
+    `urgent_percent` of the users, spread evenly among them, have priority 1; what everybody does is the same for every share.
+    """
     rng = random.Random(seed)  # noqa: S311 - a workload, not a secret
     sessions = []
     for day in range(days):
@@ -47,7 +51,14 @@ def synthetic_sessions(users: int, days: int, seed: int) -> list[Session]:
             for look in range(_SHORT_LOOKS):
                 opens = day * _DAY_MS + round(_HOUR_MS * rng.uniform(8.0, 20.0))
                 sessions.append(_looking(rng, f"{name}-d{day}-look{look}", name, opens))
+    if urgent_percent:
+        sessions = [replace(session, priority=_priority(session.user, urgent_percent)) for session in sessions]
     return sorted(sessions, key=lambda session: (session.open_ms, session.session_id))
+
+
+def _priority(user: str, urgent_percent: int) -> int:
+    number = int(user.removeprefix("u"))
+    return (number + 1) * urgent_percent // 100 - number * urgent_percent // 100
 
 
 def _working(rng: random.Random, session_id: str, user: str, opens: int, closes: int) -> Session:

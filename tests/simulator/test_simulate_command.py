@@ -26,6 +26,7 @@ KEYS = [
     "out_of_memory",
     "lost",
     "wall_s",
+    "forecast_error",
 ]
 
 
@@ -59,6 +60,9 @@ def test_baselines_stand_beside_the_run(capsys: pytest.CaptureFixture[str], tmp_
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["fractional", "reservation", "time-slice"]
     assert table[1].split() == ["sessions", "12", "12", "12"]
+    cells = next(line.split() for line in table if line.startswith("cell forecast off by"))
+    assert cells[4].isdecimal()
+    assert cells[5:] == ["%", "-", "-"]
 
 
 def test_a_written_trace_gives_the_same_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -135,6 +139,15 @@ def test_bad_input_is_one_clear_line(
     complaint = capsys.readouterr().err
     assert message in complaint
     assert complaint.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--request", "--urgent-users"])
+def test_shares_are_percentages(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for share in ("101", "-1", "half"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["simulate", "--users", "2", f"{option}={share}"])
+        assert stopped.value.code == 2
+        assert f"{option}: '{share}' is not allowed; a whole number from 0 to 100 is" in capsys.readouterr().err
 
 
 def test_sessions_with_several_gpus_have_whole_ones_or_are_left_out(

@@ -1,9 +1,12 @@
 """The simulator against traces small enough to work out by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from provisioner.core.effects import Effect, Granted
 from provisioner.core.model import DeviceSpec, PoolSpec
 from provisioner.simulator.errors import SimulationError
 from provisioner.simulator.host import Host, SwapSpeed, fraction_for
@@ -11,7 +14,7 @@ from provisioner.simulator.result import Result
 from provisioner.simulator.search import fewest_devices
 from provisioner.simulator.simulation import simulate
 from provisioner.simulator.synthetic import synthetic_sessions
-from provisioner.simulator.traces import Cell, Session
+from provisioner.simulator.traces import Cell, Session, read_sessions, write_sessions
 
 SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
 
@@ -147,3 +150,41 @@ def test_the_search_finds_the_fewest_devices() -> None:
     assert tried == [1, 2, 4, 8, 6, 5]
     with pytest.raises(SimulationError, match="with 4 devices the 95th percentile of waits is still 60 s"):
         fewest_devices(run, 3_000, 4)
+
+
+@pytest.mark.parametrize(("devices", "seed"), [(3, 1), (2, 2), (1, 3)])
+def test_waits_are_foreseen_within_their_bounds(devices: int, seed: int) -> None:
+    result = simulate(host(devices, 81_920, may_move=True), synthetic_sessions(18 * devices, 1, seed))
+    waits, swaps = result.forecast_error["wait"], result.forecast_error["suspend"]
+    assert waits["count"] > 100
+    assert waits["median_relative"] < 0.5
+    assert 0.7 <= waits["within_bounds"] <= 1
+    assert swaps["median_relative"] < 0.1
+    assert 0.65 <= result.forecast_error["cell"]["within_bounds"] <= 0.95
+
+
+def test_a_priority_survives_the_files_and_matters(tmp_path: Path) -> None:
+    files = (tmp_path / "sessions.csv", tmp_path / "cells.csv")
+    write_sessions(synthetic_sessions(10, 1, 1, urgent_percent=30), *files)
+    trace = read_sessions(*files)
+    assert trace == synthetic_sessions(10, 1, 1, urgent_percent=30)
+    assert "priority" in files[0].read_text().splitlines()[0]
+    assert simulate(host(1, 81_920), trace) != simulate(host(1, 81_920), synthetic_sessions(10, 1, 1))
+
+
+def test_several_whole_gpus_are_all_held_or_none() -> None:
+    pair = Session("pair", "u", 0, 300_000, 2, 4000, (Cell(20_000, 10_000, 2, 4000, 50),))
+    single = session("single", gpu_cell(0, 10_000), gpu_cell(60_000, 10_000), close_ms=300_000)
+    held: list[tuple[str, ...]] = []
+
+    def watch(_event: object, effects: Sequence[Effect]) -> None:
+        held.extend(
+            effect.device_ids for effect in effects if isinstance(effect, Granted) and effect.lease_id == "pair"
+        )
+
+    result = simulate(host(2), [single, pair], watch=watch)
+    assert held == [("d0", "d1")]
+    assert (result.out_of_memory, result.lost, result.suspends) == (0, 0, 2)
+    save_ms = SWAP.save_ms(6000)
+    assert result.waits.ordered == (0, save_ms, SWAP.save_ms(8000) + SWAP.restore_ms(6000))
+    assert result.busy == (10_000 + 20_000 + 10_000) * 1000

@@ -1,5 +1,6 @@
 """The synthetic users have the statistics that are published of real ones."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -62,3 +63,11 @@ def test_cells_lie_inside_their_sessions_and_after_one_another(trace: list[Sessi
         assert session.open_ms <= starts[0]
         assert ends[-1] <= session.close_ms
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_so_many_of_the_users_are_urgent_and_do_what_they_would_do_anyway(trace: list[Session]) -> None:
+    ranked = synthetic_sessions(600, 1, 1, urgent_percent=15)
+    urgent = {session.user for session in ranked if session.priority == 1}
+    assert len(urgent) == 90
+    assert {session.priority for session in ranked} == {0, 1}
+    assert [replace(session, priority=0) for session in ranked] == trace
