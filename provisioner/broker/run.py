@@ -16,6 +16,7 @@ from tornado.netutil import bind_unix_socket
 from provisioner.broker.api import make_server
 from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
+from provisioner.broker.learning import keep_learning, keep_learnt, learnt
 from provisioner.broker.listener import PatientListener
 from provisioner.broker.recovery import recover
 from provisioner.broker.screening import Screen
@@ -115,7 +116,7 @@ class Run:
         )
         swaps = Swaps(self._backend.monitor, worker, times)
         swaps.off = off
-        arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id())
+        arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
         swaps.screen = Screen(arbiter, self._backend.monitor).refusal
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
         watcher = Watcher(broker, self._specs, self._host_budget)
@@ -134,6 +135,7 @@ class Run:
             service.seats.run(),
             self._stop_when_unused(broker),
             self._forget_history(broker),
+            keep_learning(arbiter, broker.writer),
         )
         tasks = [asyncio.create_task(work) for work in works]
         try:
@@ -146,6 +148,7 @@ class Run:
             self._remove_socket()
             await server.close_all_connections()
             leases_live = bool(broker.kernels or service.seats.live())
+            keep_learnt(arbiter, broker.writer)
             await broker.close()
             await worker.close()
             turn.close()

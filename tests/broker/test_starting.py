@@ -202,7 +202,7 @@ def test_what_stops_a_kernel_reaches_the_dialog_in_one_sentence(world: World) ->
             ({"fraction": "1/4", "pool": "gold"}, ["there is no pool 'gold'", "pools: default"]),
             ({"pool": "default", "memory": "2TiB"}, ["2048 GiB was asked", "can give 1 GiB", "ask for that or less"]),
             ({"memory": "a lot"}, ["memory 'a lot' is not a size", "20GiB"]),
-            ({"memory": None, "devices": 2}, ["devices is 2", "use 1"]),
+            ({"memory": None, "devices": 2}, ["fraction is '1/4' with 2 devices", "leave fraction out"]),
             ({"devices": 1, "fractoin": 1}, ["'fractoin'", "did you mean 'fraction'?"]),
         ]
         for wish, says in wishes:

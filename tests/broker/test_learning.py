@@ -1,0 +1,49 @@
+"""What was learnt outlives the broker, and what cannot be understood of it is no reason not to start."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from provisioner.broker.learning import keep_learnt, learnt
+from provisioner.broker.writer import LedgerWriter
+from provisioner.core.arbiter import Arbiter
+from provisioner.core.forecasts import Forecasts
+from provisioner.ledger.ledger import Ledger
+
+
+def experienced() -> Forecasts:
+    forecasts = Forecasts()
+    for _ in range(50):
+        forecasts.swap_finished("suspend", "G", 1000, 9_000)
+    return forecasts
+
+
+async def test_swaps_that_were_seen_are_remembered_by_the_next_broker(tmp_path: Path) -> None:
+    forecasts = experienced()
+    writer = LedgerWriter(Ledger.open(tmp_path / "ledger.sqlite"))
+    keep_learnt(Arbiter(forecasts=forecasts), writer)
+    await writer.close()
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        again = learnt(ledger)
+    assert again.swap_ms("suspend", "G", 1000) == forecasts.swap_ms("suspend", "G", 1000)
+    assert again.swap_ms("suspend", "G", 1000) != Forecasts().swap_ms("suspend", "G", 1000)
+
+
+@pytest.mark.parametrize("kept", ["", "{", "[]", "7", '{"version": 99}', json.dumps({"version": 1, "swaps": 3})])
+def test_what_cannot_be_understood_is_forgotten_with_a_word(
+    tmp_path: Path, kept: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        ledger.keep("forecasts", kept)
+        with caplog.at_level(logging.WARNING):
+            fresh = learnt(ledger)
+    assert fresh.swap_ms("suspend", "G", 1000) == Forecasts().swap_ms("suspend", "G", 1000)
+    assert "what was learnt before is of no use any more" in caplog.text
+
+
+def test_a_first_broker_begins_with_what_is_known_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        assert learnt(ledger).state() == Forecasts().state()
+    assert caplog.text == ""
