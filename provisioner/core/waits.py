@@ -1,7 +1,7 @@
 """How long a ticket will still wait: the queue ahead of it is played through on what the devices are expected to give back, and when.
 
 Each device has what is free, and what each lease there gives back: an idle one when it may be suspended, a busy one when its cell is
-expected to end, one that is being suspended when that is done; one that cannot be suspended gives nothing back.
+expected to end or it may be preempted, one that is being suspended when that is done; one that cannot be suspended gives nothing back.
 The tickets are served in order: each takes the device on which it can be brought in first, waits for the swaps ahead of it and its own,
 and then runs a cell of its own. The sum of it is the basis that `Forecasts.wait_span` corrects by how such sums turned out before: what
 is left out here (that tickets overtake each other, that two cells seldom end in their middle at the same time) is learnt there.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from provisioner.core.explaining import destinations
+from provisioner.core.fairness import goes_before_from_ms, preemptible_from_ms
 from provisioner.core.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
 from provisioner.core.model import LeaseState
 from provisioner.core.records import Footing
@@ -29,6 +30,7 @@ MOST_AHEAD = 4
 MOST_DEVICES = 4
 MOST_HOLDERS = 16
 _FRESH_MS = 1_000
+_NEVER_MS = 1 << 40
 _LATER = ("", -1)
 _UNTOLD = frozenset({"wait.user-limit", "wait.group-limit"})  # nobody can tell when a user's own kernels make room
 
@@ -204,11 +206,11 @@ class _Play:
         return device.free_mib + device.footing_mib[Footing.RESTING] + device.footing_mib[Footing.LEAVING]
 
     def _outlook(self, device_id: str, beside: Lease) -> _Outlook:
-        """Return what a device gives back; `beside` itself, if it is there and grows, gives nothing."""
+        """Return what a device gives back to a lease; it itself, if it is there and grows, gives nothing."""
         outlook = self._outlooks.get(device_id)
         if outlook is None:
             device = self._books.devices[device_id]
-            if beside.held_mib:
+            if not self._is_alike(device_id, beside):
                 returns = self._returns(device_id, beside)
             else:
                 sums, known = (device.free_mib, *device.footing_mib), self._known.get(device_id)
@@ -220,8 +222,8 @@ class _Play:
 
     def _returns(self, device_id: str, beside: Lease) -> list[_Return]:
         returns: list[_Return] = []
-        for lease in islice(self._books.devices[device_id].holders.values(), MOST_HOLDERS):
-            at_ms = self._gives_back_ms(lease) if lease is not beside else None
+        for lease in islice(self._books.holders(device_id), MOST_HOLDERS):
+            at_ms = self._gives_back_ms(lease, beside) if lease is not beside else None
             if at_ms is not None:
                 saving = lease.state is LeaseState.SUSPENDING
                 swap_ms = 0 if saving else self._suspend_ms(device_id, lease.used_mib)
@@ -229,8 +231,8 @@ class _Play:
         returns.sort()
         return returns
 
-    def _gives_back_ms(self, lease: Lease) -> int | None:
-        """Return when the lease can be made to give its room back; None: not that anybody knows."""
+    def _gives_back_ms(self, lease: Lease, beside: Lease) -> int | None:
+        """Return when the lease can be made to give its room back to the other; None: not that anybody knows."""
         if lease.staying:
             return None
         match lease.state:
@@ -239,12 +241,28 @@ class _Play:
             case LeaseState.RESUMING:
                 return self._swap_left_ms(lease) + self._forecasts.next_cell_ms(lease.lease_id)
             case LeaseState.RESIDENT if lease.busy:
-                return max(1, self._forecasts.cell_left_ms(lease.lease_id, self._now_ms))
+                left_ms = self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
+                return max(1, min(left_ms, self._preemptible_ms(beside, lease)))
             case LeaseState.RESIDENT:
                 willing_ms = willing_from_ms(self._books.policy(lease), lease)
                 return None if willing_ms is None else max(0, willing_ms - self._now_ms)
             case _:
                 return None
+
+    def _preemptible_ms(self, beneficiary: Lease, lease: Lease) -> int:
+        """Return in how many ms the one may preempt the other."""
+        before_ms = goes_before_from_ms(self._books, beneficiary, lease)
+        from_ms = preemptible_from_ms(self._books, lease) if before_ms is not None else None
+        if before_ms is None or from_ms is None:
+            return _NEVER_MS
+        return max(before_ms, from_ms) - self._now_ms
+
+    def _is_alike(self, device_id: str, beneficiary: Lease) -> bool:
+        """Whether the device gives the same to everybody: nobody there can be preempted, nor is the beneficiary there."""
+        if beneficiary.held_mib or self._books.policy(beneficiary).preempt_equals:
+            return False
+        priority = beneficiary.spec.priority
+        return all(lease.spec.priority >= priority for lease in islice(self._books.holders(device_id), MOST_HOLDERS))
 
     # -- swaps --------------------------------------------------------------------------------------------------------
 

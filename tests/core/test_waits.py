@@ -46,8 +46,11 @@ class World:
     def tell(self, event: Event) -> list[Effect]:
         return self.arbiter.handle(event)
 
-    def kernel(self, name: str, mib: int = MIB) -> None:
-        spec = LeaseSpec(lease_id=name, pool="p", owner="ann", fraction_milli=mib * 1000 // MIB, reserve_mib=mib)
+    def kernel(self, name: str, mib: int = MIB, *, priority: int = 0) -> None:
+        milli = mib * 1000 // MIB
+        spec = LeaseSpec(
+            lease_id=name, pool="p", owner="ann", fraction_milli=milli, reserve_mib=mib, priority=priority
+        )
         self.tell(LeaseRequested(at_ms=self.now_ms, spec=spec))
         self.tell(Attached(at_ms=self.now_ms, lease_id=name, gated=True))
 
@@ -267,3 +270,17 @@ def test_what_was_learnt_of_swaps_is_used() -> None:
     wait = world.wait("a")
     assert wait is not None
     assert wait.basis_ms == pytest.approx(1_200, abs=20)
+
+
+def test_who_may_preempt_waits_for_the_minimum_residency_and_not_for_the_cell() -> None:
+    world = World()
+    world.kernel("a")
+    world.kernel("b", priority=1)
+    world.wants("a")
+    world.tell(LeaseMeasured(at_ms=world.now_ms, lease_id="a", used_mib=MIB))
+    world.wants("b")
+    four_swaps_ms = 4 * (SAVE_MS + RESTORE_MS)
+    assert four_swaps_ms < world.forecasts.cell_left_ms("a", world.now_ms)
+    assert world.basis("b") == ("busy", four_swaps_ms + SAVE_MS)
+    world.now_ms += 10_000
+    assert world.basis("b") == ("busy", four_swaps_ms - 10_000 + SAVE_MS)
