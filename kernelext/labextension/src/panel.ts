@@ -52,7 +52,7 @@ export class Panel extends Widget {
     this._say(`${label}: asked, waiting for the answer`);
     try {
       const sentence = await this._state.act(this._kernelId, action, action === 'pin' ? { minutes: PIN_MINUTES } : {});
-      this._say(`${label}: done. ${sentence}`);
+      this._say(action === 'pin' || action === 'unpin' ? `${label}: done` : `${label}: done, ${sentence}`);
     } catch (error) {
       this._say(`${label}: ${error instanceof Error ? error.message : String(error)}`);
     }
@@ -69,7 +69,7 @@ export class Panel extends Widget {
       button.disabled = !can?.[action];
     }
     this._sentence.textContent = kernel?.sentence ?? 'The GPU broker does not answer, or this kernel has no lease any more.';
-    const rows = kernel === undefined ? [] : facts(kernel);
+    const rows = kernel === undefined ? [] : facts(kernel, this._state.pinnedUntil(kernel));
     this._facts.replaceChildren(...rows.flatMap(([name, value]) => [element('dt', {}, name), element('dd', {}, value)]));
     this._title.textContent = hostTitle(this._state.now);
     this._devices.replaceChildren(...this._state.now.devices.map(drawn));

@@ -88,6 +88,11 @@ export class GPUState {
     return this._now.kernels.find(kernel => kernel.kernel_id === id);
   }
 
+  /** Until when the kernel is pinned: what is left of it runs on without news. */
+  pinnedUntil(kernel: IKernel): Date | null {
+    return kernel.pinned_ms > 0 ? new Date(this._heardAt + kernel.pinned_ms) : null;
+  }
+
   /** Ask once. A server without our extension has nothing to say, and that is no error. */
   async refresh(): Promise<void> {
     const events = this._events;
@@ -127,11 +132,13 @@ export class GPUState {
 
   private _set(state: IState): void {
     this._now = state;
+    this._heardAt = Date.now();
     this._changed.emit();
   }
 
   private _settings: ServerConnection.ISettings;
   private _now: IState = NOTHING;
+  private _heardAt = 0;
   private _events = 0;
   private _changed = new Signal<this, void>(this);
   private _noticed = new Signal<this, INotice>(this);

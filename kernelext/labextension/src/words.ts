@@ -74,7 +74,7 @@ export function line(kernel: IKernel): string {
 }
 
 /** The rows of the panel about a kernel. */
-export function facts(kernel: IKernel): [string, string][] {
+export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, string][] {
   const rows: [string, string][] = [
     ['Share', `${share(kernel.fraction_milli)} GPU` + (kernel.pool === 'default' ? '' : `, pool ${kernel.pool}`)],
     ['State', condition(kernel)],
@@ -91,6 +91,9 @@ export function facts(kernel: IKernel): [string, string][] {
   }
   if (kernel.position !== null && kernel.expected_ms !== null) {
     rows.push(['Wait', `about ${duration(kernel.expected_ms)}`]);
+  }
+  if (pinnedUntil !== null) {
+    rows.push(['Pinned', `until ${pinnedUntil.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })}`]);
   }
   return rows;
 }

@@ -1,0 +1,29 @@
+"""Holds bytes on the simulated GPU for a kernel of another language: `holder.py SEED MIB QUESTIONS ANSWERS` (two named pipes).
+
+Each line written to QUESTIONS is answered with one line on ANSWERS: whether every byte is still there.
+"""
+
+import hashlib
+import random
+import sys
+from pathlib import Path
+
+from provisioner.gpu.simulated import cuda
+
+
+def main(seed: str, mib: str, questions: str, answers: str) -> None:
+    """Serve until the pipes are gone."""
+    data = random.Random(int(seed)).randbytes(1 << 20) * int(mib)
+    buffer = cuda.allocate(len(data))
+    buffer.write(data)
+    digest = hashlib.sha256(data).hexdigest()
+    del data
+    Path(answers).write_text("filled\n")
+    while Path(questions).exists():
+        Path(questions).read_text()
+        intact = hashlib.sha256(buffer.read()).hexdigest() == digest
+        Path(answers).write_text("intact\n" if intact else "the bytes differ\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
