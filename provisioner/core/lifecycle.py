@@ -154,10 +154,14 @@ class Lifecycle:
         """Its use of device memory was measured. Returns whether that matters to anybody."""
         if lease.state not in (LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDING):
             return False
-        need_mib, stayed = lease.host_need_mib, lease.staying
+        need_mib, stayed, used = lease.host_need_mib, lease.staying, lease.used_mib
         lease.used_mib, lease.cost_until_ms = used_mib, 0
         breaches = self._caps.measured(lease)
         matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
+        if (
+            used_mib != used and lease.busy and self._books.waiting
+        ):  # what swapping it takes decides from when on it may be preempted
+            matters = True
         if matters:
             self._books.requeue(lease)
         return matters

@@ -4,7 +4,7 @@ Leases and their sum are refused at admission. The sum that is on devices at a t
 and is not passed over by them. The user's (or group's) own idle leases step aside for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from provisioner.core.model import LeaseSpec, Limits, PoolSpec
 from provisioner.core.records import Account, Footing, Wait
@@ -71,10 +71,10 @@ def over_limit(books: Books, lease: Lease) -> Wait | None:
     return None
 
 
-def makers_of_room(books: Books, lease: Lease) -> tuple[Lease, ...] | None:
+def makers_of_room(books: Books, lease: Lease, hint: Callable[[int], None]) -> tuple[Lease, ...] | None:
     """Return idle leases of the same user (group) that bring the lease within its limits if they leave; None: there are not enough.
 
-    Those that are leaving count already.
+    Those that are leaving count already. `hint` is told when time alone makes another one willing.
     """
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in excess_milli(books, lease, lease.milli):
@@ -83,7 +83,7 @@ def makers_of_room(books: Books, lease: Lease) -> tuple[Lease, ...] | None:
         for other in sorted(account.holders.values(), key=lambda other: (other.last_active_ms, other.lease_id)):
             if left <= 0:
                 break
-            if other.lease_id not in chosen and _is_willing(books, other):
+            if other.lease_id not in chosen and _is_willing(books, other, hint):
                 chosen[other.lease_id] = other
                 left -= other.milli
         if left > 0:
@@ -91,10 +91,12 @@ def makers_of_room(books: Books, lease: Lease) -> tuple[Lease, ...] | None:
     return tuple(chosen.values())
 
 
-def _is_willing(books: Books, lease: Lease) -> bool:
+def _is_willing(books: Books, lease: Lease, hint: Callable[[int], None]) -> bool:
     if lease.footing is not Footing.RESTING:
         return False
     from_ms = willing_from_ms(books.policy(lease), lease)
+    if from_ms is not None and from_ms > books.now_ms:
+        hint(from_ms)
     return from_ms is not None and from_ms <= books.now_ms
 
 

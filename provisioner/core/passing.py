@@ -174,7 +174,11 @@ class Pass:
         """Its user (group) has as much as may be: have its own idle leases step aside, if it fits then."""
         bucket.wait, bucket.passes = over, self._books.passes
         self._say(lease, over)
-        own, devices, key = makers_of_room(self._books, lease), self._where(bucket, lease), bucket.key
+        own, devices, key = (
+            makers_of_room(self._books, lease, self._victims.hint),
+            self._where(bucket, lease),
+            bucket.key,
+        )
         if not own or key.paused:
             return
         fits = self._pick(lease, devices, key.need_mib)
