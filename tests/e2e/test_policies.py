@@ -1,5 +1,6 @@
 """The policies that steer kernels in the middle of their work: nothing they do loses a byte, or a cell."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,3 +140,77 @@ def test_a_pin_ends_by_itself(world: World, server: Server) -> None:
     told = command(world, "explain", first.kernel_id).stdout
     assert told.index("pin.begun") < told.index("suspend.")
     first.must(CHECK)
+
+
+def respecified(world: World, name: str, **config: object) -> str:
+    """Change what an installed kernelspec asks for, under a name of its own, and return that."""
+    spec = json.loads((world.kernels_dir / name / "kernel.json").read_text())
+    spec["metadata"]["kernel_provisioner"]["config"] |= config
+    changed = f"{name}-changed"
+    (world.kernels_dir / changed).mkdir()
+    (world.kernels_dir / changed / "kernel.json").write_text(json.dumps(spec))
+    return changed
+
+
+def test_equals_that_are_busy_take_turns_and_both_finish_with_their_bytes(world: World, server: Server) -> None:
+    policy = "{'preempt': 'fair', 'min_residency': '500ms', 'min_residency_swaps': 0}"
+    world.configure(f"c.GPUBroker.pools = {{'default': {policy}}}")
+    (name,) = world.install(750)
+    notebooks = [server.start(name) for _ in range(2)]
+    end = world.folder / "end"
+    cells = []
+    for seed, notebook in enumerate(notebooks):
+        cells.append(notebook.send(FILL.format(seed=seed, mib=64) + WORK.format(end=str(end))))
+
+    def both_took_turns() -> bool:
+        leases = [world.lease(notebook.kernel_id) for notebook in notebooks]
+        return all(lease.suspends >= 2 and lease.resumes >= 2 for lease in leases)
+
+    until(both_took_turns, "both were suspended and resumed twice in the middle of their cells")
+    end.touch()
+    for notebook, cell in zip(notebooks, cells, strict=True):
+        reply = notebook.wait(cell)
+        assert (reply.status, reply.text) == ("ok", "intact\n"), reply.error
+    for notebook in notebooks:
+        notebook.must(CHECK)
+    told = command(world, "explain", notebooks[0].kernel_id).stdout
+    assert "suspend.preempted" in told
+    assert "wait.preempted" in told
+
+
+def test_a_kernel_of_a_higher_priority_takes_the_place_of_a_busy_one(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0, 'min_residency_swaps': 0}}")
+    (name,) = world.install(750)
+    urgent = respecified(world, name, priority=10)
+    first = server.start(name)
+    first.must(FILL.format(seed=1, mib=64))
+    end = world.folder / "end"
+    cell = begin_work(world, first, end)
+    second = server.start(urgent)
+    second.must(FILL.format(seed=2, mib=64) + CHECK)
+    lease = world.await_state(first.kernel_id, "resident")  # again, now that the other one is idle
+    assert (lease.suspends, lease.resumes) == (1, 1)
+    assert lease.busy
+    end.touch()
+    reply = first.wait(cell)
+    assert (reply.status, reply.text) == ("ok", "intact\n"), reply.error
+    second.must(CHECK)
+
+
+def test_a_busy_kernel_of_the_same_priority_is_waited_for(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0, 'min_residency_swaps': 0}}")
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(FILL.format(seed=1, mib=64))
+    end = world.folder / "end"
+    cell = begin_work(world, first, end)
+    waiting = second.send(FILL.format(seed=2, mib=64))
+    until(lambda: world.lease(second.kernel_id).reason == "wait.busy-neighbour", "the second kernel waits")
+    lease = world.lease(second.kernel_id)
+    assert lease.expected_ms is not None, "how long is told"
+    assert (lease.low_ms or 0) <= lease.expected_ms <= (lease.high_ms or 0)
+    end.touch()
+    assert first.wait(cell).text == "intact\n"
+    assert second.wait(waiting).status == "ok"
+    assert world.await_state(first.kernel_id, "suspended").suspends == 1
+    assert world.lease(first.kernel_id).resume_ms is not None
