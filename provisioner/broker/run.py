@@ -18,6 +18,7 @@ from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.learning import keep_learning, keep_learnt, learnt
 from provisioner.broker.listener import PatientListener
+from provisioner.broker.pressure import HostBudget
 from provisioner.broker.recovery import recover
 from provisioner.broker.screening import Screen
 from provisioner.broker.seat_api import SEAT_ROUTES
@@ -35,7 +36,6 @@ from provisioner.gpu.interface import GPUError
 from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.claims import DeviceClaim
-from provisioner.host.memory import system_headroom
 from provisioner.ledger.ledger import Ledger
 from provisioner.protocol.errors import BrokerUnavailableError
 
@@ -92,6 +92,7 @@ class Run:
         self._claims = claims
         self._specs = {spec.device_id: spec for spec in specs}
         total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+        self._host_total_mib = total_mib
         self._host_budget_mib = settings.host_budget_mib(total_mib)
         self._ledger = ledger
         self._socket = socket
@@ -119,7 +120,7 @@ class Run:
         arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
         swaps.screen = Screen(arbiter, self._backend.monitor).refusal
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
-        watcher = Watcher(broker, self._specs, self._host_budget)
+        watcher = Watcher(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
         self._introduce(broker)
         self._drain_again(broker)
         await recover(broker, swaps, self._ledger)
@@ -203,10 +204,6 @@ class Run:
         for device_id, evict_busy in self._ledger.drained().items():
             if device_id in self._specs:
                 broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
-
-    def _host_budget(self, saved_mib: int) -> int:
-        """What suspended state may take: the configured budget, and no more than there is."""
-        return min(self._host_budget_mib, saved_mib + system_headroom().mib)
 
     def _bind(self) -> socket_module.socket:
         service = is_service_socket(self._socket)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.pressure import pressed_leases
 from provisioner.broker.sight import LEASE_VARIABLE
-from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, LeaseMeasured
+from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceUse, GPUError, GPUErrorCode
 from provisioner.host.process import ProcessIdentity
@@ -33,6 +34,7 @@ _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an even
 class _Sample:
     uses: dict[str, DeviceUse | None]  # None: lost
     snapshot: Snapshot | None
+    pressed: set[str]  # leases
 
 
 class Watcher:
@@ -44,6 +46,7 @@ class Watcher:
         self._host_budget = host_budget
         self._strangers: dict[str, int | None] = {}
         self._measured: dict[str, tuple[int, bool]] = {}
+        self._pressed: set[str] = set()
         self._budget_mib: int | None = None
 
     async def run(self) -> None:
@@ -69,7 +72,8 @@ class Watcher:
         self._tell_host_budget()
         for _attempt in range(3):
             before = self._broker.changes
-            sample = await asyncio.to_thread(self._look, {identity.pid for _, identity in self._live()})
+            known = {identity.pid for _, identity in self._live()}
+            sample = await asyncio.to_thread(self._look, known, self._saved())
             if self._broker.changes == before:
                 self._tell(sample)
                 return
@@ -77,7 +81,16 @@ class Watcher:
     def _live(self) -> list[tuple[Kernel, ProcessIdentity]]:
         return [(kernel, kernel.identity) for kernel in self._broker.kernels.values() if kernel.identity is not None]
 
-    def _look(self, known: set[int]) -> _Sample:
+    def _saved(self) -> dict[str, int]:
+        """Return the pids of the kernels whose state lies in host memory, by lease."""
+        views = self._broker.views()
+        return {
+            kernel.lease_id: kernel.identity.pid
+            for kernel, view in views
+            if view.state is LeaseState.SUSPENDED and kernel.identity is not None
+        }
+
+    def _look(self, known: set[int], saved: dict[str, int]) -> _Sample:
         """In a thread: read every device; scan /proc only if a process other than a kernel itself uses one."""
         uses: dict[str, DeviceUse | None] = {}
         for device_id in self._devices:
@@ -88,12 +101,13 @@ class Watcher:
                     log.warning("device %s could not be read: %s", device_id, error)
                 uses[device_id] = None
         others = any(process.pid not in known for use in uses.values() if use for process in use.processes)
-        return _Sample(uses=uses, snapshot=scan(LEASE_VARIABLE) if others else None)
+        return _Sample(uses=uses, snapshot=scan(LEASE_VARIABLE) if others else None, pressed=pressed_leases(saved))
 
     def _tell(self, sample: _Sample) -> None:
         broker = self._broker
         lease_of = self._lease_of(sample.snapshot)
         broker.backstop.see(sample.uses, lease_of)
+        self._tell_pressure(sample.pressed)
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:
@@ -143,6 +157,13 @@ class Watcher:
             self._broker.dispatch(
                 LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured[0], armed=measured[1])
             )
+
+    def _tell_pressure(self, pressed: set[str]) -> None:
+        """Tell whose control group is short of memory, and for whom that is over."""
+        for lease_id in sorted(pressed ^ self._pressed):
+            now = lease_id in pressed
+            self._broker.dispatch(HostPressureSeen(at_ms=now_ms(), lease_id=lease_id, pressed=now))
+        self._pressed = pressed
 
     def _tell_stranger(self, device_id: str, stranger_mib: int | None) -> None:
         if device_id in self._strangers and self._strangers[device_id] == stranger_mib:

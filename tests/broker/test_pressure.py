@@ -1,0 +1,71 @@
+"""The machine's memory and each kernel's control group are watched, and what is short there is told once."""
+
+import os
+
+import pytest
+
+from provisioner.broker import watch as watch_module
+from provisioner.broker.pressure import HostBudget, pressed_leases
+from provisioner.core.events import HostPressureSeen
+from provisioner.core.model import LeaseState
+from provisioner.host.memory import Headroom
+from tests.broker.test_watch import LEASE, World
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "saved_mib", "budget_mib"),
+    [
+        (50_000, 0, 8_000),  # plenty: what is configured
+        (5_000, 3_000, 7_000),  # 5,000 more, of which 1,000 stay free
+        (1_000, 3_000, 3_000),  # nothing more
+        (400, 3_000, 2_400),  # 600 are to go back
+        (0, 500, 0),
+    ],
+)
+def test_the_budget_leaves_the_machine_some_room(room_mib: int, saved_mib: int, budget_mib: int) -> None:
+    budget = HostBudget(8_000, 50_000, room=lambda: Headroom(room_mib, "the test"))
+    assert budget(saved_mib) == budget_mib
+
+
+def test_a_small_machine_keeps_something_free_too() -> None:
+    assert HostBudget(1_000, 1_000, room=lambda: Headroom(300, "the test"))(0) == 44
+
+
+def rooms(**mib: int) -> set[str]:
+    pids = {name: number for number, name in enumerate(mib)}
+    left = dict(enumerate(mib.values()))
+
+    def room(pid: int) -> Headroom:
+        if left[pid] < 0:
+            raise ProcessLookupError
+        return Headroom(left[pid], "a group")
+
+    return pressed_leases(pids, room, lambda: Headroom(10_000, "the system's memory"))
+
+
+def test_who_has_no_room_in_its_group_is_pressed() -> None:
+    assert rooms(a=0, b=1, c=-1, d=0) == {"a", "d"}
+
+
+def test_where_the_machine_is_full_nobody_s_group_is_to_blame() -> None:
+    full = Headroom(0, "the system's memory")
+    assert pressed_leases({"a": 1}, lambda _pid: full, lambda: full) == set()
+
+
+def test_who_is_gone_or_saved_nothing_is_not_asked_for() -> None:
+    assert pressed_leases({os.getpid().__str__(): os.getpid()}) in (set(), {str(os.getpid())})
+    assert pressed_leases({}, system=lambda: pytest.fail("asked")) == set()
+
+
+@pytest.mark.parametrize(("state", "told"), [(LeaseState.SUSPENDED, [True, False]), (LeaseState.RESIDENT, [])])
+async def test_pressure_is_told_when_it_comes_and_when_it_goes(
+    monkeypatch: pytest.MonkeyPatch, state: LeaseState, told: list[bool]
+) -> None:
+    world = World(state)
+    seen: list[bool] = []
+    for short in (False, True, True, False):
+        monkeypatch.setattr(watch_module, "pressed_leases", lambda pids, short=short: set(pids) if short else set())
+        events = [event for event in await world.told() if isinstance(event, HostPressureSeen)]
+        assert all(event.lease_id == LEASE for event in events)
+        seen += [event.pressed for event in events]
+    assert seen == told
