@@ -102,8 +102,10 @@ class World:
             breach=random.choice(list(Breach)),
             max_pin_ms=20_000,
             pin_budget_ms=60_000 if name == "p" else None,
-            user_limits=random.choice((Limits(), Limits(), Limits(leases=6, milli=2_000), Limits(resident_milli=750))),
-            group_limits=(("g", Limits(leases=8, milli=2_500, resident_milli=random.choice((None, 500)))),),
+            user_limits=random.choice(
+                (Limits(), Limits(), Limits(leases=2), Limits(milli=1_000), Limits(resident_milli=750))
+            ),
+            group_limits=(("g", Limits(leases=4, milli=1_500, resident_milli=random.choice((None, 500)))),),
         )
 
     # -- the driver -------------------------------------------------------------------------------------------------------------
