@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.benchmarks import decision_time
 from tests.benchmarks.acquiring import measure_acquires
 from tests.benchmarks.cells import measure_cells
+from tests.benchmarks.loading import measure_loading
 from tests.benchmarks.recovering import measure_recovery
 from tests.benchmarks.report import Row, as_json, as_table
 from tests.benchmarks.starting import measure_starts
@@ -35,6 +36,7 @@ class Amounts:
     """How much is measured."""
 
     start_pairs: int = 40
+    loading_pairs: int = 40
     cell_pairs: int = 4  # pairs of kernels; with the next two: 1,000 cells on each side
     cell_blocks: int = 25
     cells: int = 10
@@ -50,6 +52,7 @@ class Amounts:
 
 QUICK = Amounts(
     start_pairs=2,
+    loading_pairs=2,
     cell_pairs=1,
     cell_blocks=2,
     cells=10,
@@ -75,6 +78,7 @@ def measure(world: World, amounts: Amounts, parts: Sequence[str]) -> list[Row]:
     world.start_broker()
     work: dict[str, Callable[[], list[Row]]] = {
         "start": lambda: [measure_starts(quarter, amounts.start_pairs, say)],
+        "loading": lambda: [measure_loading(amounts.loading_pairs, say)],
         "cells": lambda: [measure_cells(quarter, amounts.cell_pairs, amounts.cell_blocks, amounts.cells, say)],
         "acquire": lambda: measure_acquires(world.socket, quarter, amounts.leases, amounts.acquires, say),
         "swaps": lambda: measure_swaps(
@@ -95,7 +99,7 @@ def _circumstances(before: tuple[float, float, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and return the exit status."""
-    parts = ("start", "cells", "acquire", "swaps", "recovery", "decisions")
+    parts = ("start", "loading", "cells", "acquire", "swaps", "recovery", "decisions")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run; its numbers mean little")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers here")
