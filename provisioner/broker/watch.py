@@ -107,7 +107,6 @@ class Watcher:
         broker = self._broker
         lease_of = self._lease_of(sample.snapshot)
         broker.backstop.see(sample.uses, lease_of)
-        self._tell_pressure(sample.pressed)
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:
@@ -126,6 +125,7 @@ class Watcher:
             if use is not None:
                 charged = sum(process.used_mib for process in use.processes)
                 self._tell_stranger(device_id, charged - self._covered(device_id, on_device))
+        self._tell_pressure(sample.pressed)
 
     def _lease_of(self, snapshot: Snapshot | None) -> dict[int, str]:
         lease_of: dict[int, str] = {}

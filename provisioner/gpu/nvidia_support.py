@@ -3,6 +3,7 @@
 - The checkpoint calls came with driver 570 (CUDA 12.8); moving to another device came with driver 580 (CUDA 13.0).
 - Some driver releases are reported to lose state or to hang. Those that may lose a kernel are refused; others only
   get a warning.
+- The driver checkpoints on x86-64, and on few other machines: those are refused.
 """
 
 import platform
@@ -21,6 +22,7 @@ __all__ = [
 INSTALL_BINDINGS: Final = "pip install 'jupyter-fractional-gpu[cuda]'"
 MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion tells it: 1000 * major + 10 * minor
 
+_MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _FIRST_DRIVER: Final = 570
 _FIRST_BINDINGS: Final = (12, 8)
 
@@ -33,8 +35,11 @@ _WARNED: Final = {
 }
 
 
-def driver_refusal(version: str) -> str:
-    """Return why this driver's release cannot be trusted with checkpoints, a sentence; empty if it can."""
+def driver_refusal(version: str, *, machine: str | None = None) -> str:
+    """Return why this driver cannot be trusted with checkpoints on this kind of machine (`platform.machine()`), a sentence, or ""."""
+    machine = platform.machine() if machine is None else machine
+    if machine not in _MACHINES:
+        return f"NVIDIA's driver does not checkpoint on most machines of the kind {machine}: use an x86-64 one"
     major = re.match(r"\d+", version)
     if major is None:
         return f"the NVIDIA driver tells the version {version!r}, which cannot be understood"
@@ -44,18 +49,10 @@ def driver_refusal(version: str) -> str:
     return f"with the NVIDIA driver {version} {reason}: install another release" if reason else ""
 
 
-def driver_warnings(version: str, *, machine: str | None = None) -> tuple[str, ...]:
-    """Return what an administrator should know of this driver on this kind of machine (`platform.machine()`), sentences."""
-    warnings = []
+def driver_warnings(version: str) -> tuple[str, ...]:
+    """Return what an administrator should know of this driver, sentences."""
     reason = _matching(version, _WARNED)
-    if reason:
-        warnings.append(f"with the NVIDIA driver {version} {reason}")
-    machine = platform.machine() if machine is None else machine
-    if machine not in ("x86_64", "AMD64"):
-        warnings.append(
-            f"NVIDIA's driver supports checkpoints on few machines of the kind {machine}: try it before use"
-        )
-    return tuple(warnings)
+    return (f"with the NVIDIA driver {version} {reason}",) if reason else ()
 
 
 def why_no_bindings() -> str:

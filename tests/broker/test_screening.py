@@ -5,6 +5,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,10 +15,10 @@ from provisioner.broker.kernels import Kernel
 from provisioner.broker.screening import Screen
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import SuspendOutcome
-from provisioner.gpu.interface import DeviceUse, Monitor, ProcessKind, ProcessState, ProcessUse
+from provisioner.gpu.interface import DeviceUse, Monitor, ProcessKind, ProcessState
 from provisioner.host.mappings import maps
 from provisioner.host.process import identify
-from tests.broker.driver import DEVICE, Driver, journal, kernel_of, swaps_of
+from tests.broker.driver import Driver, journal, kernel_of, swaps_of
 
 MAPPER = """
 import mmap, os, sys
@@ -75,9 +76,8 @@ async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_no
 
 class MpsDevice(Driver):
     def use(self, device_id: str) -> DeviceUse:
-        assert device_id == DEVICE
-        processes = tuple(ProcessUse(pid=pid, used_mib=mib, kind=ProcessKind.MPS) for pid, mib in self.mib.items())
-        return DeviceUse(device_id=DEVICE, used_mib=sum(self.mib.values()), processes=processes)
+        use = super().use(device_id)
+        return replace(use, processes=tuple(replace(one, kind=ProcessKind.MPS) for one in use.processes))
 
 
 async def test_a_client_of_the_mps_server_is_refused_before_anything_is_locked() -> None:

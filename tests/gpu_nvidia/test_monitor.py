@@ -241,8 +241,12 @@ def test_warnings_are_kept_for_the_administrator() -> None:
     assert not monitor.warnings
     assert monitor.devices()[0].checkpointable
     assert "hang the host" in monitor.warnings[0]
-    assert driver_warnings("580.65.06", machine="x86_64") == ()
-    assert "kind aarch64" in driver_warnings("580.65.06", machine="aarch64")[0]
+    assert driver_warnings("580.65.06") == ()
+
+
+def test_a_machine_of_another_kind_is_refused() -> None:
+    assert driver_refusal("580.65.06", machine="x86_64") == ""
+    assert "of the kind aarch64: use an x86-64 one" in driver_refusal("580.65.06", machine="aarch64")
 
 
 @pytest.mark.parametrize(
