@@ -11,7 +11,7 @@ Accounts of owners without leases are kept for as long as they say something tha
 from provisioner.core.model import LeaseSpec, LeaseState
 from provisioner.core.records import Account, Lease
 
-__all__ = ["Accounts", "virtual_ms"]
+__all__ = ["Accounts", "guaranteed_mib", "virtual_ms"]
 
 _MOST_GONE = 4096
 _DAY_MS = 86_400_000
@@ -22,6 +22,11 @@ _UNIT = 100  # the usual weight
 def virtual_ms(usage: int, weight: int) -> int:
     """Return the virtual time of a usage in milli-GPU milliseconds."""
     return usage * _UNIT // max(1, weight)
+
+
+def guaranteed_mib(spec: LeaseSpec) -> int:
+    """Return what a lease is promised on all its devices: what it requests, which is never more than its cap."""
+    return (spec.reserve_mib if spec.request_mib is None else min(spec.request_mib, spec.reserve_mib)) * spec.devices
 
 
 def _was_away(since_ms: int | None, now_ms: int) -> bool:
@@ -107,8 +112,7 @@ class Accounts:
     def _promise(self, spec: LeaseSpec, sign: int) -> None:
         for account in self._both(spec):
             account.milli += sign * spec.fraction_milli * spec.devices
-        guaranteed = spec.reserve_mib if spec.request_mib is None else min(spec.request_mib, spec.reserve_mib)
-        left = self.promised_mib.get(spec.pool, 0) + sign * guaranteed * spec.devices
+        left = self.promised_mib.get(spec.pool, 0) + sign * guaranteed_mib(spec)
         self.promised_mib[spec.pool] = left
         if not left:
             del self.promised_mib[spec.pool]

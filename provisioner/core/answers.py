@@ -43,6 +43,7 @@ class Answers:
             case SuspendOutcome.NOTHING_TO_SAVE:
                 books.save_on_host(lease)
                 books.hold(lease, lease.device_ids)
+                books.set_target(lease, ())
                 lease.used_mib, lease.home_ids = 0, ()
                 came_back = self._come_back(lease)
                 changes.move(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
@@ -52,16 +53,28 @@ class Answers:
             case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
                 self._rolled_back(lease, event.outcome, sentence)
 
-    def _come_back(self, lease: Lease) -> bool:
-        """A busy kernel that had to make room waits for its turn: its cell goes on then."""
+    def _come_back(self, lease: Lease) -> tuple[bool, bool]:
+        """A busy kernel that had to make room waits for its turn, and one that waited to grow has its new size: return which is so."""
+        changes, claim = self._changes, lease.ticket.grow if lease.ticket is not None else None
+        if lease.ticket is not None and claim is not None:  # it is on no device now: nothing keeps it from growing
+            wanted, kept_on = lease.ticket.wanted, lease.ticket.kept_on
+            self._books.dequeue(lease)
+            self._books.resize(lease, claim)
+            if wanted:
+                ticket = changes.new_ticket(first=bool(lease.target_ids))
+                ticket.kept_on = kept_on
+                self._books.enqueue(lease, ticket)
         files = lease.preempted and lease.busy and lease.ticket is None
         if files:
-            self._changes.file_ticket(lease, preempted=True)
+            changes.file_ticket(lease, preempted=True)
         lease.preempted = False
-        return files
+        return files, claim is not None
 
-    def _tell(self, lease: Lease, came_back: bool) -> None:
-        if came_back:
+    def _tell(self, lease: Lease, came_back: tuple[bool, bool]) -> None:
+        files, grew = came_back
+        if grew:
+            self._changes.tell_size(lease, "resize.done", "its new size is there from its next resume on")
+        if files:
             why = "its cell had to make room and goes on when it is this kernel's turn again"
             self._changes.explain(lease, Wait("wait.preempted", why))
 
@@ -71,11 +84,20 @@ class Answers:
             lease.why_not = sentence
             note(self._books, lease)
         self._books.save_on_host(lease)
+        self._books.set_target(lease, ())
         lease.home_ids, lease.preempted = (), False
         lease.retry_ms = changes.now_ms + self._pause_ms(lease, outcome)
-        changes.withdraw(lease)
+        self._stays(lease)
         changes.move(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
         changes.let_in(lease)
+
+    def _stays(self, lease: Lease) -> None:
+        """The lease is on its device still, or again: whatever it waited for is there, but for room to grow."""
+        ticket = lease.ticket
+        if ticket is not None and ticket.grow is not None:
+            ticket.wanted, ticket.kept_on = False, ()
+        else:
+            self._changes.withdraw(lease)
 
     def _pause_ms(self, lease: Lease, outcome: SuspendOutcome) -> int:
         """How long the lease is left alone: what cannot be saved for long, what was only at a bad moment for a moment, then longer."""
@@ -102,10 +124,12 @@ class Answers:
                 changes.settle_in(lease)
                 lease.failed_resumes = lease.resume_after_ms = 0
                 lease.paused = False
+                books.set_target(lease, ())
                 changes.move(lease, Cause.RESTORED, "resumed", sentence)
                 changes.let_in(lease)
             case ResumeOutcome.NOT_STARTED:
                 books.hold(lease, lease.home_ids)
+                books.set_target(lease, ())
                 retry_ms = min(_FIRST_RETRY_MS << min(lease.failed_resumes, 16), books.policy(lease).retry_refused_ms)
                 lease.failed_resumes += 1
                 changes.pause(lease, changes.now_ms + max(1, retry_ms))
@@ -138,9 +162,9 @@ class Answers:
         self._lifecycle.settle_found(lease, event.state, device_ids, saved_mib)
         sentence = f"the driver says that the kernel is {event.state}"
         if event.state is LeaseState.RESIDENT:
-            changes.withdraw(lease)
+            self._stays(lease)
             changes.settle_in(lease)
-        came_back = event.state is not LeaseState.RESIDENT and self._come_back(lease)
+        came_back = (False, False) if event.state is LeaseState.RESIDENT else self._come_back(lease)
         lease.preempted = False
         changes.move(lease, FOUND[event.state], f"found.{event.state}", sentence)
         self._tell(lease, came_back)

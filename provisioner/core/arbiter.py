@@ -31,6 +31,7 @@ from provisioner.core.events import (
     PinRequested,
     PoolConfigured,
     ProcessExited,
+    ResizeRequested,
     ResumeFinished,
     SuspendFinished,
     SuspendRequested,
@@ -62,6 +63,7 @@ _AboutALease = (
     | HostPressureSeen
     | LeaseMeasured
     | PinRequested
+    | ResizeRequested
     | UnpinRequested
     | SuspendRequested
     | TruthFound
@@ -246,6 +248,8 @@ class Arbiter:
                 does.released(lease)
             case SuspendRequested():
                 does.suspend_asked(lease)
+            case ResizeRequested():
+                self._serving.resizing.asked(lease, event)
             case PinRequested():
                 self._serving.pins.pin(lease, event.duration_ms)
             case UnpinRequested():

@@ -12,6 +12,7 @@ from provisioner.core.effects import (
     LeaseEnded,
     LookAgain,
     Recorded,
+    Resized,
     Resume,
     StateChanged,
     Suspend,
@@ -27,6 +28,8 @@ from provisioner.core.transitions import Cause, next_state
 from provisioner.core.units import format_duration, format_memory
 
 __all__ = ["Changes"]
+
+_FIRST = 1 << 60  # far before any place in the queue
 
 
 class Changes:
@@ -102,6 +105,18 @@ class Changes:
         self.books.mark_asked(lease, asked=False)
         self.decline(lease, reason, sentence)
 
+    def tell_size(self, lease: Lease, reason: str, sentence: str) -> None:
+        """Tell what size the lease has, and what it holds."""
+        self.effects.append(
+            Resized(
+                lease_id=lease.lease_id,
+                fraction_milli=lease.spec.fraction_milli,
+                reserve_mib=lease.spec.reserve_mib,
+                reserved_mib=lease.held_mib,
+            )
+        )
+        self.record(lease.lease_id, reason, sentence)
+
     def let_in(self, lease: Lease) -> None:
         """Tell the lease that it is resident: from now on it can run."""
         if lease.device_id is not None:
@@ -170,6 +185,9 @@ class Changes:
     ) -> None:
         """Give the lease a place in the queue, or make the place it has a better one."""
         old = lease.ticket
+        if old is not None and old.grow is not None:
+            old.wanted = True
+            return
         if old is not None and old.before_start >= before_start and old.urgent >= urgent:
             return
         self.books.dequeue(lease)
@@ -182,9 +200,10 @@ class Changes:
             self.foresight.filed(lease)
         self.requeued.add(lease.spec.pool)
 
-    def new_ticket(self) -> Ticket:
-        """Return a ticket with the next place."""
-        ticket = Ticket(order=self._next_order, asked_ms=self.now_ms)
+    def new_ticket(self, *, first: bool = False) -> Ticket:
+        """Return a ticket with the next place, or with one before all others of its priority."""
+        order = self._next_order - _FIRST if first else self._next_order
+        ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
         return ticket
 
@@ -192,6 +211,8 @@ class Changes:
         """Take the lease out of the queue."""
         if self.books.dequeue(lease) is not None:
             self.requeued.add(lease.spec.pool)
+        if lease.target_ids:
+            self.books.set_target(lease, ())
 
     def explain(self, lease: Lease, wait: Wait) -> None:
         """A new kind of reason to wait is a line of the lease's story."""

@@ -39,6 +39,8 @@ def destinations(books: Books, lease: Lease) -> tuple[str, ...]:
 def not_yet(lease: Lease) -> Wait:
     """Say why a ticket cannot be served whatever room there is: its lease is in an operation, in doubt, or has not started."""
     match lease.state:
+        case LeaseState.SUSPENDING if lease.target_ids:
+            return Wait("wait.own-suspend", "this kernel is being moved to another device")
         case LeaseState.SUSPENDING:
             return Wait("wait.own-suspend", "this kernel is being suspended; it comes back right after")
         case LeaseState.RESUMING:

@@ -1,7 +1,7 @@
 """What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
 
 from provisioner.core.model import HOLDING, LeaseState
-from provisioner.core.state import Books, Operation
+from provisioner.core.state import Books, Lease, Operation
 
 __all__ = ["InvariantError", "check_devices", "validate"]
 
@@ -34,7 +34,7 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:
     """Check the whole state. Raises InvariantError."""
-    broken = [*_totals(books), *_leases(books), *_queue(books), *_operations(books, operations)]
+    broken = [*_totals(books), *_leases(books), *_queue(books), *_moves(books), *_operations(books, operations)]
     if broken:
         raise InvariantError("; ".join(broken))
 
@@ -90,9 +90,7 @@ def _queue(books: Books) -> list[str]:
     if len(line) != books.waiting:
         broken.append(f"{len(line)} leases wait, {books.waiting} were counted")
     broken += [
-        f"lease {lease.lease_id} ({lease.state}) waits for what it has"
-        for lease in line
-        if lease.state not in _QUEUEING or (lease.state is LeaseState.UNATTACHED and lease.reserved)
+        f"lease {lease.lease_id} ({lease.state}) waits for what it has" for lease in line if not _may_wait(lease)
     ]
     for pool in books.lines:
         places = [books.queue.place(lease) for lease in books.queue.line(pool)]
@@ -111,3 +109,22 @@ def _operations(books: Books, operations: dict[int, Operation]) -> list[str]:
         if under_way and (operation is None or operation.lease_id != lease.lease_id):
             broken.append(f"lease {lease.lease_id}: operation {lease.operation_id} holds no swap channel")
     return broken
+
+
+def _moves(books: Books) -> list[str]:
+    broken = []
+    on_the_way = (LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING)
+    for lease in books.leases.values():
+        if bool(lease.target_ids) != (lease.lease_id in books.moving):
+            broken.append(f"lease {lease.lease_id}: the index of moves does not agree with {lease.target_ids}")
+        if lease.target_ids and (lease.state not in on_the_way or lease.ticket is None):
+            broken.append(
+                f"lease {lease.lease_id} ({lease.state}) is on its way to {lease.target_ids} and waits for nothing"
+            )
+    return broken
+
+
+def _may_wait(lease: Lease) -> bool:
+    if lease.ticket is not None and lease.ticket.grow is not None:
+        return lease.state is not LeaseState.ENDED
+    return lease.state in _QUEUEING and not (lease.state is LeaseState.UNATTACHED and lease.reserved)

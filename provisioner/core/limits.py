@@ -58,32 +58,32 @@ def excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Acco
     ]
 
 
-def over_limit(books: Books, lease: Lease) -> Wait | None:
+def over_limit(books: Books, lease: Lease, milli: int) -> Wait | None:
     """Say why a lease that waits may not come onto a device now, or return None."""
-    for who, account, _, most in excess_milli(books, lease, lease.milli):
+    for who, account, _, most in excess_milli(books, lease, milli):
         there = [other for other in account.holders.values() if other.spec.pool == lease.spec.pool]
         return Wait(
             f"wait.{who}-limit",
-            f"{_gpus(lease.milli)} is needed, but {who} {account.name!r} has {_gpus(account.resident_milli)} of at most "
+            f"{_gpus(milli)} is needed, but {who} {account.name!r} has {_gpus(account.resident_milli)} of at most "
             f"{_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
             tuple(other.lease_id for other in there),
         )
     return None
 
 
-def makers_of_room(books: Books, lease: Lease, hint: Callable[[int], None]) -> tuple[Lease, ...] | None:
+def makers_of_room(books: Books, lease: Lease, milli: int, hint: Callable[[int], None]) -> tuple[Lease, ...] | None:
     """Return idle leases of the same user (group) that bring the lease within its limits if they leave; None: there are not enough.
 
     Those that are leaving count already. `hint` is told when time alone makes another one willing.
     """
     chosen: dict[str, Lease] = {}
-    for _, account, excess, _ in excess_milli(books, lease, lease.milli):
+    for _, account, excess, _ in excess_milli(books, lease, milli):
         left = excess - sum(other.milli for other in account.holders.values() if other.footing is Footing.LEAVING)
         left -= sum(other.milli for other in chosen.values() if other.lease_id in account.holders)
         for other in sorted(account.holders.values(), key=lambda other: (other.last_active_ms, other.lease_id)):
             if left <= 0:
                 break
-            if other.lease_id not in chosen and _is_willing(books, other, hint):
+            if other is not lease and other.lease_id not in chosen and _is_willing(books, other, hint):
                 chosen[other.lease_id] = other
                 left -= other.milli
         if left > 0:

@@ -13,9 +13,12 @@ from heapq import heapify, heappop, heappush
 from provisioner.core.changes import Changes
 from provisioner.core.explaining import cause, destinations, explain
 from provisioner.core.limits import makers_of_room, over_limit
-from provisioner.core.model import LeaseState
+from provisioner.core.model import LeaseSpec, LeaseState
+from provisioner.core.moving import begin_move, kept_mib
 from provisioner.core.records import Bucket, Lease, Ticket, Wait
+from provisioner.core.resizing import Resizing
 from provisioner.core.room import Plan, Room
+from provisioner.core.scheduling import elsewhere
 from provisioner.core.units import format_memory
 from provisioner.core.victims import Victims
 
@@ -28,8 +31,9 @@ _Turn = tuple[tuple[int, ...], int, Bucket]
 class Pass:
     """What is promised on the way counts against everybody behind. `hint_ms`: when time alone may change a decision."""
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: Changes, resizing: Resizing) -> None:
         self._changes = changes
+        self._resizing = resizing
         self._books = changes.books
         self._queue = changes.books.queue
         self._victims = Victims(changes.books)
@@ -51,18 +55,15 @@ class Pass:
 
     def serve(self) -> None:
         """Serve everybody once, in order."""
-        self._books.passes += 1
-        buckets = list(self._queue.buckets.values())
-        if self._queue.urgent:
-            self._note_urgent(buckets)
-        turns = self._turns(buckets)
+        turns = self._begin()
         while turns:
             self._turn_now, cursor, bucket = heappop(turns)
             if cursor >= len(bucket.members):
                 continue
             lease = bucket.members[cursor]
             goes_on = lease.lease_id in self._visited or self._visit(bucket, lease)
-            self._visited.add(lease.lease_id)
+            if not self._anew:
+                self._visited.add(lease.lease_id)
             if lease.bucket is bucket:
                 cursor += 1
             if self._anew:
@@ -72,6 +73,16 @@ class Pass:
         for lease in self._overdue.values():
             self._queue.rebucket(lease)
         self._tell_fresh()
+
+    def _begin(self) -> list[_Turn]:
+        self._books.passes += 1
+        buckets = list(self._queue.buckets.values())
+        if self._queue.urgent:
+            self._note_urgent(buckets)
+        for mover in self._books.moving.values():
+            for device_id in mover.target_ids:
+                self._keep_for(mover, device_id, kept_mib(mover))
+        return self._turns(buckets)
 
     def _turns(self, buckets: list[Bucket]) -> list[_Turn]:
         self._oldest = {}
@@ -112,7 +123,9 @@ class Pass:
         """Serve one ticket as far as it can be now. Returns whether to go on with the bucket."""
         ticket, key = _ticket(lease), bucket.key
         devices = self._where(bucket, lease)
-        if key.milli and (over := over_limit(self._books, lease)) is not None:
+        if key.targets and self._arrives(lease, ticket, key.targets):
+            return True
+        if key.milli and (over := over_limit(self._books, lease, key.milli)) is not None:
             self._within_limits(bucket, lease, over)
             return False
         if key.paused or key.need_mib >= self._hopeless.get(key.family, key.need_mib + 1):
@@ -135,11 +148,32 @@ class Pass:
             self._make_room(lease, ticket, plan)
             self._stays(lease, ticket, devices)
             return True
+        if ticket.grow is not None and self._moves_to_grow(lease, ticket.grow):
+            return True
         self._hopeless[key.family] = key.need_mib
         if plan is not None:
             bucket.wait, bucket.passes = plan, self._books.passes
         self._say(lease, plan, devices)
         return self._stays(lease, ticket, devices)
+
+    def _arrives(self, lease: Lease, ticket: Ticket, targets: tuple[str, ...]) -> bool:
+        """A lease that is being moved goes on to its targets, where room is kept for it, if they can still have it."""
+        there = destinations(self._books, lease)
+        if all(one in there and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
+            if not self._changes.channel_free:
+                self._say(lease, Wait("wait.swap-channel", "it is being moved; another kernel is moved before it"))
+                return True
+            self._changes.grant(lease, targets)
+            for device_id in targets:  # what was kept for it, it has
+                self._unkeep(lease, device_id)
+            self._room.changed(targets)
+            return True
+        for device_id in targets:
+            self._unkeep(lease, device_id)
+        ticket.kept_on = ()
+        self._books.set_target(lease, ())
+        self._anew = True
+        return True
 
     def _where(self, bucket: Bucket, lease: Lease) -> tuple[str, ...]:
         key, known = (bucket.key.pool, bucket.key.where), self._books.destinations
@@ -165,7 +199,10 @@ class Pass:
             self._say(lease, Wait("wait.swap-channel", "another kernel is being moved; this one is next"))
             return True
         urgent = ticket.urgent or bool(self._latest_urgent)
-        self._changes.grant(lease, chosen)
+        if ticket.grow is not None:
+            self._resizing.grow(lease)
+        else:
+            self._changes.grant(lease, chosen)
         self._room.changed(chosen)
         self._pass_over(lease, ticket, chosen, urgent=urgent)
         return True
@@ -175,7 +212,7 @@ class Pass:
         bucket.wait, bucket.passes = over, self._books.passes
         self._say(lease, over)
         own, devices, key = (
-            makers_of_room(self._books, lease, self._victims.hint),
+            makers_of_room(self._books, lease, bucket.key.milli, self._victims.hint),
             self._where(bucket, lease),
             bucket.key,
         )
@@ -193,6 +230,22 @@ class Pass:
             why = f"idle, and its user needs its share for lease {lease.lease_id[:8]}"
             self._changes.begin_suspend(victim, "suspend.user-limit", why)
             self._room.changed(victim.device_ids)
+
+    def _moves_to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
+        """Where an idle lease cannot grow, it may go where there is room now."""
+        if not self._changes.channel_free or not self._victims.may_leave(lease):
+            return False
+        need_mib = self._books.reserve_mib(lease, spec)
+        targets = self._room.pick(elsewhere(self._books, lease), need_mib, lease.count)
+        if targets is None or lease.host_need_mib > self._books.host_left_mib:
+            return False
+        begin_move(
+            self._changes, lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it"
+        )
+        self._room.changed(lease.device_ids)
+        for device_id in targets:
+            self._room.keep(device_id, need_mib)
+        return True
 
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
         need_mib = _needs(lease)
@@ -282,7 +335,7 @@ class Pass:
             key = bucket.key
             if key.priority < winner.spec.priority or key.need_mib <= least_mib or key.targets:
                 continue
-            if key.milli and over_limit(self._books, bucket.members[0]) is not None:
+            if key.milli and over_limit(self._books, bucket.members[0], key.milli) is not None:
                 continue
             devices = self._where(bucket, bucket.members[0])
             if any(one in devices and left_mib[one] < key.need_mib for one in device_ids):
@@ -325,9 +378,17 @@ class Pass:
             self._keep(lease, device_id)
 
     def _keep(self, lease: Lease, device_id: str) -> None:
-        if (lease.lease_id, device_id) not in self._kept:
+        self._keep_for(lease, device_id, _needs(lease))
+
+    def _keep_for(self, lease: Lease, device_id: str, need_mib: int) -> None:
+        if device_id in self._books.devices and (lease.lease_id, device_id) not in self._kept:
             self._kept.add((lease.lease_id, device_id))
-            self._room.keep(device_id, _needs(lease))
+            self._room.keep(device_id, need_mib)
+
+    def _unkeep(self, lease: Lease, device_id: str) -> None:
+        if (lease.lease_id, device_id) in self._kept:
+            self._kept.discard((lease.lease_id, device_id))
+            self._room.keep(device_id, -kept_mib(lease))
 
 
 def _ticket(lease: Lease) -> Ticket:

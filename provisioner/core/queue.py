@@ -131,13 +131,20 @@ class Queue:
             many=lease.count,
             priority=spec.priority,
             fair=pool.preempt_equals,
-            milli=lease.milli if limited else 0,
+            milli=_milli(lease, ticket) if limited else 0,
             need_mib=ticket.extra_mib if grows else lease.need_mib,
             urgent=ticket.urgent,
             owed=ticket.passed_over >= pool.max_passed_over,
             paused=lease.paused,
             targets=lease.target_ids if saved else (),
         )
+
+
+def _milli(lease: Lease, ticket: Ticket) -> int:
+    """What the ticket adds to what its owner has on devices."""
+    if ticket.grow is None:
+        return lease.milli
+    return max(0, ticket.grow.fraction_milli * ticket.grow.devices - lease.milli)
 
 
 def _limited(pool: PoolSpec, group: str) -> bool:

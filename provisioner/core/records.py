@@ -53,6 +53,7 @@ class Ticket:
     kept_on: tuple[str, ...] = ()  # devices where room is kept
     grow: LeaseSpec | None = None  # a resident lease waits for room to have this size
     extra_mib: int = 0  # what it then holds more than now, on each of its devices
+    wanted: bool = False  # beside growing: it is wanted on a device when it has been suspended
     preempted: bool = False  # filed for a busy lease that had to make room: only its end withdraws it
     expected: Span | None = None  # the wait, as it was foreseen when the ticket was filed
     reason: str = "wait.new"  # as last written into the story
@@ -210,6 +211,11 @@ class Lease:
     def saved_each_mib(self) -> int:
         """What was saved of each of its devices; of several, evenly: nobody says what came from which."""
         return self.saved_mib if self.count == 1 else -(-self.saved_mib // self.count)
+
+    @property
+    def used_each_mib(self) -> int:
+        """What it uses of each of its devices; of several, evenly."""
+        return self.used_mib if self.count == 1 else -(-self.used_mib // self.count)
 
     @property
     def host_need_mib(self) -> int:

@@ -29,7 +29,7 @@ class Relief:
             return
         for lease in self._order(anybody=excess_mib > 0):
             device_ids = self._devices_for(lease)
-            if device_ids and over_limit(self._books, lease) is None:
+            if device_ids and over_limit(self._books, lease, lease.milli) is None:
                 why = "where its saved state lies" if lease.pressed else f"by {format_memory(excess_mib)}"
                 sentence = f"host memory is short {why}, and a device has room: it comes back early"
                 self._changes.resume_early(lease, device_ids, sentence)

@@ -1,28 +1,45 @@
 """Whether a new lease can be admitted at all: what can never be served is refused at once, with what there is and what to do."""
 
+from provisioner.core.accounts import guaranteed_mib
 from provisioner.core.limits import limit_refusal
 from provisioner.core.model import LeaseSpec, PoolSpec
 from provisioner.core.records import Wait
 from provisioner.core.state import Books
 from provisioner.core.units import format_fraction, format_memory
 
-__all__ = ["refusal", "too_much"]
+__all__ = ["refusal", "size_refusal", "too_much"]
 
 
 def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
     """Return the reason and sentence of a refusal, or None."""
     if spec.lease_id in books.leases:
         return Wait("duplicate-lease", f"lease {spec.lease_id} exists already; a new lease needs a new id")
-    if not 1 <= spec.fraction_milli <= 1000 or spec.reserve_mib < 1:
+    wrong = _bad_size(spec)
+    if wrong is not None:
+        return wrong
+    pool = books.pools.get(spec.pool)
+    if pool is None:
+        names = ", ".join(sorted(books.pools)) or "none"
+        return Wait("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
+    return size_refusal(books, pool, spec) or limit_refusal(books, pool, spec) or too_much(books, pool, spec)
+
+
+def _bad_size(spec: LeaseSpec) -> Wait | None:
+    request_mib = spec.reserve_mib if spec.request_mib is None else spec.request_mib
+    if not 1 <= spec.fraction_milli <= 1000 or spec.reserve_mib < 1 or request_mib < 0:
         return Wait(
             "bad-size",
             f"a fraction of {spec.fraction_milli} thousandths with {spec.reserve_mib} MiB was asked; "
             "allowed: 1 to 1000 thousandths, and 1 MiB or more",
         )
-    pool = books.pools.get(spec.pool)
-    if pool is None:
-        names = ", ".join(sorted(books.pools)) or "none"
-        return Wait("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
+    return None
+
+
+def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+    """Say that a size is not on offer, or larger than what the pool has, or return None."""
+    wrong = _bad_size(spec)
+    if wrong is not None:
+        return wrong
     if pool.fractions_milli and spec.fraction_milli not in pool.fractions_milli:
         offered = ", ".join(format_fraction(milli) for milli in pool.fractions_milli)
         return Wait(
@@ -30,11 +47,10 @@ def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
             f"a fraction of {format_fraction(spec.fraction_milli)} was asked, but pool {pool.name!r} offers {offered}; "
             "ask for one of these",
         )
-    return limit_refusal(books, pool, spec) or too_much(books, pool, spec)
+    return _too_large(books, pool, spec)
 
 
-def too_much(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
-    """Say that the pool can never give, or must not promise, so much memory."""
+def _too_large(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
     sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
     if spec.reserve_mib > max(sizes, default=0):
         return Wait(
@@ -42,14 +58,23 @@ def too_much(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
             f"{format_memory(spec.reserve_mib)} were asked, but the largest device of pool {pool.name!r} can give "
             f"{format_memory(max(sizes, default=0))}; ask for that or less",
         )
+    return None
+
+
+def too_much(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None) -> Wait | None:
+    """Say that the pool must not promise so much memory more, or return None. `instead_of`: what the lease was promised before."""
     if pool.oversubscription_milli is None:
         return None
-    promised = books.accounts.promised_mib.get(pool.name, 0)
+    sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
+    before = guaranteed_mib(instead_of) if instead_of is not None else 0
+    promised, asked = books.accounts.promised_mib.get(pool.name, 0) - before, guaranteed_mib(spec)
+    if asked <= before:
+        return None
     limit = sum(sizes) * pool.oversubscription_milli // 1000
-    if promised + spec.reserve_mib <= limit:
+    if promised + asked <= limit:
         return None
     return Wait(
         "pool-full",
-        f"{format_memory(spec.reserve_mib)} were asked, but pool {pool.name!r} has promised {format_memory(promised)} of the "
+        f"{format_memory(asked)} were asked, but pool {pool.name!r} has promised {format_memory(promised)} of the "
         f"{format_memory(limit)} it may promise; shut a kernel down, or ask for a smaller fraction",
     )

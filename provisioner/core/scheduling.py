@@ -4,7 +4,7 @@ from provisioner.core.model import LeaseState, PoolSpec
 from provisioner.core.records import Wait
 from provisioner.core.state import Books, Lease
 
-__all__ = ["Wait", "candidates", "willing_from_ms"]
+__all__ = ["Wait", "candidates", "elsewhere", "willing_from_ms"]
 
 
 def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
@@ -28,6 +28,21 @@ def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
     if like:
         home = tuple(device_id for device_id in home if device_id in pool.devices)
     return (*home, *like)
+
+
+def elsewhere(books: Books, lease: Lease) -> tuple[str, ...]:
+    """Return the like devices to which a resident lease could be moved."""
+    pool = books.policy(lease)
+    here = books.devices.get(lease.device_id or "")
+    if here is None or not pool.may_move:
+        return ()
+    return tuple(
+        device_id
+        for device_id in pool.devices
+        if device_id not in lease.device_ids
+        and _admits(books, device_id)
+        and books.devices[device_id].spec.name == here.spec.name
+    )
 
 
 def _admits(books: Books, device_id: str) -> bool:

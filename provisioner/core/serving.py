@@ -13,6 +13,7 @@ from provisioner.core.passing import Pass
 from provisioner.core.pins import Pins
 from provisioner.core.records import Wait
 from provisioner.core.relief import Relief
+from provisioner.core.resizing import Resizing
 from provisioner.core.state import Lease
 from provisioner.core.transitions import Cause
 from provisioner.core.units import format_duration, format_memory
@@ -31,6 +32,7 @@ class Serving:
         self.caps = Caps(changes)
         self.draining = Draining(changes)
         self.pins = Pins(changes)
+        self.resizing = Resizing(changes)
         self._relief = Relief(changes)
 
     def serve(self) -> None:
@@ -43,7 +45,7 @@ class Serving:
             self.draining.serve()
         self._hint_ms = None
         if self._books.waiting:
-            one = Pass(self._changes)
+            one = Pass(self._changes, self.resizing)
             one.serve()
             self._hint_ms = one.hint_ms
         self._relief.relieve()

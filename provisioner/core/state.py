@@ -101,6 +101,10 @@ class Books:
         self.renew(lease)
         self.queue.rebucket(lease)
 
+    def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """What the lease holds on each of its devices if it has this size, MiB."""
+        return max(spec.reserve_mib, lease.saved_each_mib)
+
     def mark_asked(self, lease: Lease, *, asked: bool) -> None:
         """Note that somebody wants the lease to be suspended, or not any more."""
         lease.asked_to_suspend = asked

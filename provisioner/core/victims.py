@@ -41,6 +41,15 @@ class Victims:
         """Whether the lease does not step aside for anybody, idle or not."""
         return lease.staying or lease.pinned_until_ms > self._books.now_ms
 
+    def may_leave(self, lease: Lease) -> bool:
+        """Whether the lease is idle and may be suspended now."""
+        if lease.footing is not Footing.RESTING:
+            return False
+        from_ms = willing_from_ms(self._books.policy(lease), lease)
+        if from_ms is not None and from_ms > self._books.now_ms:
+            self.hint(from_ms)
+        return from_ms is not None and from_ms <= self._books.now_ms
+
     # -- cost ------------------------------------------------------------------------------------------------------------
 
     def cost(self, lease: Lease) -> int:

@@ -3,6 +3,7 @@
 from provisioner.core.explaining import explain
 from provisioner.core.foresight import Foresight
 from provisioner.core.model import DeviceView, LeaseView, Span, TicketView
+from provisioner.core.moving import kept_mib
 from provisioner.core.state import Books, Lease, Ticket
 
 __all__ = ["device_views", "lease_view", "ticket_view", "ticket_views"]
@@ -51,7 +52,7 @@ def _ticket_view(books: Books, lease: Lease, ticket: Ticket, position: int, expe
         sentence=wait.sentence,
         blockers=wait.blockers,
         urgent=ticket.urgent,
-        need_mib=lease.bucket.key.need_mib if lease.bucket is not None else lease.need_mib,
+        need_mib=lease.bucket.key.need_mib if lease.bucket is not None else kept_mib(lease),
         kept_on=ticket.kept_on,
         expected=expected,
     )

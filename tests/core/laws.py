@@ -127,7 +127,15 @@ class Laws:
         there = [s for i, s in self._world.leases.items() if i.startswith(name) and s.state in ELIGIBLE]
         device = victim.devices[0]
         fits = [s for s in there if device in self._world.allowed(s) and self._world.least(s) <= self._room(s, device)]
+        fits += [s for i, s in self._world.leases.items() if i.startswith(name) and self._could_grow(s, device)]
         law(3, fits, victim.lease_id, "is suspended for", name, "who would not fit on", device)
+
+    def _could_grow(self, seen: Seen, device: str) -> bool:
+        """Whether a lease that waits to grow where it is could, if all the idle went."""
+        ticket = self._arbiter.ticket(seen.lease_id)
+        if ticket is None or seen.state is not S.RESIDENT or device not in seen.devices:
+            return False
+        return ticket.need_mib + (0 if seen.busy else seen.held) <= self._room(seen, device)
 
     def _room(self, beneficiary: Seen, device: str) -> int:
         """What there would be on a device for a ticket if all went who may go for it."""
@@ -205,8 +213,8 @@ class Laws:
 
     def _nobody_blocks_each_other(self, line: list[tuple[Seen, TicketView]]) -> None:
         """Room is kept for those who do not fit: if everybody who waits would fit by himself, somebody must have been served."""
-        if any(view.reason == "wait.retry" and view.kept_on for _, view in line):
-            return
+        if any((view.reason == "wait.retry" or seen.state is S.RESIDENT) and view.kept_on for seen, view in line):
+            return  # room is kept for one that pauses, or that waits to grow
         waiting = [(seen, view) for seen, view in line if view.reason != "wait.retry" and seen.waits]
         fits = [self._world.fits(seen, view.need_mib) and self._world.within_limits(seen) for seen, view in waiting]
         law(7, not waiting or not all(fits), "they keep room from each other:", line)

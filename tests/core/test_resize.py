@@ -1,0 +1,202 @@
+"""Another size for a kernel that exists: at once where it can be, else in the line, where the kernel is."""
+
+import dataclasses
+
+import pytest
+
+from provisioner.core.effects import Declined, Effect, Resized
+from provisioner.core.events import (
+    LeaseMeasured,
+    LeaseReleased,
+    ProcessExited,
+    ResizeRequested,
+    SuspendOutcome,
+    SuspendRequested,
+)
+from provisioner.core.model import LeaseState, Limits
+from tests.core.driving import Hand, device, pool
+
+
+def _resize(hand: Hand, name: str, reserve_mib: int, milli: int = 250) -> list[Effect]:
+    return hand.send(
+        ResizeRequested(at_ms=hand.now, lease_id=name, fraction_milli=milli, reserve_mib=reserve_mib, request_mib=None)
+    )
+
+
+def _sizes(effects: list[Effect]) -> list[tuple[str, int, int]]:
+    return [(one.lease_id, one.reserve_mib, one.reserved_mib) for one in effects if isinstance(one, Resized)]
+
+
+def _declined(effects: list[Effect]) -> Declined:
+    (declined,) = [effect for effect in effects if isinstance(effect, Declined)]
+    return declined
+
+
+def test_a_kernel_without_a_device_has_its_new_size_at_once() -> None:
+    hand = Hand()
+    hand.start("a", 300)
+    effects = _resize(hand, "a", 700, milli=500)
+    assert _sizes(effects) == [("a", 700, 0)]
+    assert "resize.done" in hand.reasons(effects, "a")
+    hand.want("a")
+    assert (hand.view("a").reserved_mib, hand.view("a").spec.fraction_milli) == (700, 500)
+
+
+def test_a_kernel_that_waits_waits_for_its_new_size() -> None:
+    hand = Hand()
+    hand.run("x", 600)
+    hand.start("a", 700)
+    hand.want("a")
+    assert hand.granted(_resize(hand, "a", 400)) == [("a", "d0")]
+
+
+def test_smaller_is_at_once_and_lets_others_in() -> None:
+    hand = Hand()
+    hand.run("a", 800)
+    hand.start("b", 500)
+    hand.want("b")
+    effects = _resize(hand, "a", 500)
+    assert _sizes(effects) == [("a", 500, 500)]
+    assert hand.granted(effects) == [("b", "d0")]
+
+
+def test_smaller_than_what_is_used_is_declined_with_the_number() -> None:
+    hand = Hand()
+    hand.run("a", 800)
+    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=600))
+    declined = _declined(_resize(hand, "a", 500))
+    assert (declined.reason, declined.about) == ("in-use", "resize")
+    assert "600 MiB" in declined.sentence
+    assert hand.view("a").spec.reserve_mib == 800
+
+
+def test_smaller_than_what_is_saved_is_declined() -> None:
+    hand = Hand()
+    hand.idle("a", 800)
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), saved_mib=700)
+    assert _declined(_resize(hand, "a", 500)).reason == "in-use"
+
+
+def test_larger_is_at_once_where_there_is_room() -> None:
+    hand = Hand()
+    hand.run("a", 300)
+    assert _sizes(_resize(hand, "a", 900)) == [("a", 900, 900)]
+    assert hand.arbiter.ticket("a") is None
+    assert hand.arbiter.devices()[0].reserved_mib == 900
+
+
+def test_idle_neighbours_step_aside_for_a_kernel_that_grows() -> None:
+    hand = Hand()
+    hand.idle("b", 600)
+    hand.run("a", 300)
+    effects = _resize(hand, "a", 700)
+    assert (_sizes(effects), hand.suspends(effects)) == ([], ["b"])
+    assert hand.ticket("a").reason == "wait.making-room"
+    assert _sizes(hand.saved(effects)) == [("a", 700, 700)]
+
+
+def test_a_kernel_that_grows_has_its_place_in_the_line() -> None:
+    hand = Hand(pools=[pool(max_passed_over=0)])
+    hand.run("x", 500)
+    hand.run("a", 300)
+    _resize(hand, "a", 700)
+    assert hand.ticket("a").position == 1
+    hand.start("b", 200)
+    hand.want("b")
+    assert hand.ticket("b").reason == "wait.older-ticket"
+    effects = hand.send(LeaseReleased(at_ms=0, lease_id="x"))
+    assert _sizes(effects) == [("a", 700, 700)]
+    assert hand.granted(effects) == [("b", "d0")]
+
+
+def test_an_idle_kernel_that_may_move_goes_where_it_can_grow() -> None:
+    hand = Hand(device("d0"), device("d1"), pools=[pool("d0", "d1", may_move=True)])
+    hand.run("x", 600)
+    hand.idle("a", 400)
+    assert hand.view("a").device_id == "d0"
+    effects = _resize(hand, "a", 700)
+    assert hand.suspends(effects) == ["a"]
+    assert "move.grow" in hand.reasons(effects, "a")
+    hand.start("late", 400)  # the room there is kept
+    assert hand.granted(hand.want("late")) == []
+    effects = hand.saved(effects)
+    assert _sizes(effects) == [("a", 700, 0)]
+    assert hand.resumes(effects) == [("a", "d1")]
+    assert hand.view("a").reserved_mib == 700
+
+
+def test_a_move_that_fails_leaves_the_claim_in_the_line() -> None:
+    hand = Hand(device("d0"), device("d1"), pools=[pool("d0", "d1", may_move=True)])
+    hand.run("x", 600)
+    hand.idle("a", 400)
+    hand.saved(_resize(hand, "a", 700), SuspendOutcome.REFUSED)
+    assert (hand.state("a"), hand.view("a").reserved_mib) == (LeaseState.RESIDENT, 400)
+    assert hand.ticket("a").position == 1
+    assert _sizes(hand.send(LeaseReleased(at_ms=0, lease_id="x"))) == [("a", 700, 700)]
+
+
+def test_a_claim_is_true_at_once_when_the_kernel_leaves_its_device_for_other_reasons() -> None:
+    hand = Hand()
+    hand.run("x", 600)
+    hand.idle("a", 400)
+    _resize(hand, "a", 700)
+    effects = hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")))
+    assert _sizes(effects) == [("a", 700, 0)]
+    assert hand.arbiter.ticket("a") is None
+
+
+def test_a_kernel_that_is_wanted_while_its_claim_leaves_with_it_comes_back() -> None:
+    hand = Hand()
+    hand.run("x", 300)
+    hand.idle("a", 400)
+    _resize(hand, "a", 701)
+    effects = hand.send(SuspendRequested(at_ms=0, lease_id="a"))
+    hand.want("a")
+    hand.saved(effects)
+    assert hand.ticket("a").need_mib == 701
+
+
+@pytest.mark.parametrize("end", [ProcessExited, LeaseReleased])
+def test_a_claim_ends_with_its_kernel(end: type[ProcessExited | LeaseReleased]) -> None:
+    hand = Hand()
+    hand.run("x", 600)
+    hand.run("a", 300)
+    _resize(hand, "a", 700)
+    hand.send(end(at_ms=0, lease_id="a"))
+    assert hand.arbiter.tickets("p") == []
+
+
+def test_a_newer_request_replaces_one_that_waits() -> None:
+    hand = Hand()
+    hand.run("x", 600)
+    hand.run("a", 300)
+    _resize(hand, "a", 700)
+    effects = _resize(hand, "a", 350)
+    assert "resize.withdrawn" in hand.reasons(effects, "a")
+    assert _sizes(effects) == [("a", 350, 350)]
+    assert hand.arbiter.ticket("a") is None
+
+
+def test_what_can_never_be_is_declined() -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(), fractions_milli=(250, 500), user_limits=Limits(milli=400))])
+    hand.run("a", 300)
+    assert _declined(_resize(hand, "a", 1001)).reason == "larger-than-device"
+    assert _declined(_resize(hand, "a", 300, milli=300)).reason == "fraction-not-offered"
+    assert _declined(_resize(hand, "a", 300, milli=500)).reason == "user-limit"
+    assert _declined(_resize(hand, "a", 0)).reason == "bad-size"
+
+
+def test_growing_keeps_to_what_the_user_may_have_on_devices() -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(), user_limits=Limits(resident_milli=500))])
+    hand.run("a", 100)
+    hand.run("b", 100)
+    assert _sizes(_resize(hand, "a", 200, milli=500)) == []
+    assert hand.ticket("a").reason == "wait.user-limit"
+    assert _sizes(hand.send(LeaseReleased(at_ms=0, lease_id="b"))) == [("a", 200, 200)]
+
+
+def test_a_kernel_under_way_is_not_resized() -> None:
+    hand = Hand()
+    hand.idle("a")
+    hand.send(SuspendRequested(at_ms=0, lease_id="a"))
+    assert _declined(_resize(hand, "a", 300)).reason == "in-operation"
