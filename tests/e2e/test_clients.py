@@ -1,0 +1,104 @@
+"""Programs that run kernels and know nothing of us: they work with a fractional kernelspec as with any."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from tests.support.stories import CHECK, fill
+from tests.support.world import DEADLINE_S, World, until
+
+ROOT = Path(__file__).parents[2]
+MIB = 24
+
+
+@pytest.fixture
+def name(world: World) -> str:
+    (installed,) = world.install(750)
+    return installed
+
+
+def run(world: World, *command: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a module's command in the world to its end, successfully."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        env=world.environment,
+        cwd=world.notebooks,
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=3 * DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def notebook(world: World, *codes: str, kernel: str) -> Path:
+    made: Any = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
+    made.cells = [nbformat.v4.new_code_cell(code) for code in codes]  # type: ignore[no-untyped-call]
+    made.metadata.kernelspec = {"name": kernel, "display_name": kernel, "language": "python"}
+    path = world.notebooks / "story.ipynb"
+    path.write_text(nbformat.writes(made))  # type: ignore[no-untyped-call]
+    return path
+
+
+def last_text(path: Path) -> str:
+    cells = json.loads(path.read_text())["cells"]
+    return "".join("".join(output.get("text", "")) for output in cells[-1]["outputs"])
+
+
+def used_a_device(world: World) -> None:
+    """The lease was a real one, and no process is behind it any more (the console ends without giving it back: it expires)."""
+    log = Path(world.socket).with_name("broker.log").read_text()
+    assert "768 MiB reserved" in log
+    assert [lease for lease in world.status().leases if lease.pid is not None] == []
+
+
+def test_papermill_runs_a_notebook(world: World, name: str) -> None:
+    path = notebook(world, fill(1, MIB), CHECK, kernel=name)
+    run(world, "papermill", str(path), "out.ipynb", "--no-progress-bar")
+    assert last_text(world.notebooks / "out.ipynb") == "intact\n"
+    used_a_device(world)
+
+
+def test_jupyter_execute_runs_a_notebook(world: World, name: str) -> None:
+    path = notebook(world, fill(1, MIB), CHECK, kernel=name)
+    run(world, "jupyter", "execute", "--inplace", str(path))
+    assert last_text(path) == "intact\n"
+    used_a_device(world)
+
+
+def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
+    lines = [
+        "from provisioner.gpu.simulated import cuda",
+        "buffer = cuda.allocate(1 << 20); buffer.write(b'kept')",
+        "print('read back:', buffer.read(4))",
+        "exit",
+    ]
+    done = run(
+        world, "jupyter", "console", "--simple-prompt", "--kernel", name, typed="".join(f"{line}\n" for line in lines)
+    )
+    assert "read back: b'kept'" in done.stdout
+    until(
+        lambda: world.status().leases == [] or world.status().leases[0].pid is None, "the kernel ends with the console"
+    )
+    used_a_device(world)
+
+
+def outcomes(world: World, kernel: str) -> dict[str, str]:
+    found: dict[str, str] = json.loads(run(world, "tests.support.kernel_suite", kernel).stdout)
+    return found
+
+
+def test_the_protocols_own_suite_ends_as_on_plain_ipykernel(world: World, name: str) -> None:
+    world.environment["PYTHONPATH"] = str(ROOT)
+    plain, fractional = outcomes(world, "python3"), outcomes(world, name)
+    assert fractional == plain
+    assert len(plain) >= 12
+    assert set(plain.values()) == {"passed"}
+    used_a_device(world)
