@@ -78,9 +78,11 @@ class Steering:
                 await self._resized(kernel, event, mine)
         except TimeoutError:
             if not self._has(kernel, event):
+                ticket = self._broker.arbiter.ticket(kernel.lease_id)
                 raise ConflictError(
                     f"there was no room for {format_fraction(event.fraction_milli)} of a GPU and "
-                    f"{format_memory(event.reserve_mib)} within {format_duration(int(wait_s * 1000))}: the kernel stays as it was; "
+                    f"{format_memory(event.reserve_mib)} within {format_duration(int(wait_s * 1000))}"
+                    f"{f' ({ticket.sentence})' if ticket is not None else ''}: the kernel stays as it was; "
                     "try again later, or ask for less",
                     reason="timeout",
                 ) from None
