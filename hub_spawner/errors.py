@@ -28,14 +28,14 @@ _STATUS = {
 def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
     """Return the error that stops a spawn. `hint` is said on the page only."""
     status = _STATUS.get(reason, 400)
-    html = f"<strong>Your server was not started.</strong> {escape(_capital(sentence))}."
-    if hint:
-        html += f" {escape(hint)}"
+    said = f"{_capital(sentence)}." + (f" {hint}" if hint else "")
+    html = f"<strong>Your server was not started.</strong> {escape(said)}"
     if SpawnException is not None:
         error: web.HTTPError = SpawnException(sentence, reason=reason, message_html=html, status_code=status)
-        return error
-    error = web.HTTPError(status, "%s", sentence, reason=reason)
-    error.jupyterhub_message = sentence  # type: ignore[attr-defined]
+    else:
+        error = web.HTTPError(status, "%s", sentence, reason=reason)
+    # The page shows these in either version; without them it shows the exception's own text.
+    error.jupyterhub_message = f"Your server was not started. {said}"  # type: ignore[attr-defined]
     error.jupyterhub_html_message = html  # type: ignore[attr-defined]
     return error
 

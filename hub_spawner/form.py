@@ -73,8 +73,8 @@ def _fraction(pool: PoolOffer, one: FractionOffer, checked: str) -> str:
     label = f"{format_fraction(one.fraction_milli)} GPU, {format_memory(one.memory_mib)}"
     if one.price:
         label += f", {one.price}"
-    disabled = bool(pool.why_not)
-    hint = "" if disabled else one.sentence
+    disabled = bool(pool.why_not or one.why_not)
+    hint = "" if pool.why_not else one.sentence
     return _radio(
         value, f"gpu-{pool.pool}-{one.fraction_milli}", label, hint, checked=value == checked, disabled=disabled
     )

@@ -95,6 +95,7 @@ class FractionalGPUMixin(Below):
         super().__init__(**kwargs)
         self._gpu_seat: dict[str, Any] | None = None
         self._gpu_confirmed = False
+        self._gpu_over: list[dict[str, Any]] = []  # seats that are to be given back
         self._gpu_progress = ProgressLog()
 
     @default("gpu_socket")
@@ -180,7 +181,10 @@ class FractionalGPUMixin(Below):
         return f"{below}\n{form}" if below else form
 
     async def _gpu_offers(self) -> Offers:
-        return await self._gpu_link.offers(OfferRequest(owner=self.user.name, groups=self._gpu_groups()))
+        return await self._gpu_link.offers(self._gpu_asker())
+
+    def _gpu_asker(self) -> OfferRequest:
+        return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name)
 
     def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
         """Read our field of the form; the rest is the spawner's below."""
@@ -261,9 +265,7 @@ class FractionalGPUMixin(Below):
     async def _gpu_hint(self) -> str:
         """Return what can be had instead."""
         try:
-            offers = await BrokerLink(self.gpu_socket, patience_s=0).offers(
-                OfferRequest(owner=self.user.name, groups=self._gpu_groups())
-            )
+            offers = await BrokerLink(self.gpu_socket, patience_s=0).offers(self._gpu_asker())
         except FractionalGPUError:
             return ""
         free = [
@@ -334,14 +336,15 @@ class FractionalGPUMixin(Below):
 
     async def run_post_stop_hook(self) -> None:
         """Give the seat back, however the server ended, then run the configured hook."""
-        seat, self._gpu_seat = self._gpu_seat, None
-        if seat is not None:
+        over = [*self._gpu_over, *([self._gpu_seat] if self._gpu_seat is not None else [])]
+        self._gpu_over, self._gpu_seat = [], None
+        for seat in over:
             _remove(seat["file"])
             try:
                 await self._gpu_link.release(seat["seat_id"])
             except FractionalGPUError as error:
                 self.log.warning(
-                    "The seat of %s could not be given back; its next server replaces it: %s", self._log_name, error
+                    "A seat of %s was not given back; the next server replaces it: %s", self._log_name, error
                 )
         hook = super().run_post_stop_hook()
         if inspect.isawaitable(hook):
@@ -364,8 +367,10 @@ class FractionalGPUMixin(Below):
             self._gpu_seat, self._gpu_confirmed = dict(seat), False
 
     def clear_state(self) -> None:
-        """Forget the seat. (It is given back in the hook after the stop; taking another one replaces it.)"""
+        """Forget the seat: it is given back in the hook after the stop. (Spawners clear their state as soon as they see the end.)"""
         super().clear_state()
+        if self._gpu_seat is not None:
+            self._gpu_over.append(self._gpu_seat)
         self._gpu_seat, self._gpu_confirmed = None, False
         self._gpu_progress.begin()  # the hub clears the state before it starts a server
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from provisioner.broker.broker import Broker, wall_ms
-from provisioner.broker.seat_rules import Full, check_terms, guaranteed_full, percent
+from provisioner.broker.seat_rules import Full, check_limits, check_terms, guaranteed_full, percent
 from provisioner.config.hub import HubPool
 from provisioner.config.settings import Settings
 from provisioner.core.model import DeviceView, PoolSpec, ReserveBy
@@ -175,7 +175,13 @@ class Forecasts:
             waiting=waiting,
             fractions=[
                 self._fraction_offer(
-                    SeatRequest(owner=request.owner, groups=request.groups, pool=pool.name, fraction_milli=milli),
+                    SeatRequest(
+                        owner=request.owner,
+                        groups=request.groups,
+                        server=request.server,
+                        pool=pool.name,
+                        fraction_milli=milli,
+                    ),
                     pool,
                     seats,
                     waiting,
@@ -189,8 +195,10 @@ class Forecasts:
     ) -> FractionOffer:
         hub, milli = self.hub(pool.name), request.fraction_milli
         memory_mib = self.memory_mib(pool, milli, None)
+        seats = [seat for seat in seats if (seat.owner, seat.server) != (request.owner, request.server)]
         where = self.full(request, pool, hub, memory_mib, seats)
-        free = not isinstance(where, Full) and not waiting
+        why_not = _over_limit(request, pool, hub, seats)
+        free = not isinstance(where, Full) and not waiting and not why_not
         expected_ms = None if free else self.expected_ms(pool.name, waiting + 1, len(seats))
         offer = FractionOffer(
             fraction_milli=milli,
@@ -198,6 +206,7 @@ class Forecasts:
             price=hub.price.of(milli) if hub.price is not None else "",
             free=free,
             sentence="",
+            why_not=why_not,
             expected_ms=expected_ms,
             at_once_milli=0
             if isinstance(where, Full)
@@ -224,7 +233,17 @@ class Forecasts:
             for one in (*usual, *offer.fractions):
                 if one.free:
                     return offer.pool, one.fraction_milli
-        return (usable[0].pool, usable[0].fractions[0].fraction_milli) if usable else ("", 0)
+        allowed = [(offer.pool, one.fraction_milli) for offer in usable for one in offer.fractions if not one.why_not]
+        return allowed[0] if allowed else ("", 0)
+
+
+def _over_limit(request: SeatRequest, pool: PoolSpec, hub: HubPool, seats: Sequence[SeatRecord]) -> str:
+    found = hub.terms(request.groups)
+    try:
+        check_limits(request, found[0] if found is not None else "", pool, seats)
+    except NoRoomError as error:
+        return str(error)
+    return ""
 
 
 def _sum(known: UsageRecord, more: UsageRecord) -> UsageRecord:
@@ -238,6 +257,8 @@ def _sum(known: UsageRecord, more: UsageRecord) -> UsageRecord:
 
 
 def _expectation(offer: FractionOffer, hub: HubPool) -> str:
+    if offer.why_not:
+        return offer.why_not
     if offer.free:
         return f"free now; about {percent(offer.at_once_milli)} of the cells start at once"
     if not hub.waits_when_full:

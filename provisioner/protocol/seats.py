@@ -35,6 +35,7 @@ class OfferRequest:
 
     owner: str
     groups: list[str] = field(default_factory=list)
+    server: str = ""  # the server that is to be started: what it may have already does not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class FractionOffer:
     free: bool  # a seat of this size would be given at once
     sentence: str  # what to expect, for people
     expected_ms: int | None = None  # how long a seat is waited for; None: cannot be told
+    why_not: str = ""  # why this user cannot have it, whoever else is there; empty: they can
     at_once_milli: int = 1000  # how many of a thousand cells would find room when they begin
 
 

@@ -39,6 +39,7 @@ class Bare(Spawner):  # type: ignore[misc] # untyped
     async def stop(self, now: bool = False) -> None:
         del now
         self.running = False
+        self.clear_state()  # as JupyterHub's own spawners do
 
     async def poll(self) -> int | None:
         return None if self.running else 0

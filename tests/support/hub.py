@@ -9,8 +9,8 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,8 @@ class HubWorld:
             with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310
                 text = reply.read()
         except urllib.error.HTTPError as error:
-            text = error.read()
+            with error:
+                text = error.read()
             with suppress(ValueError):
                 raise Refused(error.code, json.loads(text).get("message", "")) from None
             raise Refused(error.code, text.decode(errors="replace")) from None
@@ -231,14 +232,15 @@ class HubWorld:
     def await_server(self, user: str, server: str = "") -> None:
         """Wait until the server is ready. Raises Refused if it failed, with the last event's message."""
         path = f"users/{user}/server{'s/' + server if server else ''}/progress"
-        for event in self.events(path):
-            if event.get("failed"):
-                raise Refused(500, event["message"])
-            if event.get("ready"):
-                return
+        with closing(self.events(path)) as events:
+            for event in events:
+                if event.get("failed"):
+                    raise Refused(500, event["message"])
+                if event.get("ready"):
+                    return
         raise Refused(500, "the progress ended without a server")
 
-    def events(self, path: str, *, token: str | None = None) -> Iterator[dict[str, Any]]:
+    def events(self, path: str, *, token: str | None = None) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a progress stream."""
         request = urllib.request.Request(  # noqa: S310
             f"{self.url}hub/api/{path}", headers={"Authorization": f"token {token or self.token}"}

@@ -1,0 +1,280 @@
+"""Groups, limits, priorities, opening hours and full pools as a user meets them, on the page and by the API; and what users forge."""
+
+import json
+import time
+import urllib.error
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.hub.pages import Visitor
+from tests.support.hub import HubServer, HubWorld, Refused, new_hub
+from tests.support.world import Notebook, new_world, until
+
+CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))
+POOLS: dict[str, Any] = {
+    "default": {"devices": [0], "price": "0.80 EUR", "user_limits": {"fraction": "1/2"}, "wait_bound": "100%"},
+    "staff": {"devices": [1], "groups": {"staff": {"weight": 200, "priority": 10}}},
+    "closed": {"devices": [2], "hours": f"{CLOSED} 08:00-08:30"},
+    "full": {"devices": [3], "oversubscription": 1, "when_full": "refuse", "fractions": ["1"]},
+}
+GROUPS = {"staff": ["grace"], "students": ["ada", "bob"]}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubWorld]:
+    with new_world("4x256MiB") as world:
+        for pool in ("default", "staff"):
+            world.install(125, 250, 500, 1000, pool=pool)
+        with new_hub(world, {"pools": POOLS}, groups=GROUPS) as hub:
+            until(lambda: world.broker_pid() is not None, "the hub's broker serves")
+            yield hub
+
+
+@pytest.fixture(scope="module")
+def ada(hub: HubWorld) -> HubServer:
+    """A server with a quarter of the default pool."""
+    return hub.server("ada", pool="default", fraction="1/4")
+
+
+REFUSALS: list[tuple[str, dict[str, Any], int, str]] = [
+    ("ada", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, and you are in students"),
+    ("eve", {"pool": "staff", "fraction": "1/4"}, 403, "Pool 'staff' is for members of staff, and you are in none"),
+    (
+        "bob",
+        {"pool": "closed", "fraction": "1/4"},
+        503,
+        f"Pool 'closed' is closed now; it is open {CLOSED} 08:00-08:30",
+    ),
+    (
+        "bob",
+        {"pool": "default", "fraction": "3/4"},
+        403,
+        "you may have 1/2 GPU in this pool, and your other servers have none",
+    ),
+    (
+        "bob",
+        {"pool": "default", "fraction": "1/3"},
+        400,
+        "pool 'default' offers 1/8, 1/4, 1/2, 3/4, 1; choose one of these",
+    ),
+    ("bob", {"pool": "default", "fraction": "1/4", "priority": 99}, 400, "Unknown option 'priority'"),
+    ("bob", {"pool": "default", "fraction": {"$ne": 1}}, 400, "neither a fraction nor a size"),
+    ("bob", {"pool": "default/../staff", "fraction": "1/4"}, 400, "is not a pool's name"),
+    ("bob", {"spawner": "LocalProcessSpawner", "environment": {"LD_PRELOAD": "x"}}, 400, "Unknown option"),
+]
+
+
+@pytest.mark.parametrize(("user", "options", "status", "sentence"), REFUSALS)
+def test_the_api_refuses_with_the_reason(
+    hub: HubWorld, user: str, options: dict[str, Any], status: int, sentence: str
+) -> None:
+    with pytest.raises(Refused) as caught:
+        hub.spawn(user, **options)
+    assert caught.value.status == status
+    assert sentence in caught.value.message.replace("Your server was not started. ", "")
+    assert not [seat for seat in seats(hub) if seat.owner == user and seat.pool != "default"]
+    assert sentence[1:].split(",", maxsplit=1)[0] in (hub.world.folder / "hub.err").read_text(), "it is in the log"
+
+
+@pytest.mark.parametrize(
+    ("user", "chosen", "sentence"),
+    [
+        (
+            "bob",
+            "staff/250",
+            "Your server was not started. Pool 'staff' is for members of staff, and you are in students",
+        ),
+        ("bob", "closed/250", f"opens next on {CLOSED} 08:00"),
+        ("bob", "default/750", "you may have 1/2 GPU in this pool"),
+        ("bob", "default/333", "offers 1/8, 1/4, 1/2, 3/4, 1"),
+        ("bob", "<b>x</b>/1", "is not a pool's name"),
+        ("bob", "default/²", "is none of the choices; reload the page and choose again"),
+    ],
+)
+def test_the_page_refuses_with_the_same_reason_and_offers_the_choice_again(
+    hub: HubWorld, user: str, chosen: str, sentence: str
+) -> None:
+    page = Visitor(hub, user).post("hub/spawn", gpu=chosen)
+    assert 400 <= page.status < 600
+    assert sentence in page.error
+    assert "<b>x</b>" not in page.html
+    assert page.choices, "the form is there again"
+
+
+def test_the_page_shows_what_the_user_may_choose_and_a_sensible_default(hub: HubWorld) -> None:
+    page = Visitor(hub, "bob").get("hub/spawn")
+    assert page.choices["default/250"], "the default is chosen already"
+    assert set(page.choices) == {f"default/{milli}" for milli in (125, 250, 500)} | {"full/1000", "none"}
+    assert "Pool staff" not in page.text, "pools of others are not shown"
+    assert "Not available: pool 'closed' is closed now" in page.text
+    assert "1/4 GPU, 64 MiB, 0.20 EUR per hour" in page.text
+    assert "you may have 1/2 GPU in this pool" in page.text, "why some cannot be chosen"
+    assert "free now; about" in page.text
+    assert "These GPUs are simulated" in page.text
+    assert "Pool staff" in Visitor(hub, "grace").get("hub/spawn").text
+
+
+def test_the_page_can_be_used_without_seeing_it(hub: HubWorld) -> None:
+    """Every choice has a label of its own, its description is bound to it, and every group is named."""
+    html = Visitor(hub, "bob").get("hub/spawn").html
+    form = html[html.index('<fieldset class="gpu-choice">') : html.rindex("</fieldset>")]
+    assert form.count("<fieldset") == form.count("<legend>")
+    for value in ("default-250", "full-1000", "none"):
+        assert f'id="gpu-{value}"' in form
+        assert f'<label class="form-check-label" for="gpu-{value}">' in form
+    assert 'aria-describedby="gpu-default-250-hint"' in form
+    assert '<small id="gpu-default-250-hint">' in form
+
+
+def test_a_full_pool_refuses_on_the_page_and_by_the_api_and_says_what_is_free(hub: HubWorld) -> None:
+    hub.spawn("holder", pool="full", fraction="1")
+    with pytest.raises(Refused) as caught:
+        hub.spawn("bob", pool="full", fraction="1")
+    assert caught.value.status == 503
+    assert "has promised 256 MiB of the 256 MiB that it may promise" in caught.value.message
+    visitor = Visitor(hub, "bob")
+    page = visitor.post("hub/spawn", gpu="full/1000")
+    assert page.status == 503
+    assert "has promised 256 MiB" in page.error
+    assert "What you can have now: 1/8 GPU of pool default, 1/4 GPU of pool default" in page.error
+    assert "full now" in visitor.get("hub/spawn").text
+    hub.await_server("holder")
+    hub.stop("holder")
+    until(lambda: not [seat for seat in seats(hub) if seat.pool == "full"], "a server that ended gives its seat back")
+
+
+def test_limits_count_all_of_a_users_servers(hub: HubWorld, ada: HubServer) -> None:
+    del ada
+    with pytest.raises(Refused) as caught:
+        hub.spawn("ada", "second", pool="default", fraction="1/2")
+    assert caught.value.status == 403
+    assert "you may have 1/2 GPU in this pool, and your other servers have 1/4 GPU" in caught.value.message
+
+
+def test_priority_and_weight_come_from_the_group(hub: HubWorld) -> None:
+    hub.spawn("grace", pool="staff", fraction="1/4")
+    (seat,) = [seat for seat in seats(hub) if seat.owner == "grace"]
+    assert (seat.group, seat.priority, seat.weight) == ("staff", 10, 200)
+
+
+def test_the_launcher_shows_what_the_seat_suffices_for(ada: HubServer) -> None:
+    assert ada.launcher() == ["fractional-gpu-default-125", "fractional-gpu-default-250"]
+
+
+# -- what users forge -------------------------------------------------------------------------------------------------------
+
+
+def _own_kernelspec(hub: HubWorld, name: str, **config: Any) -> str:  # noqa: ANN401 - whatever a user writes
+    """What a user may do: write a kernelspec into a folder that Jupyter reads."""
+    folder = hub.world.kernels_dir / name
+    content = json.loads((hub.world.kernels_dir / "fractional-gpu-default-250" / "kernel.json").read_text())
+    content["metadata"]["kernel_provisioner"]["config"] = config
+    folder.mkdir()
+    (folder / "kernel.json").write_text(json.dumps(content))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"pool": "default", "fraction": "1"}, "a kernel of 1 GPU was asked, but this server has 1/4 GPU with 64 MiB"),
+        ({"pool": "default", "fraction": "1/4", "memory": "200MiB"}, "a kernel with 200 MiB was asked"),
+        ({"pool": "staff", "fraction": "1/4"}, "a kernel of pool 'staff' was asked, but this server has"),
+        ({"pool": "default", "fraction": "1/8", "priority": 900}, "priority 900 was asked, but this server has 0"),
+    ],
+)
+def test_a_users_own_kernelspec_gets_no_more_than_the_seat(
+    hub: HubWorld, ada: HubServer, config: dict[str, Any], sentence: str
+) -> None:
+    name = _own_kernelspec(hub, f"mine-{abs(hash(sentence))}", **config)
+    wish = {"kernel": {"name": name}, "name": "forged", "path": f"{name}.ipynb", "type": "notebook"}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ada.request("POST", "api/sessions", wish)
+    with caught.value as error:
+        assert sentence in json.loads(error.read())["message"], "the person in front of JupyterLab reads it"
+    assert hub.world.status().leases == []
+    assert "got no kernel" in hub.logs()["hub.err"] + hub.world.logs().get("broker.log", "")
+
+
+def test_variables_changed_in_the_server_give_nothing(hub: HubWorld, ada: HubServer) -> None:
+    """From a kernel of the server, as its user could: without the seat, with a forged one, and with another fraction."""
+    notebook = ada.start("python3")
+    try:
+        assert notebook.must("import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))").text == "''\n"
+        refused = ask_from(notebook, fraction=250, without_seat=True)
+        assert "GPUs are given to servers that the hub started with one" in refused
+        assert "has 1/4 GPU" in ask_from(notebook, fraction=1000)
+        forged = (
+            "{'seat_id': '0' * 24, 'token': 'x' * 43, 'pool': 'default', 'fraction_milli': 1000, 'memory_mib': 256}"
+        )
+        assert "what was sent is not its token" in ask_from(notebook, fraction=1000, forged=forged)
+        # The file says more than the seat has: that convinces nobody.
+        assert "has 1/4 GPU" in ask_from(notebook, fraction=1000, more=True)
+        assert hub.world.status().leases == []
+        assert ask_from(notebook, fraction=250) == "granted\n", "and what is allowed works"
+    finally:
+        notebook.shut_down()
+    assert hub.world.status().leases == []
+
+
+def ask_from(
+    notebook: Notebook, *, fraction: int, without_seat: bool = False, forged: str = "", more: bool = False
+) -> str:
+    """Ask for a lease from inside a kernel, and return what its user reads."""
+    code = f"""
+import json, os, tempfile
+from provisioner.kernel_lease import take_lease
+from provisioner.protocol.errors import FractionalGPUError
+from provisioner.protocol.messages import LeaseRequest
+kept = os.environ["JUPYTER_GPU_SEAT_FILE"]
+with tempfile.NamedTemporaryFile("w") as file:
+    forged = {forged or "None"}
+    if {more}:
+        forged = json.load(open(kept)) | {{"fraction_milli": 1000, "memory_mib": 256, "pool": "default"}}
+    if forged is not None:
+        json.dump(forged, file); file.flush()
+        os.environ["JUPYTER_GPU_SEAT_FILE"] = file.name
+    if {without_seat}:
+        del os.environ["JUPYTER_GPU_SEAT_FILE"]
+    try:
+        lease = take_lease(LeaseRequest(fraction_milli={fraction}, pool="default"), timeout_s=30)
+        lease.release()
+        print("granted")
+    except FractionalGPUError as error:
+        print(error)
+    finally:
+        os.environ["JUPYTER_GPU_SEAT_FILE"] = kept
+"""
+    return notebook.must(code).text
+
+
+def test_another_users_token_opens_neither_server_nor_hub(hub: HubWorld, ada: HubServer) -> None:
+    hub.add_user("mallory")
+    token = hub.api("POST", "users/mallory/tokens", {"note": "test"})["token"]
+    for path in ("api/kernels", "api/kernelspecs"):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            _with_token(ada, token).request("GET", path)
+        with caught.value as error:
+            assert error.code == 403
+    for method, path, body in (
+        ("POST", "users/ada/servers/x", {"pool": "default", "fraction": "1/4"}),
+        ("DELETE", "users/ada/server", None),
+        ("GET", "users/ada/server/progress", None),
+    ):
+        with pytest.raises(Refused) as refused:
+            hub.api(method, path, body, token=token)
+        assert refused.value.status in (403, 404)
+    assert [seat.owner for seat in seats(hub) if seat.server == "x"] == []
+
+
+def _with_token(server: HubServer, token: str) -> HubServer:
+    stranger = object.__new__(HubServer)
+    stranger.url, stranger.token = server.url, token
+    return stranger
+
+
+def seats(hub: HubWorld) -> list[Any]:
+    with hub.seats() as client:
+        return client.seats().seats
