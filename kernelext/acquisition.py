@@ -4,6 +4,7 @@ Rules:
 
 - The first cell that waits starts a thread that asks; the others listen to the same stream; when the last one leaves, the thread's
   connection is hung up, which withdraws the ticket.
+- Where a cell may overlap with the resume, it leaves the ticket behind: the stream goes on without a listener until it opens the gate.
 - Listeners are told through a queue each, so a waiting main thread stays interruptible: what blocks in the socket is our thread.
 - A broker that dies meanwhile is started again and asked again. Only a broker that fails several times without a word in between, or
   that cannot be started, is an answer.
@@ -87,12 +88,15 @@ class Acquirer:
             self._attempt = attempt = _Attempt()
         threading.Thread(target=self._run, args=(attempt,), name="gpu-acquire", daemon=True).start()
 
-    def leave(self, waiter: Waiter) -> None:
-        """Stop telling `waiter`; the last one to leave withdraws the ticket. Never blocks, and may be called twice."""
+    def leave(self, waiter: Waiter, *, keep: bool = False) -> None:
+        """Stop telling `waiter`; the last one to leave withdraws the ticket, unless it is to `keep` it.
+
+        Never blocks, and may be called twice.
+        """
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            if self._waiters or self._attempt is None:
+            if self._waiters or self._attempt is None or keep:
                 return
             attempt, self._attempt = self._attempt, None
         attempt.abandon()
@@ -168,6 +172,8 @@ class Acquirer:
                         return Refusal(
                             progress.sentence or f"The GPU broker refused ({progress.reason or 'it gave no reason'})."
                         )
+                    if progress.overlap:
+                        self._gate.bind(progress.environment)
                     attempt.last = progress
                     self._tell(attempt, progress)
         finally:

@@ -7,6 +7,7 @@ Rules:
   wanted, whatever order the two connections deliver their lines in. Otherwise the gate shuts and answers "closed", in one step.
 - A preemption shuts the gate although a cell runs. That cell goes on (what it asks of the GPU blocks until its state is back); when
   it ends the gate stays shut, and the next cell asks.
+- Where the pool lets a cell overlap with its kernel's resume, it enters a shut gate, which opens beneath it.
 - An open gate costs a cell two uncontended lock operations and no round trip.
 - In a forked child the gate is inert: the lease, the connections and the threads are the parent's.
 """
@@ -70,16 +71,17 @@ class Gate:
             if self._open:
                 on_open()
 
-    def stop_waiting(self, on_open: Callable[[], None], mark: object | None) -> bool:
-        """The wait is over; return whether the gate is open.
+    def stop_waiting(self, on_open: Callable[[], None], mark: object | None, *, overlap: bool = False) -> bool:
+        """The wait is over; return whether the gate is open, or `overlap` says that this does not matter.
 
-        A mark that is given enters in the same step if it is, so that no `close` comes between. A `preempt` may have come.
+        A mark that is given enters in the same step if so, so that no `close` comes between. A `preempt` may have come.
         """
         with self._lock:
             self._waiting.remove(on_open)
-            if mark is not None and self._open:
+            may_enter = self._open or overlap
+            if mark is not None and may_enter:
                 self._running.add(mark)
-            return self._open
+            return may_enter
 
     def close(self) -> str:
         """Shut the gate and return "closed", or return "busy" and change nothing."""

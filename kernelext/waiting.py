@@ -48,19 +48,22 @@ def wait_for_gpu(gate: Gate, acquirer: Acquirer, line: LiveLine | None, mark: ob
     entered = False
     with interrupts_to(waiter):
         while not entered:  # again, if it was shut for a preemption between its opening and our passing
-            opened = False
+            opened = overlaps = False
             gate.start_waiting(on_open)
             try:
                 acquirer.join(waiter)
-                _listen(waiter, line)
+                overlaps = _listen(waiter, line, may_overlap=mark is not None)
                 opened = True
             finally:
-                acquirer.leave(waiter)
-                entered = gate.stop_waiting(on_open, mark if opened else None) or mark is None
+                acquirer.leave(waiter, keep=overlaps)
+                entered = gate.stop_waiting(on_open, mark if opened else None, overlap=overlaps) or mark is None
 
 
-def _listen(waiter: Waiter, line: LiveLine | None) -> None:
-    """Show what is told until the gate opens. Raises RefusedError and KeyboardInterrupt."""
+def _listen(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool:
+    """Show what is told until the gate opens (False), or the cell may run although it is shut (True).
+
+    Raises RefusedError and KeyboardInterrupt.
+    """
     begun_s = time.monotonic()
     words: WaitLine | None = None  # made when there is something to say
     while True:
@@ -75,12 +78,14 @@ def _listen(waiter: Waiter, line: LiveLine | None) -> None:
         except Empty:
             continue
         if note == OPENED:
-            return
+            return False
         if note == INTERRUPTED:
             raise KeyboardInterrupt
         if isinstance(note, Refusal):
             raise RefusedError(note.sentence)
         if not isinstance(note, str):
+            if note.overlap and may_overlap:
+                return True
             words = words or _wait_line(begun_s)
             words.tell(note)
 

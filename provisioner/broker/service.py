@@ -326,8 +326,13 @@ class Service:
                 kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
             )
         expected = ticket.expected if ticket is not None else None
+        # The bytes are on their way: nothing but time is needed. The ledger is told of the reservation before the grant, not here.
+        pool = self.broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
+        overlap = pool is not None and pool.overlap_resume
         return Progress(
             kind=ProgressKind.WAITING,
+            overlap=overlap,
+            environment=self.broker.environment(kernel.lease_id, view.device_ids) if overlap else {},
             reason=reason,
             sentence=sentence,
             position=ticket.position if ticket is not None else None,

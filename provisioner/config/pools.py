@@ -122,6 +122,14 @@ KEYS: Mapping[str, Key] = {
         "for equals, so that all get their share of the time.",
         also=("preempt_priorities",),
     ),
+    "overlap_resume": Key(
+        field="overlap_resume",
+        parse=values.boolean,
+        default=False,
+        example=True,
+        help="Let a cell run on the processor while its kernel's memory is on the way back; its first call of the GPU blocks until then, "
+        "and cannot be interrupted.",
+    ),
     "max_pin": Key(
         field="max_pin_ms",
         parse=values.duration(),

@@ -148,6 +148,9 @@ class PoolSpec:
     strangers: Strangers = Strangers.SHOW  # what happens to processes of no lease on the pool's devices
     suspend_unseen: bool = True  # kernels without our extension may be suspended, though nobody can tell what they use
     hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none
+    overlap_resume: bool = (
+        False  # a cell runs on while its kernel's resume is under way, and blocks in its first call of the device
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

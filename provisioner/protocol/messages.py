@@ -251,7 +251,11 @@ class ProgressKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A line of an acquire stream. `environment` comes with `granted`: variables that bind the process to its device."""
+    """A line of an acquire stream. `environment` comes with `granted`: variables that bind the process to its device.
+
+    `overlap` comes with `waiting` (and with the environment): the state is on its way back and no queue is before it, and the pool lets
+    a cell run on meanwhile. It blocks in its first call of the device until then. The caller listens on until `granted`.
+    """
 
     kind: str
     reason: str = ""
@@ -262,6 +266,7 @@ class Progress:
     high_ms: int | None = None
     device_id: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    overlap: bool = False
 
 
 class GateVerb(StrEnum):

@@ -2,6 +2,7 @@
 
 import re
 
+from provisioner.gpu.simulated import faults
 from tests.support.world import Server, World
 
 FILL = """
@@ -36,3 +37,24 @@ def test_what_the_notebook_shows_is_what_the_broker_knows(world: World, server: 
     assert "█" in history
     story = text(first.must("%gpu explain").data)
     assert "224 MiB restored" in story
+
+
+def test_a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world: World) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'overlap_resume': True}}")
+    with Server(world) as server:
+        (whole,) = world.install(1000)
+        notebook = server.start(whole)
+        notebook.must(FILL)
+        notebook.send("%gpu suspend")
+        world.await_state(notebook.kernel_id, "suspended")
+        fault = faults.inject(world.simulated_folder, "restore", "hang")
+        request = notebook.send("print('on the processor'); print(buffer.read()[:1])")
+        for message in notebook.messages(request):
+            if message["msg_type"] == "stream":
+                assert message["content"]["text"] == "on the processor\n"
+                break
+        assert world.lease(notebook.kernel_id).state == "resuming"
+        faults.remove(world.simulated_folder, fault)
+        assert notebook.wait(request).text == "b'x'\n"
+        assert notebook.must("print(buffer.read()[:1])").text == "b'x'\n"
+        assert world.lease(notebook.kernel_id).position is None

@@ -13,6 +13,10 @@ def ignore(_: Mapping[str, str]) -> None:
     pass
 
 
+def ignore_opening() -> None:
+    pass
+
+
 def test_it_is_shut_until_it_is_opened_and_binds_the_device_before_that() -> None:
     bound: list[tuple[Mapping[str, str], bool]] = []
     gate = Gate(lambda environment: bound.append((environment, gate.is_open)))
@@ -80,6 +84,16 @@ def test_a_preemption_between_opening_and_passing_makes_the_cell_wait_again() ->
     gate.preempt()
     assert not gate.stop_waiting(on_open, "cell")
     assert not gate.is_running
+
+
+def test_a_cell_that_may_overlap_enters_a_shut_gate_which_opens_beneath_it() -> None:
+    gate = Gate(ignore)
+    gate.start_waiting(ignore_opening)
+    assert gate.stop_waiting(ignore_opening, "cell", overlap=True)
+    assert (gate.is_open, gate.is_running, gate.close()) == (False, True, "busy")
+    gate.open({})
+    gate.leave("cell")
+    assert gate.close() == "closed"
 
 
 def test_a_changed_limit_binds_without_opening() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.protocol.messages import GateVerb
+from provisioner.protocol.messages import GateVerb, Progress
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
 
@@ -300,6 +300,34 @@ def test_a_new_limit_reaches_torch_on_the_idle_main_loop_and_raising_it_does_not
     kernel.client.input("")
     assert kernel.finish(running).printed == "on\n[50]\n", "not lowered beneath a cell"
     assert kernel.run("print(calls)").printed == "[50, 25]\n"
+
+
+def test_where_the_pool_allows_it_a_cell_overlaps_with_the_resume_and_its_ticket_stays(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    gate = broker.stream("gate")
+    request = kernel.send("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    stream = broker.stream("acquire")
+    stream.waiting("lease-2 is being saved")
+    stream.send(
+        Progress(kind="waiting", reason="wait.restoring", overlap=True, environment={"CUDA_VISIBLE_DEVICES": "GPU-9"})
+    )
+    assert kernel.finish(request).printed == "GPU-9\n"
+    following = kernel.send(
+        "import asyncio, kernelext\n"
+        "gate, = (extension.gate for extension in kernelext._loaded.values())\n"
+        "print('shut' if not gate.is_open else 'open')\n"
+        "while not gate.is_open: await asyncio.sleep(0.001)\n"
+        "print('open')"
+    )
+    kernel.until_published(following, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    gate.command(GateVerb.CLOSE, 1)
+    assert broker.answer_to(1) == "busy"
+    assert (broker.count("acquire"), broker.hung_up) == (1, []), "one ticket, which is still there"
+    stream.granted()
+    assert kernel.finish(following).printed == "shut\nopen\n"
+    assert kernel.run("print('at once')").printed == "at once\n"
+    assert broker.count("acquire") == 1
 
 
 def test_shrink_runs_on_the_idle_main_loop(kernel: RunningKernel, broker: ScriptedBroker) -> None:
