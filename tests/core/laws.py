@@ -109,26 +109,43 @@ class Laws:
                 "is suspended, but no device is emptied for that",
             )
             return
-        law(5, not seen.busy or (pool.preempt_equals or pool.preempt_priorities), seen.lease_id, "may not be preempted")
+        if seen.busy:
+            self._preempts(seen, why)
         if seen.busy or (why.reason in {"suspend.idle", "suspend.needed-by"} and not seen.ran):
             law(5, stayed >= pool.min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         pinned = seen.pinned_until > self._world.now
         law(5, not pinned or why.reason in OF_ITS_OWN, seen.lease_id, "is pinned and is suspended:", why)
-        if why.reason == "suspend.needed-by":
+        if why.reason in {"suspend.needed-by", "suspend.preempted"}:
             self._law_3(seen, why)
+
+    def _preempts(self, victim: Seen, why: Recorded) -> None:
+        """A busy lease is suspended for somebody who goes before it, in a pool that wants it so."""
+        pool = self._world.pool(victim)
+        law(5, why.reason == "suspend.preempted", victim.lease_id, "is busy and is suspended:", why)
+        above = [
+            seen
+            for seen in self._beneficiaries(why)
+            if (pool.preempt_priorities and seen.spec.priority > victim.spec.priority)
+            or (pool.preempt_equals and seen.spec.priority == victim.spec.priority)
+        ]
+        law(5, above, victim.lease_id, "may not be preempted for", why.sentence)
+
+    def _beneficiaries(self, why: Recorded) -> list[Seen]:
+        match = _BENEFICIARY.search(why.sentence)
+        name = match[1] if match else "?"
+        return [seen for lease_id, seen in self._world.leases.items() if lease_id.startswith(name)]
 
     def _law_3(self, victim: Seen, why: Recorded) -> None:
         """Somebody is suspended for a beneficiary who waits and would fit if all the idle went.
 
         For one that was passed over too often room is gathered as neighbours become idle: it would fit if all went who may go at all.
         """
-        match = _BENEFICIARY.search(why.sentence)
-        name = match[1] if match else "?"
-        there = [s for i, s in self._world.leases.items() if i.startswith(name) and s.state in ELIGIBLE]
-        device = victim.devices[0]
-        fits = [s for s in there if device in self._world.allowed(s) and self._world.least(s) <= self._room(s, device)]
-        fits += [s for i, s in self._world.leases.items() if i.startswith(name) and self._could_grow(s, device)]
-        law(3, fits, victim.lease_id, "is suspended for", name, "who would not fit on", device)
+        device, fits = victim.devices[0], False
+        for seen in self._beneficiaries(why):
+            could_come = seen.state in ELIGIBLE and device in self._world.allowed(seen)
+            fits |= could_come and self._world.least(seen) <= self._room(seen, device)
+            fits |= self._could_grow(seen, device)
+        law(3, fits, victim.lease_id, "is suspended on", device, "where the other would not fit:", why.sentence)
 
     def _could_grow(self, seen: Seen, device: str) -> bool:
         """Whether a lease that waits to grow where it is could, if all the idle went."""
@@ -145,9 +162,17 @@ class Laws:
             seen.held
             for seen in self._world.on(device)
             if seen.state in {S.RESUMING, S.QUARANTINED, S.UNATTACHED}
-            or (seen.state is S.RESIDENT and ((seen.busy and not owed) or seen.pinned_until > self._world.now))
+            or (seen.state is S.RESIDENT and seen.pinned_until > self._world.now)
+            or (seen.state is S.RESIDENT and seen.busy and not owed and not self._may_preempt(beneficiary, seen))
         )
         return self._world.leasable.get(device, 0) - self._world.strangers.get(device, 0) - stays
+
+    def _may_preempt(self, beneficiary: Seen, seen: Seen) -> bool:
+        pool, more = self._world.pool(seen), beneficiary.spec.priority - seen.spec.priority
+        stayed = self._world.now - seen.since
+        if stayed < pool.min_residency_ms or more < 0:
+            return False
+        return pool.preempt_priorities if more else pool.preempt_equals
 
     # -- law 4 ---------------------------------------------------------------------------------------------------------------------
 
@@ -169,6 +194,8 @@ class Laws:
             if seen is winner or not seen.waits or seen.spec.pool != winner.spec.pool or not world.within_limits(seen):
                 continue
             ahead = (-seen.spec.priority, seen.asked) < (-winner.spec.priority, asked)
+            if world.pool(seen).preempt_equals and seen.spec.priority == winner.spec.priority:
+                continue  # who has had less than its share goes before
             if not ahead or not self._missed(seen, places):
                 continue
             seen.passed += 1
@@ -205,7 +232,10 @@ class Laws:
             if seen.state is S.SUSPENDED and (not channel_free or view.reason == "wait.retry"):
                 continue
             ahead = [other for _, _, other in line[:place]]
-            if any(other.urgent for _, _, other in line):  # who was passed over too often goes before the urgent
+            fair = any(pool.preempt_equals for pool in world.pools.values())  # the line is ordered by what each has had
+            if fair or any(
+                other.urgent for _, _, other in line
+            ):  # who was passed over too often goes before the urgent
                 ahead += [other for _, _, other in line[place + 1 :]]
             self._fits_and_waits(seen, view, ahead)
         if channel_free:

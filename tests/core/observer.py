@@ -131,7 +131,7 @@ class Observer:
         match event:
             case Wanted(urgent=True):
                 seen.urgent = True
-            case Unwanted():
+            case Unwanted() if not seen.busy:
                 seen.asked = -1
             case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED:
                 seen.busy = busy

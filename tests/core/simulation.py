@@ -100,6 +100,9 @@ class World:
             may_move=random.random() < 0.5,
             sharing=random.choices(list(Sharing), (18, 1, 1))[0],
             breach=random.choice(list(Breach)),
+            min_residency_swaps_milli=random.choice((0, 1_000, 4_000)),
+            preempt_priorities=random.random() < 0.5,
+            preempt_equals=random.random() < 0.3,
             max_pin_ms=20_000,
             pin_budget_ms=60_000 if name == "p" else None,
             user_limits=random.choice(
@@ -240,6 +243,8 @@ def _spec(world: World) -> LeaseSpec:
         reserve_mib=random.choice((100, 125, 250, 250, 400, 700, 990)),
         priority=random.choice((0, 0, 0, 1)),
         gated=random.random() < 0.7,
+        owner_weight=random.choice((50, 100, 100, 300)),
+        weight=random.choice((50, 100, 100, 300)),
     )
 
 

@@ -55,6 +55,8 @@ specs = st.builds(
     reserve_mib=sizes,
     priority=st.sampled_from([0, 0, 1]),
     gated=st.booleans(),
+    owner_weight=st.sampled_from([50, 100]),
+    weight=st.sampled_from([50, 100]),
 )
 policies = st.builds(
     PoolSpec,
@@ -68,6 +70,9 @@ policies = st.builds(
     retry_refused_ms=st.sampled_from([0, 2_000]),
     max_passed_over=st.sampled_from([0, 1, 3]),
     may_move=st.booleans(),
+    min_residency_swaps_milli=st.sampled_from([0, 4_000]),
+    preempt_priorities=st.booleans(),
+    preempt_equals=st.booleans(),
     max_pin_ms=st.just(5_000),
     pin_budget_ms=st.just(20_000),
     user_limits=st.sampled_from([Limits(), Limits(), Limits(leases=3, milli=1_000), Limits(resident_milli=500)]),
