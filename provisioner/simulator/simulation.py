@@ -57,6 +57,7 @@ from provisioner.simulator.traces import Cell, Session
 __all__ = ["simulate"]
 
 Watch = Callable[[Event, Sequence[Effect]], None]
+_TURNED_AWAY = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
 _PATIENCE_MS = 60_000  # a cell that finds no more memory for so long fails
 
 
@@ -194,6 +195,9 @@ class _Run:
             case LeaseEnded(lease_id=lease_id, reason=reason) if reason != "released":
                 self._result.lost += 1
                 self._kernels[lease_id].over = True
+            case LeaseRefused(lease_id=lease_id, reason=reason) if reason in _TURNED_AWAY:
+                self._result.lost += 1
+                self._kernels[lease_id].over = True
             case LeaseRefused(lease_id=lease_id, sentence=sentence):
                 raise SimulationError(f"session {lease_id!r} was refused: {sentence}")
 
@@ -267,6 +271,9 @@ class _Run:
 
     def _open(self, kernel: _Kernel) -> None:
         self._tell(LeaseRequested(at_ms=self._now_ms, spec=kernel.spec))
+        if kernel.over:
+            self._ends()
+            return
         self._tell(Attached(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, gated=True))
         first = kernel.session.cells[0].start_ms if kernel.session.cells else kernel.session.close_ms
         self._at(first, partial(self._next, kernel))
@@ -374,6 +381,9 @@ class _Run:
             self._accounts.drop_saved(kernel.total_mib)
         self._tell(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
         self._tell(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+        self._ends()
+
+    def _ends(self) -> None:
         self._ended += 1
         if self._progress is not None:
             self._progress(self._ended, self._result.sessions)

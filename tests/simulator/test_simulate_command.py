@@ -82,6 +82,26 @@ def test_a_policy_file_is_the_brokers(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "unknown key; did you mean 'fractions'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("preempt", "arguments", "some"),
+    [
+        ("never", (), False),
+        ("priorities", (), False),
+        ("priorities", ("--urgent-users", "30"), True),
+        ("fair", (), True),
+    ],
+)
+def test_a_policy_file_says_who_is_preempted(
+    preempt: str, arguments: tuple[str, ...], some: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    policy = tmp_path / "jupyter_gpu_config.py"
+    pool = {"idle_after": "on-demand", "may_move": True, "preempt": preempt, "min_residency_swaps": 3}
+    policy.write_text(f"c.GPUBroker.pools = {{'default': {pool!r}}}\n")
+    figures = simulated(capsys, "--users", "12", "--devices", "1x80GiB", "--policy", str(policy), *arguments)
+    assert (figures["lost"], figures["out_of_memory"]) == (0, 0)
+    assert bool(figures["preemptions"]) is some
+
+
 def test_the_fewest_devices_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     figures = simulated(capsys, "--users", "4", "--find-devices", "--p95-wait", "60s")
     devices, waits = figures["devices"], figures["wait_s"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from provisioner.core.effects import Effect, Granted
-from provisioner.core.model import DeviceSpec, PoolSpec
+from provisioner.core.model import DeviceSpec, Limits, PoolSpec
 from provisioner.simulator.errors import SimulationError
 from provisioner.simulator.host import Host, SwapSpeed, fraction_for
 from provisioner.simulator.result import Result
@@ -121,6 +121,12 @@ def test_what_cannot_be_served_is_refused_in_one_sentence() -> None:
         simulate(host(), [session("a", Cell(0, 1, 2, 10, 10))])
     with pytest.raises(SimulationError, match="'b' was refused"):
         simulate(host(oversubscription_milli=1000), [session(name, gpu_cell(0, 1)) for name in "ab"])
+
+
+def test_who_has_too_many_already_is_turned_away() -> None:
+    trace = [replace(session(name, gpu_cell(0, 1_000, mib=900)), user="u") for name in "abc"]
+    result = simulate(host(user_limits=Limits(leases=2)), trace)
+    assert (result.lost, len(result.waits.ordered)) == (1, 2)
 
 
 def test_a_crowd_loses_nothing_and_never_runs_out_of_memory() -> None:
