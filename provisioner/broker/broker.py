@@ -79,6 +79,7 @@ class Broker:
         self.used_mib: dict[str, int] = {}  # by device, as last measured
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
+        self._swaps = swaps
         self.counters = IdleCounters(self)
         self.backstop = Backstop(self)
         swaps.roots = self.roots
@@ -322,6 +323,14 @@ class Broker:
             kernel.executing_since_s = time.monotonic()
         if executing and kernel.link is None and not view.spec.gated:
             self.want_for(kernel)
+
+    async def measure(self, kernel: Kernel) -> None:
+        """Tell the arbiter what the kernel uses at this moment. Raises GPUError, OSError."""
+        used_mib = await self._swaps.used_mib(kernel)
+        view = self.arbiter.lease(kernel.lease_id)
+        if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.UNARMED):
+            measured = LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib, armed=used_mib > 0)
+            self.dispatch(measured)
 
     def want_for(self, kernel: Kernel) -> None:
         """File a ticket on behalf of a kernel that cannot or did not ask."""

@@ -9,8 +9,9 @@ from provisioner.broker.kernels import Kernel
 from provisioner.broker.status import device_status, lease_status
 from provisioner.core.effects import Declined
 from provisioner.core.events import DeviceDrained, DeviceUndrained, PinRequested, ResizeRequested, UnpinRequested
-from provisioner.core.model import LeaseView
+from provisioner.core.model import LeaseState, LeaseView
 from provisioner.core.units import format_duration, format_fraction, format_memory
+from provisioner.gpu.interface import GPUError
 from provisioner.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from provisioner.protocol.limits import MAX_NAME, MAX_WAIT_S
 from provisioner.protocol.messages import (
@@ -26,6 +27,7 @@ from provisioner.protocol.messages import (
 
 __all__ = ["Steering"]
 
+_MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
 _LINES = 200
 _POINTS = 1000
 
@@ -67,6 +69,8 @@ class Steering:
             kernel.own_size = kernel.own_size if request.burst else None
             return self._status(kernel)
         before = self._size_now(kernel)
+        if event.reserve_mib < self._view(kernel).spec.reserve_mib:
+            await self._measured(kernel)
         if kernel.resizing is not None:  # only one can wait: the older one gives up
             self._stay(kernel)
         mine = kernel.resizing = object()
@@ -77,6 +81,7 @@ class Steering:
             async with asyncio.timeout(wait_s):
                 await self._resized(kernel, event, mine)
         except TimeoutError:
+            await self._until_still(kernel)
             if not self._has(kernel, event):
                 ticket = self._broker.arbiter.ticket(kernel.lease_id)
                 raise ConflictError(
@@ -130,6 +135,20 @@ class Steering:
                 reason, sentence = kernel.resize_declined
                 raise ConflictError(sentence, reason=reason)
             await change.wait()
+
+    async def _measured(self, kernel: Kernel) -> None:
+        """Have the kernel's use looked at now: a smaller size must hold it. Raises ConflictError if it cannot be seen."""
+        try:
+            await self._broker.measure(kernel)
+        except (GPUError, OSError) as error:
+            raise ConflictError(
+                f"what the kernel uses cannot be seen just now ({error}); try again in a moment", reason="not-measured"
+            ) from error
+
+    async def _until_still(self, kernel: Kernel) -> None:
+        """Return when the kernel is not on its way to or from a device: it may be so to have its new size."""
+        while self._view(kernel).state in _MOVING:
+            await kernel.change().wait()
 
     def _has(self, kernel: Kernel, event: ResizeRequested) -> bool:
         spec = self._view(kernel).spec

@@ -109,6 +109,11 @@ class Swaps:
         """Look at the machine once, for `truth` of several kernels. Raises GPUError, OSError."""
         return await self._sight.scene()
 
+    async def used_mib(self, kernel: Kernel) -> int:
+        """Return what the kernel's processes have on all devices now. Raises GPUError, OSError."""
+        scene = await self._sight.scene()
+        return sum(scene.used_mib(identity.pid) for identity in self._sight.tree(kernel, scene))
+
     async def until_alone(self) -> None:
         """Return when no checkpoint worker of an earlier broker is at work any more. Cancellation stops the waiting."""
         await self._worker.until_alone()

@@ -8,7 +8,16 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from provisioner.protocol.messages import AcquireRequest, AttachRequest, Done, GateAnswer, GateHello, LeaseRequest
+from provisioner.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    Done,
+    GateAnswer,
+    GateHello,
+    LeaseRequest,
+    PinRequest,
+    ResizeRequest,
+)
 from tests.broker.live import Answer, LiveBroker
 
 # In parentheses the kind of message that the route takes.
@@ -21,6 +30,9 @@ ROUTES: Mapping[str, type[Any]] = {
     "/resume": Done,
     "/gate": GateHello,
     "/answer": GateAnswer,
+    "/pin": PinRequest,
+    "/unpin": Done,
+    "/resize": ResizeRequest,
 }
 SCALARS = st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | st.text()
 JSON = st.recursive(

@@ -23,6 +23,7 @@ from provisioner.host.peers import PeerCredentials
 from provisioner.protocol.errors import BadRequestError, ForbiddenError, FractionalGPUError
 from provisioner.protocol.messages import AcquireRequest, LeaseRequest
 from tests.broker.live import DEADLINE_S, LiveBroker, started_for
+from tests.support.world import until
 
 
 def device_of(live: LiveBroker) -> dict[str, Any]:
@@ -137,6 +138,72 @@ def test_pins_have_a_budget_for_each_user(live: LiveBroker) -> None:
         assert live.call("POST", f"/v1/leases/{leases[2].lease_id}/pin", {"duration_ms": 3_600_000}).status == 200
         for lease in leases:
             live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_is_not_on_a_device_has_its_new_size_at_once(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    bigger = live.call("POST", f"{target}/resize", {"fraction_milli": 500}).body
+    assert (bigger["fraction_milli"], bigger["reserve_mib"]) == (500, 512)
+    more = live.call("POST", f"{target}/resize", {"memory_mib": 600}).body
+    assert (more["fraction_milli"], more["reserve_mib"]) == (500, 600)
+    same = live.call("POST", f"{target}/resize", {}).body
+    assert (same["fraction_milli"], same["reserve_mib"]) == (500, 600)
+    (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease.lease_id]
+    assert (record.spec.fraction_milli, record.spec.reserve_mib) == (500, 600), "on the disk before it was answered"
+
+
+@pytest.mark.parametrize(
+    ("size", "status", "says"),
+    [
+        ({"fraction_milli": 0}, 400, "fraction_milli is 0; allowed: 1 to 1000"),
+        ({"fraction_milli": 1001}, 400, "fraction_milli is 1001; allowed: 1 to 1000"),
+        ({"memory_mib": 0}, 400, "memory_mib is 0; allowed: 1 or more"),
+        ({"memory_mib": 5000}, 400, "the largest device of pool 'default' can give 1 GiB"),
+        ({"fraction_milli": 300}, 409, "1/4"),
+    ],
+)
+def test_a_size_that_is_not_on_offer_is_refused_with_what_is(
+    live: LiveBroker, size: dict[str, int], status: int, says: str
+) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    answer = live.call("POST", f"{target}/resize", size)
+    assert answer.status == status, answer
+    assert says in answer.error["message"]
+    assert live.call("GET", target).body["fraction_milli"] == 250
+
+
+def test_a_size_without_room_is_waited_for_and_the_newest_wish_counts(live: LiveBroker) -> None:
+    small, large = live.lease(gated=False, wait_ms=1000), live.lease(gated=False, fraction_milli=750, wait_ms=1000)
+    target = f"/v1/leases/{small.lease_id}"
+    told: list[str] = []
+
+    def resize(fraction_milli: int, wait_ms: int) -> None:
+        answer = live.call("POST", f"{target}/resize", {"fraction_milli": fraction_milli, "wait_ms": wait_ms})
+        told.append(f"{fraction_milli}: {answer.error['reason'] if answer.status >= 400 else 'done'}")
+
+    with started_for(small.lease_id) as process:
+        attached = live.call("POST", f"{target}/attach", process, token=small.token)
+        assert attached.body["state"] == "resident"
+        resize(500, 0)
+        assert told == ["500: timeout"]
+        waiting = threading.Thread(target=resize, args=(500, 60_000))
+        waiting.start()
+        kernel = live.broker.kernels[small.lease_id]
+        until(lambda: kernel.resizing is not None, "the first wish waits")
+        newer = threading.Thread(target=resize, args=(750, 60_000))
+        newer.start()
+        waiting.join(DEADLINE_S)
+        assert told == ["500: timeout", "500: replaced"]
+        live.call("DELETE", f"/v1/leases/{large.lease_id}")
+        newer.join(DEADLINE_S)
+        assert told[2:] == ["750: done"]
+        assert live.call("GET", target).body["reserved_mib"] == 768
+        live.call("DELETE", target)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------------

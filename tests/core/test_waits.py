@@ -48,9 +48,7 @@ class World:
 
     def kernel(self, name: str, mib: int = MIB, *, priority: int = 0) -> None:
         milli = mib * 1000 // MIB
-        spec = LeaseSpec(
-            lease_id=name, pool="p", owner="ann", fraction_milli=milli, reserve_mib=mib, priority=priority
-        )
+        spec = LeaseSpec(lease_id=name, pool="p", owner="ann", fraction_milli=milli, reserve_mib=mib, priority=priority)
         self.tell(LeaseRequested(at_ms=self.now_ms, spec=spec))
         self.tell(Attached(at_ms=self.now_ms, lease_id=name, gated=True))
 

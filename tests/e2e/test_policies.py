@@ -214,3 +214,49 @@ def test_a_busy_kernel_of_the_same_priority_is_waited_for(world: World, server: 
     assert second.wait(waiting).status == "ok"
     assert world.await_state(first.kernel_id, "suspended").suspends == 1
     assert world.lease(first.kernel_id).resume_ms is not None
+
+
+GROW = """
+import os
+assert os.environ["JUPYTER_GPU_MEMORY_MIB"] == "768", os.environ["JUPYTER_GPU_MEMORY_MIB"]
+more = cuda.allocate(600 << 20)
+"""
+
+
+def test_a_kernel_that_grows_makes_its_idle_neighbour_step_aside(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0}}")
+    quarter, half = world.install(250, 500)
+    first, second = server.start(quarter), server.start(half)
+    first.must(FILL.format(seed=1, mib=64))
+    second.must(FILL.format(seed=2, mib=64))
+    assert world.lease(first.kernel_id).state == "resident"
+    done = command(world, "resize", first.kernel_id, "3/4")
+    assert done.returncode == 0, done.stderr
+    assert "1/4 of a GPU with 256 MiB before, 3/4 of a GPU with 768 MiB now" in done.stdout
+    assert world.await_state(second.kernel_id, "suspended").suspends == 1
+    first.must(CHECK + GROW)
+    assert world.lease(first.kernel_id).suspends == 0, "it stayed where it was"
+    done = command(world, "resize", first.kernel_id, "1/4")
+    assert (done.returncode, "MiB" in done.stderr) == (1, True), "what it uses does not fit"
+    first.must("more.free()")
+    assert command(world, "resize", first.kernel_id, "1/4").returncode == 0
+    second.must(CHECK)
+    assert world.lease(first.kernel_id).suspends == 0, "there is room for both again"
+
+
+def test_a_kernel_that_cannot_grow_in_time_stays_as_it_was(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0}}")
+    quarter, half = world.install(250, 500)
+    first, second = server.start(quarter), server.start(half)
+    first.must(FILL.format(seed=1, mib=64))
+    second.must(FILL.format(seed=2, mib=64))
+    end = world.folder / "end"
+    cell = begin_work(world, second, end)
+    done = command(world, "resize", first.kernel_id, "1", "--wait", "1s")
+    assert done.returncode == 1
+    assert "the kernel stays as it was" in done.stderr
+    lease = world.lease(first.kernel_id)
+    assert (lease.fraction_milli, lease.reserve_mib, lease.position) == (250, 256, None)
+    end.touch()
+    assert second.wait(cell).text == "intact\n"
+    assert world.lease(second.kernel_id).suspends == 0, "nobody waits for its room any more"
