@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from provisioner.client import BrokerClient
 from provisioner.discovery import ensure_broker, runtime_dir
+from provisioner.kernel_process import identity_of
 from provisioner.protocol.errors import (
     BrokerUnavailableError,
     ForbiddenError,
@@ -237,14 +238,9 @@ def _write_token(lease_id: str, token: str) -> Path:
 
 def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:
     """Describe a process that this one has started (and not yet waited for, so that the pid is surely its own)."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    start_time = int(stat.rpartition(")")[2].split()[19])  # field 22; the name in field 2 may contain anything
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
     return AttachRequest(
-        pid=pid,
-        start_time=start_time,
-        boot_id=boot_id,
+        **identity_of(pid),
         connection=contents,
         language=language,
         ipykernel=ipykernel,

@@ -10,6 +10,8 @@ Rules:
   at a first start, the process is killed and nothing restarts it.
 - A lease ends in `cleanup(restart=False)` only, which may be called twice, or never: the broker sees processes end by
   itself.
+- Where the server keeps its kernels (`provisioner.keeping`), each is started so that it outlives the server, with a record from which
+  the next one takes it over.
 - As the default provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) it also gets kernelspecs that never asked for a GPU:
   where no broker can be had they start as they always did.
 """
@@ -25,10 +27,11 @@ from string import Template
 from subprocess import Popen
 from typing import Any
 
-from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.connect import KernelConnectionInfo, LocalPortCache
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Float, Unicode, default
 
+from provisioner.kept import KeptRecord
 from provisioner.kernel_command import EXTENSION_ARGUMENT, KernelPlan, plan_kernel
 from provisioner.kernel_config import KernelConfig, parse_kernel_config
 from provisioner.kernel_lease import (
@@ -40,6 +43,7 @@ from provisioner.kernel_lease import (
     renew_lease,
     take_lease,
 )
+from provisioner.kernel_process import AdoptedProcess, ProcessGoneError, identity_of
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from provisioner.protocol.limits import MAX_NAME
 from provisioner.protocol.messages import LeaseRequest
@@ -62,7 +66,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     The keywords that a kernelspec's `config` brings are pool, fraction, memory, request, devices and priority.
     """
 
-    process: Popen[bytes] | None
+    process: Popen[bytes] | AdoptedProcess | None  # type: ignore[assignment] # an adopted one is as good as a Popen
 
     default_pool: Unicode[str, str | bytes] = Unicode(
         config=True,
@@ -101,6 +105,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._is_restart = False
         self._frozen_at_shutdown = False
         self._unblocking: threading.Thread | None = None
+        self._record: KeptRecord | None = None
 
     @default("default_pool")
     def _default_pool_default(self) -> str:
@@ -149,6 +154,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             launch["cmd"] = self._plan.command(launch["cmd"])
         if lease is not None:
             launch["env"] = environment_with(lease, launch["env"])
+            launch["independent"] = self._server_keeps
         elif notice:
             launch["env"] = environment_without(notice, launch["env"])
         return launch
@@ -174,10 +180,15 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await self._undo_launch()
             raise
         self._is_restart = True
+        if lease is not None and self._server_keeps:
+            await asyncio.to_thread(self._write_record, kwargs, connection)
         return connection
 
     async def send_signal(self, signum: int) -> None:
         """Signal the process group; an interrupt that has no effect because the GPU state is away brings that back."""
+        process = self.process
+        if isinstance(process, AdoptedProcess) and process.poll() is not None:
+            return  # its number may be another's by now
         await super().send_signal(signum)
         lease = self._lease
         if signum == signal.SIGINT and lease is not None and not (self._unblocking and self._unblocking.is_alive()):
@@ -215,6 +226,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             if not restart:
                 self._is_restart = False
+                if self._record is not None:
+                    self._record.remove()
+                    self._record = None
                 await self._give_back()
             elif self._lease is not None:
                 await asyncio.to_thread(self._lease.detach)
@@ -225,26 +239,91 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     async def get_provisioner_info(self) -> dict[str, Any]:
         """Return what another process needs to take over, the lease's id and the path of its token included."""
-        info = await super().get_provisioner_info()
-        if self._lease is not None:
-            info["gpu_lease"] = self._lease.to_info()
+        return {**await super().get_provisioner_info(), **self._own_info()}
+
+    def _own_info(self) -> dict[str, Any]:
+        """Raises ProcessGoneError."""
+        info: dict[str, Any] = {} if self._lease is None else {"gpu_lease": self._lease.to_info()}
+        if self.process is not None:
+            info["gpu_process"] = identity_of(self.process.pid)
         return info
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over what `get_provisioner_info` returned.
+        """Take over what `get_provisioner_info` returned: the process, if it still runs, and its lease.
 
         A lease whose token file is gone is logged and not taken over.
         """
         await super().load_provisioner_info(provisioner_info)
-        info = provisioner_info.get("gpu_lease")
-        if info is None:
+        try:
+            await asyncio.to_thread(self._adopt, provisioner_info)
+        except ProcessGoneError as error:
+            self.log.warning("Kernel %s cannot be taken over: %s", self.kernel_id, error)
+
+    def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: KeptRecord) -> None:
+        """Take over a kernel that an earlier server left; the record is this provisioner's from then on. Raises ProcessGoneError."""
+        self.pid, self.pgid, self.ip = info["pid"], info["pgid"], info["ip"]
+        self._adopt(info)
+        self._record = record
+        self.connection_info = connection
+        # Its ports are in use: nobody else gets them, and its next process has them again.
+        LocalPortCache.instance().currently_used_ports.update(
+            connection[name] for name in ("shell_port", "iopub_port", "stdin_port", "hb_port", "control_port")
+        )
+        self.ports_cached = True
+
+    def _adopt(self, info: Mapping[str, Any]) -> None:
+        """Raises ProcessGoneError."""
+        if (identity := info.get("gpu_process")) is not None:
+            self.process = AdoptedProcess(identity)
+        if (lease := info.get("gpu_lease")) is None:
             return
         try:
-            self._lease = await asyncio.to_thread(recall_lease, info)
+            self._lease = recall_lease(lease)
         except FractionalGPUError as error:
             self.log.warning("Kernel %s runs on without its GPU lease being managed here: %s", self.kernel_id, error)
         else:
             self._is_restart = True
+
+    # -- kernels that outlive their server -------------------------------------------------------------------------------------
+
+    @property
+    def _server_keeps(self) -> bool:
+        return bool(getattr(getattr(self.parent, "parent", None), "keeps_kernels", False))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the next server could take the kernel over."""
+        return self._record is not None and self.process is not None and self.process.poll() is None
+
+    def let_go(self) -> None:
+        """Leave kernel, lease and record to the next server."""
+        if self._record is not None:
+            self._record.close()
+            self._record = None
+        self.process = self._lease = None
+
+    def _write_record(self, launch: Mapping[str, Any], connection: KernelConnectionInfo) -> None:
+        """Write down what the next server needs; a kernel that cannot be kept is logged and dies with this server's stop."""
+        manager: Any = self.parent
+        contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
+        try:
+            if self._record is None:
+                self._record = KeptRecord.take(self.kernel_id or "")
+            if self._record is not None:
+                self._record.write(
+                    {
+                        "kernel_id": self.kernel_id,
+                        "kernel_name": manager.kernel_name,
+                        "root_dir": getattr(manager.parent, "root_dir", ""),
+                        "cwd": os.fspath(launch.get("cwd") or Path.cwd()),
+                        "session_name": launch.get("env", {}).get("JPY_SESSION_NAME", ""),
+                        "connection_file": manager.connection_file,
+                        "connection": contents,
+                        "provisioner": {"pid": self.pid, "pgid": self.pgid, "ip": self.ip, **self._own_info()},
+                    }
+                )
+        except (OSError, ValueError, ProcessGoneError) as error:
+            self.log.warning("Kernel %s will not outlive this server: %s", self.kernel_id, error)
 
     @property
     def _was_asked_for(self) -> bool:

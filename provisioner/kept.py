@@ -1,0 +1,88 @@
+"""The records of kernels that outlive their server: what the next server needs to take one over.
+
+- One file a kernel, mode 0600, in a private folder; it holds the connection's key and the path of the lease's token.
+- The server that has a kernel holds a lock on its record for as long as it lives: nobody takes over what somebody has.
+- A record is written when the process behind it is attached, also after a restart, and removed when the kernel is shut down.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from provisioner.discovery import runtime_dir
+
+__all__ = ["KeptRecord", "kept_records"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}", re.ASCII)
+
+
+class KeptRecord:
+    """The record of one kernel, held by this process until `close` or `remove`."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, kernel_id: str) -> "KeptRecord | None":
+        """Take the kernel's record, a new one if there is none; None if another server has it. Raises OSError, ValueError."""
+        if not _NAME.fullmatch(kernel_id):
+            raise ValueError(f"a kernel id such as {kernel_id[:80]!r} cannot name a file")
+        return cls.hold(_folder() / f"{kernel_id}.json", os.O_CREAT)
+
+    @classmethod
+    def hold(cls, path: Path, flags: int = 0) -> "KeptRecord | None":
+        """Open the record and hold it; None if another server does. Raises OSError."""
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return cls(path, descriptor)
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Replace what it says."""
+        text = json.dumps(content).encode()
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text, 0)
+        os.fsync(self._descriptor)
+
+    def read(self) -> dict[str, Any]:
+        """Return what it says. Raises ValueError if it was never finished."""
+        content = json.loads(os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0))
+        if not isinstance(content, dict):
+            raise ValueError(f"{self.path} holds no record")  # noqa: TRY004 - what is in a file is a value
+        return content
+
+    def close(self) -> None:
+        """Let go of it: another server may take the kernel over."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def remove(self) -> None:
+        """The kernel is over."""
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+        self.close()
+
+
+def kept_records() -> Iterator[KeptRecord]:
+    """Take each record that no server has, one after the other; whoever does not keep one closes or removes it."""
+    for path in sorted(_folder().glob("*.json")):
+        with suppress(FileNotFoundError):
+            record = KeptRecord.hold(path)
+            if record is not None:
+                yield record
+
+
+def _folder() -> Path:
+    folder = runtime_dir() / "kept"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder

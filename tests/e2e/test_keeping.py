@@ -1,0 +1,145 @@
+"""Kernels that outlive their server: a new one finds them alive, with all they had."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.stories import CHECK, fill
+from tests.support.victims import kill_all, released
+from tests.support.world import Notebook, Server, World, until
+
+
+@pytest.fixture
+def servers(world: World) -> Iterator["Servers"]:
+    with ExitStack() as stack:
+        yield Servers(world, stack)
+
+
+class Servers:
+    """Servers that keep their kernels, one after the other or side by side."""
+
+    def __init__(self, world: World, stack: ExitStack) -> None:
+        self.world = world
+        self._stack = stack
+
+    def start(self) -> Server:
+        """Start one; it is stopped with the test, its kernels with it."""
+        server = Server(
+            self.world,
+            "--ServerApp.kernel_manager_class=provisioner.keeping.KeepingKernelManager",
+            f"--SessionManager.database_filepath={self.world.folder / 'sessions.sqlite'}",
+        )
+        self._stack.callback(self._end, server)
+        return server
+
+    @staticmethod
+    def _end(server: Server) -> None:
+        if server.process.poll() is None:
+            for kernel in server.request("GET", "api/kernels"):
+                server.request("DELETE", f"api/kernels/{kernel['id']}")
+        server.stop()
+
+
+def records(world: World) -> list[Path]:
+    """The records of kept kernels."""
+    return sorted((world.folder / "run").rglob("kept/*.json"))
+
+
+def pid_of(notebook: Notebook) -> str:
+    return notebook.must("%%cpu\nimport os; print(os.getpid())").text
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_new_server_finds_resident_and_suspended_kernels(world: World, servers: Servers, end: int) -> None:
+    (name,) = world.install(750)
+    old = servers.start()
+    first, second = old.start(name), old.start(name)
+    first.must(fill(1))
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    pids = {notebook.kernel_id: pid_of(notebook) for notebook in (first, second)}
+    old.stop(end)
+    assert {Path(path).stat().st_mode & 0o777 for path in records(world)} == {0o600}
+
+    new = servers.start()
+    assert {kernel["id"] for kernel in new.request("GET", "api/kernels")} == set(pids)
+    for kernel_id, pid in pids.items():
+        notebook = new.connect(kernel_id)
+        assert notebook.must(CHECK).text == "intact\n"
+        assert pid_of(notebook) == pid, "the very same process"
+    restarted = new.connect(first.kernel_id)
+    restarted.restart()
+    assert pid_of(restarted) != pids[first.kernel_id]
+    restarted.must(fill(3))
+    for kernel_id in pids:
+        new.connect(kernel_id).shut_down()
+    until(lambda: released(world) or None, "leases and reservations are gone")
+    assert records(world) == []
+
+
+def test_a_notebook_finds_its_kernel_through_its_session(world: World, servers: Servers) -> None:
+    (name,) = world.install(250)
+    old = servers.start()
+    body = {"path": "n.ipynb", "name": "n.ipynb", "type": "notebook", "kernel": {"name": name}}
+    session = old.request("POST", "api/sessions", body)
+    old.connect(session["kernel"]["id"]).must("x = 41")
+    old.stop()
+    new = servers.start()
+    (found,) = new.request("GET", "api/sessions")
+    assert (found["id"], found["path"]) == (session["id"], "n.ipynb")
+    assert new.connect(found["kernel"]["id"]).must("print(x + 1)").text == "42\n"
+
+
+def test_a_kept_kernel_is_restarted_when_it_dies(world: World, servers: Servers) -> None:
+    (name,) = world.install(250)
+    old = servers.start()
+    notebook = old.start(name)
+    pid = pid_of(notebook)
+    old.stop()
+    new = servers.start()
+    kill_all([int(pid)])
+    again = new.connect(notebook.kernel_id)
+    until(lambda: world.lease(notebook.kernel_id).pid not in (None, int(pid)) or None, "Jupyter starts it again")
+    assert again.must("print('back')").text == "back\n"
+
+
+def test_a_kernel_that_ended_meanwhile_is_not_taken_over(world: World, servers: Servers) -> None:
+    (name,) = world.install(250)
+    old = servers.start()
+    notebook = old.start(name)
+    pid = int(pid_of(notebook))
+    old.stop()
+    kill_all([pid])
+    new = servers.start()
+    assert new.request("GET", "api/kernels") == []
+    assert records(world) == []
+
+
+def test_nobody_takes_what_another_server_has_or_what_is_of_another_folder(world: World, servers: Servers) -> None:
+    (name,) = world.install(250)
+    first = servers.start()
+    notebook = first.start(name)
+    pid = int(pid_of(notebook))
+    beside = servers.start()
+    assert beside.request("GET", "api/kernels") == []
+    first.stop()
+    here = world.notebooks
+    world.notebooks = world.folder / "elsewhere"
+    world.notebooks.mkdir()
+    assert servers.start().request("GET", "api/kernels") == []
+    os.kill(pid, 0)
+    world.notebooks = here
+    (mine,) = servers.start().request("GET", "api/kernels")
+    assert mine["id"] == notebook.kernel_id
+
+
+def test_other_kernels_are_shut_down_as_ever(servers: Servers) -> None:
+    server = servers.start()
+    kernel = server.request("POST", "api/kernels", {"name": "python3", "path": ""})
+    pid = int(server.connect(kernel["id"]).must("import os; print(os.getpid())").text)
+    server.stop()
+    until(lambda: not Path(f"/proc/{pid}/environ").exists() or None, "it is shut down with its server")
