@@ -8,6 +8,8 @@ pays nothing, because it steps aside for anybody. A pause between two cells (`_P
 Accounts of owners without leases are kept for as long as they say something that an empty one would not, and no more than `_MOST_GONE`.
 """
 
+from collections.abc import Callable
+
 from provisioner.core.model import LeaseSpec, LeaseState
 from provisioner.core.records import Account, Lease
 
@@ -34,11 +36,13 @@ def _was_away(since_ms: int | None, now_ms: int) -> bool:
 
 
 class Accounts:
-    """All accounts. `Books` tells it whatever changes."""
+    """All accounts. `Books` tells it whatever changes; `is_fair` says whether a lease's pool shares by virtual time."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_fair: Callable[[Lease], bool]) -> None:
+        self._is_fair = is_fair
         self.owners: dict[tuple[str, str], Account] = {}
         self.groups: dict[tuple[str, str], Account] = {}
+        self.priorities: dict[str, dict[int, int]] = {}  # by pool: how many leases have each
         self.promised_mib: dict[str, int] = {}  # by pool: what was guaranteed
         self._contending: dict[str, dict[str, Account]] = {}  # by pool, then owner
         self._floors: dict[str, int] = {}  # by pool: virtual time that nobody who comes back is below
@@ -73,6 +77,8 @@ class Accounts:
         for account in self._both(spec):
             account.leases += 1
         self.owners[key].weight = max(1, spec.owner_weight)
+        counts = self.priorities.setdefault(spec.pool, {})
+        counts[spec.priority] = counts.get(spec.priority, 0) + 1
         self._promise(spec, 1)
 
     def close(self, lease: Lease, now_ms: int) -> None:
@@ -83,6 +89,12 @@ class Accounts:
             account.leases -= 1
         if spec.group and not self.groups[spec.pool, spec.group].leases:
             del self.groups[spec.pool, spec.group]
+        counts = self.priorities[spec.pool]
+        counts[spec.priority] -= 1
+        if not counts[spec.priority]:
+            del counts[spec.priority]
+        if not counts:
+            del self.priorities[spec.pool]
         key = (spec.pool, spec.owner)
         account = self.owners[key]
         if not account.leases:
@@ -146,9 +158,14 @@ class Accounts:
         return virtual_ms(usage, account.weight), virtual_ms(mine, lease.spec.weight)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
-        """Begin or stop to count the lease's use, and note whether it contends, as its state says."""
-        metered = lease.state is LeaseState.RESIDENT and (lease.busy or lease.pinned_until_ms > now_ms)
-        contends = metered or lease.ticket is not None or lease.state is LeaseState.RESUMING or lease.preempted
+        """Begin or stop to count the lease's use, and note whether it contends, as its state says; only where the pool shares by time."""
+        fair = self._is_fair(lease)
+        if not fair and lease.away_ms is None and not lease.metered:
+            return  # nobody asks
+        metered = fair and lease.state is LeaseState.RESIDENT and (lease.busy or lease.pinned_until_ms > now_ms)
+        contends = fair and (
+            metered or lease.ticket is not None or lease.state is LeaseState.RESUMING or lease.preempted
+        )
         account = self.of(lease)
         if contends and lease.lease_id not in account.contenders:
             self._come_back(lease, account, now_ms)

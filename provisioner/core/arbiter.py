@@ -237,9 +237,9 @@ class Arbiter:
             case LeaseMeasured():
                 return does.measured(lease, max(0, event.used_mib))
             case Wanted():
-                does.wanted(lease, urgent=event.urgent)
+                return does.wanted(lease, urgent=event.urgent)
             case Unwanted():
-                does.unwanted(lease)
+                return does.unwanted(lease)
             case Attached():
                 does.attached(lease, gated=event.gated)
             case ProcessExited():

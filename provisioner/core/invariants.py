@@ -43,6 +43,10 @@ def _totals(books: Books) -> list[str]:
     broken = []
     for device_id, device in books.devices.items():
         total = sum(lease.held_mib for lease in books.leases.values() if device_id in lease.device_ids)
+        left_mib = device.spec.leasable_mib - total - device.stranger_mib
+        left_mib = min(0, left_mib) if device.lost or (device.whole and total) else left_mib
+        if left_mib != device.free_mib:
+            broken.append(f"device {device_id}: {device.free_mib} MiB are said to be free, {left_mib} MiB are")
         if total != device.reserved_mib:
             broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")
     saved = sum(lease.saved_mib for lease in books.leases.values())

@@ -122,24 +122,32 @@ class Lifecycle:
             self._pins.give_back(lease)
         self._changes.end(lease, Cause.RELEASED, "released")
 
-    def wanted(self, lease: Lease, *, urgent: bool) -> None:
-        """The kernel needs the GPU."""
+    def wanted(self, lease: Lease, *, urgent: bool) -> bool:
+        """The kernel needs the GPU. Returns whether that matters to anybody."""
         if lease.state is LeaseState.RESIDENT:
+            asked = lease.asked_to_suspend
             lease.last_active_ms = self._changes.now_ms
             self._books.requeue(lease)
             if lease.asked_to_suspend:
                 self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
             self._changes.let_in(lease)
-        elif lease.state is LeaseState.UNATTACHED and lease.reserved:
+            return asked
+        if lease.state is LeaseState.UNATTACHED and lease.reserved:
             self._changes.let_in(lease)
-        else:
-            self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
+            return False
+        self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
+        return True
 
-    def unwanted(self, lease: Lease) -> None:
-        """Nobody waits for it any more; the cell of a preempted kernel still does."""
-        if lease.ticket is not None and lease.ticket.preempted and lease.busy:
-            return
+    def unwanted(self, lease: Lease) -> bool:
+        """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow."""
+        ticket = lease.ticket
+        if ticket is None or (ticket.preempted and lease.busy):
+            return False
+        if ticket.grow is not None:
+            ticket.wanted = bool(lease.target_ids)
+            return False
         self._changes.withdraw(lease)
+        return True
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
         """It began or ended to run something. Returns whether that matters to anybody."""
@@ -148,6 +156,8 @@ class Lifecycle:
         lease.last_active_ms = self._changes.now_ms
         self._books.set_busy(lease, busy=busy)
         self._changes.foresight.ran(lease, busy=busy)
+        if busy and not lease.asked_to_suspend and not self._books.is_fair(lease):
+            return False  # whoever works gives nothing away; an alarm for it comes in vain
         return lease.state is LeaseState.RESIDENT
 
     def measured(self, lease: Lease, used_mib: int) -> bool:

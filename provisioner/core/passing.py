@@ -25,6 +25,7 @@ from provisioner.core.victims import Victims
 __all__ = ["Pass"]
 
 _MOST_PLANS = 2  # while no swap can begin anyway: room is promised to so many tickets ahead
+_OWED_AT_A_TIME = 8  # keep room before it is looked whether there is any left
 _Turn = tuple[tuple[int, ...], int, Bucket]
 
 
@@ -46,7 +47,7 @@ class Pass:
         self._anew = False  # somebody comes earlier than when the order was made
         self._oldest: dict[str, int] = {}  # ticket of each pool that serves by shares
         self._turn_now: tuple[int, ...] = ()
-        self._plans = 0
+        self._plans = self._owed = 0
 
     @property
     def hint_ms(self) -> int | None:
@@ -72,6 +73,8 @@ class Pass:
                 heappush(turns, (self._turn(bucket, bucket.members[cursor]), cursor, bucket))
         for lease in self._overdue.values():
             self._queue.rebucket(lease)
+            if lease.bucket is not None:
+                self._stays(lease, _ticket(lease), self._where(lease.bucket, lease))
         self._tell_fresh()
 
     def _begin(self) -> list[_Turn]:
@@ -287,7 +290,8 @@ class Pass:
             return False
         self._keep_what_is_due(lease, ticket, devices)
         self._gather(lease, ticket)
-        return not self._room.is_used_up(devices)
+        self._owed += 1
+        return bool(self._owed % _OWED_AT_A_TIME) or not self._room.is_used_up(devices)
 
     def _gather(self, lease: Lease, ticket: Ticket) -> None:
         """Have idle neighbours of the room that is kept for a ticket step aside one by one: they may never be idle all at once.
@@ -363,8 +367,12 @@ class Pass:
 
         The devices stay the same while they can serve, so that the room there can grow to what is needed.
         """
-        need_mib = _needs(lease)
+        need_mib, room = _needs(lease), self._room
         due = lease.count + ticket.passed_elsewhere // max(1, self._books.policy(lease).max_passed_over)
+        if len(ticket.kept_on) == due and all(room.serves(one, need_mib) and one in devices for one in ticket.kept_on):
+            for device_id in ticket.kept_on:
+                self._keep(lease, device_id)
+            return
         able = [device_id for device_id in devices if self._room.nearest([device_id], need_mib) is not None]
         promised = [device_id for device_id in able if (lease.lease_id, device_id) in self._kept]
         kept = list(dict.fromkeys([*(device_id for device_id in ticket.kept_on if device_id in able), *promised]))[:due]

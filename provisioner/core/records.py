@@ -237,16 +237,17 @@ class Device:
     holders: dict[str, Lease] = field(default_factory=dict)
     footing_mib: list[int] = field(default_factory=lambda: [0] * len(Footing))  # by `Footing`
     footing_count: list[int] = field(default_factory=lambda: [0] * len(Footing))
+    willing: list[Lease] | None = None  # who may be suspended there (`victims`), until somebody there changes
+    willing_until_ms: int = 0  # or time passes
+    unwilling_until_ms: int | None = None  # then time makes somebody else willing
 
-    @property
-    def free_mib(self) -> int:
-        """What is left for leases; negative when over-committed, nothing when lost."""
-        left_mib = self.spec.leasable_mib - self.reserved_mib - self.stranger_mib
+    free_mib: int = 0  # what is left for leases; negative when over-committed, nothing when lost
+    roomiest_mib: int = 0  # what one lease could have if no other were there
+
+    def renew(self) -> None:
+        """Work out what is left: the device itself, or what is reserved on it, changed."""
+        self.roomiest_mib = self.spec.leasable_mib - self.stranger_mib
+        left_mib = self.roomiest_mib - self.reserved_mib
         if self.lost or (self.whole and self.reserved_mib):
-            return min(0, left_mib)
-        return left_mib
-
-    @property
-    def roomiest_mib(self) -> int:
-        """What one lease could have if no other were there."""
-        return self.spec.leasable_mib - self.stranger_mib
+            left_mib = min(0, left_mib)
+        self.free_mib = left_mib

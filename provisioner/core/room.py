@@ -16,6 +16,9 @@ from provisioner.core.victims import Victims
 __all__ = ["Plan", "Room"]
 
 
+_ENOUGH = 8  # devices where room could be made are compared, those that lack least
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Room can be made for a ticket on these devices by suspending `victims` (none: suspends under way suffice)."""
@@ -83,6 +86,11 @@ class Room:
         """What is free, or comes, and is neither kept nor promised."""
         return self._spots[device_id].total_mib
 
+    def serves(self, device_id: str, need_mib: int) -> bool:
+        """Whether the device could ever have room for the need."""
+        spot = self._spots.get(device_id)
+        return spot is not None and spot.device.roomiest_mib >= need_mib
+
     def is_used_up(self, devices: Iterable[str]) -> bool:
         """Whether nobody can be served on these devices any more, whoever steps aside."""
         return all(self._spots[device_id].most_mib(busy=True) <= 0 for device_id in devices)
@@ -129,13 +137,9 @@ class Room:
         """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case."""
         plans: dict[str, tuple[Lease, ...]] = {}
         costs: dict[str, int] = {}
-        busy = self._victims.takes_busy(lease)
-        for device_id in devices:
-            spot = self._spots[device_id]
-            if spot.most_mib(busy=busy) < need_mib or spot.device.roomiest_mib < need_mib:
-                continue
-            given = sum(victim.held_mib for victim in also if device_id in victim.device_ids) if also else 0
-            short_mib = need_mib - spot.total_mib - given
+        for short_mib, device_id in self._shortages(lease, devices, need_mib, also):
+            if len(plans) >= count + _ENOUGH:
+                break
             victims = self._victims.choose(device_id, short_mib, lease, self._planned, also)
             if victims is not None:
                 plans[device_id] = victims
@@ -151,6 +155,21 @@ class Room:
                 return Plan(chosen, victims)
             del plans[chosen[-1]]
         return short_of_host
+
+    def _shortages(
+        self, lease: Lease, devices: Sequence[str], need_mib: int, also: tuple[Lease, ...]
+    ) -> list[tuple[int, str]]:
+        """Return what is lacking where there is hope, least first."""
+        busy, found = self._victims.takes_busy(lease), []
+        for device_id in devices:
+            spot = self._spots[device_id]
+            if spot.most_mib(busy=busy) < need_mib or spot.device.roomiest_mib < need_mib:
+                continue
+            given = sum(victim.held_mib for victim in also if device_id in victim.device_ids) if also else 0
+            found.append((need_mib - spot.total_mib - given, device_id))
+        if len(found) > _ENOUGH:
+            found.sort(key=lambda one: one[0])
+        return found
 
     def _cheapest(
         self, plans: dict[str, tuple[Lease, ...]], costs: dict[str, int], count: int

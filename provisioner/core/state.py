@@ -29,7 +29,7 @@ class Books:
         self.leases: dict[str, Lease] = {}
         self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
         self.queue = Queue(self.policy, self.share)
-        self.accounts = Accounts()
+        self.accounts = Accounts(self.is_fair)
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
@@ -122,9 +122,17 @@ class Books:
             self.moving.pop(lease.lease_id, None)
         self.queue.rebucket(lease)
 
+    def touch(self, lease: Lease) -> None:
+        """Something changed about the lease that its deadlines, or who may be suspended on its devices, depend on."""
+        self.touched[lease.lease_id] = lease
+        for device_id in lease.footing_ids:
+            device = self.devices.get(device_id)
+            if device is not None:
+                device.willing = None
+
     def renew(self, lease: Lease) -> None:
         """Bring every total and index up to date with the lease."""
-        self.touched[lease.lease_id] = lease
+        self.touch(lease)
         if not lease.held_mib:
             footing = Footing.NONE
         elif lease.state is LeaseState.RESIDENT:
@@ -144,10 +152,14 @@ class Books:
         device = self.devices.get(device_id)
         if device is None:
             return
+        device.willing = None
         mib = sign * lease.footing_mib
         device.reserved_mib += mib
         device.footing_mib[lease.footing] += mib
         device.footing_count[lease.footing] += sign
+        device.free_mib -= mib
+        if device.lost or device.whole:
+            device.renew()
         if sign > 0:
             device.holders[lease.lease_id] = lease
         else:
@@ -178,10 +190,15 @@ class Books:
         self._pool_of = {device_id: name for name, one in reversed(self.pools.items()) for device_id in one.devices}
         self.queue.rebucket_all()
         self.touch_all()
+        for lease in self.leases.values():
+            self.accounts.meter(lease, self.now_ms)
 
     def touch_all(self) -> None:
         """A device or pool changed, which may concern every lease."""
         self.destinations.clear()
+        for device in self.devices.values():
+            device.willing = None
+            device.renew()
         self.touched.update(self.leases)
 
     def holders(self, device_id: str) -> Iterable[Lease]:
@@ -200,6 +217,10 @@ class Books:
         if pool is None:
             pool = self._gone_pools[name] = PoolSpec(name=name, devices=())
         return pool
+
+    def is_fair(self, lease: Lease) -> bool:
+        """Whether the lease's pool shares by virtual time."""
+        return self.policy(lease).preempt_equals
 
     # -- the queue -------------------------------------------------------------------------------------------------------
 
@@ -231,7 +252,7 @@ class Books:
     def requeue(self, lease: Lease) -> None:
         """Something changed about the lease that its place in the queue, or its deadlines, depend on."""
         self.queue.rebucket(lease)
-        self.touched[lease.lease_id] = lease
+        self.touch(lease)
 
     def line(self) -> list[Lease]:
         """Return the leases with tickets, in the order in which they are served (but for those passed over too often)."""

@@ -25,7 +25,7 @@ def note(books: Books, lease: Lease) -> None:
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
     unseen = "" if lease.spec.gated or policy.suspend_unseen else _UNSEEN
-    books.touched[lease.lease_id] = lease
+    books.touch(lease)
     lease.stays = lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from provisioner.core.fairness import goes_before_from_ms, preemptible_from_ms, swap_ms
 from provisioner.core.model import LeaseState
-from provisioner.core.records import Footing
+from provisioner.core.records import Device, Footing
 from provisioner.core.scheduling import willing_from_ms
 from provisioner.core.state import Books, Lease
 
@@ -24,7 +24,6 @@ class Victims:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._idle: dict[str, list[Lease]] = {}
         self.hint_ms: int | None = None
 
     def hint(self, at_ms: int) -> None:
@@ -35,7 +34,10 @@ class Victims:
     def takes_busy(self, lease: Lease) -> bool:
         """Whether the lease could have busy ones preempted at all."""
         pool = self._books.policy(lease)
-        return (pool.preempt_priorities or pool.preempt_equals) and lease.state is not LeaseState.RESIDENT
+        if lease.state is LeaseState.RESIDENT:
+            return False
+        lowest = min(self._books.accounts.priorities[lease.spec.pool])
+        return pool.preempt_equals or (pool.preempt_priorities and lease.spec.priority > lowest)
 
     def never_leaves(self, lease: Lease) -> bool:
         """Whether the lease does not step aside for anybody, idle or not."""
@@ -98,23 +100,34 @@ class Victims:
             yield from self._preemptible(device_id, beneficiary)
 
     def willing(self, device_id: str) -> list[Lease]:
-        """Return who is idle on the device and may be suspended now, cheapest first."""
-        willing = self._idle.get(device_id)
-        if willing is None:
-            willing, now_ms = [], self._books.now_ms
-            for lease in self._books.holders(device_id):
-                if lease.footing is not Footing.RESTING:
-                    continue
-                from_ms = willing_from_ms(self._books.policy(lease), lease)
-                if from_ms is None:
-                    continue
-                if from_ms <= now_ms:
-                    willing.append(lease)
-                else:
-                    self.hint(from_ms)
-            if len(willing) > 1:
-                willing.sort(key=lambda lease: (self.cost(lease), lease.last_active_ms, lease.lease_id))
-            self._idle[device_id] = willing
+        """Return who is idle on the device and may be suspended now, cheapest first; some may have begun to leave in this pass."""
+        device = self._books.devices[device_id]
+        willing = device.willing
+        if willing is None or device.willing_until_ms <= self._books.now_ms:
+            willing = self._find_willing(device)
+        if device.unwilling_until_ms is not None:
+            self.hint(device.unwilling_until_ms)
+        return willing
+
+    def _find_willing(self, device: Device) -> list[Lease]:
+        now_ms, soonest_ms = self._books.now_ms, None
+        willing = []
+        for lease in device.holders.values():
+            if lease.footing is not Footing.RESTING:
+                continue
+            from_ms = willing_from_ms(self._books.policy(lease), lease)
+            if from_ms is None:
+                continue
+            if from_ms <= now_ms:
+                willing.append(lease)
+            elif soonest_ms is None or from_ms < soonest_ms:
+                soonest_ms = from_ms
+        if len(willing) > 1:
+            willing.sort(key=lambda lease: (self.cost(lease), lease.last_active_ms, lease.lease_id))
+        device.willing, device.unwilling_until_ms = willing, soonest_ms
+        device.willing_until_ms = (
+            now_ms + _COST_HOLDS_MS if soonest_ms is None else min(soonest_ms, now_ms + _COST_HOLDS_MS)
+        )
         return willing
 
     def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
