@@ -58,8 +58,40 @@ class Cells(Protocol):
     def grab(self, step_mib: int) -> str:
         """Code that allocates in steps until that is refused, frees everything and prints how many MiB it got."""
 
+    def work_in_background(self) -> str:
+        """Code that has a thread use the device without a pause, from before the cell ends until `stop.set()`, as `thread`."""
+
+    def past_the_cap(self, mib: int) -> str:
+        """Code that takes so much device memory as no framework counts."""
+
     def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:
         """Arguments of Python for a process without a lease; it prints `holding` and ends with its standard input."""
+
+
+_BACKGROUND = """
+import threading
+begun, stop = threading.Event(), threading.Event()
+def work():
+    while not stop.is_set():
+        {work}
+        begun.set()
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+assert begun.wait(60)
+"""
+_DIRECT = """
+import ctypes, torch
+torch.zeros(1, device="cuda")  # makes the context current in this thread
+library, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+assert library.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t({mib} << 20)) == 0
+"""
+_SIMULATED_DIRECT = """
+import os
+from provisioner.gpu.simulated import cuda
+cap = os.environ.pop("JUPYTER_GPU_MEMORY_MIB")
+direct = cuda.allocate({mib} << 20)
+os.environ["JUPYTER_GPU_MEMORY_MIB"] = cap
+"""
 
 
 class TorchCells:
@@ -96,6 +128,15 @@ print(len(held) * {step_mib})
 del held
 torch.cuda.empty_cache()
 """
+
+    def work_in_background(self) -> str:
+        """See Cells."""
+        factors = "import torch\nfactor = torch.rand(4096, 4096, device='cuda')\n"
+        return factors + _BACKGROUND.format(work="(factor @ factor).sum().item()")
+
+    def past_the_cap(self, mib: int) -> str:
+        """See Cells."""
+        return _DIRECT.format(mib=mib)
 
     def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:  # noqa: ARG002 - the environment says which
         """See Cells."""
@@ -134,6 +175,14 @@ print(len(held) * {step_mib})
 for one in held:
     one.free()
 """
+
+    def work_in_background(self) -> str:
+        """See Cells."""
+        return "from provisioner.gpu.simulated import cuda\n" + _BACKGROUND.format(work="cuda.launch(2)")
+
+    def past_the_cap(self, mib: int) -> str:
+        """See Cells."""
+        return _SIMULATED_DIRECT.format(mib=mib)
 
     def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:
         """See Cells."""
