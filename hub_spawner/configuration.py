@@ -28,6 +28,7 @@ __all__ = ["SPAWNERS", "configure"]
 
 SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-systemd", "fractional-gpu-docker")
 _WHERE = "jupyterhub_config.py"
+_LONGEST_PATH = 100  # bytes, as for every socket of the broker
 _STATE_DIR = "/var/lib/jupyter-gpu"
 
 
@@ -66,7 +67,7 @@ def configure(
 
 def _socket(broker: str) -> str:
     """Return where the broker serves: for everybody if we are root, or if it is the system's."""
-    if broker == "system" or os.geteuid() == 0:
+    if broker == "system" or _is_root():
         return SYSTEM_SOCKET
     try:
         return (
@@ -76,6 +77,10 @@ def _socket(broker: str) -> str:
         )
     except FractionalGPUError as error:
         raise ConfigError(f"{_WHERE}: {error}") from error
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
 
 
 def _answers(path: str) -> bool:
@@ -114,7 +119,11 @@ def _check_system(path: str, pools: Mapping[str, Any] | None, settings: Mapping[
 
 def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: str | None, simulate: str | None) -> None:
     """Add the broker to the hub's managed services."""
-    root = os.geteuid() == 0
+    root = _is_root()
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(
+            f"{_WHERE}: socket = {path!r}: longer than {_LONGEST_PATH} bytes; pass a shorter path as socket"
+        )
     given.setdefault("seats_required", True)
     given.setdefault("idle_exit", "never")
     if root and path == SYSTEM_SOCKET:
@@ -125,7 +134,10 @@ def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: st
         )
     else:
         given.setdefault("state_dir", str(Path(jupyter_data_dir()) / "gpu-hub"))
-    load(config_file, given, origin=_WHERE)  # raises what is wrong
+    try:
+        load(config_file, given, origin=_WHERE)
+    except ConfigError as error:
+        raise ConfigError(str(error)) from None  # the hub prints the whole traceback: keep it short
     try:
         text = json.dumps(given)
     except (TypeError, ValueError) as error:

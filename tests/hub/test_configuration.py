@@ -1,0 +1,164 @@
+"""`configure` sets a hub up, or stops it at its start with the key, the value and the allowed form."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from traitlets.config import Config
+
+from hub_spawner import configuration, configure
+from hub_spawner.configuration import SPAWNERS
+from hub_spawner.mixin import FractionalGPUMixin
+from provisioner.config import ConfigError
+from provisioner.discovery import SYSTEM_SOCKET
+from tests.broker.live import live_broker
+
+
+def services(c: Config) -> list[dict[str, Any]]:
+    return list(c.JupyterHub.services.get_value([]))
+
+
+def settings(c: Config) -> dict[str, Any]:
+    (service,) = services(c)
+    command = service["command"]
+    found: dict[str, Any] = json.loads(command[command.index("--settings") + 1])
+    return found
+
+
+def test_the_hub_runs_the_broker_with_its_pools(tmp_path: Path) -> None:
+    c, socket = Config(), str(tmp_path / "broker.sock")
+    configure(
+        c, spawner="fractional-gpu-simple", socket=socket, pools={"default": {"price": "1 EUR"}}, simulate="1x1GiB"
+    )
+    (service,) = services(c)
+    assert service["command"][:6] == [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket"]
+    assert "--stand-by" in service["command"]
+    assert service["command"][-2:] == ["--simulate", "1x1GiB"]
+    assert settings(c)["pools"] == {"default": {"price": "1 EUR"}}
+    assert settings(c)["seats_required"] is True
+    assert settings(c)["idle_exit"] == "never"
+    assert c.FractionalGPUMixin.gpu_socket == socket
+    assert c.JupyterHub.spawner_class == "fractional-gpu-simple"
+
+
+def test_services_of_others_stay(tmp_path: Path) -> None:
+    c = Config()
+    c.JupyterHub.services = [{"name": "culler"}]
+    configure(c, socket=str(tmp_path / "broker.sock"))
+    assert [service["name"] for service in c.JupyterHub.services] == ["culler", "gpu-broker"]
+
+
+def test_what_the_site_says_wins_over_the_hubs_defaults(tmp_path: Path) -> None:
+    c = Config()
+    configure(c, socket=str(tmp_path / "broker.sock"), seats_required=False, state_dir=str(tmp_path), log_level="debug")
+    assert settings(c) == {
+        "seats_required": False,
+        "idle_exit": "never",
+        "state_dir": str(tmp_path),
+        "log_level": "debug",
+    }
+
+
+def test_a_hub_that_runs_as_root_serves_every_user_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = Config()
+    monkeypatch.setattr(configuration, "_is_root", lambda: True)
+    configure(c, broker="managed", pools={"default": {}})
+    assert c.FractionalGPUMixin.gpu_socket == SYSTEM_SOCKET
+    assert settings(c)["state_dir"] == "/var/lib/jupyter-gpu"
+
+
+def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    c = Config()
+    folder = Path(tempfile.mkdtemp(prefix="jfg-"))  # short: it is part of a socket's path
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr(configuration, "_is_root", lambda: False)
+    configure(c, pools={"default": {}})
+    assert c.FractionalGPUMixin.gpu_socket == str(folder / "gpu" / "hub" / "broker.sock")
+    with pytest.raises(ConfigError, match="only a hub that runs as root can serve there"):
+        configure(Config(), socket=SYSTEM_SOCKET)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"pools": {"default": {"idle_afetr": "5m"}}},
+            "pools['default']['idle_afetr'] = '5m': unknown key; did you mean 'idle_after'?",
+        ),
+        (
+            {"pools": {"default": {"hours": "9 to 5"}}},
+            "pools['default']['hours'] = '9 to 5': '9 to 5' is not a time of the week",
+        ),
+        ({"pools": {"default": {"groups": ["staff"]}}}, "allowed: 'everybody', or groups such as"),
+        ({"pools": {"Big One": {}}}, "a pool's name has"),
+        ({"pools": {}}, "there must be a pool"),
+        ({"poools": {}}, "did you mean 'pools'?"),
+        ({"idle_exit": "soon"}, "idle_exit = 'soon'"),
+        ({"pools": {"default": {"fractions": {1, 2}}}}, "expected a list such as"),
+        ({"socket": "/srv/" + "x" * 120}, "longer than 100 bytes; pass a shorter path as socket"),
+        ({"spawner": "docker"}, "allowed: fractional-gpu-local, fractional-gpu-simple"),
+        ({"broker": "mine"}, "allowed: 'auto', 'managed' or 'system'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure(Config(), **{"socket": str(tmp_path / "broker.sock"), **given})
+    assert str(caught.value).startswith("jupyterhub_config.py: ")
+    assert sentence in str(caught.value)
+
+
+def test_a_hub_with_a_wrong_pool_does_not_start(tmp_path: Path) -> None:
+    config = tmp_path / "jupyterhub_config.py"
+    config.write_text(
+        "from hub_spawner import configure\n"
+        f"configure(get_config(), socket={str(tmp_path / 'broker.sock')!r}, pools={{'default': {{'price': 'much'}}}})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "jupyterhub", "-f", str(config)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "pools['default']['price'] = 'much': allowed: None, or an amount and a currency such as '0.80 EUR'" in last
+
+
+def test_a_broker_of_the_system_is_found_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with live_broker() as live:
+        monkeypatch.setattr(configuration, "SYSTEM_SOCKET", live.socket)
+        c = Config()
+        configure(c)
+        assert services(c) == []
+        assert c.FractionalGPUMixin.gpu_socket == live.socket
+        configure(Config(), broker="system")
+        with pytest.raises(ConfigError, match=r"pools was given, but a broker of the system serves"):
+            configure(Config(), pools={"default": {}})
+        # What an earlier run of this hub started is not the system's.
+        argv = {"argv": ["python", json.dumps({"settings": "{}"})]}
+        Path(live.socket).with_name("broker.json").write_text(json.dumps(argv))
+        c = Config()
+        configure(c, pools={"default": {}}, state_dir=os.path.dirname(live.socket))  # noqa: PTH120
+        assert [service["name"] for service in services(c)] == ["gpu-broker"]
+
+
+def test_a_broker_of_the_system_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(configuration, "SYSTEM_SOCKET", str(tmp_path / "none.sock"))
+    with pytest.raises(ConfigError, match=r"the system's GPU broker on .*none\.sock cannot be used"):
+        configure(Config(), broker="system")
+
+
+def test_every_ready_spawner_is_registered_and_has_the_mixin() -> None:
+    registered = {point.name: point for point in entry_points(group="jupyterhub.spawners")}
+    for name in SPAWNERS:
+        assert issubclass(registered[name].load(), FractionalGPUMixin)
