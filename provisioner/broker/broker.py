@@ -48,7 +48,7 @@ from provisioner.core.effects import (
     WakeAt,
 )
 from provisioner.core.events import BusyChanged, Event, LeaseMeasured, ProcessExited, Tick, Unwanted, Wanted
-from provisioner.core.model import HOLDING, LeaseState, LeaseView, ReserveBy
+from provisioner.core.model import HOLDING, LeaseState, LeaseView, ReserveBy, TicketView
 from provisioner.core.units import format_duration
 from provisioner.gpu.interface import DeviceInfo, Monitor
 from provisioner.host import failpoints
@@ -61,6 +61,7 @@ __all__ = ["Broker", "devices_of", "now_ms", "token_digest", "wall_ms"]
 log = logging.getLogger(__name__)
 
 _WRITE_AGAIN_S = 1.0
+_TICKETS_MS = 1000
 
 
 class Broker:
@@ -80,6 +81,7 @@ class Broker:
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
         self._swaps = swaps
+        self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.counters = IdleCounters(self)
         self.backstop = Backstop(self)
         swaps.roots = self.roots
@@ -102,6 +104,7 @@ class Broker:
         point = self._failpoint(event) if failpoints.enabled() else ""
         failpoints.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
+        self._tickets = None
         for effect in effects:
             self._carry_out(effect)
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
@@ -229,7 +232,7 @@ class Broker:
             and view.state is LeaseState.SUSPENDED
             and kernel.watch is not None
             and kernel.watch.executing
-            and self.arbiter.ticket(kernel.lease_id) is not None
+            and self.ticket(kernel.lease_id) is not None
         ):
             # Preempted: the arbiter has filed its ticket. Should its cell end without the GPU, nobody needs that any more.
             kernel.wanted_by_broker = kernel.waiting == 0
@@ -406,6 +409,14 @@ class Broker:
             home_device_ids=kernel.homes if len(kernel.homes) > 1 else (),
             pinned_until_ms=view.pinned_until_ms - now_ms() + wall_ms() if view.pinned_until_ms > now_ms() else 0,
         )
+
+    def ticket(self, lease_id: str) -> TicketView | None:
+        """Return the lease's place in the queue. The queue is looked at once for all who ask between two events, or for a second."""
+        at_ms = now_ms()
+        if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
+            pools = self.arbiter.pools()
+            self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool)}
+        return self._tickets[1].get(lease_id)
 
     def roots(self) -> list[ProcessIdentity]:
         """Return the kernel processes of all leases."""

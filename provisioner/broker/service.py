@@ -74,6 +74,7 @@ __all__ = ["Service"]
 
 log = logging.getLogger(__name__)
 
+_QUEUE_PAUSE_S = 0.1
 _IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
 _LONGEST_REASON = 300
 _UNWRITTEN = Progress(
@@ -156,7 +157,7 @@ class Service:
                         return view.device_id
                     await change.wait()
         except TimeoutError:
-            ticket = self.broker.arbiter.ticket(kernel.lease_id)
+            ticket = self.broker.ticket(kernel.lease_id)
             why = ticket.sentence if ticket is not None else "every device is in use"
             self.release(kernel)
             raise NoRoomError(
@@ -288,6 +289,8 @@ class Service:
                 if progress is not None and progress.kind != ProgressKind.WAITING:
                     return
                 await _any_of(change, queue, max(0.0, deadline_s - time.monotonic()))
+                if not change.is_set():  # only the queue moved: a hundred who wait need not hear of each step at once
+                    await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         finally:
             kernel.waiting -= 1
             view = broker.arbiter.lease(kernel.lease_id)
@@ -319,7 +322,7 @@ class Service:
             )
         if (declined := kernel.take_declined()) is not None:
             return Progress(kind=ProgressKind.REFUSED, reason=declined[0], sentence=declined[1])
-        ticket = self.broker.arbiter.ticket(kernel.lease_id)
+        ticket = self.broker.ticket(kernel.lease_id)
         reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
         if time.monotonic() >= deadline_s:
             return Progress(

@@ -15,7 +15,7 @@ _NOBODY = -1  # no user has this uid
 
 def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus:
     """Return one lease for people and programs."""
-    ticket = broker.arbiter.ticket(kernel.lease_id)
+    ticket = broker.ticket(kernel.lease_id)
     expected = ticket.expected if ticket is not None else None
     device = broker.devices.get(view.device_id or "")
     return LeaseStatus(

@@ -83,7 +83,7 @@ class Steering:
         except TimeoutError:
             await self._until_still(kernel)
             if not self._has(kernel, event):
-                ticket = self._broker.arbiter.ticket(kernel.lease_id)
+                ticket = self._broker.ticket(kernel.lease_id)
                 raise ConflictError(
                     f"there was no room for {format_fraction(event.fraction_milli)} of a GPU and "
                     f"{format_memory(event.reserve_mib)} within {format_duration(int(wait_s * 1000))}"
