@@ -15,6 +15,7 @@ from kernelext.server.handlers import handlers
 from kernelext.server.news import NOTICE_ID, NOTICE_SCHEMA, STATE_ID, STATE_SCHEMA, state
 from provisioner.protocol.errors import ConflictError, NotFoundError
 from provisioner.protocol.messages import HostStatus, LeaseStatus
+from provisioner.seat import own_seat
 
 __all__ = ["FractionalGPUApp"]
 
@@ -85,9 +86,13 @@ class FractionalGPUApp(ExtensionApp):
         raise ConflictError("this kernel has no GPU lease now; restart it to get one", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
-        """Return the lease's token if the kernel's provisioner holds it: it opens what the uid alone may not."""
+        """Return the lease's token if the kernel's provisioner holds it, else this server's seat's: it opens what the uid alone may not.
+
+        Raises FractionalGPUError for a seat that cannot be read.
+        """
         token: str | None = getattr(self._provisioner(kernel_id), "gpu_token", None)
-        return token
+        seat = own_seat() if token is None else None
+        return token if seat is None else seat.token
 
     def _provisioner(self, kernel_id: str) -> object:
         if not self._is_ours(kernel_id):

@@ -8,6 +8,7 @@ from provisioner.client import BrokerClient
 from provisioner.discovery import socket_path
 from provisioner.protocol.errors import FractionalGPUError
 from provisioner.protocol.messages import HostStatus
+from provisioner.seat import own_seat
 
 __all__ = ["Follower"]
 
@@ -51,7 +52,8 @@ class Follower:
 
     def _follow(self) -> str:
         """Follow until the broker goes away."""
-        self._client = BrokerClient(socket_path())
+        seat = own_seat()
+        self._client = BrokerClient(socket_path(), token=None if seat is None else seat.token)
         connected = False
         try:
             for status in self._client.events():

@@ -90,9 +90,10 @@ class _Suspend(Handler):
 class _Events(Stream):
     async def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
+        seat = self.service.seats.of_token(self.peer.token)
 
         async def work() -> None:
-            async with aclosing(self.settings["feed"].follow(uid)) as news:
+            async with aclosing(self.settings["feed"].follow(uid, seat)) as news:
                 async for status in news:
                     await self.line({} if status is None else status)
 

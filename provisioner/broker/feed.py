@@ -6,7 +6,7 @@ Rules:
   once for all followers: a follower that reads slowly gets fewer, newer lines, never a queue of old ones.
 - A follower gets the present state at once, and then only what differs from what it was told. Ages and what is left of a pin run
   on by themselves: a difference in them alone is none.
-- What a uid may see is what `GET /v1/status` would tell it.
+- What a peer may see is what `GET /v1/status` would tell it.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from provisioner.broker.broker import Broker
-from provisioner.broker.status import host_status
+from provisioner.broker.status import host_status, is_shown
 from provisioner.protocol.limits import PULSE_S
 from provisioner.protocol.messages import HostStatus
 
@@ -35,8 +35,8 @@ class Feed:
         self._latest: HostStatus | None = None
         self._news = asyncio.Event()
 
-    async def follow(self, uid: int | None) -> AsyncGenerator[HostStatus | None, None]:
-        """Yield the state that this uid (None: everybody) may see, at once and after each change; None when all is quiet for a while.
+    async def follow(self, uid: int | None, seat: str | None = None) -> AsyncGenerator[HostStatus | None, None]:
+        """Yield the state that this uid (None: all) and seat may see, at once and after each change; None when all is quiet for a while.
 
         Close it to stop following: the last follower who leaves ends the looking.
         """
@@ -47,7 +47,7 @@ class Feed:
         try:
             while True:
                 news, latest = self._news, self._latest
-                status = None if latest is None else _seen_by(uid, latest, self._broker)
+                status = None if latest is None else _seen_by(latest, self._broker, uid, seat)
                 if status is not None and (told is None or _lasting(status) != told):
                     told = _lasting(status)
                     yield status
@@ -74,12 +74,13 @@ class Feed:
             )  # what stirs nothing, such as a forecast that shrinks, is looked at now and then
 
 
-def _seen_by(uid: int | None, status: HostStatus, broker: Broker) -> HostStatus:
-    if uid is None:
-        return status
-    kernels = broker.kernels
-    own = [lease for lease in status.leases if lease.lease_id in kernels and kernels[lease.lease_id].uid == uid]
-    return replace(status, leases=own)
+def _seen_by(status: HostStatus, broker: Broker, uid: int | None, seat: str | None) -> HostStatus:
+    return replace(status, leases=[lease for lease in status.leases if _may_see(lease.lease_id, broker, uid, seat)])
+
+
+def _may_see(lease_id: str, broker: Broker, uid: int | None, seat: str | None) -> bool:
+    kernel, view = broker.kernels.get(lease_id), broker.arbiter.lease(lease_id)
+    return kernel is not None and view is not None and is_shown(kernel, view, uid, seat)
 
 
 def _lasting(status: HostStatus) -> HostStatus:

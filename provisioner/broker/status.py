@@ -8,7 +8,7 @@ from provisioner.broker.kernels import Kernel
 from provisioner.core.model import LeaseView
 from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour
 
-__all__ = ["device_status", "host_status", "lease_status", "neighbours"]
+__all__ = ["device_status", "host_status", "is_shown", "lease_status", "neighbours"]
 
 _NOBODY = -1  # no user has this uid
 
@@ -55,7 +55,8 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
     )
 
 
-def _is_shown(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None) -> bool:
+def is_shown(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None) -> bool:
+    """Whether a peer of this uid (None: who may see all), or of this seat, is told of the lease."""
     if seat is not None:
         return view.spec.seat == seat
     # A seat's leases are not everybody's of that uid: containers share uids.
@@ -94,7 +95,7 @@ def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | Non
         host_saved_mib=broker.arbiter.host_saved_mib,
         devices=sorted(devices, key=lambda device: device.index),
         leases=[
-            lease_status(broker, kernel, view) for kernel, view in broker.views() if _is_shown(kernel, view, uid, seat)
+            lease_status(broker, kernel, view) for kernel, view in broker.views() if is_shown(kernel, view, uid, seat)
         ],
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
     )

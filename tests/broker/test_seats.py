@@ -2,20 +2,22 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import aclosing, closing
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from provisioner.broker.feed import Feed
 from provisioner.broker.seats import Seats
 from provisioner.ledger import UsageRecord
 from provisioner.protocol.errors import BadRequestError, NotFoundError
-from provisioner.protocol.messages import LeaseRequest
+from provisioner.protocol.messages import HostStatus, LeaseRequest
 from provisioner.protocol.seats import OfferRequest, ProgressKind, SeatProgress, SeatRequest
 from provisioner.seat_client import SeatClient
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
@@ -427,3 +429,20 @@ def test_seats_outlive_the_broker() -> None:
 def test_the_socket_is_the_one_that_others_may_reach(live: LiveBroker) -> None:
     """The refusals above are the broker's: other users do reach it."""
     assert '"pid"' in as_nobody(live, "GET", "/v1/ping", "")
+
+
+def test_a_seats_news_are_of_its_own_leases(live: LiveBroker) -> None:
+    ada, bob = take(live), take(live, owner="bob")
+    leases = {seat.seat_id: ask(live, seat).body["lease_id"] for seat in (ada, bob)}
+    for seat in (ada, bob):
+        told = live.call("GET", "/v1/events", token=seat.token).body
+        assert [lease["lease_id"] for lease in told["leases"]] == [leases[seat.seat_id]]
+
+    async def told_to_the_uid() -> HostStatus | None:
+        async with aclosing(Feed(live.broker, live.socket).follow(os.getuid())) as news:
+            return await anext(news)
+
+    status = live.on_loop(told_to_the_uid)
+    while status is None:
+        status = live.on_loop(told_to_the_uid)
+    assert status.leases == []  # containers share uids
