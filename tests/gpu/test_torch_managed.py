@@ -36,8 +36,10 @@ RECOGNISED = {
         "print(int(held.sum()))",
     ),
     "numba": (
-        "import numpy\nfrom numba import cuda as gpu\n"
-        "held = gpu.managed_array(1 << 20, dtype=numpy.int64)\nheld[:] = numpy.arange(1 << 20)",
+        (
+            "import numpy\nfrom numba import cuda as gpu\n"
+            "held = gpu.managed_array(1 << 20, dtype=numpy.int64)\nheld[:] = numpy.arange(1 << 20)"
+        ),
         "print(int(held.sum()))",
     ),
 }
