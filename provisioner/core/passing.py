@@ -302,7 +302,7 @@ class Pass:
             return
         need_mib = _needs(lease)
         for device_id in ticket.kept_on:
-            if not self._room.could_serve(device_id, need_mib):
+            if not self._room.could_serve(device_id, need_mib, lease):
                 continue
             for victim in self._room.gather(device_id, need_mib, lease):
                 if not self._changes.channel_free or victim.host_need_mib > self._books.host_left_mib:

@@ -198,13 +198,14 @@ class Room:
             tuple(victim.lease_id for victim in victims),
         )
 
-    def could_serve(self, device_id: str, need_mib: int) -> bool:
-        """Whether the device would have the room if everybody there who can step aside did, now or later."""
+    def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
+        """Whether the device would have the room for the lease if everybody else there who can step aside did, now or later."""
         device = self._spots[device_id].device
         stays_mib = device.footing_mib[Footing.STAYING] + sum(
-            lease.held_mib
-            for lease in device.holders.values()
-            if lease.footing in (Footing.RESTING, Footing.WORKING) and self._victims.never_leaves(lease)
+            other.held_mib
+            for other in device.holders.values()
+            if other.footing in (Footing.RESTING, Footing.WORKING)
+            and (other is lease or self._victims.never_leaves(other))
         )
         return device.roomiest_mib - stays_mib >= need_mib
 

@@ -41,7 +41,7 @@ class Seen:
     asked: int = -1  # when it asked for the GPU: a running number; -1: it does not wait
     urgent: bool = False
     passed: int = 0
-    resize: ResizeRequested | None = None  # asked for and not answered yet
+    resizes: list[ResizeRequested] = field(default_factory=list)  # asked for and perhaps not answered yet
 
     @property
     def lease_id(self) -> str:
@@ -157,11 +157,13 @@ class World:
         ]
 
     def within_limits(self, seen: Seen) -> bool:
-        """Whether its user and group may hold as much more on devices."""
+        """Whether its user and group may hold as much more on devices; if it waits to grow, what it asked for."""
+        grown = seen.resizes[-1].fraction_milli if seen.resizes and seen.held else seen.spec.fraction_milli
         for what, limits in self.limits(seen).items():
             if limits.resident_milli is None:
                 continue
-            held = [other for other in self.fellows(seen, what) if other.held] + [seen]
-            if sum(other.spec.fraction_milli * other.spec.devices for other in held) > limits.resident_milli:
+            held = [other for other in self.fellows(seen, what) if other.held]
+            others = sum(other.spec.fraction_milli * other.spec.devices for other in held)
+            if others + grown * seen.spec.devices > limits.resident_milli:
                 return False
         return True

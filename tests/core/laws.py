@@ -5,7 +5,7 @@ import re
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.effects import Declined, Effect, Pinned, Recorded, Suspend
 from provisioner.core.events import Event, PinRequested
-from provisioner.core.model import LeaseState, TicketView
+from provisioner.core.model import LeaseSpec, LeaseState, TicketView
 from tests.core.books import Seen, World, law
 from tests.core.moves import ELIGIBLE
 from tests.core.pin_books import Pins
@@ -53,6 +53,17 @@ class Laws:
         """A lease was admitted: there must have been no reason to refuse it."""
         for what in ("user", "group"):
             law(0, not self._exceeds(seen, what), seen.lease_id, "was admitted beyond the limits of its", what)
+
+    def resized(self, seen: Seen, old: LeaseSpec) -> None:
+        """A lease has another size: if it is larger, its user and group may have as much."""
+        for what in ("user", "group") if seen.spec.fraction_milli > old.fraction_milli else ():
+            limits = self._world.limits(seen).get(what)
+            law(
+                0,
+                limits is None or limits.milli is None or not self._exceeds(seen, what),
+                seen,
+                "is larger than may be",
+            )
 
     def refused(self, event: Event, lease_id: str, reason: str) -> None:
         """A lease was refused: the reason must be true."""
@@ -227,7 +238,8 @@ class Laws:
                 line.append(((-seen.spec.priority, not view.urgent, seen.asked), seen, view))
         line.sort(key=lambda item: item[0])
         for place, (_, seen, view) in enumerate(line):
-            if view.need_mib > roomiest or not seen.waits:
+            grows = seen.state is S.RESIDENT and all(map(world.open, seen.devices))
+            if view.need_mib > roomiest or not (seen.waits or grows):
                 continue
             if seen.state is S.SUSPENDED and (not channel_free or view.reason == "wait.retry"):
                 continue
@@ -252,9 +264,12 @@ class Laws:
     def _fits_and_waits(self, seen: Seen, view: TicketView, ahead: list[TicketView]) -> None:
         world, kept = self._world, dict[str, int]()
         for other in ahead:
-            allowed = world.allowed(world.leases[other.lease_id])
-            for device in allowed:
+            holder = world.leases[other.lease_id]
+            for device in holder.devices if holder.state is S.RESIDENT else world.allowed(holder):
                 if device in other.kept_on or other.reason in _KEEPING:
                     kept[device] = kept.get(device, 0) + other.need_mib
-        broken = world.fits(seen, view.need_mib, kept) and world.within_limits(seen)
+        fits = world.fits(seen, view.need_mib, kept)
+        if seen.state is S.RESIDENT:
+            fits = all(world.free(device) - kept.get(device, 0) >= view.need_mib for device in seen.devices)
+        broken = fits and world.within_limits(seen)
         law(7, not broken, view, "fits where this is kept:", kept, "of", {d: world.free(d) for d in world.leasable})

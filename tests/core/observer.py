@@ -139,7 +139,7 @@ class Observer:
             case LeaseMeasured(used_mib=used_mib) if seen.state in {S.UNARMED, S.RESIDENT, S.SUSPENDING}:
                 seen.used = max(0, used_mib)
             case ResizeRequested():
-                seen.resize = event
+                seen.resizes = [*seen.resizes, event]
             case _:
                 pass
 
@@ -216,7 +216,7 @@ class Observer:
                 seen.saved = seen.host = seen.used = 0
                 if seen.state is not S.UNARMED:
                     seen.busy = seen.ran = False
-                    seen.asked = -1
+                    seen.asked, seen.resizes = -1, []
                 seen.home = ()
             case S.RESIDENT if old is S.UNARMED:
                 self._given(seen, device)
@@ -324,14 +324,13 @@ class Observer:
     def _resized(self, effect: Resized) -> None:
         """Another size or another reservation: nobody gets what is not there, and nobody less than what it uses."""
         seen, world = self.leases[effect.lease_id], self.world
-        asked, spec = seen.resize, seen.spec
-        if (effect.fraction_milli, effect.reserve_mib) != (spec.fraction_milli, spec.reserve_mib) or asked is not None:
-            law(0, asked is not None, effect, "was asked by nobody")
-            if asked is not None:
-                size = (asked.fraction_milli, asked.reserve_mib)
-                law(0, (effect.fraction_milli, effect.reserve_mib) == size, effect, "is another size than asked:", size)
-                seen.spec = replace(spec, fraction_milli=size[0], reserve_mib=size[1], request_mib=asked.request_mib)
-                seen.resize = None
+        size, spec = (effect.fraction_milli, effect.reserve_mib), seen.spec
+        asked = [one for one in reversed(seen.resizes) if (one.fraction_milli, one.reserve_mib) == size]
+        law(0, asked or size == (spec.fraction_milli, spec.reserve_mib), effect, "was asked by nobody:", seen.resizes)
+        if asked:
+            seen.spec = replace(spec, fraction_milli=size[0], reserve_mib=size[1], request_mib=asked[0].request_mib)
+            seen.resizes = []
+            self.laws.resized(seen, spec)
         before = seen.held
         held = effect.reserved_mib
         law(1, (held > 0) == (seen.held > 0), effect, "and it holds", seen.held)

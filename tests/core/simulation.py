@@ -29,6 +29,7 @@ from provisioner.core.events import (
     PinRequested,
     PoolConfigured,
     ProcessExited,
+    ResizeRequested,
     ResumeFinished,
     ResumeOutcome,
     SuspendFinished,
@@ -301,6 +302,16 @@ def _pinned(world: World, at_ms: int, name: str) -> Event:
     return PinRequested(at_ms=at_ms, lease_id=name, duration_ms=world.random.choice((0, 1_000, 5_000, 19_000, 30_000)))
 
 
+def _resized(world: World, at_ms: int, name: str) -> Event:
+    random = world.random
+    return ResizeRequested(
+        at_ms=at_ms,
+        lease_id=name,
+        fraction_milli=random.choice((125, 250, 500)),
+        reserve_mib=random.choice((50, 100, 250, 400, 600, 990, 1_100)),
+    )
+
+
 def _named(make: Callable[[World, int, str], Event], *states: LeaseState) -> Callable[[World, int], Event]:
     """Return a maker of events about a lease: mostly one of these states, sometimes any, or none that exists."""
 
@@ -360,6 +371,7 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (2, lambda world, at: DeviceUndrained(at_ms=at, device_id=world.random.choice(world.devices).device_id)),
     (2, _named(_pinned, _S.RESIDENT, _S.SUSPENDED)),
     (1, _named(lambda _, at, name: UnpinRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
+    (3, _named(_resized, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED, _S.UNARMED)),
     (1, lambda _, at: Tick(at_ms=at)),
 ]
 

@@ -26,6 +26,7 @@ from provisioner.core.events import (
     PinRequested,
     PoolConfigured,
     ProcessExited,
+    ResizeRequested,
     ResumeFinished,
     ResumeOutcome,
     SuspendFinished,
@@ -207,6 +208,10 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(name=names, kind=st.sampled_from([Unwanted, ProcessExited, LeaseReleased, SuspendRequested, UnpinRequested]))
     def said_of(self, name: str, kind: type[Event]) -> None:
         self.send(kind, lease_id=name)
+
+    @rule(name=names, mib=sizes, milli=st.sampled_from([100, 250, 500]))
+    def resized(self, name: str, mib: int, milli: int) -> None:
+        self.send(ResizeRequested, lease_id=name, fraction_milli=milli, reserve_mib=mib)
 
     @rule(name=names, ms=st.sampled_from([-1, 0, 1_000, 5_000, 5_001]))
     def pinned(self, name: str, ms: int) -> None:
