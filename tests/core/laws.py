@@ -57,13 +57,7 @@ class Laws:
     def resized(self, seen: Seen, old: LeaseSpec) -> None:
         """A lease has another size: if it is larger, its user and group may have as much."""
         for what in ("user", "group") if seen.spec.fraction_milli > old.fraction_milli else ():
-            limits = self._world.limits(seen).get(what)
-            law(
-                0,
-                limits is None or limits.milli is None or not self._exceeds(seen, what),
-                seen,
-                "is larger than may be",
-            )
+            law(0, not self._exceeds(seen, what, count=False), seen, "is larger than may be")
 
     def refused(self, event: Event, lease_id: str, reason: str) -> None:
         """A lease was refused: the reason must be true."""
@@ -71,18 +65,16 @@ class Laws:
         if seen.state is None and reason in {"user-limit", "group-limit"}:
             law(0, self._exceeds(seen, reason.removesuffix("-limit")), event, "was refused within its limits")
 
-    def _exceeds(self, seen: Seen, what: str) -> bool:
+    def _exceeds(self, seen: Seen, what: str, *, count: bool = True) -> bool:
         """Whether all leases of the user or group, this one included, are more than they may be."""
         limits = self._world.limits(seen).get(what)
         if limits is None:
             return False
         others = self._world.fellows(seen, what)
-        count = 1 + len(others)
+        too_many = count and limits.leases is not None and 1 + len(others) > limits.leases
         milli = seen.spec.fraction_milli * seen.spec.devices
         milli += sum(other.spec.fraction_milli * other.spec.devices for other in others)
-        return (limits.leases is not None and count > limits.leases) or (
-            limits.milli is not None and milli > limits.milli
-        )
+        return too_many or (limits.milli is not None and milli > limits.milli)
 
     # -- pins --------------------------------------------------------------------------------------------------------------------
 
