@@ -21,7 +21,7 @@ from provisioner.host.tree import Snapshot
 from provisioner.host.tree import scan as real_scan
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, OperationRecord
-from tests.broker.driver import DEVICE, Driver, swaps_of
+from tests.broker.driver import DEVICE, OTHERS, Driver, swaps_of
 from tests.broker.live import started_for
 
 LEASE = "lease-of-tests"
@@ -176,3 +176,16 @@ async def test_all_leases_are_found_with_one_look_at_the_machine(
         async with recovered(tmp_path, driver, *records) as broker:
             assert {view.state for view in broker.arbiter.leases()} == {L.RESIDENT}
             assert len(looks) == 1
+
+
+async def test_a_lease_of_several_devices_comes_back_on_all_of_them(tmp_path: Path) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.RUNNING, 300)
+        devices = (DEVICE, OTHERS[0])
+        record = record_of(process, L.RESIDENT, device_ids=devices, home_device_ids=devices, home_device_id=DEVICE)
+        async with recovered(tmp_path, driver, record) as broker:
+            assert broker.kernels[LEASE].homes == devices
+            again = broker.record(broker.kernels[LEASE])
+            assert again is not None
+            assert again.home_device_ids == devices

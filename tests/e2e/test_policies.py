@@ -260,3 +260,54 @@ def test_a_kernel_that_cannot_grow_in_time_stays_as_it_was(world: World, server:
     end.touch()
     assert second.wait(cell).text == "intact\n"
     assert world.lease(second.kernel_id).suspends == 0, "nobody waits for its room any more"
+
+
+# A child on the second device, as the ranks of a distributed training are: it fills memory, and checks it when asked.
+CHILD = """
+import subprocess, sys
+devices = os.environ["JUPYTER_GPU_SIMULATED_DEVICE"].split(",")
+program = FILL_TEXT + '''
+print(cuda.device().device_id, flush=True)
+for line in sys.stdin:
+    print(buffer.sha256() == digest, flush=True)
+'''
+child = subprocess.Popen([sys.executable, "-c", "import sys" + program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    text=True, env={**os.environ, "JUPYTER_GPU_SIMULATED_DEVICE": devices[1]})
+print(len(devices), child.stdout.readline().strip() == devices[1])
+"""
+CHECK_CHILD = """
+child.stdin.write("check\\n")
+child.stdin.flush()
+print(child.stdout.readline().strip())
+"""
+
+
+def test_a_kernel_with_two_devices_leaves_and_comes_back_to_both(two: World) -> None:
+    (whole,) = two.install(1000)
+    both = respecified(two, whole, devices=2)
+    with Server(two) as server:
+        first, second = server.start(both), server.start(whole)
+        fill = FILL.format(seed=1, mib=64)
+        first.must(fill + "import os")
+        reply = first.must(f"FILL_TEXT = {FILL.format(seed=2, mib=32)!r}\n" + CHILD)
+        assert reply.text == "2 True\n"
+        lease = two.lease(first.kernel_id)
+        assert sorted(lease.device_ids) == sorted(device.device_id for device in two.status().devices)
+        assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
+        second.must(FILL.format(seed=3, mib=64))
+        assert two.await_state(first.kernel_id, "suspended").saved_mib >= 96
+        assert sorted(device.reserved_mib for device in two.status().devices) == [0, 1024]
+        two.kill_broker()
+        two.start_broker()
+        assert two.lease(first.kernel_id).state == "suspended"
+        reply = first.must(CHECK + CHECK_CHILD)
+        assert reply.text == "True\n"
+        lease = two.lease(first.kernel_id)
+        assert (lease.state, len(lease.device_ids)) == ("resident", 2)
+        two.kill_broker()
+        two.start_broker()
+        again = two.lease(first.kernel_id)
+        assert (again.state, again.device_ids) == ("resident", lease.device_ids)
+        assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
+        second.must(CHECK)
+        first.must(CHECK + CHECK_CHILD)
