@@ -41,6 +41,7 @@ class Kernel:
     declined: tuple[str, str] | None = None  # the arbiter's last refusal (reason, sentence), until read
     resize_declined: tuple[str, str] | None = None  # the same of a resize
     resizing: object | None = None  # the request for another size that waits
+    asked_of_seat: tuple[int, int] = (0, 0)  # fraction and memory of the resize that waits
     own_size: ResizeRequested | None = None  # during a burst: what the lease goes back to if the process ends in it
     wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
     executing_since_s: float | None = None

@@ -20,6 +20,7 @@ from functools import partial
 
 from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
 from provisioner.broker.checks import Peer
+from provisioner.broker.kernels import Kernel
 from provisioner.broker.metering import Meter
 from provisioner.broker.seat_offers import Forecasts
 from provisioner.broker.seat_rules import Drawn, Full, check_draw, check_limits, check_request, check_terms, total
@@ -332,15 +333,17 @@ class Seats:
             owner_weight=seat.weight,
         )
 
-    def check_resize(self, spec: LeaseSpec, fraction_milli: int, reserve_mib: int) -> None:
+    def check_resize(self, kernel: Kernel, fraction_milli: int, reserve_mib: int) -> None:
         """Refuse another size of an existing lease that is more than its seat has left. Raises NoRoomError or ForbiddenError."""
-        if not spec.seat:
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None or not view.spec.seat:
             return
-        seat = self._seats.get(spec.seat)
+        spec, seat = view.spec, self._seats.get(view.spec.seat)
         if seat is None:
             raise ForbiddenError("the seat of this kernel is over; it keeps the size that it has", reason="no-seat")
         asked = Drawn(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
         check_draw(seat, spec.pool, spec.priority, asked, self._held(seat.seat_id, but=spec.lease_id))
+        kernel.asked_of_seat = (asked.fraction_milli, asked.memory_mib)
 
     def of_token(self, token: str | None) -> str | None:
         """Return the seat whose token it is, or whose lease's token it is."""
@@ -356,11 +359,19 @@ class Seats:
         return None
 
     def _held(self, seat_id: str, *, but: str = "") -> Drawn:
-        specs = [view.spec for view in self._broker.arbiter.leases() if view.spec.seat == seat_id]
+        """Return what the seat's kernels have, and what those that wait for another size may get at any moment."""
         return total(
-            Drawn(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
-            for spec in specs
-            if spec.lease_id != but
+            self._drawn_by(kernel, view.spec)
+            for kernel, view in self._broker.views()
+            if view.spec.seat == seat_id and view.spec.lease_id != but
+        )
+
+    @staticmethod
+    def _drawn_by(kernel: Kernel, spec: LeaseSpec) -> Drawn:
+        milli, mib = kernel.asked_of_seat if kernel.resizing is not None else (0, 0)
+        return Drawn(
+            fraction_milli=max(milli, spec.fraction_milli * spec.devices),
+            memory_mib=max(mib, spec.reserve_mib * spec.devices),
         )
 
     # -- helpers -------------------------------------------------------------------------------------------------------------

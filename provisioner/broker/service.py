@@ -90,10 +90,10 @@ class Service:
 
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self.broker = broker
-        self.steering = Steering(broker)
+        self.seats = Seats(broker, settings)
+        self.steering = Steering(broker, self.seats.check_resize)
         self.admin_gid = settings.admin_gid()
         self.settings = settings
-        self.seats = Seats(broker, settings)
 
     def ping(self) -> Pong:
         """Say who answers."""

@@ -1,6 +1,7 @@
 """What people may change about leases that exist, and administrators about devices: each method is one route, with its checks."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 from provisioner.broker.broker import Broker, now_ms
@@ -35,8 +36,9 @@ _POINTS = 1000
 class Steering:
     """The routes' work. One per broker."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, check: Callable[[Kernel, int, int], None]) -> None:
         self._broker = broker
+        self._check = check  # raises for a size that the kernel may not have
 
     # -- leases -------------------------------------------------------------------------------------------------------------
 
@@ -68,6 +70,7 @@ class Steering:
         if self._has(kernel, event):
             kernel.own_size = kernel.own_size if request.burst else None
             return self._status(kernel)
+        self._check(kernel, event.fraction_milli, event.reserve_mib)
         before = self._size_now(kernel)
         if event.reserve_mib < self._view(kernel).spec.reserve_mib:
             await self._measured(kernel)
@@ -94,7 +97,8 @@ class Steering:
         finally:
             if kernel.resizing is mine:
                 kernel.resizing = None
-                if kernel.lease_id in self._broker.kernels and not self._has(kernel, event):
+                waits = kernel.resize_declined is None and kernel.lease_id in self._broker.kernels
+                if waits and not self._has(kernel, event):
                     self._stay(kernel)
         kernel.own_size = (kernel.own_size or before) if request.burst else None
         await self._written()

@@ -105,6 +105,19 @@ def test_all_kernels_of_a_seat_share_it(live: LiveBroker) -> None:
     assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full"
 
 
+def test_a_kernel_grows_within_its_seat_and_no_further(live: LiveBroker) -> None:
+    seat = take(live, fraction_milli=500)
+    lease = ask(live, seat).body
+    target = f"/v1/leases/{lease['lease_id']}/resize"
+    refused = live.call("POST", target, {"fraction_milli": 750}, token=lease["token"]).error
+    assert refused["reason"] == "seat-full"
+    assert "a kernel of 3/4 GPU was asked, but this server has 1/2 GPU" in refused["message"]
+    assert live.call("POST", target, {"memory_mib": 600}, token=lease["token"]).error["reason"] == "seat-memory"
+    grown = live.call("POST", target, {"fraction_milli": 500}, token=lease["token"])
+    assert (grown.status, grown.body["fraction_milli"]) == (200, 500)
+    assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full", "what it grew by is taken"
+
+
 def test_a_seat_has_so_many_kernels_and_no_more(live: LiveBroker) -> None:
     seat = take(live, fraction_milli=500)
     assert [ask(live, seat, fraction_milli=125).status for _ in range(2)] == [200, 200]
