@@ -5,6 +5,7 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 
+from kernelext.server.news import STATE_ID
 from tests.e2e.browser import opened_lab
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
@@ -94,6 +95,12 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 300})
         expect(lab.panel).to_be_hidden()
         (kernel,) = lab.server.request("GET", "api/kernels")
+        state = lab.server.request("GET", "jupyter-fractional-gpu/state")
+        state["kernels"][0] |= {"state": "quarantined", "sentence": "nobody knows where its memory is"}
+        lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
+        doubt = lab.page.get_by_role("alert").filter(has_text="Untitled.ipynb: nobody knows where its memory is")
+        expect(doubt).to_be_visible()
+        expect(lab.item).to_contain_text("1/4 GPU · needs attention (simulated)")
         world.kill_broker()
         expect(lab.item).to_be_hidden()
         restart_file = Path(world.socket).with_name("broker.json")

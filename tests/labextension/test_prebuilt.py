@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from provisioner import __version__
+from provisioner.core.model import LeaseState
 from tests.labextension.rebuild import DIGEST, PREBUILT, differences, digest, sources
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,13 @@ def test_the_built_files_are_of_this_version_and_complete() -> None:
 def test_colours_come_from_the_theme_alone() -> None:
     (style,) = [path.read_text() for path in sources() if path.suffix == ".css"]
     assert re.findall(r"#[0-9a-f]{3,8}\b|rgba?\(|hsla?\(", style, re.IGNORECASE) == []
+
+
+def test_every_state_of_a_lease_has_words() -> None:
+    (words,) = [path.read_text() for path in sources() if path.name == "words.ts"]
+    table = words.partition("const STATES")[2].partition("};")[0]
+    named = set(re.findall(r"^  (\w+): \[", table, re.MULTILINE))
+    assert named | {"resident"} == {state.value for state in LeaseState}
 
 
 def test_differences_are_found(tmp_path: Path) -> None:
