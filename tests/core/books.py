@@ -56,6 +56,11 @@ class Seen:
         )
 
 
+def saved_each(seen: Seen) -> int:
+    """Return what was saved of each of its devices: as much of one as of another."""
+    return -(-seen.saved // max(1, seen.spec.devices))
+
+
 @dataclass(slots=True)
 class World:
     """Devices, pools and leases, and sums over them."""
@@ -81,12 +86,12 @@ class World:
         guaranteed = seen.spec.request_mib
         if guaranteed is None or self.pool(seen).reserve_by is ReserveBy.CAP:
             guaranteed = seen.spec.reserve_mib
-        return max(min(guaranteed, seen.spec.reserve_mib), seen.saved)
+        return max(min(guaranteed, seen.spec.reserve_mib), saved_each(seen))
 
     @staticmethod
     def most(seen: Seen) -> int:
         """Return what may be reserved for it at most."""
-        return max(seen.spec.reserve_mib, seen.saved)
+        return max(seen.spec.reserve_mib, saved_each(seen))
 
     def hold(self, seen: Seen, devices: tuple[str, ...], mib: int) -> None:
         """Say what a lease holds, and where."""

@@ -37,7 +37,7 @@ class Laws:
     def _drains(self) -> None:
         """Nobody stays on a device that is emptied if it can leave: saved in the host's memory, now."""
         world = self._world
-        left = world.budget - sum(seen.saved * seen.spec.devices + seen.host for seen in world.leases.values())
+        left = world.budget - sum(seen.saved + seen.host for seen in world.leases.values())
         for device, evict in world.draining.items():
             for seen in world.on(device) if device not in world.lost else ():
                 view = self._arbiter.lease(seen.lease_id)

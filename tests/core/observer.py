@@ -304,14 +304,14 @@ class Observer:
         law(2, effect.host_mib >= max(seen.held * seen.spec.devices, seen.used) > 0, effect, "may save more:", seen)
         law(5, (effect.device_ids or seen.devices) == seen.devices, effect.lease_id, "is suspended somewhere else")
         seen.host = effect.host_mib
-        host = sum(other.saved * other.spec.devices + other.host for other in self.leases.values())
+        host = sum(other.saved + other.host for other in self.leases.values())
         law(2, host <= self.world.budget, "the host would hold", host, "MiB of", self.world.budget)
         self._begins(effect.operation_id, ("suspend", effect.lease_id, effect.generation))
 
     def _resumes(self, effect: Resume) -> None:
         seen = self.leases[effect.lease_id]
         law(6, effect.generation == seen.generation, effect.lease_id, "has another generation than its resume")
-        law(2, effect.reserve_mib >= seen.saved, effect, "does not cover", seen.saved)
+        law(2, effect.reserve_mib * seen.spec.devices >= seen.saved, effect, "does not cover", seen.saved)
         law(2, effect.reserve_mib == seen.held and effect.device_id == seen.devices[0], effect, "is not reserved")
         law(6, effect.from_device_id == (seen.home[0] if seen.home else None), effect, "comes from", seen.home)
         self._begins(effect.operation_id, ("resume", effect.lease_id, effect.generation))
@@ -381,7 +381,7 @@ class Observer:
             law(6, mine == says, lease_id, "is", mine, "and the arbiter says", says)
             if seen.held:
                 law(1, seen.devices == (view.device_ids or (view.device_id,)), lease_id, "is on", seen.devices, view)
-            saved, reserved = saved + seen.saved * seen.spec.devices, reserved + seen.host
+            saved, reserved = saved + seen.saved, reserved + seen.host
         for device in self.arbiter.devices():
             held = self.world.held_on[device.device_id]
             law(1, held == device.reserved_mib, device, "holds", held)
