@@ -7,6 +7,7 @@ from provisioner.core.forecasts import RESUME, SUSPEND
 from provisioner.core.lifecycle import FOUND, SOMEWHERE, Lifecycle
 from provisioner.core.model import LeaseState
 from provisioner.core.records import Wait
+from provisioner.core.resizing import Resizing
 from provisioner.core.state import Lease, Operation
 from provisioner.core.staying import note
 from provisioner.core.transitions import Cause
@@ -19,7 +20,8 @@ _FIRST_RETRY_MS = 1000  # after a resume that could not start; doubled each time
 class Answers:
     """One method per kind of answer."""
 
-    def __init__(self, changes: Changes, lifecycle: Lifecycle) -> None:
+    def __init__(self, changes: Changes, lifecycle: Lifecycle, resizing: Resizing) -> None:
+        self._resizing = resizing
         self._changes = changes
         self._books = changes.books
         self._lifecycle = lifecycle
@@ -59,7 +61,10 @@ class Answers:
         if lease.ticket is not None and claim is not None:  # it is on no device now: nothing keeps it from growing
             wanted, kept_on = lease.ticket.wanted, lease.ticket.kept_on
             self._books.dequeue(lease)
-            self._books.resize(lease, claim)
+            if self._resizing.may_be(lease, claim):
+                self._books.resize(lease, claim)
+            else:
+                claim = None
             if wanted:
                 ticket = changes.new_ticket(first=bool(lease.target_ids))
                 ticket.kept_on = kept_on

@@ -89,8 +89,8 @@ class Arbiter:
         )
         self._books = self._changes.books
         self._serving = Serving(self._changes)
-        self._lifecycle = Lifecycle(self._changes, self._serving.caps, self._serving.pins)
-        self._answers = Answers(self._changes, self._lifecycle)
+        self._lifecycle = Lifecycle(self._changes, self._serving.caps, self._serving.pins, self._serving.resizing)
+        self._answers = Answers(self._changes, self._lifecycle, self._serving.resizing)
         self._wake_ms: int | None = None
         self._check = check
 
@@ -209,6 +209,7 @@ class Arbiter:
             case PoolConfigured():
                 books.configure(event.pool)
                 note_all(books, books.leases.values())
+                self._serving.resizing.configured(event.pool.name)
             case HostMemorySeen():
                 books.host_budget_mib = event.budget_mib
         books.touch_all()

@@ -27,12 +27,10 @@ def explain(books: Books, lease: Lease, ticket: Ticket) -> Wait:
 
 def destinations(books: Books, lease: Lease) -> tuple[str, ...]:
     """Return the devices on which its ticket can be served."""
-    if lease.state is LeaseState.RESIDENT:
-        return (
-            ()
-            if any(books.devices[one].draining for one in lease.device_ids if one in books.devices)
-            else lease.device_ids
-        )
+    if lease.grows:
+        there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
+        admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
+        return lease.device_ids if admits else ()
     return candidates(books, books.policy(lease), lease)
 
 

@@ -7,6 +7,7 @@ from provisioner.core.events import LeaseRecovered, LeaseRequested
 from provisioner.core.model import LeaseState
 from provisioner.core.pins import Pins
 from provisioner.core.requests import refusal
+from provisioner.core.resizing import Resizing
 from provisioner.core.state import Lease
 from provisioner.core.staying import note
 from provisioner.core.transitions import Cause, next_state
@@ -29,9 +30,10 @@ SOMEWHERE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 class Lifecycle:
     """One method per event."""
 
-    def __init__(self, changes: Changes, caps: Caps, pins: Pins) -> None:
+    def __init__(self, changes: Changes, caps: Caps, pins: Pins, resizing: Resizing) -> None:
         self._changes = changes
         self._pins = pins
+        self._resizing = resizing
         self._books = changes.books
         self._caps = caps
 
@@ -74,7 +76,7 @@ class Lifecycle:
 
     def settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
         """Write down what a lease in this state holds, whether there is room for it or not. What it held for certain stays held."""
-        held_mib = max(lease.need_mib, lease.held_mib)
+        held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
         self._books.save_on_host(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
@@ -168,6 +170,7 @@ class Lifecycle:
         lease.used_mib, lease.cost_until_ms = used_mib, 0
         breaches = self._caps.measured(lease)
         matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
+        matters |= self._resizing.measured(lease)
         if (
             used_mib != used and lease.busy and self._books.waiting
         ):  # what swapping it takes decides from when on it may be preempted

@@ -117,7 +117,7 @@ class Queue:
     def _key(self, lease: Lease, ticket: Ticket) -> Key | None:
         spec, state = lease.spec, lease.state
         saved = state is LeaseState.SUSPENDED
-        grows = state is LeaseState.RESIDENT and ticket.grow is not None
+        grows = lease.grows
         if not (saved or grows or state is LeaseState.UNARMED):
             before_start = state is LeaseState.UNATTACHED and ticket.before_start
             if not before_start or lease.held_mib:

@@ -127,6 +127,7 @@ class Lease:
     held_mib: int = 0  # reserved on each of its devices
     home_ids: tuple[str, ...] = ()  # the devices whose memory was, or may have been, saved
     target_ids: tuple[str, ...] = ()  # it is being moved there, and room is kept for it there
+    size_mib: int = 0  # what its pool reserves for it: its cap, or what it uses and headroom
     saved_mib: int = 0  # lies in host memory
     host_mib: int = 0  # reserved in host memory for a suspend under way
     used_mib: int = 0
@@ -188,6 +189,12 @@ class Lease:
         return self.home_ids[0] if self.home_ids else None
 
     @property
+    def grows(self) -> bool:
+        """Whether it waits to grow on the devices where it is."""
+        here = self.state is LeaseState.RESIDENT or (self.state is LeaseState.UNATTACHED and self.held_mib > 0)
+        return here and self.ticket is not None and self.ticket.grow is not None
+
+    @property
     def reserved(self) -> bool:
         """Whether it counts against its devices."""
         return self.held_mib > 0
@@ -204,8 +211,8 @@ class Lease:
 
     @property
     def need_mib(self) -> int:
-        """What must be reserved on each device for it: its cap, or what was saved of one that had gone past its cap."""
-        return max(self.spec.reserve_mib, self.saved_each_mib) if self.saved_mib else self.spec.reserve_mib
+        """What must be reserved on each device for it: what its pool reserves, or what was saved of one that had gone past its cap."""
+        return max(self.size_mib, self.saved_each_mib) if self.saved_mib else self.size_mib
 
     @property
     def saved_each_mib(self) -> int:

@@ -26,6 +26,12 @@ def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
 
 def _bad_size(spec: LeaseSpec) -> Wait | None:
     request_mib = spec.reserve_mib if spec.request_mib is None else spec.request_mib
+    if spec.devices < 1 or (spec.devices > 1 and spec.fraction_milli != 1000):
+        return Wait(
+            "bad-size",
+            f"{spec.devices} devices with a fraction of {format_fraction(max(1, spec.fraction_milli))} were asked; "
+            "allowed: 1 or more, and several only as whole ones (fraction 1)",
+        )
     if not 1 <= spec.fraction_milli <= 1000 or spec.reserve_mib < 1 or request_mib < 0:
         return Wait(
             "bad-size",
@@ -58,7 +64,27 @@ def _too_large(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
             f"{format_memory(spec.reserve_mib)} were asked, but the largest device of pool {pool.name!r} can give "
             f"{format_memory(max(sizes, default=0))}; ask for that or less",
         )
-    return None
+    return _too_many(books, pool, spec)
+
+
+def _too_many(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+    if spec.devices == 1:
+        return None
+    if spec.devices > pool.max_devices:
+        return Wait(
+            "too-many-devices",
+            f"{spec.devices} devices were asked, pool {pool.name!r} gives one kernel at most {pool.max_devices}; ask for that or less",
+        )
+    devices = [books.devices[device_id].spec for device_id in pool.devices if device_id in books.devices]
+    kinds = [device.name for device in devices if device.leasable_mib >= spec.reserve_mib]
+    most = max(map(kinds.count, kinds), default=0)
+    if spec.devices <= most:
+        return None
+    return Wait(
+        "too-many-devices",
+        f"{spec.devices} devices were asked, but pool {pool.name!r} has {most} devices of one kind with "
+        f"{format_memory(spec.reserve_mib)} each; ask for that many or less",
+    )
 
 
 def too_much(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None) -> Wait | None:

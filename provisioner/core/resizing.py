@@ -10,8 +10,8 @@ from dataclasses import replace
 from provisioner.core.changes import Changes
 from provisioner.core.events import ResizeRequested
 from provisioner.core.limits import limit_refusal
-from provisioner.core.model import LeaseSpec, LeaseState
-from provisioner.core.records import Wait
+from provisioner.core.model import LeaseSpec, LeaseState, ReserveBy
+from provisioner.core.records import Ticket, Wait
 from provisioner.core.requests import size_refusal, too_much
 from provisioner.core.state import Lease
 from provisioner.core.units import format_fraction, format_memory
@@ -68,23 +68,74 @@ class Resizing:
         )
 
     def _grows(self, lease: Lease, spec: LeaseSpec) -> bool:
-        devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
-        if all(device.whole for device in devices):
-            return False
         return self._books.reserve_mib(lease, spec) > lease.held_mib or spec.fraction_milli > lease.spec.fraction_milli
+
+    def _extra_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """What the lease lacks on each of its devices; where it has a device as a whole, only what is more than that."""
+        reserve_mib, has_mib = self._books.reserve_mib(lease, spec), lease.held_mib
+        devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
+        if devices and all(device.whole for device in devices):
+            has_mib = max(has_mib, min(device.roomiest_mib for device in devices))
+        return max(0, reserve_mib - has_mib)
 
     def _claim(self, lease: Lease, spec: LeaseSpec) -> None:
         ticket = self._changes.new_ticket()
         ticket.grow = spec
-        ticket.extra_mib = max(0, self._books.reserve_mib(lease, spec) - lease.held_mib)
+        ticket.extra_mib = self._extra_mib(lease, spec)
         self._books.enqueue(lease, ticket)
         self._changes.requeued.add(lease.spec.pool)
-        self._changes.record(lease.lease_id, "resize.asked", f"it waits for room to grow to {_size(spec)}")
+        if spec is not lease.spec:
+            self._changes.record(lease.lease_id, "resize.asked", f"it waits for room to grow to {_size(spec)}")
+
+    # -- by use ----------------------------------------------------------------------------------------------------------
+
+    def measured(self, lease: Lease) -> bool:
+        """Where reservations follow use, the lease's does, now that its use was measured. Returns whether anything changed.
+
+        It grows before the headroom is half used up, and shrinks only where that gives back as much as the headroom.
+        """
+        pool = self._books.policy(lease)
+        if pool.reserve_by is ReserveBy.CAP or lease.state is not LeaseState.RESIDENT:
+            return False
+        ticket = lease.ticket
+        if ticket is not None and ticket.grow is not None and ticket.grow is not lease.spec:
+            return self._set_extra(lease, ticket, ticket.grow)  # somebody asked for another size, too
+        target_mib = self._books.reserve_mib(lease, lease.spec)
+        if target_mib < lease.held_mib and lease.held_mib - target_mib >= max(1, pool.headroom_mib):
+            self.forget(lease, "it uses less")
+            self._books.hold(lease, lease.device_ids, target_mib)
+            self._changes.tell_size(lease, "resize.use", f"{format_memory(target_mib)} are reserved for what it uses")
+            return True
+        if ticket is not None:
+            return self._set_extra(lease, ticket, lease.spec)
+        if lease.used_each_mib + pool.headroom_mib // 2 <= lease.held_mib or target_mib <= lease.held_mib:
+            return False
+        self._claim(lease, lease.spec)
+        return True
+
+    def _set_extra(self, lease: Lease, ticket: Ticket, spec: LeaseSpec) -> bool:
+        extra_mib = self._extra_mib(lease, spec)
+        changed, ticket.extra_mib = extra_mib != ticket.extra_mib, extra_mib
+        if not extra_mib and spec is lease.spec:
+            self.forget(lease, "it has room enough")
+        self._books.requeue(lease)
+        return changed
+
+    def configured(self, pool: str) -> None:
+        """A pool's policy changed: leases that hold less than it wants them to ask for the rest."""
+        for lease in list(self._books.by_state[LeaseState.RESIDENT].values()):
+            if lease.spec.pool == pool and lease.ticket is None and lease.size_mib > lease.held_mib:
+                self._claim(lease, lease.spec)
+
+    # -- claims ----------------------------------------------------------------------------------------------------------
 
     def forget(self, lease: Lease, why: str) -> None:
         """Withdraw a claim that still waits."""
         if lease.ticket is not None and lease.ticket.grow is not None:
+            asked = lease.ticket.grow is not lease.spec
             self._changes.withdraw(lease)
+            if not asked:
+                return
             self._changes.record(lease.lease_id, "resize.withdrawn", f"it waits no more to grow: {why}")
 
     def grow(self, lease: Lease) -> None:
@@ -92,14 +143,28 @@ class Resizing:
         spec = lease.ticket.grow if lease.ticket is not None else None
         if spec is not None:
             self._changes.withdraw(lease)
-            self._apply(lease, spec)
-            self._changes.touched.update(lease.device_ids)
+            if self.may_be(lease, spec):
+                self._apply(lease, spec)
+                self._changes.touched.update(lease.device_ids)
+
+    def may_be(self, lease: Lease, spec: LeaseSpec) -> bool:
+        """Whether the size is still within the limits, of which others may have taken since it was asked; decline it if not."""
+        pool = self._books.pools.get(spec.pool)
+        if pool is None or spec is lease.spec:
+            return True
+        refused = limit_refusal(self._books, pool, spec, instead_of=lease.spec)
+        refused = refused or too_much(self._books, pool, spec, instead_of=lease.spec)
+        if refused is not None:
+            self._changes.decline(lease, refused.reason, refused.sentence, about="resize")
+        return refused is None
 
     def _apply(self, lease: Lease, spec: LeaseSpec) -> None:
         self._books.resize(lease, spec)
         if lease.held_mib:
             self._books.hold(lease, lease.device_ids, self._books.reserve_mib(lease, spec))
-        self._changes.tell_size(lease, "resize.done", f"its size is {_size(spec)} now")
+        self._changes.tell_size(
+            lease, "resize.done", f"its size is {_size(spec)} now, {format_memory(lease.held_mib)} of it reserved"
+        )
 
 
 def _size(spec: LeaseSpec) -> str:

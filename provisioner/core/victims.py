@@ -9,7 +9,6 @@ beneficiary goes before (`fairness`): the lowest priority, then whoever is furth
 from collections.abc import Iterator, Sequence
 
 from provisioner.core.fairness import goes_before_from_ms, preemptible_from_ms, swap_ms
-from provisioner.core.model import LeaseState
 from provisioner.core.records import Device, Footing
 from provisioner.core.scheduling import willing_from_ms
 from provisioner.core.state import Books, Lease
@@ -34,7 +33,7 @@ class Victims:
     def takes_busy(self, lease: Lease) -> bool:
         """Whether the lease could have busy ones preempted at all."""
         pool = self._books.policy(lease)
-        if lease.state is LeaseState.RESIDENT:
+        if lease.grows:
             return False
         lowest = min(self._books.accounts.priorities[lease.spec.pool])
         return pool.preempt_equals or (pool.preempt_priorities and lease.spec.priority > lowest)
