@@ -46,10 +46,10 @@ class Forecasts:
 
     def habits(self, owner: str, pool: str) -> Habits:
         """Return how the user uses the pool, as far as is known."""
-        known = self._usage.get((owner, pool))
+        known, prior = self._usage.get((owner, pool)), replace(PRIOR, duty_milli=self.hub(pool).expected_use_milli)
         if known is None:
-            return PRIOR
-        return learnt(live_ms=known.live_ms, busy_ms=known.busy_ms, busy_mib_ms=known.busy_mib_ms)
+            return prior
+        return learnt(live_ms=known.live_ms, busy_ms=known.busy_ms, busy_mib_ms=known.busy_mib_ms, prior=prior)
 
     # -- room ----------------------------------------------------------------------------------------------------------------
 

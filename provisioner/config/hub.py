@@ -12,6 +12,7 @@ from fractions import Fraction
 from provisioner.config import values
 from provisioner.config.hours import OpeningHours, parse_hours
 from provisioner.config.keys import Key
+from provisioner.core.packing import PRIOR
 
 __all__ = ["HUB_KEYS", "GroupTerms", "HubPool", "Price"]
 
@@ -53,6 +54,7 @@ class HubPool:
     wait_bound_milli: int = 50
     waits_when_full: bool = True
     kernels_per_seat: int = 4
+    expected_use_milli: int = PRIOR.duty_milli
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
         """Return the group through which somebody uses the pool and its terms, the best ones; None: they may not use it."""
@@ -147,6 +149,13 @@ HUB_KEYS: Mapping[str, Key] = {
         default="5%",
         example="1%",
         help="Hub: ... with a greater chance than this, or the pool is full: no further server gets a seat.",
+    ),
+    "expected_use": Key(
+        field="expected_use_milli",
+        parse=_share,
+        default="25.7%",
+        example="10%",
+        help="Hub: the share of the time in which somebody's kernels are busy with the GPU, until enough is known of them.",
     ),
     "when_full": Key(
         field="waits_when_full",

@@ -31,10 +31,12 @@ def test_every_key_of_a_hub_is_understood() -> None:
         wait_bound="1%",
         when_full="refuse",
         kernels_per_seat=2,
+        expected_use="10%",
     )
     assert hub.groups == {"students": GroupTerms(), "staff": GroupTerms(weight=200, priority=10)}
     assert hub.hours is not None
     assert hub.price == Price(milli=800, unit="EUR")
+    assert hub.expected_use_milli == 100
     assert (hub.wait_target_ms, hub.wait_bound_milli, hub.waits_when_full, hub.kernels_per_seat) == (
         120_000,
         10,
@@ -76,6 +78,7 @@ def test_a_price_is_shown_for_the_fraction() -> None:
         ("price", "EUR 0.80", "an amount and a currency such as '0.80 EUR'"),
         ("wait_bound", "0%", "a share from '0.1%' to '100%'"),
         ("wait_bound", 0.05, "a share from '0.1%' to '100%'"),
+        ("expected_use", "seldom", "a share from '0.1%' to '100%'"),
         ("wait_target", "soon", "duration"),
         ("when_full", "queue", "allowed: 'wait' or 'refuse'"),
         ("kernels_per_seat", 0, "a whole number from 1 to 512"),

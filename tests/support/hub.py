@@ -95,6 +95,8 @@ class HubWorld:
             "arguments": [
                 "--allow-root",
                 "--ServerApp.jpserver_extensions={'jupyterlab': False, 'jupyter_lsp': False}",
+                # A notebook of a test hears pings only while it waits for a cell; others must not be hung up on.
+                "--ServerApp.tornado_settings={'ws_ping_interval': 0}",
             ],
             "wait": 60,
             "environment": {name: world.environment[name] for name in kept},
