@@ -124,6 +124,9 @@ class Laws:
     def _preempts(self, victim: Seen, why: Recorded) -> None:
         """A busy lease is suspended for somebody who goes before it, in a pool that wants it so."""
         pool = self._world.pool(victim)
+        if why.reason == "move.defragment":
+            law(5, pool.move_busy and pool.may_move, victim.lease_id, "is busy and is moved:", why)
+            return
         law(5, why.reason == "suspend.preempted", victim.lease_id, "is busy and is suspended:", why)
         above = [
             seen
