@@ -17,10 +17,10 @@ RATIOS = Scale(bits=3, shift=0, most=1 << 20)
 """Ratios of what was to what was expected."""
 ONE = 1088
 """The ratio of what was just as expected: the middle of its bucket, so that the half below and the half above of it are alike."""
-KEPT = 16  # swaps that the line is drawn through
+KEPT = 12  # swaps that the line is drawn through
 _ANCHORS = (0, 8192)  # MiB at which the prior counts ...
 _ANCHOR_WEIGHT = 0.25  # ... as so many swaps
-_ROUNDS = 4
+_ROUNDS = 3
 _FEW = 4  # swaps
 _FAR = 0.5  # relative errors beyond this weigh less
 # Ratios that 10, 50 and 90 % of swaps stay under, before any was seen.
@@ -94,13 +94,19 @@ def _line(
 ) -> tuple[float, float]:
     """Return the line that fits best, each swap weighing as it should by the line there was; neither part of it is negative."""
     aa = ab = bb = ay = by = 0.0
-    for place, (mib, took) in enumerate([*anchors, *swaps]):
-        expected = max(1.0, fixed + slope * mib)
-        off = _off(took, expected)
-        weight = _ANCHOR_WEIGHT if place < len(anchors) else 1.0
-        weight *= (1.0 if off < _FAR else _FAR / off) / (expected * expected)
-        aa, ab, bb = aa + weight, ab + weight * mib, bb + weight * mib * mib
-        ay, by = ay + weight * took, by + weight * mib * took
+    scale = _ANCHOR_WEIGHT
+    for points in (anchors, swaps):
+        for mib, took in points:
+            expected = fixed + slope * mib
+            expected = max(expected, 1.0)
+            less, more = (took, expected) if took < expected else (expected, took)
+            far = less * (1 + _FAR)  # further than that it weighs less
+            weight = scale / (expected * expected)
+            if more > far:
+                weight *= _FAR * max(1.0, less) / (more - less)
+            size = weight * mib
+            aa, ab, bb, ay, by = aa + weight, ab + size, bb + size * mib, ay + weight * took, by + size * took
+        scale = 1.0
     det = aa * bb - ab * ab
     fixed, slope = (ay * bb - by * ab) / det, (aa * by - ab * ay) / det
     if fixed < 0:

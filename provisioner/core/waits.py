@@ -56,6 +56,7 @@ class _Outlook:
 
     free_mib: int
     returns: list[_Return]
+    calm_mib: int  # what is free, and what nobody busy gives back
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,10 @@ class _Play:
             return None
         devices = self._richest(lease)
         need_mib = ticket.extra_mib if ticket.grow is not None else lease.need_mib
+        if not patient and not ticket.kept_on:
+            devices = [device_id for device_id in devices if self._outlook(device_id, lease).calm_mib >= need_mib]
+            if len(devices) < lease.count:
+                return _LATER
         possible = (self._way(device_id, need_mib, lease) for device_id in devices)
         ways = sorted(
             (way for way in possible if way is not None),
@@ -182,6 +187,7 @@ class _Play:
         for place in way.taken:  # the last one first
             outlook.free_mib += outlook.returns.pop(place)[1]
         outlook.free_mib -= need_mib
+        outlook.calm_mib -= need_mib
         cell_ms = self._forecasts.next_cell_ms(lease.lease_id)
         save_ms = self._suspend_ms(way.device_id, max(lease.saved_mib, lease.used_mib) // lease.count)
         insort(outlook.returns, (ready_ms + cell_ms, need_mib, save_ms))
@@ -217,7 +223,8 @@ class _Play:
                 if known is None or known.sums != sums or self._now_ms - known.at_ms > _FRESH_MS:
                     known = self._known[device_id] = _Known(sums, self._now_ms, self._returns(device_id, beside))
                 returns = _aged(known.returns, self._now_ms - known.at_ms)
-            outlook = self._outlooks[device_id] = _Outlook(device.free_mib, returns)
+            calm_mib = device.free_mib + sum([mib for at_ms, mib, _ in returns if at_ms <= 0])
+            outlook = self._outlooks[device_id] = _Outlook(device.free_mib, returns, calm_mib)
         return outlook
 
     def _returns(self, device_id: str, beside: Lease) -> list[_Return]:
