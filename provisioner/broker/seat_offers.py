@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from provisioner.broker.broker import Broker, wall_ms
-from provisioner.broker.seat_rules import Full, check_limits, check_terms, guaranteed_full, percent
+from provisioner.broker.seat_rules import Full, check_limits, check_terms, counted_group, guaranteed_full, percent
 from provisioner.config.hub import HubPool
 from provisioner.config.settings import Settings
 from provisioner.core.model import DeviceView, PoolSpec, ReserveBy
@@ -240,7 +240,8 @@ class Forecasts:
 def _over_limit(request: SeatRequest, pool: PoolSpec, hub: HubPool, seats: Sequence[SeatRecord]) -> str:
     found = hub.terms(request.groups)
     try:
-        check_limits(request, found[0] if found is not None else "", pool, seats)
+        group = counted_group(found[0] if found is not None else "", request.groups, pool)
+        check_limits(request, group, pool, seats)
     except NoRoomError as error:
         return str(error)
     return ""

@@ -23,6 +23,7 @@ __all__ = [
     "check_limits",
     "check_request",
     "check_terms",
+    "counted_group",
     "guaranteed_full",
     "minute_of_week",
     "percent",
@@ -103,6 +104,12 @@ def check_terms(pool: str, hub: HubPool, groups: Iterable[str], wall_s: float) -
             reason="pool-closed",
         )
     return found
+
+
+def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
+    """Return the group that a seat counts for: the one through which it is given, else the first with limits that one is in."""
+    mine = set(groups)
+    return group or next((name for name, _ in pool.group_limits if name in mine), "")
 
 
 def check_limits(request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord]) -> None:

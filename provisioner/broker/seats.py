@@ -23,7 +23,16 @@ from provisioner.broker.checks import Peer
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.metering import Meter
 from provisioner.broker.seat_offers import Forecasts
-from provisioner.broker.seat_rules import Drawn, Full, check_draw, check_limits, check_request, check_terms, total
+from provisioner.broker.seat_rules import (
+    Drawn,
+    Full,
+    check_draw,
+    check_limits,
+    check_request,
+    check_terms,
+    counted_group,
+    total,
+)
 from provisioner.config.hub import GroupTerms, HubPool
 from provisioner.config.settings import Settings
 from provisioner.core.events import LeaseReleased
@@ -133,6 +142,7 @@ class Seats:
             raise NoRoomError("there are more seats, or more who wait for one, than this broker keeps track of")
         try:
             group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
+            group = counted_group(group, request.groups, pool)
             memory_mib = self.forecasts.memory_mib(pool, request.fraction_milli, request.memory_mib)
             check_limits(request, group, pool, self._others(request))
             self.forecasts.check_ever(request, pool, hub, memory_mib)

@@ -317,6 +317,12 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         "group-limit",
         "group 'staff' may have 1/8 GPU",
     ),
+    (
+        {"group_limits": {"staff": {"fraction": 1}, "students": {"fraction": "1/8"}}},
+        {"groups": ["ghosts", "students"]},
+        "group-limit",
+        "group 'students' may have 1/8 GPU",
+    ),
     ({}, {"memory_mib": 2048}, "larger-than-device", "the largest device of pool 'default' can give 1 GiB"),
 ]
 
