@@ -77,7 +77,10 @@ class Deadlines:
         heappush(self._heap, (at_ms, self._pushed, lease))
 
     def _due_ms(self, lease: Lease) -> int | None:
-        times = [lease.expires_ms, idle_due_ms(self._books, lease)]
+        idle_ms = idle_due_ms(self._books, lease)
+        if idle_ms is not None and idle_ms != lease.announced_ms:
+            idle_ms -= self._books.policy(lease).warn_before_ms
+        times = [lease.expires_ms, idle_ms]
         if lease.paused:
             times.append(lease.resume_after_ms)
         if lease.pinned_until_ms:

@@ -13,12 +13,11 @@ from heapq import heapify, heappop, heappush
 from provisioner.core.changes import Changes
 from provisioner.core.explaining import cause, destinations, explain
 from provisioner.core.limits import makers_of_room, over_limit
-from provisioner.core.model import LeaseSpec, LeaseState
-from provisioner.core.moving import begin_move, kept_mib
+from provisioner.core.model import LeaseState
+from provisioner.core.moving import Moving, kept_mib
 from provisioner.core.records import Bucket, Lease, Ticket, Wait
 from provisioner.core.resizing import Resizing
 from provisioner.core.room import Plan, Room
-from provisioner.core.scheduling import elsewhere
 from provisioner.core.units import format_memory
 from provisioner.core.victims import Victims
 
@@ -39,6 +38,7 @@ class Pass:
         self._queue = changes.books.queue
         self._victims = Victims(changes.books)
         self._room = Room(changes.books, self._victims)
+        self._moving = Moving(changes, self._room, self._victims)
         self._hopeless: dict[tuple[object, ...], int] = {}  # by family: so much is too much
         self._kept: set[tuple[str, str]] = set()  # lease and device: room is kept or promised there already
         self._latest_urgent: dict[int, int] = {}  # by priority
@@ -147,11 +147,13 @@ class Pass:
             self._say(lease, bucket.wait)
             return self._stays(lease, ticket, devices)
         plan = self._room.plan(lease, devices, key.need_mib, key.many)
+        if plan is None and not lease.grows:
+            plan = self._moving.plan_busy(lease, devices, key.need_mib)
         if isinstance(plan, Plan):
             self._make_room(lease, ticket, plan)
             self._stays(lease, ticket, devices)
             return True
-        if ticket.grow is not None and self._moves_to_grow(lease, ticket.grow):
+        if ticket.grow is not None and self._moving.to_grow(lease, ticket.grow):
             return True
         self._hopeless[key.family] = key.need_mib
         if plan is not None:
@@ -234,22 +236,6 @@ class Pass:
             self._changes.begin_suspend(victim, "suspend.user-limit", why)
             self._room.changed(victim.device_ids)
 
-    def _moves_to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Where an idle lease cannot grow, it may go where there is room now."""
-        if not self._changes.channel_free or not self._victims.may_leave(lease):
-            return False
-        need_mib = self._books.reserve_mib(lease, spec)
-        targets = self._room.pick(elsewhere(self._books, lease), need_mib, lease.count)
-        if targets is None or lease.host_need_mib > self._books.host_left_mib:
-            return False
-        begin_move(
-            self._changes, lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it"
-        )
-        self._room.changed(lease.device_ids)
-        for device_id in targets:
-            self._room.keep(device_id, need_mib)
-        return True
-
     def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
         need_mib = _needs(lease)
         self._plans += 1
@@ -259,7 +245,8 @@ class Pass:
         for victim in plan.victims:
             if not self._changes.channel_free:
                 break
-            self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease))
+            if not self._moving.aside(victim, lease):
+                self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease))
             self._room.begun(victim)
         what = (
             "a busy kernel has to make room"
