@@ -77,6 +77,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of its cap that a session is guaranteed, where the policy reserves by use (default: 100)",
     )
     host.add_argument(
+        "--growth-patience",
+        default="1m",
+        metavar="TIME",
+        help="a cell whose reservation does not grow for so long is out of memory; 0: at once (default: 1m)",
+    )
+    host.add_argument(
         "--policy",
         metavar="FILE",
         help="a broker's configuration file (default: suspend only when somebody needs the room, resume on any device); "
@@ -266,6 +272,7 @@ def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
         slowdown=not options.no_slowdown,
         every_cell_asks=options.every_cell_asks,
         request_percent=options.request,
+        patience_ms=_parsed("--growth-patience", parse_duration_ms, options.growth_patience),
     )
 
 

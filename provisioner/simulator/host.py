@@ -39,6 +39,7 @@ class Host:
     slowdown: bool = True
     every_cell_asks: bool = False
     request_percent: int = 100  # of its cap, what a session is guaranteed where the pool reserves by use
+    patience_ms: int = 60_000  # a cell that finds no more memory for so long fails
 
     @property
     def device_mib(self) -> int:

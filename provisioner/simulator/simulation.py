@@ -5,8 +5,8 @@
   and the cell runs once granted. The next cell comes as long after it as in the trace: a wait delays everything behind it.
 - A wait is the time from asking to running, the restore included; cells that found their kernel resident count with zero.
 - A swap takes a fixed time and the bytes over the bandwidth. A cell of a suspended kernel that touches no GPU runs without asking.
-- A cell that needs more than is reserved (where a pool reserves by use) takes what it may and waits for more; if none comes for a
-  minute it fails as out of memory.
+- A cell that needs more than is reserved (where a pool reserves by use) takes what it may and waits for more; if none comes for
+  `patience_ms` it fails as out of memory.
 - Device memory is counted a second time, in `accounts`; `lost` counts sessions that could not run to their end.
 """
 
@@ -58,7 +58,6 @@ __all__ = ["simulate"]
 
 Watch = Callable[[Event, Sequence[Effect]], None]
 _TURNED_AWAY = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
-_PATIENCE_MS = 60_000  # a cell that finds no more memory for so long fails
 
 
 @dataclass(slots=True, eq=False)
@@ -316,7 +315,7 @@ class _Run:
             self._run_cell(kernel)
         elif not kernel.growing:
             kernel.growing = True
-            self._at(self._now_ms + _PATIENCE_MS, partial(self._give_up, kernel, kernel.next_cell))
+            self._at(self._now_ms + self._host.patience_ms, partial(self._give_up, kernel, kernel.next_cell))
 
     def _give_up(self, kernel: _Kernel, cell: int) -> None:
         """A cell that is still short of memory fails, as an allocation does that the framework's limit refuses."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from provisioner.core.effects import Effect, Granted
-from provisioner.core.model import DeviceSpec, Limits, PoolSpec
+from provisioner.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
 from provisioner.simulator.errors import SimulationError
 from provisioner.simulator.host import Host, SwapSpeed, fraction_for
 from provisioner.simulator.result import Result
@@ -194,3 +194,29 @@ def test_several_whole_gpus_are_all_held_or_none() -> None:
     save_ms = SWAP.save_ms(6000)
     assert result.waits.ordered == (0, save_ms, SWAP.save_ms(8000) + SWAP.restore_ms(6000))
     assert result.busy == (10_000 + 20_000 + 10_000) * 1000
+
+
+def test_a_cell_that_outgrows_its_reservation_waits_for_more_or_fails() -> None:
+    # caps of 8,000 and 4,000 MiB, of which a quarter is guaranteed: `b` needs more than `a` leaves, so `a` is saved first
+    trace = [session("a", gpu_cell(0, 10_000, mib=3_900)), session("b", gpu_cell(60_000, 10_000, mib=6_000))]
+    growing = replace(host(reserve_by=ReserveBy.USE, headroom_mib=100, min_residency_ms=0), request_percent=25)
+    patient = simulate(growing, trace)
+    assert (patient.out_of_memory, patient.lost, patient.suspends, patient.preemptions) == (0, 0, 1, 0)
+    assert patient.waits.ordered == (0, SWAP.save_ms(3_900))
+    assert patient.busy == 20_000 * 1000
+    hasty = simulate(replace(growing, patience_ms=0), trace)
+    assert (hasty.out_of_memory, hasty.lost) == (1, 0)
+    assert hasty.busy == 10_000 * 1000
+    whole = simulate(replace(growing, request_percent=100), trace)
+    assert (whole.out_of_memory, whole.waits.ordered) == (0, (0, SWAP.save_ms(3_900)))
+
+
+def test_reserving_by_use_lets_more_kernels_be_resident() -> None:
+    trace = synthetic_sessions(20, 1, 4)
+    by_cap, by_use = (
+        simulate(replace(host(1, 81_920, may_move=True, reserve_by=by, headroom_mib=1024), request_percent=25), trace)
+        for by in ReserveBy
+    )
+    assert by_use.suspends < by_cap.suspends / 2
+    assert by_use.waits.percentile_ms(95) < by_cap.waits.percentile_ms(95)
+    assert by_use.lost == by_cap.lost == 0
