@@ -43,10 +43,10 @@ class Answers:
                 changes.move(lease, Cause.SAVED, "suspended", sentence)
                 self._tell(lease, came_back)
             case SuspendOutcome.NOTHING_TO_SAVE:
+                lease.used_mib, lease.home_ids = 0, ()
                 books.save_on_host(lease)
                 books.hold(lease, lease.device_ids)
                 books.set_target(lease, ())
-                lease.used_mib, lease.home_ids = 0, ()
                 came_back = self._come_back(lease)
                 changes.move(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
                 self._tell(lease, came_back)

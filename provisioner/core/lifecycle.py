@@ -78,8 +78,10 @@ class Lifecycle:
         """Write down what a lease in this state holds, whether there is room for it or not. What it held for certain stays held."""
         held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
-        self._books.save_on_host(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
+        if not holds:
+            lease.used_mib = 0
+        self._books.save_on_host(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
         lease.home_ids = device_ids if keeps_saved else ()
         self._books.hold(lease, device_ids, max(held_mib, lease.need_mib) if holds else 0)
         lease.ran = lease.busy
@@ -171,6 +173,9 @@ class Lifecycle:
         breaches = self._caps.measured(lease)
         matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
         matters |= self._resizing.measured(lease)
+        if lease.state is LeaseState.UNARMED:  # what it uses already is reserved for it when its turn comes
+            size_mib, lease.size_mib = lease.size_mib, self._books.reserve_mib(lease, lease.spec)
+            matters |= lease.size_mib != size_mib
         if (
             used_mib != used and lease.busy and self._books.waiting
         ):  # what swapping it takes decides from when on it may be preempted

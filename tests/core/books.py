@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from provisioner.core.events import ResizeRequested
-from provisioner.core.model import LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy, Sharing
+from provisioner.core.model import LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy
 
 __all__ = ["LawBrokenError", "Seen", "World", "law"]
 
@@ -49,16 +49,21 @@ class Seen:
         return self.spec.lease_id
 
     @property
+    def saved_each(self) -> int:
+        """What was saved of each of its devices, evenly: nobody says what came from which."""
+        return -(-self.saved // max(1, self.spec.devices))
+
+    @property
+    def used_each(self) -> int:
+        """What it uses of each of its devices, evenly."""
+        return -(-self.used // max(1, self.spec.devices))
+
+    @property
     def waits(self) -> bool:
         """Whether room is all it waits for."""
         return self.asked >= 0 and (
             self.state in {S.UNARMED, S.SUSPENDED} or (self.state is S.UNATTACHED and not self.spec.gated)
         )
-
-
-def saved_each(seen: Seen) -> int:
-    """Return what was saved of each of its devices: as much of one as of another."""
-    return -(-seen.saved // max(1, seen.spec.devices))
 
 
 @dataclass(slots=True)
@@ -82,16 +87,23 @@ class World:
         return self.pools.get(seen.spec.pool) or PoolSpec(name=seen.spec.pool, devices=())
 
     def least(self, seen: Seen) -> int:
-        """Return what must be reserved for it at least."""
+        """Return what must be reserved for it at least, on each of its devices."""
         guaranteed = seen.spec.request_mib
         if guaranteed is None or self.pool(seen).reserve_by is ReserveBy.CAP:
             guaranteed = seen.spec.reserve_mib
-        return max(min(guaranteed, seen.spec.reserve_mib), saved_each(seen))
+        return max(min(guaranteed, seen.spec.reserve_mib), seen.saved_each)
+
+    def due(self, seen: Seen) -> int:
+        """Return what is to be reserved for one that comes onto a device: its cap, or what it uses and some headroom."""
+        if self.pool(seen).reserve_by is ReserveBy.CAP:
+            return self.most(seen)
+        uses = (seen.saved_each or seen.used_each) + self.pool(seen).headroom_mib
+        return max(self.least(seen), min(uses, seen.spec.reserve_mib))
 
     @staticmethod
     def most(seen: Seen) -> int:
         """Return what may be reserved for it at most."""
-        return max(seen.spec.reserve_mib, saved_each(seen))
+        return max(seen.spec.reserve_mib, seen.saved_each)
 
     def hold(self, seen: Seen, devices: tuple[str, ...], mib: int) -> None:
         """Say what a lease holds, and where."""
@@ -103,9 +115,7 @@ class World:
 
     def free(self, device: str) -> int:
         """Return what is left on a device, negative if too much was taken. A MIG instance is one lease's."""
-        if self.held_on[device] and any(
-            pool.sharing is Sharing.MIG and device in pool.devices for pool in self.pools.values()
-        ):
+        if self.held_on[device] and device in self.whole:
             return 0
         return self.leasable.get(device, 0) - self.strangers.get(device, 0) - self.held_on[device]
 
@@ -136,9 +146,11 @@ class World:
             for device in self.allowed(seen)
             if self.free(device) - kept.get(device, 0) >= need and not (kept.get(device) and device in self.whole)
         ]
+        if seen.spec.devices == 1:
+            return bool(roomy)
         if seen.state is S.SUSPENDED and not self.pool(seen).may_move:
-            return len([device for device in roomy if device in seen.home]) >= seen.spec.devices
-        return len(roomy) >= seen.spec.devices
+            return set(seen.home) <= set(roomy)
+        return any(count >= seen.spec.devices for count in Counter(self.names[device] for device in roomy).values())
 
     def limits(self, seen: Seen) -> dict[str, Limits]:
         """Return the limits that hold for the lease's user, and for its group."""

@@ -39,12 +39,14 @@ class Laws:
         world = self._world
         left = world.budget - sum(seen.saved + seen.host for seen in world.leases.values())
         for device, evict in world.draining.items():
-            for seen in world.on(device) if device not in world.lost else ():
+            for seen in world.on(device):
+                if any(one in world.lost or one not in world.leasable for one in seen.devices):
+                    continue  # nothing can be saved from it
                 view = self._arbiter.lease(seen.lease_id)
                 if seen.state is not S.RESIDENT or (seen.busy and not evict) or view is None or view.stays:
                     continue
                 tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
-                fits = max(seen.held * seen.spec.devices, seen.used) <= left
+                fits = max(seen.held * len(seen.devices), seen.used) <= left
                 law(0, tried or not fits, seen.lease_id, "stays on", device, "which is emptied:", view.sentence)
 
     # -- limits ------------------------------------------------------------------------------------------------------------------
@@ -146,12 +148,13 @@ class Laws:
 
         For one that was passed over too often room is gathered as neighbours become idle: it would fit if all went who may go at all.
         """
-        device, fits = victim.devices[0], False
+        fits = False
         for seen in self._beneficiaries(why):
-            could_come = seen.state in ELIGIBLE and device in self._world.allowed(seen)
-            fits |= could_come and self._world.least(seen) <= self._room(seen, device)
-            fits |= self._could_grow(seen, device)
-        law(3, fits, victim.lease_id, "is suspended on", device, "where the other would not fit:", why.sentence)
+            for device in victim.devices:
+                could_come = seen.state in ELIGIBLE and device in self._world.allowed(seen)
+                fits |= could_come and self._world.least(seen) <= self._room(seen, device)
+                fits |= self._could_grow(seen, device)
+        law(3, fits, victim, "is suspended where the other would not fit:", why.sentence)
 
     def _could_grow(self, seen: Seen, device: str) -> bool:
         """Whether a lease that waits to grow where it is could, if all the idle went."""

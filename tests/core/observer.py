@@ -205,7 +205,7 @@ class Observer:
         seen.since = self.now
         self.counts[new] += 1
 
-    def _hold(self, seen: Seen, old: LeaseState | None, change: StateChanged) -> None:  # noqa: C901 - one case per state
+    def _hold(self, seen: Seen, old: LeaseState | None, change: StateChanged) -> None:  # noqa: C901, PLR0912 - one case per state
         """Restate what a lease in its new state holds, and check that what it was given was there."""
         world, device = self.world, change.device_id
         match seen.state:
@@ -225,6 +225,8 @@ class Observer:
                 law(1, device is not None, seen.lease_id, "is resident nowhere")
                 if old in {None, S.QUARANTINED}:
                     self._found(seen, device, seen.held)
+                if old is S.RESUMING:
+                    seen.used = seen.saved
                 seen.saved = seen.host = 0
                 seen.home = ()
                 seen.ran = seen.busy if old is not S.SUSPENDING else seen.ran
@@ -281,14 +283,7 @@ class Observer:
         if effect is not None:
             amount = effect.reserve_mib if isinstance(effect, Resume) else effect.reserved_mib
         amount = amount or world.most(seen)
-        law(
-            1,
-            world.least(seen) <= amount <= world.most(seen),
-            seen.lease_id,
-            "was given",
-            amount,
-            "MiB, not what it may have",
-        )
+        law(1, amount == world.due(seen), seen.lease_id, "was given", amount, "MiB and not", world.due(seen))
         law(1, len(places) == len(set(places)) == seen.spec.devices, seen.lease_id, "was given devices", places)
         self.laws.giving(seen, places)
         world.hold(seen, places, amount)
@@ -301,7 +296,7 @@ class Observer:
     def _suspends(self, effect: Suspend) -> None:
         seen = self.leases[effect.lease_id]
         law(6, effect.generation == seen.generation, effect.lease_id, "has another generation than its suspend")
-        law(2, effect.host_mib >= max(seen.held * seen.spec.devices, seen.used) > 0, effect, "may save more:", seen)
+        law(2, effect.host_mib >= max(seen.held * len(seen.devices), seen.used) > 0, effect, "may save more:", seen)
         law(5, (effect.device_ids or seen.devices) == seen.devices, effect.lease_id, "is suspended somewhere else")
         seen.host = effect.host_mib
         host = sum(other.saved + other.host for other in self.leases.values())
@@ -324,18 +319,24 @@ class Observer:
     def _resized(self, effect: Resized) -> None:
         """Another size or another reservation: nobody gets what is not there, and nobody less than what it uses."""
         seen, world = self.leases[effect.lease_id], self.world
-        size, spec = (effect.fraction_milli, effect.reserve_mib), seen.spec
-        asked = [one for one in reversed(seen.resizes) if (one.fraction_milli, one.reserve_mib) == size]
-        law(0, asked or size == (spec.fraction_milli, spec.reserve_mib), effect, "was asked by nobody:", seen.resizes)
-        if asked:
-            seen.spec = replace(spec, fraction_milli=size[0], reserve_mib=size[1], request_mib=asked[0].request_mib)
+        spec = seen.spec
+        sizes = [spec] + [
+            replace(spec, fraction_milli=one.fraction_milli, reserve_mib=one.reserve_mib, request_mib=one.request_mib)
+            for one in seen.resizes
+        ]
+        size = (effect.fraction_milli, effect.reserve_mib)
+        meant = [one for one in sizes if (one.fraction_milli, one.reserve_mib) == size]
+        law(0, meant, effect, "was asked by nobody:", seen.resizes)
+        view = self.arbiter.lease(effect.lease_id)
+        seen.spec = view.spec if view is not None and view.spec in meant else meant[-1]
+        if seen.spec != spec:
             seen.resizes = []
             self.laws.resized(seen, spec)
         before = seen.held
         held = effect.reserved_mib
         law(1, (held > 0) == (seen.held > 0), effect, "and it holds", seen.held)
         if seen.held and seen.state in HOLDING:
-            law(1, held >= min(seen.used, seen.spec.reserve_mib), effect, "is less than it uses:", seen.used)
+            law(1, held >= min(seen.used_each, seen.spec.reserve_mib), effect, "is less than it uses:", seen.used)
         if seen.held:
             law(1, world.least(seen) <= held <= max(world.most(seen), before), effect, "is not what it may have")
             world.hold(seen, seen.devices, held)
