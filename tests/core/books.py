@@ -175,7 +175,8 @@ class World:
 
     def within_limits(self, seen: Seen) -> bool:
         """Whether its user and group may hold as much more on devices; if it waits to grow, what it asked for."""
-        grown = seen.resizes[-1].fraction_milli if seen.resizes and seen.held else seen.spec.fraction_milli
+        asked = [one.fraction_milli for one in seen.resizes] if seen.held else []
+        grown = max([seen.spec.fraction_milli, *asked])
         for what, limits in self.limits(seen).items():
             if limits.resident_milli is None:
                 continue
