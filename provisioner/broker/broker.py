@@ -50,7 +50,7 @@ from provisioner.core.effects import (
 from provisioner.core.events import BusyChanged, Event, LeaseMeasured, ProcessExited, Tick, Unwanted, Wanted
 from provisioner.core.model import HOLDING, LeaseState, LeaseView, ReserveBy, TicketView
 from provisioner.core.units import format_duration
-from provisioner.gpu.interface import DeviceInfo, Monitor
+from provisioner.gpu.interface import DeviceInfo, DeviceSensors, Monitor
 from provisioner.host import failpoints
 from provisioner.host.process import ProcessIdentity
 from provisioner.ledger.records import LeaseRecord
@@ -82,6 +82,7 @@ class Broker:
         self.history = History(writer)
         self._swaps = swaps
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
+        self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.counters = IdleCounters(self)
         self.backstop = Backstop(self)
         swaps.roots = self.roots

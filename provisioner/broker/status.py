@@ -1,11 +1,13 @@
 """What the broker tells about leases and devices, as messages."""
 
 import os
+from dataclasses import asdict
 
 from provisioner import __version__
 from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.kernels import Kernel
 from provisioner.core.model import LeaseView
+from provisioner.gpu.interface import DeviceSensors
 from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour
 
 __all__ = ["device_status", "host_status", "is_shown", "lease_status", "neighbours"]
@@ -81,6 +83,7 @@ def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | Non
             lost=view.lost,
             why_not=view.why_not,
             strangers=broker.backstop.strangers.get(view.device_id, []),
+            **asdict(broker.sensors.get(view.device_id, DeviceSensors())),
             draining=view.draining,
         )
         for view in broker.arbiter.devices()

@@ -13,7 +13,7 @@ from provisioner.broker.pressure import pressed_leases
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
-from provisioner.gpu.interface import DeviceUse, GPUError, GPUErrorCode
+from provisioner.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode
 from provisioner.host.process import ProcessIdentity
 from provisioner.host.tree import Snapshot, scan
 from provisioner.protocol.limits import PULSE_S
@@ -35,6 +35,7 @@ class _Sample:
     uses: dict[str, DeviceUse | None]  # None: lost
     snapshot: Snapshot | None
     pressed: set[str]  # leases
+    sensors: dict[str, DeviceSensors]
 
 
 class Watcher:
@@ -101,12 +102,25 @@ class Watcher:
                     log.warning("device %s could not be read: %s", device_id, error)
                 uses[device_id] = None
         others = any(process.pid not in known for use in uses.values() if use for process in use.processes)
-        return _Sample(uses=uses, snapshot=scan(LEASE_VARIABLE) if others else None, pressed=pressed_leases(saved))
+        return _Sample(
+            uses=uses,
+            snapshot=scan(LEASE_VARIABLE) if others else None,
+            pressed=pressed_leases(saved),
+            sensors={device_id: self._sensors(device_id) for device_id, use in uses.items() if use is not None},
+        )
+
+    def _sensors(self, device_id: str) -> DeviceSensors:
+        try:
+            return self._broker.monitor.sensors(device_id)
+        except GPUError as error:  # whether it is lost is seen where its memory is read
+            log.debug("the sensors of device %s could not be read: %s", device_id, error)
+            return DeviceSensors()
 
     def _tell(self, sample: _Sample) -> None:
         broker = self._broker
         lease_of = self._lease_of(sample.snapshot)
         broker.backstop.see(sample.uses, lease_of)
+        broker.sensors = sample.sensors
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:

@@ -109,6 +109,13 @@ def _device_lines(device: DeviceStatus) -> list[str]:
         f"  {device.index}  {device.name}  pool {device.pool or '-'}",
         f"     [{bar(device)}]  {sums} of {format_memory(device.memory_mib)}",
     ]
+    told = [
+        (device.busy_percent, "% busy", 1),
+        (device.temperature_c, " °C", 1),
+        (device.power_mw, " W", 1000),
+    ]
+    if sensors := [f"{round(value / per)}{unit}" for value, unit, per in told if value is not None]:
+        lines.append(f"     {', '.join(sensors)}")
     if device.stranger_mib:
         who = ", ".join(f"process {one.pid} of {one.user}" for one in device.strangers[:MOST_STRANGERS])
         more = len(device.strangers) - MOST_STRANGERS

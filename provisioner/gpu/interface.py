@@ -13,6 +13,7 @@ __all__ = [
     "Checkpointer",
     "DeviceActivity",
     "DeviceInfo",
+    "DeviceSensors",
     "DeviceUse",
     "GPUError",
     "GPUErrorCode",
@@ -113,6 +114,16 @@ class DeviceActivity:
     worked_us: Mapping[int, int]  # by pid: when it was last seen at work
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSensors:
+    """What a device tells of itself besides memory; None: it does not tell."""
+
+    busy_percent: int | None = None  # of the last moments in which anything ran
+    temperature_c: int | None = None
+    power_mw: int | None = None
+    energy_mj: int | None = None  # since the driver was loaded
+
+
 class Monitor(Protocol):
     """Reads devices. Methods block for at most milliseconds on healthy hardware; the broker calls them off its loop."""
 
@@ -128,6 +139,9 @@ class Monitor(Protocol):
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
         """Return which processes worked on the device since then; None if it does not tell. Raises GPUError."""
+
+    def sensors(self, device_id: str) -> DeviceSensors:
+        """Return utilisation, temperature, power and energy, as far as the device tells. Raises GPUError."""
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return the environment variables a kernel needs to see this device (None: no device yet, but it may get one)."""

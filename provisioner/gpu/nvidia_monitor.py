@@ -25,6 +25,7 @@ from typing import Any, Final
 from provisioner.gpu.interface import (
     DeviceActivity,
     DeviceInfo,
+    DeviceSensors,
     DeviceUse,
     GPUError,
     GPUErrorCode,
@@ -66,6 +67,7 @@ _WHY_NONE: Final[Mapping[int, str]] = {
 # memory and has no size of its own: there is nothing to give fractions of.
 _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NOT_SUPPORTED})
 
+_CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
 _SAMPLE_LATE_US: Final = 250_000  # how late a sample may come
 _SETTLE_US: Final = 1_000_000  # how long a sample's period may be
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
@@ -165,6 +167,31 @@ class NvidiaMonitor:
                 raise self._error(error, f"reading who works on device {device_id}") from error
         worked_us = {pid: at_us for pid, at_us in worked_us.items() if pid > 0 and at_us > since_us}
         return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
+
+    def sensors(self, device_id: str) -> DeviceSensors:
+        """Return utilisation, temperature, power and energy, each only if the device tells it. Raises GPUError DEVICE_LOST and others."""
+        if not self._start():
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
+            rates = self._told("nvmlDeviceGetUtilizationRates", handle)
+            return DeviceSensors(
+                busy_percent=None if rates is None else int(rates.gpu),
+                temperature_c=self._told("nvmlDeviceGetTemperature", handle, _CHIP),
+                power_mw=self._told("nvmlDeviceGetPowerUsage", handle),
+                energy_mj=self._told("nvmlDeviceGetTotalEnergyConsumption", handle),
+            )
+        except self._nvml.NVMLError as error:
+            raise self._error(error, f"reading the sensors of device {device_id}") from error
+
+    def _told(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
+        """Return the answer, None where the device or the library does not know the question, or not for this user."""
+        try:
+            return getattr(self._nvml, call)(*arguments)
+        except self._nvml.NVMLError as error:
+            if error.value in {*_UNAVAILABLE, _NO_PERMISSION, _INVALID_ARGUMENT}:
+                return None
+            raise
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return what makes a kernel see this device only; without one it sees none."""

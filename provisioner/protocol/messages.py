@@ -340,6 +340,10 @@ class DeviceStatus:
     draining: bool = False
     why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
     strangers: list[Stranger] = field(default_factory=list)
+    busy_percent: int | None = None  # None, here and below: the device does not tell
+    temperature_c: int | None = None
+    power_mw: int | None = None
+    energy_mj: int | None = None  # since the driver was loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,16 @@ from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import IOPubWatch
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.swaps import Swaps, SwapTimes
-from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUError, GPUErrorCode, Monitor, ProcessState, ProcessUse
+from provisioner.gpu.interface import (
+    DeviceInfo,
+    DeviceSensors,
+    DeviceUse,
+    GPUError,
+    GPUErrorCode,
+    Monitor,
+    ProcessState,
+    ProcessUse,
+)
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.process import ProcessIdentity, identify
 from provisioner.protocol.messages import GateAnswer
@@ -61,6 +70,9 @@ class Driver:
             )
             for number, one in enumerate((DEVICE, *OTHERS))
         ]
+
+    def sensors(self, _device_id: str) -> DeviceSensors:
+        return DeviceSensors()
 
     def use(self, device_id: str) -> DeviceUse:
         assert device_id in (DEVICE, *OTHERS)

@@ -12,7 +12,7 @@ from provisioner.broker.kernels import Kernel
 from provisioner.broker.watch import Watcher
 from provisioner.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
-from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from provisioner.gpu.interface import DeviceSensors, GPUError, GPUErrorCode, ProcessState
 from provisioner.host.process import identify
 from tests.broker.driver import DEVICE, Driver
 
@@ -28,6 +28,7 @@ class World:
         self.arbiter = self
         self.host_saved_mib = 0
         self.changes = 0
+        self.sensors: dict[str, DeviceSensors] = {}
         self.backstop = Backstop(cast("Broker", self))
         self.used_mib: dict[str, int] = {}
         self.events: list[Event] = []

@@ -37,6 +37,7 @@ async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[Bro
     backend = Backend(name=worker, monitor=monitor, devices=tuple(monitor.devices()), folder=None)
     settings = load(None, {})
     reader, writer = os.pipe()
+    ready = os.fdopen(writer, "w")
     run = Run(
         settings=settings,
         backend=backend,
@@ -44,11 +45,13 @@ async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[Bro
         claims=[],
         ledger=Ledger.open(folder / "ledger.sqlite"),
         socket=str(folder / "broker.sock"),
-        ready=os.fdopen(writer, "w"),
+        ready=ready,
     )
     serving = asyncio.create_task(run.main())
+    serving.add_done_callback(lambda _: ready.close())  # one that fails at its start says nothing
     with os.fdopen(reader) as report:
-        assert await asyncio.to_thread(report.read) == "ready"
+        if await asyncio.to_thread(report.read) != "ready":
+            await serving
     client = BrokerClient(str(folder / "broker.sock"))
     try:
         yield client

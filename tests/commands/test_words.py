@@ -3,6 +3,7 @@
 import pytest
 
 from provisioner.commands.words import bar, lease_name, render_status, state_in_words
+from provisioner.protocol.messages import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 
 
@@ -91,3 +92,22 @@ def test_an_empty_machine_says_so() -> None:
     text = render_status(a_host())
     assert "none: this machine has no GPU that can be shared" in text
     assert "none holds or waits for a GPU" in text
+
+
+def test_what_a_device_tells_of_itself_is_shown_and_who_uses_it_without_a_lease() -> None:
+    strangers = [Stranger(pid=pid, user="bob", used_mib=100) for pid in (1, 2, 3, 4)]
+    device = a_device(stranger_mib=400, strangers=strangers, busy_percent=43, temperature_c=51, power_mw=230_400)
+    text = render_status(a_host(devices=[device]))
+    assert "     43% busy, 51 °C, 230 W\n" in text
+    assert "other programs hold 400 MiB: process 1 of bob, process 2 of bob, process 3 of bob and 1 more\n" in text
+
+
+def test_why_kernels_stay_is_shown_for_a_device_and_for_a_kernel() -> None:
+    status = a_host(devices=[a_device(why_not="the driver is too old")], leases=[a_lease(label="a.ipynb", stays="MPS")])
+    text = render_status(status)
+    assert "     kernels there stay on it: the driver is too old\n" in text
+    assert "a.ipynb (3f2a9c1b) cannot be suspended: MPS\n" in text
+
+
+def test_work_in_the_background_is_called_that() -> None:
+    assert state_in_words(a_lease(busy=True, working=True)) == "on the GPU, working in the background, 12 s"

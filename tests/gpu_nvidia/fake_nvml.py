@@ -30,6 +30,10 @@ class FakeGPU:
     processes: dict[int, int | None] = field(default_factory=dict)
     drawing: dict[int, int | None] = field(default_factory=dict)
     mps: dict[int, int | None] = field(default_factory=dict)
+    busy: int = 0
+    temperature: int = 30
+    power: int = 70_000
+    energy: int = 1_000
     samples: list[tuple[int, int, int]] = field(default_factory=list)  # pid, time stamp, utilisation of the SMs
     instances: "dict[int, FakeGPU]" = field(default_factory=dict)  # by number, in MIG mode
     fails: dict[str, int] = field(default_factory=dict)  # call -> error number
@@ -96,6 +100,23 @@ class FakeNVML(ModuleType):
         if gpu.mig is None:
             raise NVMLError(NOT_SUPPORTED)
         return [gpu.mig, gpu.mig]
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: FakeGPU) -> SimpleNamespace:  # noqa: N802
+        self._enter("nvmlDeviceGetUtilizationRates", gpu)
+        return SimpleNamespace(gpu=gpu.busy, memory=0)
+
+    def nvmlDeviceGetTemperature(self, gpu: FakeGPU, sensor: int) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetTemperature", gpu)
+        assert sensor == 0
+        return gpu.temperature
+
+    def nvmlDeviceGetPowerUsage(self, gpu: FakeGPU) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetPowerUsage", gpu)
+        return gpu.power
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu: FakeGPU) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetTotalEnergyConsumption", gpu)
+        return gpu.energy
 
     def nvmlDeviceGetMaxMigDeviceCount(self, gpu: FakeGPU) -> int:  # noqa: N802
         self._enter("nvmlDeviceGetMaxMigDeviceCount", gpu)

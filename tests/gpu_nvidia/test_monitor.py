@@ -200,6 +200,28 @@ def test_a_failure_to_tell_who_works_is_an_error() -> None:
     fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0))
 
 
+# ---- sensors -------------------------------------------------------------------------------------------------------------
+
+
+def test_sensors_tell_what_the_device_tells() -> None:
+    gpu = FakeGPU(busy=43, temperature=51, power=230_000, energy=9_000)
+    told = monitor_of(FakeNVML(gpu)).sensors(gpu.uuid)
+    assert (told.busy_percent, told.temperature_c, told.power_mw, told.energy_mj) == (43, 51, 230_000, 9_000)
+
+
+@pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, NO_PERMISSION])
+def test_a_sensor_that_is_not_there_does_not_hide_the_others(number: int) -> None:
+    calls = ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTotalEnergyConsumption")
+    gpu = FakeGPU(fails=dict.fromkeys(calls, number))
+    told = monitor_of(FakeNVML(gpu)).sensors(gpu.uuid)
+    assert (told.busy_percent, told.temperature_c, told.power_mw, told.energy_mj) == (None, 30, 70_000, None)
+
+
+def test_sensors_of_a_lost_device_are_an_error() -> None:
+    gpu = FakeGPU(fails={"nvmlDeviceGetTemperature": GPU_IS_LOST})
+    fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).sensors(gpu.uuid))
+
+
 def test_clients_of_mps_and_programs_that_only_draw_are_told_apart() -> None:
     gpu = FakeGPU(used=GIB, processes={1: MIB, 2: MIB}, mps={2: MIB}, drawing={1: MIB, 3: MIB})
     use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)

@@ -7,7 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
-from provisioner.gpu.interface import DeviceActivity, DeviceInfo, DeviceUse, GPUError, GPUErrorCode, ProcessUse
+from provisioner.gpu.interface import (
+    DeviceActivity,
+    DeviceInfo,
+    DeviceSensors,
+    DeviceUse,
+    GPUError,
+    GPUErrorCode,
+    ProcessUse,
+)
 from provisioner.gpu.simulated.processes import WORK, processes_of, reap, settle_if_abandoned
 from provisioner.gpu.simulated.store import MIB, SimulatedHostError, Store
 
@@ -77,6 +85,12 @@ class SimulatedMonitor:
                 if process.holds == device_id and until_us > since_us:
                     worked_us[process.pid] = min(until_us, now_us)
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
+
+    def sensors(self, device_id: str) -> DeviceSensors:
+        """Return whether the device is at work now; it is neither warm nor powered. Raises GPUError OPERATING_SYSTEM."""
+        now_us = time.time_ns() // 1000
+        working = self.activity(device_id, now_us - _SETTLE_US).worked_us
+        return DeviceSensors(busy_percent=100 if working else 0)
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return where the simulated host is and, once there is one, the device."""
