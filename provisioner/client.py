@@ -48,7 +48,7 @@ from provisioner.protocol.messages import (
     Stranger,
     UsagePoint,
 )
-from provisioner.protocol.seats import FractionOffer, Offers, PoolOffer, SeatList, SeatStatus
+from provisioner.protocol.seats import FractionOffer, Offers, PoolKeys, PoolList, PoolOffer, SeatList, SeatStatus
 from provisioner.wire import Connection, decode_json
 
 __all__ = ["BrokerClient", "decode_message"]
@@ -68,6 +68,7 @@ _PARTS: dict[type[Any], dict[str, type[Any]]] = {  # fields that are lists of me
     Offers: {"pools": PoolOffer},
     PoolOffer: {"fractions": FractionOffer},
     SeatList: {"seats": SeatStatus},
+    PoolList: {"pools": PoolKeys},
 }
 
 

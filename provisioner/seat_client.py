@@ -3,9 +3,10 @@
 The rules of `provisioner.client` hold here, too. A wait for a seat is ended by closing the generator or, from another thread, by `close`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 from urllib.parse import quote
 
 from provisioner.client import BrokerClient, decode_message
@@ -14,6 +15,9 @@ from provisioner.protocol.limits import PULSE_S
 from provisioner.protocol.seats import (
     OfferRequest,
     Offers,
+    PoolChange,
+    PoolKeys,
+    PoolList,
     ProgressKind,
     SeatList,
     SeatProgress,
@@ -55,6 +59,15 @@ class SeatClient(BrokerClient):
     def confirm_seat(self, seat_id: str) -> SeatStatus:
         """Say that the seat is saved where it was taken: it no longer expires. Raises NotFoundError."""
         return decode_message(SeatStatus, self._call("POST", f"/v1/seats/{quote(seat_id, safe='')}/confirm"))
+
+    def pools(self) -> PoolList:
+        """Return every pool's keys as they hold now."""
+        return decode_message(PoolList, self._call("GET", "/v1/pools"))
+
+    def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:
+        """Change keys of a pool until the broker is started again. Raises NotFoundError, or BadRequestError with the allowed form."""
+        body = asdict(PoolChange(keys=dict(keys)))
+        return decode_message(PoolKeys, self._call("POST", f"/v1/pools/{quote(pool, safe='')}", body))
 
     def release_seat(self, seat_id: str) -> None:
         """End a seat. One that is over already is no error."""

@@ -1,4 +1,4 @@
-"""The routes of seats. Administrators only: a hub's users learn of their seats from the hub."""
+"""The routes of seats and pools. Administrators only: a hub's users learn of their seats from the hub."""
 
 import asyncio
 from contextlib import aclosing
@@ -6,7 +6,7 @@ from contextlib import aclosing
 from provisioner.broker.handler import Handler, Stream
 from provisioner.protocol.errors import ForbiddenError
 from provisioner.protocol.messages import Done
-from provisioner.protocol.seats import OfferRequest, SeatRequest
+from provisioner.protocol.seats import OfferRequest, PoolChange, SeatRequest
 
 __all__ = ["SEAT_ROUTES"]
 
@@ -69,9 +69,22 @@ class _Confirm(_AdminHandler):
         self.reply(self.service.seats.confirm(seat_id))
 
 
+class _Pools(_AdminHandler):
+    def get(self) -> None:
+        self.reply(self.service.seats.pools.listing())
+
+
+class _Pool(_AdminHandler):
+    def post(self, name: str) -> None:
+        change = self.take(PoolChange)
+        self.reply(self.service.seats.pools.change(name, change, uid=self.peer.credentials.uid))
+
+
 SEAT_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
     ("/v1/offers", _Offers),
     ("/v1/seats", _Seats),
     (_SEAT, _Seat),
     (_SEAT + "/confirm", _Confirm),
+    ("/v1/pools", _Pools),
+    (r"/v1/pools/([0-9a-z._-]{1,63})", _Pool),
 )

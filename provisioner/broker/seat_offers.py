@@ -10,6 +10,7 @@ from dataclasses import replace
 from provisioner.broker.broker import Broker, wall_ms
 from provisioner.broker.seat_rules import Full, check_limits, check_terms, counted_group, guaranteed_full, percent
 from provisioner.config.hub import HubPool
+from provisioner.config.pools import PoolSettings
 from provisioner.config.settings import Settings
 from provisioner.core.model import DeviceView, PoolSpec, ReserveBy
 from provisioner.core.packing import PRIOR, Habits, Load, Place, learnt, place, wait_chance_millionths
@@ -37,6 +38,10 @@ class Forecasts:
     def hub(self, pool: str) -> HubPool:
         """Return the pool's terms for a hub's users."""
         return self._hubs.get(pool) or HubPool()
+
+    def pool_changed(self, pool: PoolSettings) -> None:
+        """Take over the terms of a pool that was changed."""
+        self._hubs[pool.name] = pool.hub
 
     def learn(self, usage: Sequence[UsageRecord]) -> None:
         """Add to what is known of users."""

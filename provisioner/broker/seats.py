@@ -22,6 +22,7 @@ from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
 from provisioner.broker.checks import Peer
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.metering import Meter
+from provisioner.broker.pool_editing import PoolEditor
 from provisioner.broker.seat_offers import Forecasts
 from provisioner.broker.seat_rules import (
     Drawn,
@@ -34,6 +35,7 @@ from provisioner.broker.seat_rules import (
     total,
 )
 from provisioner.config.hub import GroupTerms, HubPool
+from provisioner.config.pools import PoolSettings
 from provisioner.config.settings import Settings
 from provisioner.core.events import LeaseReleased
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
@@ -82,6 +84,7 @@ class Seats:
         self._changed = asyncio.Event()
         self.forecasts = Forecasts(broker, settings)
         self._meter = Meter(broker, self.forecasts)
+        self.pools = PoolEditor(broker, settings, self._pool_changed)
 
     # -- what is there -----------------------------------------------------------------------------------------------------
 
@@ -392,6 +395,10 @@ class Seats:
             names = ", ".join(sorted(self._broker.arbiter.pools())) or "none"
             raise BadRequestError(f"there is no pool {name[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
         return pool, self.forecasts.hub(name)
+
+    def _pool_changed(self, pool: PoolSettings) -> None:
+        self.forecasts.pool_changed(pool)
+        self._notify()  # who waits looks again
 
     def _of_pool(self, pool: str) -> list[SeatRecord]:
         return [seat for seat in self._seats.values() if seat.pool == pool]

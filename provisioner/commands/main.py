@@ -53,6 +53,7 @@ COMMANDS: dict[str, _Entry] = {
     "explain": _Entry("provisioner.commands.explain", "why a kernel waited, was suspended, moved or refused"),
     "drain": _Entry("provisioner.commands.drain", "empty a GPU (administrators)"),
     "undrain": _Entry("provisioner.commands.undrain", "let a drained GPU take part again (administrators)"),
+    "pool": _Entry("provisioner.commands.pool", "what the pools are, and changing them while the broker runs"),
     "kernels": _Entry("provisioner.commands.kernels", "install, list and remove the kernels that the launcher offers"),
     "doctor": _Entry("provisioner.commands.doctor", "examine the machine, the driver, the broker and Jupyter"),
     "simulate": _Entry(

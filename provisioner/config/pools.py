@@ -196,6 +196,7 @@ class PoolSettings:
     fractions_milli: tuple[int, ...]
     policy: Mapping[str, Any]
     hub: HubPool = field(default_factory=HubPool)  # what a hub's users are offered
+    raw: Mapping[str, Any] = field(default_factory=dict)  # as it was written
 
     def spec(self, devices: tuple[str, ...]) -> PoolSpec:
         """Return the pool as the arbiter knows it, with the devices it got."""
@@ -221,6 +222,7 @@ def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
         fractions_milli=parsed.pop("fractions_milli"),
         policy=parsed,
         hub=HubPool(**_parsed(where, raw, HUB_KEYS)),
+        raw=dict(raw),
     )
 
 

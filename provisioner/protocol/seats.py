@@ -7,12 +7,15 @@ Routes (all under /v1; `S` is a seat id; administrators only, see DESIGN's Safet
     GET    /v1/seats                      -> SeatList
     POST   /v1/seats/S/confirm            -> SeatStatus           it is saved where it was taken: it no longer expires
     DELETE /v1/seats/S                    -> Done                 idempotent
+    GET    /v1/pools                      -> PoolList             every key of every pool, as it holds now
+    POST   /v1/pools/P       PoolChange   -> PoolKeys             until the broker is started again
 
 The seat's token goes with `POST /v1/leases` (header `Authorization: Bearer TOKEN`, field `seat`): the broker then takes owner, pool,
 priority and weight from the seat, whatever the request says, and the kernels of a seat never have more than it together.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from provisioner.protocol.messages import ProgressKind
 
@@ -20,6 +23,9 @@ __all__ = [
     "FractionOffer",
     "OfferRequest",
     "Offers",
+    "PoolChange",
+    "PoolKeys",
+    "PoolList",
     "PoolOffer",
     "ProgressKind",
     "SeatList",
@@ -136,3 +142,27 @@ class SeatList:
 
     seats: list[SeatStatus] = field(default_factory=list)
     waiting: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolChange:
+    """Keys of a pool with their new values, in the form that the configuration has; the others stay as they are."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolKeys:
+    """A pool's keys as they hold now. `changed` names those that differ from the configuration."""
+
+    pool: str
+    devices: list[str]  # ids
+    keys: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolList:
+    """All pools, by name."""
+
+    pools: list[PoolKeys] = field(default_factory=list)

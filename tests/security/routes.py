@@ -67,7 +67,7 @@ class Cell:
 
 
 def routes_of(live: LiveBroker) -> list[tuple[str, str]]:
-    """Return method and path of every route that the server has; L, S and D stand for a lease, a seat and a device."""
+    """Return method and path of every route that the server has; L, S, D and P stand for a lease, a seat, a device and a pool."""
     application: Any = live.server.request_callback
     found = [route for rule in application.wildcard_router.rules for route in _methods(rule)]
     return sorted(found)
@@ -75,7 +75,7 @@ def routes_of(live: LiveBroker) -> list[tuple[str, str]]:
 
 def _methods(rule: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - tornado is untyped here
     path = rule.matcher.regex.pattern.removesuffix("$")
-    for noun, letter in (("leases", "L"), ("seats", "S"), ("devices", "D")):
+    for noun, letter in (("leases", "L"), ("seats", "S"), ("devices", "D"), ("pools", "P")):
         path = re.sub(rf"(/{noun}/)\([^)]*\)", rf"\1{letter}", path)
     for method in ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"):
         function = getattr(rule.target, method.lower())
@@ -115,7 +115,10 @@ def probe(live: LiveBroker) -> list[Cell]:
         routes = [route for route in routes_of(live) if route != ("DELETE", "/v1/leases/L")]
         routes.append(("DELETE", "/v1/leases/L"))
         targets = [
-            route.replace("/S", "/no-such-seat").replace("/L", f"/{lease_id}").replace("/D", f"/{device}")
+            route.replace("/S", "/no-such-seat")
+            .replace("/L", f"/{lease_id}")
+            .replace("/D", f"/{device}")
+            .replace("/P", "/default")
             for _, route in routes
         ]
         body: object = {}
