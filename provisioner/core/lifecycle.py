@@ -160,7 +160,8 @@ class Lifecycle:
         lease.last_active_ms = self._changes.now_ms
         self._books.set_busy(lease, busy=busy)
         self._changes.foresight.ran(lease, busy=busy)
-        if busy and not lease.asked_to_suspend and not self._books.is_fair(lease):
+        counted = lease.asked_to_suspend or lease.lease_id in self._books.counted_on
+        if busy and not counted and not self._books.is_fair(lease):
             return False  # whoever works gives nothing away; an alarm for it comes in vain
         return lease.state is LeaseState.RESIDENT
 
@@ -173,9 +174,6 @@ class Lifecycle:
         breaches = self._caps.measured(lease)
         matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
         matters |= self._resizing.measured(lease)
-        if lease.state is LeaseState.UNARMED:  # what it uses already is reserved for it when its turn comes
-            size_mib, lease.size_mib = lease.size_mib, self._books.reserve_mib(lease, lease.spec)
-            matters |= lease.size_mib != size_mib
         if (
             used_mib != used and lease.busy and self._books.waiting
         ):  # what swapping it takes decides from when on it may be preempted

@@ -75,7 +75,7 @@ class Resizing:
         reserve_mib, has_mib = self._books.reserve_mib(lease, spec), lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
         if devices and all(device.whole for device in devices):
-            has_mib = max(has_mib, min(device.roomiest_mib for device in devices))
+            has_mib = max(has_mib, min(device.roomiest_mib - device.reserved_mib + has_mib for device in devices))
         return max(0, reserve_mib - has_mib)
 
     def _claim(self, lease: Lease, spec: LeaseSpec) -> None:
@@ -94,21 +94,25 @@ class Resizing:
 
         It grows before the headroom is half used up, and shrinks only where that gives back as much as the headroom.
         """
-        pool = self._books.policy(lease)
-        if pool.reserve_by is ReserveBy.CAP or lease.state is not LeaseState.RESIDENT:
+        if self._books.policy(lease).reserve_by is ReserveBy.CAP:
             return False
+        if lease.state is not LeaseState.RESIDENT:
+            return self._books.renew_size(lease)
         ticket = lease.ticket
         if ticket is not None and ticket.grow is not None and ticket.grow is not lease.spec:
             return self._set_extra(lease, ticket, ticket.grow)  # somebody asked for another size, too
-        target_mib = self._books.reserve_mib(lease, lease.spec)
-        if target_mib < lease.held_mib and lease.held_mib - target_mib >= max(1, pool.headroom_mib):
+        return self._follow(lease, ticket)
+
+    def _follow(self, lease: Lease, ticket: Ticket | None) -> bool:
+        headroom_mib, target_mib = self._books.policy(lease).headroom_mib, self._books.reserve_mib(lease, lease.spec)
+        if target_mib < lease.held_mib and lease.held_mib - target_mib >= max(1, headroom_mib):
             self.forget(lease, "it uses less")
             self._books.hold(lease, lease.device_ids, target_mib)
             self._changes.tell_size(lease, "resize.use", f"{format_memory(target_mib)} are reserved for what it uses")
             return True
         if ticket is not None:
             return self._set_extra(lease, ticket, lease.spec)
-        if lease.used_each_mib + pool.headroom_mib // 2 <= lease.held_mib or target_mib <= lease.held_mib:
+        if lease.used_each_mib + headroom_mib // 2 <= lease.held_mib or target_mib <= lease.held_mib:
             return False
         self._claim(lease, lease.spec)
         return True
@@ -140,8 +144,13 @@ class Resizing:
 
     def grow(self, lease: Lease) -> None:
         """There is room on the lease's own devices: give it what it waits for."""
-        spec = lease.ticket.grow if lease.ticket is not None else None
-        if spec is not None:
+        ticket, spec = lease.ticket, lease.ticket.grow if lease.ticket is not None else None
+        if ticket is None or spec is None:
+            return
+        lacks_mib = self._extra_mib(lease, spec)
+        if lacks_mib > ticket.extra_mib:  # a device that it has as a whole is smaller now
+            self._set_extra(lease, ticket, spec)
+        else:
             self._changes.withdraw(lease)
             if self.may_be(lease, spec):
                 self._apply(lease, spec)
