@@ -1,9 +1,11 @@
 """`%gpu` against a real broker: what it shows is true, and what it asks for happens."""
 
+import os
 import re
+import signal
 
 from provisioner.gpu.simulated import faults
-from tests.support.world import Server, World
+from tests.support.world import Server, World, until
 
 FILL = """
 from provisioner.gpu.simulated import cuda
@@ -58,3 +60,85 @@ def test_a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world: World) 
         assert notebook.wait(request).text == "b'x'\n"
         assert notebook.must("print(buffer.read()[:1])").text == "b'x'\n"
         assert world.lease(notebook.kernel_id).position is None
+
+
+BIG = """
+big = cuda.allocate(512 << 20)
+big.write(b"y" * (512 << 20))
+"""
+
+
+def test_a_resize_takes_effect_without_a_restart_and_back(world: World, server: Server) -> None:
+    (quarter,) = world.install(250)
+    notebook = server.start(quarter)
+    notebook.must(FILL)
+    assert notebook.run(BIG).status == "error", "more than a quarter"
+    assert "Its share is 3/4 GPU, 768 MiB of device memory now." in text(notebook.must("%gpu resize 3/4").data)
+    notebook.must(BIG)
+    assert world.lease(notebook.kernel_id).reserved_mib == 768
+    assert notebook.run("%gpu resize 1/4").status == "error", "less than is in use"
+    assert text(notebook.must("%gpu explain").data).count("its size is 3/4 GPU") == 1, "a refusal changed nothing"
+    notebook.must("big.free()\ndel big")
+    assert "Its share is 1/4 GPU, 256 MiB" in text(notebook.must("%gpu resize 1/4").data)
+    assert notebook.must("print(buffer.read()[:1])").text == "b'x'\n"
+    assert notebook.run(BIG).status == "error"
+
+
+def test_a_burst_makes_an_idle_neighbour_step_aside_and_gives_the_room_back(world: World, server: Server) -> None:
+    (half,) = world.install(500)
+    first, second = server.start(half), server.start(half)
+    first.must(FILL)
+    second.must(FILL)
+    first.must("%%gpu 1\nbig = cuda.allocate(512 << 20)\nbig.write(b'y' * (512 << 20))\nbig.free()\ndel big")
+    lease = world.lease(first.kernel_id)
+    assert (lease.fraction_milli, lease.reserve_mib) == (500, 512)
+    assert world.lease(second.kernel_id).suspends == 1
+    assert second.must("print(buffer.read()[:1])").text == "b'x'\n"
+    assert first.must("print(buffer.read()[:1])").text == "b'x'\n"
+    assert world.lease(first.kernel_id).state == "resident", "both fit again"
+
+
+def test_a_burst_that_fails_is_interrupted_or_dies_gives_the_room_back(world: World, server: Server) -> None:
+    (half,) = world.install(500)
+    notebook = server.start(half)
+    assert notebook.run("%%gpu 1\n1/0").status == "error"
+    assert world.lease(notebook.kernel_id).fraction_milli == 500
+    running = notebook.send("%%gpu 1\nimport time\nprint('on')\ntime.sleep(600)")
+    for message in notebook.messages(running):
+        if message["msg_type"] == "stream":
+            break
+    assert world.lease(notebook.kernel_id).fraction_milli == 1000
+    notebook.interrupt()
+    assert notebook.wait(running).status == "error"
+    assert world.lease(notebook.kernel_id).fraction_milli == 500
+    running = notebook.send("%%gpu 1\nimport os, time\nprint(os.getpid())\ntime.sleep(600)")
+    for message in notebook.messages(running):
+        if message["msg_type"] == "stream":
+            os.kill(int(message["content"]["text"]), signal.SIGKILL)
+            break
+    until(
+        lambda: world.lease(notebook.kernel_id).fraction_milli == 500, "the share of a kernel that died is given back"
+    )
+
+
+def test_a_share_that_has_no_room_waits_says_why_and_can_be_interrupted(world: World, server: Server) -> None:
+    (half,) = world.install(500)
+    first, second = server.start(half), server.start(half)
+    first.must(FILL)
+    second.must(FILL)
+    working = second.send("print('on')\nimport time\ntime.sleep(600)")
+    for message in second.messages(working):
+        if message["msg_type"] == "stream":
+            break
+    asking = first.send("%%gpu 1\nprint('ran')")
+    for message in first.messages(asking):
+        if "waits for its new share" in message["content"].get("data", {}).get("text/plain", ""):
+            break
+    first.interrupt()
+    reply = first.wait(asking)
+    assert (reply.status, "ran" in reply.text) == ("error", False)
+    lease = world.lease(first.kernel_id)
+    assert (lease.fraction_milli, lease.position) == (500, None)
+    second.interrupt()
+    assert second.wait(working).status == "error"
+    assert first.must("%%gpu 1\nprint('ran')").text == "ran\n"
