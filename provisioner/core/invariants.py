@@ -1,6 +1,6 @@
 """What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
 
-from provisioner.core.model import HOLDING, LeaseState
+from provisioner.core.model import HOLDING, LeaseState, ReserveBy
 from provisioner.core.state import Books, Lease, Operation
 
 __all__ = ["InvariantError", "check_devices", "validate"]
@@ -71,7 +71,9 @@ def _leases(books: Books) -> list[str]:
             broken.append(f"{name} holds a reservation")
         if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.reserved:
             broken.append(f"{name} has no reservation")
-        if lease.reserved and lease.held_mib < lease.need_mib and lease.state is not LeaseState.QUARANTINED:
+        grows = lease.state is LeaseState.RESIDENT and lease.ticket is not None
+        least_mib = lease.need_mib if lease.state is LeaseState.RESUMING else _least_mib(books, lease)
+        if lease.reserved and lease.held_mib < least_mib and lease.state is not LeaseState.QUARANTINED and not grows:
             broken.append(f"{name} holds {lease.held_mib} MiB and needs {lease.need_mib} MiB")
         if lease.host_mib and lease.state not in (LeaseState.SUSPENDING, LeaseState.QUARANTINED):
             broken.append(f"{name} has {lease.host_mib} MiB of host memory reserved")
@@ -84,6 +86,14 @@ def _leases(books: Books) -> list[str]:
         if lease.state is LeaseState.ENDED:
             broken.append(f"{name} is kept")
     return broken
+
+
+def _least_mib(books: Books, lease: Lease) -> int:
+    """What a lease holds at least on each of its devices: its cap, or what it is guaranteed."""
+    spec = lease.spec
+    if books.policy(lease).reserve_by is ReserveBy.CAP or spec.request_mib is None:
+        return spec.reserve_mib
+    return min(spec.request_mib, spec.reserve_mib)
 
 
 def _queue(books: Books) -> list[str]:

@@ -48,6 +48,12 @@ class Pass:
         self._oldest: dict[str, int] = {}  # ticket of each pool that serves by shares
         self._turn_now: tuple[int, ...] = ()
         self._plans = self._owed = 0
+        self.again = False  # room grew on the way: somebody who was looked at before may fit now
+
+    @property
+    def counted_on(self) -> set[str]:
+        """Idle leases whose room tickets were promised."""
+        return self._room.planned
 
     @property
     def hint_ms(self) -> int | None:
@@ -205,7 +211,9 @@ class Pass:
             return True
         urgent = ticket.urgent or bool(self._latest_urgent)
         if ticket.grow is not None:
+            held_mib = lease.held_mib
             self._resizing.grow(lease)
+            self.again |= lease.held_mib < held_mib  # a larger share, with less memory
         else:
             self._changes.grant(lease, chosen)
         self._room.changed(chosen)
@@ -245,6 +253,7 @@ class Pass:
         for victim in plan.victims:
             if not self._changes.channel_free:
                 break
+            self.again |= victim.grows  # room was kept for it where it was
             if not self._moving.aside(victim, lease):
                 self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease))
             self._room.begun(victim)

@@ -67,7 +67,7 @@ class Room:
         self._books = books
         self._victims = victims
         self._spots = {device_id: _Spot(device) for device_id, device in books.devices.items()}
-        self._planned: set[str] = set()
+        self.planned: set[str] = set()
         self._planned_host_mib = 0
 
     # -- sums ------------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Room:
         for short_mib, device_id in self._shortages(lease, devices, need_mib, also):
             if len(plans) >= count + _ENOUGH:
                 break
-            victims = self._victims.choose(device_id, short_mib, lease, self._planned, also)
+            victims = self._victims.choose(device_id, short_mib, lease, self.planned, also)
             if victims is not None:
                 plans[device_id] = victims
                 costs[device_id] = sum(map(self._victims.cost, victims))
@@ -217,7 +217,7 @@ class Room:
         for other in self._victims.willing(device_id):
             if lack_mib <= 0:
                 break
-            if other is not lease and other.lease_id not in self._planned and other.footing is Footing.RESTING:
+            if other is not lease and other.lease_id not in self.planned and other.footing is Footing.RESTING:
                 chosen.append(other)
                 lack_mib -= other.held_mib
         return chosen
@@ -228,7 +228,7 @@ class Room:
         Firm: it gets all it needs of what is free, now or later, because the plan may fail and it must not be passed over again.
         """
         for victim in plan.victims:
-            self._planned.add(victim.lease_id)
+            self.planned.add(victim.lease_id)
             self._planned_host_mib += victim.host_need_mib
             self._expect(victim, victim.held_mib)
         for device_id in plan.device_ids:

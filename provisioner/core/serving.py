@@ -8,6 +8,7 @@ from provisioner.core.caps import Caps
 from provisioner.core.changes import Changes
 from provisioner.core.deadlines import Deadlines, idle_due_ms, is_lost
 from provisioner.core.draining import Draining
+from provisioner.core.effects import SuspendAnnounced
 from provisioner.core.model import LeaseState
 from provisioner.core.passing import Pass
 from provisioner.core.pins import Pins
@@ -19,6 +20,8 @@ from provisioner.core.transitions import Cause
 from provisioner.core.units import format_duration, format_memory
 
 __all__ = ["Serving"]
+
+_MOST_PASSES = 4  # over the queue in one event; a second one is rare
 
 
 class Serving:
@@ -44,10 +47,14 @@ class Serving:
         if self._books.draining:
             self.draining.serve()
         self._hint_ms = None
-        if self._books.waiting:
+        for _ in range(_MOST_PASSES):
+            if not self._books.waiting:
+                break
             one = Pass(self._changes, self.resizing)
             one.serve()
-            self._hint_ms = one.hint_ms
+            self._hint_ms, self._books.counted_on = one.hint_ms, one.counted_on
+            if not one.again:
+                break
         self._relief.relieve()
         self._suspend_idle()
         self._deadlines.renew()
@@ -70,6 +77,21 @@ class Serving:
                 self._changes.unpause(lease)
             if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
                 self.pins.unpin(lease, "pin.over", "its pin is over")
+            self._announce(lease)
+
+    def _announce(self, lease: Lease) -> None:
+        """Warn an idle kernel once before it is suspended for that, where the pool says so."""
+        warn_ms, due_ms = self._books.policy(lease).warn_before_ms, idle_due_ms(self._books, lease)
+        now_ms = self._changes.now_ms
+        if not warn_ms or due_ms is None or due_ms == lease.announced_ms or not now_ms < due_ms <= now_ms + warn_ms:
+            return
+        lease.announced_ms = due_ms
+        self._books.touch(lease)
+        self._changes.effects.append(SuspendAnnounced(lease_id=lease.lease_id, at_ms=due_ms))
+        left = format_duration(due_ms - now_ms)
+        self._changes.record(
+            lease.lease_id, "suspend.announced", f"idle: it is suspended in {left} unless it runs something"
+        )
 
     def _suspend_asked(self) -> None:
         for lease in list(self._books.asked.values()):

@@ -9,7 +9,7 @@ from heapq import merge
 
 from provisioner.core.accounts import Accounts
 from provisioner.core.forecasts import Forecasts
-from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
+from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy
 from provisioner.core.queue import Queue
 from provisioner.core.records import Account, Device, Footing, Lease, Operation, Ticket, Wait
 
@@ -36,6 +36,7 @@ class Books:
         self.pressed: dict[str, Lease] = {}  # whose saved state lies where host memory is short
         self.asked: dict[str, Lease] = {}  # somebody asked for their suspend
         self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
+        self.counted_on: set[str] = set()  # idle leases whose room the last pass promised to tickets
         self.draining: dict[str, Device] = {}
         self.touched: dict[str, Lease] = {}
         self.passes = 0  # over the queue
@@ -55,6 +56,7 @@ class Books:
         self.leases[lease.lease_id] = lease
         self.by_state[lease.state][lease.lease_id] = lease
         self.accounts.open(lease)
+        lease.size_mib = self.reserve_mib(lease, lease.spec)
         self.renew(lease)
 
     def drop(self, lease: Lease) -> None:
@@ -94,16 +96,29 @@ class Books:
         self.host_saved_mib += saved_mib - lease.saved_mib
         self.host_reserved_mib += reserved_mib - lease.host_mib
         lease.saved_mib, lease.host_mib = saved_mib, reserved_mib
+        lease.size_mib = self.reserve_mib(lease, lease.spec)
 
     def resize(self, lease: Lease, spec: LeaseSpec) -> None:
         """Give a lease another size; what it holds stays as it is."""
         self.accounts.resize(lease, spec, self.now_ms)
+        lease.size_mib = self.reserve_mib(lease, spec)
         self.renew(lease)
         self.queue.rebucket(lease)
 
     def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """What the lease holds on each of its devices if it has this size, MiB."""
-        return max(spec.reserve_mib, lease.saved_each_mib)
+        """What the lease holds on each of its devices if it has this size, MiB: its cap, or what it uses (or has saved) and headroom."""
+        pool, request_mib = self.policy(lease), spec.reserve_mib if spec.request_mib is None else spec.request_mib
+        if pool.reserve_by is ReserveBy.CAP:
+            return max(spec.reserve_mib, lease.saved_each_mib)
+        used_mib = (lease.saved_each_mib if lease.saved_mib else lease.used_each_mib) + pool.headroom_mib
+        return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
+
+    def renew_size(self, lease: Lease) -> bool:
+        """What the lease uses changed, and with it what it would need. Returns whether it did."""
+        before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
+        if lease.size_mib != before:
+            self.queue.rebucket(lease)
+        return lease.size_mib != before
 
     def mark_asked(self, lease: Lease, *, asked: bool) -> None:
         """Note that somebody wants the lease to be suspended, or not any more."""
@@ -188,6 +203,8 @@ class Books:
         """Take over a pool's policy."""
         self.pools[pool.name] = pool
         self._pool_of = {device_id: name for name, one in reversed(self.pools.items()) for device_id in one.devices}
+        for lease in self.leases.values():
+            lease.size_mib = self.reserve_mib(lease, lease.spec)
         self.queue.rebucket_all()
         self.touch_all()
         for lease in self.leases.values():
