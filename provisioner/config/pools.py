@@ -4,7 +4,8 @@
   default and an example. The help, the example configuration and the refusals are made from it.
 - A device is in one pool. At most one pool says 'all': it gets what the others left. A pool without devices is an error,
   except on a host that has none at all.
-- Devices are named by number (as listed by the broker), UUID, or the beginning of a UUID that fits one device only.
+- Devices are named by number (as listed by the broker), UUID, or the beginning of a UUID that fits one device only; or all of a
+  model at once (`model:A100`: those with that in their name).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from provisioner.config.keys import Key
 from provisioner.config.sharing import SHARING_KEYS, whole_instances
 from provisioner.core.model import DeviceSpec, PoolSpec
 
-__all__ = ["ALL_KEYS", "KEYS", "PoolSettings", "assign", "find_device", "parse_pool"]
+__all__ = ["ALL_KEYS", "KEYS", "PoolSettings", "assign", "find_device", "find_devices", "parse_pool"]
 
 
 KEYS: Mapping[str, Key] = {
@@ -27,7 +28,7 @@ KEYS: Mapping[str, Key] = {
         parse=values.device_references,
         default="all",
         example=[0, 1],
-        help="The devices of the pool, by number or UUID; 'all': those that no other pool has.",
+        help="The devices of the pool, by number, UUID or model ('model:A100'); 'all': those that no other pool has.",
     ),
     "fractions": Key(
         field="fractions_milli",
@@ -183,6 +184,7 @@ KEYS: Mapping[str, Key] = {
     **SHARING_KEYS,
 }
 
+_MODEL = "model:"
 ALL_KEYS: Mapping[str, Key] = {**KEYS, **HUB_KEYS}
 
 
@@ -253,6 +255,18 @@ def find_device(where: str, reference: str, devices: Sequence[DeviceSpec]) -> De
     raise refuse(where, reference, f"{problem}; this host has: {there}")
 
 
+def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
+    """Return the devices that are meant: one, or all of a model. Raises ConfigError if there is none."""
+    if not reference.startswith(_MODEL):
+        return [find_device(where, reference, devices)]
+    model = reference.removeprefix(_MODEL).strip().lower()
+    fitting = [device for device in devices if model and model in device.name.lower()]
+    if not fitting:
+        there = ", ".join(sorted({device.name for device in devices})) or "none at all"
+        raise refuse(where, reference, f"there is no device of that model; this host has: {there}")
+    return fitting
+
+
 def assign(
     pools: Sequence[PoolSettings], devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
 ) -> tuple[PoolSpec, ...]:
@@ -265,14 +279,18 @@ def assign(
     for pool in pools:
         where = f"{pool.where}['devices']"
         for reference in pool.devices or ():
-            device_id = find_device(where, reference, devices).device_id
-            if device_id not in usable:
-                raise refuse(where, reference, f"{device_id} is not among the devices that c.GPUBroker.devices allows")
-            if device_id in owner:
-                raise refuse(
-                    where, reference, f"{device_id} is in pool {owner[device_id]!r} already; a device is in one pool"
-                )
-            owner[device_id] = pool.name
+            for device_id in (device.device_id for device in find_devices(where, reference, devices)):
+                if device_id not in usable:
+                    raise refuse(
+                        where, reference, f"{device_id} is not among the devices that c.GPUBroker.devices allows"
+                    )
+                if device_id in owner:
+                    raise refuse(
+                        where,
+                        reference,
+                        f"{device_id} is in pool {owner[device_id]!r} already; a device is in one pool",
+                    )
+                owner[device_id] = pool.name
     return tuple(_with_devices(pool, managed, owner) for pool in pools)
 
 

@@ -78,7 +78,8 @@ class Settings:
         """
         if self.devices is None:
             return tuple(devices)
-        chosen = {pools.find_device(self.devices_where, one, devices).device_id for one in self.devices}
+        found = [pools.find_devices(self.devices_where, one, devices) for one in self.devices]
+        chosen = {device.device_id for some in found for device in some}
         return tuple(device for device in devices if device.device_id in chosen)
 
     def pool_specs(self, devices: Sequence[DeviceSpec]) -> tuple[PoolSpec, ...]:

@@ -228,3 +228,28 @@ def test_the_pool_of_the_rest_gets_exactly_what_the_others_left(owners: list[str
         assert [UUIDS.index(device) for device in spec.devices] == [
             n for n, owner in enumerate(owners) if owner == spec.name
         ]
+
+
+def _models() -> tuple[DeviceSpec, ...]:
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB")
+    return tuple(DeviceSpec(device_id=UUIDS[number], name=name, memory_mib=81_920) for number, name in enumerate(names))
+
+
+def test_a_pool_may_have_all_devices_of_a_model() -> None:
+    specs = _specs({"big": {"devices": ["model:a100"]}, "rest": {}}, _models())
+    assert specs["big"].devices == (UUIDS[0], UUIDS[2])
+    assert specs["rest"].devices == (UUIDS[1],)
+    assert _specs({"default": {}}, _models(), managed=["model:H100"])["default"].devices == (UUIDS[1],)
+
+
+@pytest.mark.parametrize(
+    ("pools", "problem"),
+    [
+        ({"default": {"devices": ["model:B200"]}}, "no device of that model; this host has: NVIDIA A100-SXM4-40GB, "),
+        ({"default": {"devices": ["model:"]}}, "no device of that model"),
+        ({"a": {"devices": ["model:A100"]}, "b": {"devices": [0]}}, "is in pool 'a' already"),
+    ],
+)
+def test_a_model_that_is_not_there_or_taken_is_named(pools: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        _specs(pools, _models())
