@@ -22,6 +22,7 @@ _STATES = {
     "quarantined": "unclear: the broker does not know what is true on the GPU and is looking; nothing of it is touched meanwhile",
     "ended": "over; restart the kernel to get a new share",
 }
+_HOLDING = frozenset({"resident", "suspending", "resuming", "quarantined"})
 _SHORT = {
     "unattached": "not started",
     "unarmed": "not on a GPU",
@@ -65,6 +66,8 @@ class StatusView:
             rows.append(("queue", f"place {status.position}" + _expected(status)))
         if status.pinned_ms:
             rows.append(("pinned", f"for {format_duration(status.pinned_ms)} more; %gpu unpin ends it"))
+        if status.stays:
+            rows.append(("stays", f"on the GPU until it ends: {status.stays}"))
         if status.suspends or status.resumes:
             rows.append(("so far", f"suspended {_times(status.suspends)}, resumed {_times(status.resumes)}"))
         if status.neighbours:
@@ -101,12 +104,12 @@ class TopView:
 
     def tenants(self, device: DeviceStatus) -> list[tuple[str, str, str]]:
         """Return (share, who, what) of a device, the others as one sum last."""
-        mine = [lease for lease in self._host.leases if lease.reserved_mib and device.device_id in _devices(lease)]
+        mine = [lease for lease in self._host.leases if lease.state in _HOLDING and device.device_id in _devices(lease)]
         rows = [
             (
                 f"{format_fraction(lease.fraction_milli)} GPU, {format_memory(lease.reserved_mib)}",
                 self._name(lease),
-                _doing(lease),
+                self._doing(lease),
             )
             for lease in mine
         ]
@@ -120,9 +123,9 @@ class TopView:
     def elsewhere(self) -> list[tuple[str, str, str]]:
         """Return (share, who, what) of one's own leases that are on no device."""
         return [
-            (f"{format_fraction(lease.fraction_milli)} GPU", self._name(lease), _doing(lease))
+            (f"{format_fraction(lease.fraction_milli)} GPU", self._name(lease), self._doing(lease))
             for lease in self._host.leases
-            if not lease.reserved_mib
+            if lease.state not in _HOLDING
         ]
 
     def __repr__(self) -> str:
@@ -170,6 +173,9 @@ class TopView:
         marked = f" ({', '.join(marks)})" if marks else ""
         pool = f", pool {device.pool}" if device.pool else ""
         return f"GPU {device.index}: {device.name}{marked}{pool}"
+
+    def _doing(self, lease: LeaseStatus) -> str:
+        return _doing(lease, is_own=lease.lease_id == self._own)
 
     def _name(self, lease: LeaseStatus) -> str:
         return "this kernel" if lease.lease_id == self._own else lease.label or f"your kernel {lease.lease_id[:8]}"
@@ -230,9 +236,11 @@ def _devices(lease: LeaseStatus) -> Sequence[str]:
     return lease.device_ids or ([lease.device_id] if lease.device_id else [])
 
 
-def _doing(lease: LeaseStatus) -> str:
+def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
     words = [_SHORT.get(lease.state, lease.state)]
-    if lease.busy:
+    if lease.working:
+        words.append("works in the background")
+    elif lease.busy and not is_own:  # this kernel is busy with the very question
         words.append("runs a cell")
     if lease.position is not None:
         words.append(f"waits at place {lease.position}" + _expected(lease))

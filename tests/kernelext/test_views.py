@@ -79,6 +79,12 @@ def test_a_suspended_kernel_says_what_is_held_and_when_it_is_back() -> None:
     )
 
 
+def test_a_kernel_that_cannot_be_suspended_says_why() -> None:
+    rows = dict(StatusView(replace(LEASE, stays="its memory is managed (RMM)")).rows())
+    assert rows["stays"] == "on the GPU until it ends: its memory is managed (RMM)"
+    assert "works in the background" in repr(TopView(host(replace(LEASE, working=True)), "lease-1"))
+
+
 def test_several_devices_are_said() -> None:
     assert "on each of 2 devices" in repr(StatusView(replace(LEASE, device_ids=["GPU-0", "GPU-1"])))
 
@@ -87,14 +93,14 @@ def test_top_names_ones_own_and_sums_up_the_others() -> None:
     waiting = replace(
         LEASE, lease_id="lease-3", label="", state="suspended", reserved_mib=0, busy=False, pinned_ms=0, position=1
     )
-    mine = replace(LEASE, lease_id="lease-2", label="eval.ipynb", fraction_milli=125, reserved_mib=10240, busy=False)
+    mine = replace(LEASE, lease_id="lease-2", label="eval.ipynb", fraction_milli=125, reserved_mib=10240)
     empty = replace(DEVICE, device_id="GPU-1", index=1, used_mib=0, reserved_mib=0, stranger_mib=0, draining=True)
     view = TopView(host(LEASE, mine, waiting, devices=(DEVICE, empty)), "lease-1")
     assert repr(view).splitlines() == [
         "GPU 0: NVIDIA H200, pool default",
         "  [#######+++----------] 50 GiB used, 70 GiB reserved of 140 GiB",
-        "  1/4 GPU, 20 GiB  this kernel  on the GPU, runs a cell, pinned for 25 min",
-        "  1/8 GPU, 10 GiB  eval.ipynb   on the GPU, pinned for 25 min",
+        "  1/4 GPU, 20 GiB  this kernel  on the GPU, pinned for 25 min",
+        "  1/8 GPU, 10 GiB  eval.ipynb   on the GPU, runs a cell, pinned for 25 min",
         "  40 GiB           others       reserved for kernels of other users",
         "  2 GiB            strangers    used by processes that hold no share",
         "GPU 1: NVIDIA H200 (draining), pool default",
