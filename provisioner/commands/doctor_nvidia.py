@@ -4,19 +4,21 @@ No driver and no device are ordinary findings: everything but real GPUs works wi
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 from provisioner.commands.doctor_finding import Finding, note, ok, problem, warning
+from provisioner.config import Settings
+from provisioner.core.model import Sharing
 from provisioner.core.units import format_memory
 from provisioner.gpu.interface import DeviceInfo, GPUError
 from provisioner.gpu.nvidia import NvidiaMonitor
 from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
 from provisioner.host.process import PROC
 
-__all__ = ["NvidiaLook", "look_at_nvidia", "mps_processes"]
+__all__ = ["NvidiaLook", "check_pools", "look_at_nvidia", "mps_processes"]
 
 SIMULATE: Final = "to try things out without one: jupyter gpu demo, or --simulate 1x2GiB wherever a broker starts"
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
@@ -135,6 +137,29 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
             f"MIG is to be switched {turn} on device {device.index}",
             "reset the device or reboot, then look again",
         )
+
+
+def check_pools(settings: Settings | None, devices: Sequence[DeviceInfo], proc: Path = PROC) -> Iterator[Finding]:
+    """Return what pools need of the machine and do not find there."""
+    for pool in settings.pools if settings is not None else ():
+        policy = pool.policy
+        if policy["sharing"] is Sharing.MPS and not mps_processes(proc):
+            yield problem(
+                "mps-pool",
+                f"pool {pool.name!r} shares through MPS, and no MPS control daemon runs: its kernels would have no limit on compute",
+                "nvidia-cuda-mps-control -d, as the user of the kernels or as root",
+            )
+        if policy["sharing"] is Sharing.MIG and not any(device.device_id.startswith("MIG-") for device in devices):
+            yield problem(
+                "mig-pool",
+                f"pool {pool.name!r} hands out MIG instances, and there is none",
+                "as root: nvidia-smi -mig 1, then nvidia-smi mig -cgi PROFILE -C",
+            )
+        library = policy["hami_library"]
+        if library and not Path(library).is_file():
+            yield problem(
+                "hami", f"pool {pool.name!r} preloads {library}, and there is no such file", "install HAMi-core there"
+            )
 
 
 def _mps(proc: Path) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from provisioner.commands.doctor_finding import Finding, Severity
-from provisioner.commands.doctor_nvidia import look_at_nvidia, mps_processes
+from provisioner.commands.doctor_nvidia import check_pools, look_at_nvidia, mps_processes
+from provisioner.config import Settings, load
 from tests.gpu_nvidia.fake_nvml import NO_PERMISSION, NOT_SUPPORTED, FakeGPU, FakeNVML
 
 LIBRARY_NOT_FOUND = 12
@@ -147,6 +148,28 @@ def test_questions_that_a_device_does_not_answer_are_left_out(proc: Path) -> Non
 
 def test_a_library_that_lacks_a_call_is_no_reason_to_stop(proc: Path) -> None:
     assert [one.check for one in look(FakeNVML(FakeGPU()), proc)] == ["driver", "cuda-bindings", "device", "mps"]
+
+
+def pools(tmp_path: Path, **keys: str) -> Settings:
+    file = tmp_path / "jupyter_gpu_config.py"
+    file.write_text(f"c.GPUBroker.pools = {{'default': {keys!r}}}")
+    return load(str(file))
+
+
+def test_a_pool_that_needs_what_the_machine_lacks_is_an_error(proc: Path, tmp_path: Path) -> None:
+    library = str(tmp_path / "libvgpu.so")
+    for keys, check in (
+        ({"sharing": "mps"}, "mps-pool"),
+        ({"sharing": "mig"}, "mig-pool"),
+        ({"hami_library": library}, "hami"),
+    ):
+        (found,) = check_pools(pools(tmp_path, **keys), [], proc)
+        assert (found.check, found.severity) == (check, Severity.ERROR)
+        assert found.advice
+    process(proc, 60, "nvidia-cuda-mps-control")
+    assert list(check_pools(pools(tmp_path, sharing="mps"), [], proc)) == []
+    assert list(check_pools(pools(tmp_path), [], proc)) == []
+    assert list(check_pools(None, [], proc)) == []
 
 
 def test_mps_is_found_by_its_processes(proc: Path) -> None:
