@@ -95,6 +95,7 @@ class Answers:
         self._stays(lease)
         changes.move(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
         changes.let_in(lease)
+        self._resizing.ask_rest(lease)
 
     def _stays(self, lease: Lease) -> None:
         """The lease is on its device still, or again: whatever it waited for is there, but for room to grow."""
@@ -132,6 +133,7 @@ class Answers:
                 books.set_target(lease, ())
                 changes.move(lease, Cause.RESTORED, "resumed", sentence)
                 changes.let_in(lease)
+                self._resizing.ask_rest(lease)
             case ResumeOutcome.NOT_STARTED:
                 books.hold(lease, lease.home_ids)
                 books.set_target(lease, ())
@@ -175,3 +177,4 @@ class Answers:
         self._tell(lease, came_back)
         if event.state is LeaseState.RESIDENT:
             changes.let_in(lease)
+            self._resizing.ask_rest(lease)

@@ -197,10 +197,9 @@ class Pass:
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
         """Return where the need fits now; saved state goes home if it can."""
-        if lease.state is LeaseState.SUSPENDED and lease.home_ids and set(lease.home_ids) <= set(devices):
-            home = self._room.pick(lease.home_ids, need_mib, len(lease.home_ids))
-            if home is not None:
-                return home
+        home = lease.home_ids if lease.state is LeaseState.SUSPENDED else ()
+        if home and set(home) <= set(devices) and self._room.fits(home, need_mib):
+            return home
         return self._room.pick(devices, need_mib, lease.count)
 
     def _fits(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
@@ -370,6 +369,8 @@ class Pass:
                 self._keep(lease, device_id)
             return
         able = [device_id for device_id in devices if self._room.nearest([device_id], need_mib) is not None]
+        if len(able) < lease.count:  # not all that it needs can serve it now: what is kept on some would be of no use
+            able = []
         promised = [device_id for device_id in able if (lease.lease_id, device_id) in self._kept]
         kept = list(dict.fromkeys([*(device_id for device_id in ticket.kept_on if device_id in able), *promised]))[:due]
         while len(kept) < due:

@@ -89,6 +89,8 @@ class Queue:
         key = self._key(lease, ticket)
         if bucket is not None and bucket.key == key:
             return
+        if bucket is not None and (key is None or key.where != bucket.key.where) and not lease.target_ids:
+            ticket.kept_on = ()
         self._leave(lease)
         self.fresh[lease.lease_id] = lease
         if key is None:
@@ -109,10 +111,12 @@ class Queue:
             lease.bucket = None
 
     def rebucket_all(self) -> None:
-        """Do so for everybody: policies changed."""
+        """Do so for everybody: policies changed, and with them perhaps where room may be kept."""
         for line in self.lines.values():
             for lease in line:
                 self.rebucket(lease)
+                if lease.ticket is not None and not lease.target_ids:
+                    lease.ticket.kept_on = ()
 
     def _key(self, lease: Lease, ticket: Ticket) -> Key | None:
         spec, state = lease.spec, lease.state

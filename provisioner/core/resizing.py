@@ -127,9 +127,15 @@ class Resizing:
 
     def configured(self, pool: str) -> None:
         """A pool's policy changed: leases that hold less than it wants them to ask for the rest."""
-        for lease in list(self._books.by_state[LeaseState.RESIDENT].values()):
-            if lease.spec.pool == pool and lease.ticket is None and lease.size_mib > lease.held_mib:
-                self._claim(lease, lease.spec)
+        for state in (LeaseState.RESIDENT, LeaseState.UNATTACHED):
+            for lease in list(self._books.by_state[state].values()):
+                if lease.spec.pool == pool:
+                    self.ask_rest(lease)
+
+    def ask_rest(self, lease: Lease) -> None:
+        """A lease that holds less than its pool wants it to (by now) asks for the rest."""
+        if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib:
+            self._claim(lease, lease.spec)
 
     # -- claims ----------------------------------------------------------------------------------------------------------
 

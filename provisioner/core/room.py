@@ -8,6 +8,7 @@ needed (law 7). A third sum, of all that idle (and, where the pool preempts, bus
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from provisioner.core.model import LeaseState
 from provisioner.core.records import Device, Footing, Wait
 from provisioner.core.state import Books, Lease
 from provisioner.core.units import format_memory
@@ -97,6 +98,10 @@ class Room:
 
     # -- where -----------------------------------------------------------------------------------------------------------
 
+    def fits(self, devices: Sequence[str], need_mib: int) -> bool:
+        """Whether the need fits on each of these devices now."""
+        return all(self._spots[device_id].free_mib >= need_mib for device_id in devices)
+
     def pick(self, devices: Sequence[str], need_mib: int, count: int = 1) -> tuple[str, ...] | None:
         """Return the devices that the need leaves least room on, the first among equals; None if it fits nowhere."""
         if count > 1:
@@ -146,7 +151,8 @@ class Room:
                 costs[device_id] = sum(map(self._victims.cost, victims))
         short_of_host: Wait | None = None
         while plans:
-            chosen = self._cheapest(plans, costs, count)
+            home = lease.home_ids if lease.state is LeaseState.SUSPENDED and len(devices) == count else ()
+            chosen = self._cheapest(plans, costs, count, home)
             if chosen is None:
                 return short_of_host
             victims = tuple(dict.fromkeys([*also, *(victim for device_id in chosen for victim in plans[device_id])]))
@@ -172,7 +178,7 @@ class Room:
         return found
 
     def _cheapest(
-        self, plans: dict[str, tuple[Lease, ...]], costs: dict[str, int], count: int
+        self, plans: dict[str, tuple[Lease, ...]], costs: dict[str, int], count: int, home: tuple[str, ...]
     ) -> tuple[str, ...] | None:
         def cost(device_id: str) -> tuple[int, int, int, int]:
             victims = plans[device_id]
@@ -182,6 +188,8 @@ class Room:
 
         if count == 1:
             return (min(plans, key=cost),)
+        if home:  # all of them or none, whatever kind they are
+            return home if all(device_id in plans for device_id in home) else None
         return self._alike(plans, count, lambda device_id: costs[device_id] + len(plans[device_id]))
 
     def _short_of_host(self, victims: Sequence[Lease]) -> Wait | None:
