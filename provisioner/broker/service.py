@@ -2,7 +2,7 @@
 
 What a client says of itself is verified: a pid must have the peer's uid, the start time it stated and the lease id in its environment;
 a connection must be loopback. Who may do what: a token opens its lease's own routes; without one a uid steers its own leases; root
-and the broker's own uid steer all. A lease that the peer may not see is "not found".
+and the broker's own uid, and members of the configured group, steer all. A lease that the peer may not see is "not found".
 """
 
 import asyncio

@@ -311,3 +311,42 @@ def test_a_kernel_with_two_devices_leaves_and_comes_back_to_both(two: World) -> 
         assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
         second.must(CHECK)
         first.must(CHECK + CHECK_CHILD)
+
+
+TAKE = """
+import os
+taken = globals().get("taken", [])
+taken.append(cuda.allocate({mib} << 20))
+print(os.environ["JUPYTER_GPU_MEMORY_MIB"])
+"""
+
+
+def test_where_use_is_reserved_a_kernel_grows_step_by_step_and_idle_neighbours_make_room(
+    world: World, server: Server
+) -> None:
+    policy = "{'reserve': 'use', 'headroom': '128MiB', 'min_residency': 0}"
+    world.configure(f"c.GPUBroker.pools = {{'default': {policy}}}")
+    (quarter,) = world.install(250)
+    roomy = respecified(world, quarter, memory="1000MiB")
+    first, second = server.start(roomy), server.start(roomy)
+    for seed, notebook in enumerate((first, second)):
+        notebook.must(FILL.format(seed=seed, mib=64))
+        assert world.lease(notebook.kernel_id).request_mib == 256
+
+    def has(notebook: Notebook, mib: int) -> bool:
+        return world.lease(notebook.kernel_id).reserved_mib >= mib
+
+    assert first.must(TAKE.format(mib=110)).text == "256\n"
+    until(lambda: has(first, 320), "it holds what it uses and the headroom")
+    for step in (120, 120, 120, 120):
+        before = world.lease(first.kernel_id).reserved_mib
+        first.must(TAKE.format(mib=step))
+        until(lambda before=before: has(first, before + 100), "it may use more than before")  # type: ignore[misc]
+    assert world.await_state(second.kernel_id, "suspended").suspends == 1, "there was no room beside it"
+    assert int(first.must(TAKE.format(mib=1)).text) >= 768
+    first.must(CHECK)
+    first.must("for buffer_of_mine in taken: buffer_of_mine.free()\ndel taken, buffer_of_mine")
+    until(lambda: world.lease(first.kernel_id).reserved_mib < 400, "it gives back what it does not use")
+    second.must(CHECK)
+    assert world.lease(first.kernel_id).suspends == 0, "both fit again"
+    first.must(CHECK)
