@@ -3,16 +3,23 @@
 `tests/run hub` tells the same story of twelve users.
 """
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.hub.story import SETTINGS, SIMULATE, Story
-from tests.support.hub import new_hub
+from tests.support.hub import HubWorld, new_hub
 from tests.support.world import new_world
 
 
-@pytest.mark.timeout(600)
-def test_users_share_a_device_and_restarts_are_not_noticed() -> None:
+@pytest.fixture
+def hub() -> Iterator[HubWorld]:
     with new_world(SIMULATE) as world:
         world.install(500)
         with new_hub(world, SETTINGS) as hub:
-            Story(hub, users=4, seed=1).run()
+            yield hub
+
+
+@pytest.mark.timeout(600)
+def test_users_share_a_device_and_restarts_are_not_noticed(hub: HubWorld) -> None:
+    Story(hub, users=4, seed=1).run()
