@@ -3,7 +3,7 @@
 import re
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Declined, Effect, Pinned, Recorded, Suspend
+from provisioner.core.effects import Declined, Effect, Pinned, Recorded, Suspend, SuspendAnnounced
 from provisioner.core.events import Event, PinRequested
 from provisioner.core.model import LeaseSpec, LeaseState, TicketView
 from tests.core.books import Seen, World, law
@@ -82,7 +82,9 @@ class Laws:
 
     def see(self, event: Event, effect: Effect) -> None:
         """Any other effect."""
-        if isinstance(effect, Pinned):
+        if isinstance(effect, SuspendAnnounced):
+            law(0, effect.at_ms >= self._world.now, effect, "announces the past")
+        elif isinstance(effect, Pinned):
             self.pins.pinned(event, self._world.leases[effect.lease_id], effect)
         elif isinstance(effect, Declined) and isinstance(event, PinRequested) and effect.lease_id == event.lease_id:
             self.pins.declined(event, self._world.leases[effect.lease_id], effect)
@@ -120,6 +122,7 @@ class Laws:
             law(5, stayed >= pool.min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         pinned = seen.pinned_until > self._world.now
         law(5, not pinned or why.reason in OF_ITS_OWN, seen.lease_id, "is pinned and is suspended:", why)
+        law(6, not why.reason.startswith("move.") or pool.may_move, seen.lease_id, "may not move, but:", why)
         if why.reason in {"suspend.needed-by", "suspend.preempted"}:
             self._law_3(seen, why)
 
