@@ -37,7 +37,7 @@ class Changes:
 
     def __init__(self, *, first_operation_id: int, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books(forecasts)
-        self.foresight = Foresight(self.books, self.books.forecasts)
+        self.foresight = Foresight(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
         self.touched: set[str] = set()  # devices that room was given on

@@ -15,9 +15,9 @@ __all__ = ["Foresight"]
 class Foresight:
     """See the module."""
 
-    def __init__(self, books: Books, forecasts: Forecasts) -> None:
+    def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
         self.forecasts = forecasts
-        self.waits = Waits(books, forecasts)
+        self.waits = Waits(books, forecasts, parallel_swaps=parallel_swaps)
         self._books = books
         self._filed: list[Lease] = []
 

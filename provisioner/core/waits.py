@@ -14,6 +14,7 @@ changed there, or a second.
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import islice
 
 from provisioner.core.explaining import destinations
@@ -61,20 +62,20 @@ class _Outlook:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a ticket gets in on a device: room in `room_ms`, after `swaps_ms` of suspends, by the returns in these places."""
+    """How a ticket gets in on a device: room from `room_ms` on, but for `swaps`, by the returns in these places."""
 
     device_id: str
     room_ms: int
-    swaps_ms: int
+    swaps: tuple[tuple[int, int], ...]  # suspends: from when on, and how long, ms
     taken: tuple[int, ...]
     busy: bool  # some of the room is what cells give back
 
 
 class Waits:
-    """Says how long tickets will wait."""
+    """Says how long tickets will wait, where `parallel_swaps` operations run at a time."""
 
-    def __init__(self, books: Books, forecasts: Forecasts) -> None:
-        self._books, self._forecasts = books, forecasts
+    def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
+        self._books, self._forecasts, self._parallel_swaps = books, forecasts, parallel_swaps
         self._known: dict[str, _Known] = {}
 
     def one(self, lease: Lease) -> WaitSpan | None:
@@ -84,7 +85,7 @@ class Waits:
         books = self._books
         line, place = books.queue.line(lease.spec.pool), books.queue.place(lease) - 1
         last = line[: place + 1] if place <= MOST_AHEAD else [*line[:MOST_AHEAD], lease]
-        found = _Play(books, self._forecasts, self._known).play(last)[-1]
+        found = self._play(last)[-1]
         if found is None:
             return None
         return self._forecasts.wait_span(found[0], found[1] * (place + 1) // len(last))
@@ -93,7 +94,7 @@ class Waits:
         """Return the waits of a pool's whole queue, in order; those far back in proportion to the last one that was played through."""
         line = self._books.queue.line(pool)
         played = line[: MOST_AHEAD + 1]
-        found = _Play(self._books, self._forecasts, self._known).play(played)
+        found = self._play(played)
         waits = [None if one is None else self._forecasts.wait_span(*one) for one in found]
         known = [one[1] for one in found if one is not None]
         for place, lease in enumerate(line[len(played) :], len(played)):
@@ -102,18 +103,24 @@ class Waits:
             waits.append(self._forecasts.wait_span("busy", basis_ms) if told else None)
         return waits
 
+    def _play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
+        return _Play(self._books, self._forecasts, self._known, self._parallel_swaps).play(line)
+
 
 class _Play:
     """One play of a pool's queue. Times are ms from now."""
 
-    def __init__(self, books: Books, forecasts: Forecasts, known: dict[str, _Known]) -> None:
+    def __init__(self, books: Books, forecasts: Forecasts, known: dict[str, _Known], parallel_swaps: int) -> None:
         self._books, self._forecasts, self._now_ms = books, forecasts, books.now_ms
         self._known = known
         self._outlooks: dict[str, _Outlook] = {}
         self._rich: dict[tuple[str, ...], Sequence[str]] = {}
         swapping = (LeaseState.SUSPENDING, LeaseState.RESUMING)
         left = [self._swap_left_ms(lease) for state in swapping for lease in books.by_state[state].values()]
-        self._channel_ms = max(left, default=0)
+        idle = [0] * (parallel_swaps - len(left))
+        self._channels = sorted([*idle, *left])[
+            :parallel_swaps
+        ]  # a heap: when each swap channel has nothing more to do
 
     def play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
         """Serve the tickets; return of each one what decides its wait, and its length, ms; None where nothing can be said.
@@ -145,21 +152,40 @@ class _Play:
         possible = (self._way(device_id, need_mib, lease) for device_id in devices)
         ways = sorted(
             (way for way in possible if way is not None),
-            key=lambda way: (max(way.room_ms, self._channel_ms) + way.swaps_ms, way.room_ms),
+            key=self._takes_ms,
         )[: lease.count]
         if len(ways) < lease.count:
             return None
         busy = any(way.busy for way in ways)
         if busy and not patient and not ticket.kept_on:
             return _LATER
-        room_ms = max(way.room_ms for way in ways)
-        swaps_ms = sum(way.swaps_ms for way in ways) + self._resume_ms(lease, ways[0].device_id)
-        retry_ms = lease.resume_after_ms - self._now_ms
-        ready_ms = max(room_ms, retry_ms, self._channel_ms if swaps_ms else 0) + swaps_ms
-        self._channel_ms += swaps_ms
+        ready_ms = self._swap(ways, lease)
         for way in ways:
             self._take(way, lease, need_mib, ready_ms)
         return ("busy" if busy else "swap", ready_ms)
+
+    def _takes_ms(self, way: _Way) -> tuple[int, int]:
+        """Return about when a way leads in, to choose between several."""
+        at_once = min(len(self._channels), max(1, len(way.swaps)))
+        return (max(way.room_ms, self._channels[0]) + sum(ms for _, ms in way.swaps) // at_once, way.room_ms)
+
+    def _swap(self, ways: Sequence[_Way], lease: Lease) -> int:
+        """Have the suspends done, and the lease resumed; return when that is.
+
+        A channel that waits for a cell to end is taken to do something else meanwhile.
+        """
+        channels, done_ms = self._channels, max(way.room_ms for way in ways)
+        for at_ms, takes_ms in sorted(swap for way in ways for swap in way.swaps):
+            free_ms = channels[0]
+            heapreplace(channels, free_ms + takes_ms)
+            done_ms = max(done_ms, max(free_ms, at_ms) + takes_ms)
+        resume_ms = self._resume_ms(lease, ways[0].device_id)
+        if resume_ms:
+            retry_ms = lease.resume_after_ms - self._now_ms
+            free_ms = channels[0]
+            heapreplace(channels, free_ms + resume_ms)
+            done_ms = max(done_ms, free_ms, retry_ms) + resume_ms
+        return done_ms
 
     def _way(self, device_id: str, need_mib: int, lease: Lease) -> _Way | None:
         """Return how to make room there: by the returns that come first, none of them in vain."""
@@ -171,15 +197,18 @@ class _Play:
             room_mib += returns[last][1]
             last += 1
         taken: list[int] = []
-        room_ms, swaps_ms, busy = 0, 0, False
+        swaps: list[tuple[int, int]] = []
+        room_ms, busy = 0, False
         for place in range(last - 1, -1, -1):
             at_ms, mib, swap_ms = returns[place]
             if room_mib - mib >= need_mib:
                 room_mib -= mib
             else:
                 taken.append(place)
-                room_ms, swaps_ms, busy = max(room_ms, abs(at_ms)), swaps_ms + swap_ms, busy or at_ms > 0
-        return _Way(device_id, room_ms, swaps_ms, tuple(taken), busy)
+                room_ms, busy = max(room_ms, abs(at_ms)), busy or at_ms > 0
+                if swap_ms:
+                    swaps.append((at_ms, swap_ms))
+        return _Way(device_id, room_ms, tuple(swaps), tuple(taken), busy)
 
     def _take(self, way: _Way, lease: Lease, need_mib: int, ready_ms: int) -> None:
         """The ticket's lease holds the room from then on, and gives it back after a cell of its own."""

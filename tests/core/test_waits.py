@@ -31,9 +31,10 @@ SAVE_MS, RESTORE_MS = 4_744, 2_300  # of 8,000 MiB, by the prior
 class World:
     """An arbiter, forecasts that know nothing but their priors, and kernels that each fill a device."""
 
-    def __init__(self, devices: int = 1) -> None:
-        self.arbiter, self.forecasts, self.now_ms = Arbiter(), Forecasts(), 1_000_000
-        self.waits = Waits(self.arbiter._books, self.forecasts)
+    def __init__(self, devices: int = 1, *, parallel_swaps: int = 1) -> None:
+        self.arbiter, self.forecasts = Arbiter(parallel_swaps=parallel_swaps), Forecasts()
+        self.now_ms = 1_000_000
+        self.waits = Waits(self.arbiter._books, self.forecasts, parallel_swaps=parallel_swaps)
         names = tuple(f"d{number}" for number in range(devices))
         for name in names:
             self.tell(DeviceSeen(at_ms=0, device=DeviceSpec(device_id=name, name="H", memory_mib=MIB)))
@@ -282,3 +283,18 @@ def test_who_may_preempt_waits_for_the_minimum_residency_and_not_for_the_cell() 
     assert world.basis("b") == ("busy", four_swaps_ms + SAVE_MS)
     world.now_ms += 10_000
     assert world.basis("b") == ("busy", four_swaps_ms - 10_000 + SAVE_MS)
+
+
+@pytest.mark.parametrize(("channels", "second_ms"), [(1, 2 * SAVE_MS), (2, SAVE_MS)])
+def test_swaps_follow_one_another_only_where_there_is_one_channel(channels: int, second_ms: int) -> None:
+    world = World(devices=2, parallel_swaps=channels)
+    for name in "abcd":
+        world.kernel(name)
+    for name in "ab":
+        world.wants(name)
+    for name in "ab":
+        world.ran(name, after_ms=0)
+    for name in "cd":
+        world.wants(name)
+    assert world.basis("c") == ("swap", SAVE_MS)
+    assert world.basis("d") == ("swap", second_ms)
