@@ -25,7 +25,8 @@ from kernelext.settings import Settings
 from kernelext.sizes import Sizes
 from kernelext.views import StatusView, StoryView, TopView
 from kernelext.waiting import wait_for_gpu
-from provisioner.core.units import format_duration, format_fraction, format_memory
+from kernelext.waitline import rough
+from provisioner.core.units import format_fraction, format_memory
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from provisioner.protocol.messages import LeaseStatus, PinRequest, ResizeRequest
 
@@ -192,7 +193,7 @@ class Actions:
         publish(
             self._shell,
             Sentence(
-                f"Pinned for {format_duration(status.pinned_ms)}{more}: not suspended for others or for being idle. "
+                f"Pinned for {rough(status.pinned_ms)}{more}: not suspended for others or for being idle. "
                 f"%gpu unpin ends it.{where}"
             ),
         )

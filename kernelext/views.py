@@ -65,7 +65,7 @@ class StatusView:
         if status.position is not None:
             rows.append(("queue", f"place {status.position}" + _expected(status)))
         if status.pinned_ms:
-            rows.append(("pinned", f"for {format_duration(status.pinned_ms)} more; %gpu unpin ends it"))
+            rows.append(("pinned", f"for {rough(status.pinned_ms)} more; %gpu unpin ends it"))
         if status.stays:
             rows.append(("stays", f"on the GPU until it ends: {status.stays}"))
         if status.suspends or status.resumes:
@@ -245,7 +245,7 @@ def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
     if lease.position is not None:
         words.append(f"waits at place {lease.position}" + _expected(lease))
     if lease.pinned_ms:
-        words.append(f"pinned for {format_duration(lease.pinned_ms)}")
+        words.append(f"pinned for {rough(lease.pinned_ms)}")
     return ", ".join(words)
 
 

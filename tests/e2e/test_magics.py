@@ -1,5 +1,6 @@
 """`%gpu` against a real broker: what it shows is true, and what it asks for happens."""
 
+import json
 import os
 import re
 import signal
@@ -142,3 +143,21 @@ def test_a_share_that_has_no_room_waits_says_why_and_can_be_interrupted(world: W
     second.interrupt()
     assert second.wait(working).status == "error"
     assert first.must("%%gpu 1\nprint('ran')").text == "ran\n"
+
+
+def test_an_idle_suspension_is_announced_beneath_the_last_cell_and_a_pin_is_a_veto(world: World) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'idle_after': '10s', 'warn_before': '9s', 'min_residency': 0}}")
+    with Server(world) as server:
+        (whole,) = world.install(1000)
+        notebook = server.start(whole)
+        notebook.must(FILL)
+        while True:  # after the cell's end: the kernel idles
+            message = json.loads(notebook.socket.recv())
+            if "This kernel is idle" in message["content"].get("data", {}).get("text/plain", ""):
+                break
+        assert world.lease(notebook.kernel_id).state == "resident"
+        assert "Pinned for 10 min" in text(notebook.must("%gpu pin 10m").data)
+        assert world.lease(notebook.kernel_id).pinned_ms > 500_000
+        notebook.must("%gpu unpin")
+        world.await_state(notebook.kernel_id, "suspended")
+        assert "pinned" in text(notebook.must("%gpu explain").data)
