@@ -370,3 +370,28 @@ def test_a_notebook_is_told_before_its_idle_kernel_leaves_the_device(world: Worl
     told = command(world, "explain", notebook.kernel_id).stdout
     assert told.index("suspend.announced") < told.index("suspend.idle")
     notebook.must(CHECK)
+
+
+def test_a_kernel_moves_aside_to_another_device_where_that_lets_a_waiting_one_in(two: World) -> None:
+    half, most, whole = two.install(500, 750, 1000)
+    with Server(two) as server:
+        first, second = server.start(most), server.start(half)
+        first.must(FILL.format(seed=1, mib=64))
+        second.must(FILL.format(seed=2, mib=64))
+        before, other = two.lease(first.kernel_id), two.lease(second.kernel_id)
+        assert before.device_id != other.device_id
+        assert command(two, "resize", first.kernel_id, "1/4").returncode == 0
+        third = server.start(whole)
+        third.must(FILL.format(seed=3, mib=64))
+        assert two.lease(third.kernel_id).device_id == before.device_id
+
+        def beside_the_second() -> LeaseStatus | None:
+            lease = two.lease(first.kernel_id)
+            return lease if lease.state == "resident" and lease.device_id == other.device_id else None
+
+        moved = until(beside_the_second, "the first kernel goes on, on the other device, without a cell that asks")
+        assert (moved.suspends, moved.resumes) == (1, 1)
+        assert two.lease(second.kernel_id).suspends == 0
+        assert "move.defragment" in command(two, "explain", first.kernel_id).stdout
+        for notebook in (first, second, third):
+            notebook.must(CHECK)
