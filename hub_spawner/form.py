@@ -51,7 +51,7 @@ def _pool(pool: PoolOffer, checked: str) -> str:
     devices = "1 GPU" if pool.devices == 1 else f"{pool.devices} GPUs"
     facts = [
         f"{devices}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now",
-        "1 server has a place" if pool.seats == 1 else f"{pool.seats} servers have a place",
+        {0: "no server has a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
     ]
     if pool.waiting:
         facts.append("1 waits for one" if pool.waiting == 1 else f"{pool.waiting} wait for one")

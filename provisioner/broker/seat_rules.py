@@ -126,10 +126,12 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
     if limits.milli is None or there_milli + milli <= limits.milli:
         return
     you = who == "you"
+    there, remedy = "", "choose a smaller fraction"
+    if there_milli:
+        there = f", and {'your other servers have' if you else 'its servers have'} {_gpus(there_milli)}"
+        remedy = f"{'stop one of them' if you else 'wait until one of them ends'}, or {remedy}"
     raise NoRoomError(
-        f"{format_fraction(milli)} GPU was asked; {who} may have {_gpus(limits.milli)} in this pool, and "
-        f"{'your other servers have' if you else 'its servers have'} {_gpus(there_milli)}; "
-        f"{'stop one of them' if you else 'wait until one of them ends'}, or choose a smaller fraction",
+        f"{format_fraction(milli)} GPU was asked; {who} may have {_gpus(limits.milli)} in this pool{there}; {remedy}",
         reason="user-limit" if you else "group-limit",
     )
 
@@ -137,7 +139,7 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
 def _gpus(milli: int) -> str:
     if milli > 1000:
         return f"{milli / 1000:g} GPUs"
-    return f"{format_fraction(milli)} GPU" if milli else "none"
+    return f"{format_fraction(milli)} GPU"
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> Full | None:

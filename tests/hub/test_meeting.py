@@ -51,7 +51,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str]] = [
         "bob",
         {"pool": "default", "fraction": "3/4"},
         403,
-        "you may have 1/2 GPU in this pool, and your other servers have none",
+        "you may have 1/2 GPU in this pool; choose a smaller fraction",
     ),
     (
         "bob",
