@@ -48,6 +48,7 @@ class Backstop:
 
     def __init__(self, broker: "Broker", clock: Callable[[], float] = time.monotonic) -> None:
         self.strangers: dict[str, list[Stranger]] = {}  # by device
+        self.ours: set[int] = set()  # pids of processes that the broker tries things on
         self._broker = broker
         self._clock = clock
         self._users: dict[str, set[ProcessIdentity]] = {}  # by lease: its processes that use a device
@@ -115,7 +116,7 @@ class Backstop:
             return True  # it ended
         except PermissionError:
             lease_id = None
-        return pid == os.getpid() or command.startswith(_SERVERS) or lease_id in self._broker.kernels
+        return pid in self.ours or command.startswith(_SERVERS) or lease_id in self._broker.kernels
 
     def _turn_out(self, identity: ProcessIdentity, there_s: float) -> None:
         if there_s < PATIENCE_S or identity in self._beyond:

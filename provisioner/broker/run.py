@@ -25,6 +25,7 @@ from provisioner.broker.seat_api import SEAT_ROUTES
 from provisioner.broker.service import Service
 from provisioner.broker.sharing import check_pools
 from provisioner.broker.swaps import Swaps, SwapTimes
+from provisioner.broker.trial import Trial
 from provisioner.broker.watch import Watcher
 from provisioner.broker.writer import LedgerWriter
 from provisioner.config import Settings
@@ -133,6 +134,7 @@ class Run:
         works = (
             watcher.run(),
             broker.counters.run(),
+            self._try_checkpoints(broker, worker, off),
             service.seats.run(),
             self._stop_when_unused(broker),
             self._forget_history(broker),
@@ -173,6 +175,12 @@ class Run:
                 return ""
         log.warning("no kernel can be suspended, all stay resident: %s", off)
         return off
+
+    async def _try_checkpoints(self, broker: Broker, worker: WorkerLink, off: str) -> None:
+        """Find out whether the worker's privileges suffice, and say so."""
+        if not off and not self._backend.simulated:
+            log.info("%s", await Trial(broker, worker, self._specs).make())
+        await asyncio.Event().wait()  # what it found stays
 
     @staticmethod
     async def _is_alone(worker: WorkerLink) -> bool:

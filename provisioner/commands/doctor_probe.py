@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from provisioner.commands.doctor_finding import Finding, note, ok, problem, warning
-from provisioner.commands.doctor_victim import VICTIM_MIB
 from provisioner.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
+from provisioner.gpu.victim import VICTIM_MIB
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.claims import DeviceClaim, DeviceClaimedError
 from provisioner.host.process import PROC, ProcessIdentity, identify
@@ -154,7 +154,7 @@ async def _victim(monitor: Monitor, device: DeviceInfo) -> AsyncIterator[asyncio
     environment = {**os.environ, **monitor.kernel_environment(device.device_id)}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-P", "-m", "provisioner.commands.doctor_victim", monitor.kind),
+        *("-P", "-m", "provisioner.gpu.victim", monitor.kind),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -12,12 +12,12 @@ import pytest
 
 from provisioner.commands.doctor_finding import Severity
 from provisioner.commands.doctor_probe import Probe, findings_of, try_checkpoint
-from provisioner.commands.doctor_victim import VICTIM_MIB, hold_nvidia
 from provisioner.gpu.interface import DeviceInfo, DeviceUse, GPUErrorCode
 from provisioner.gpu.simulated import faults
 from provisioner.gpu.simulated.host import create, destroy
 from provisioner.gpu.simulated.monitor import SimulatedMonitor
 from provisioner.gpu.simulated.store import Store
+from provisioner.gpu.victim import VICTIM_MIB, hold_nvidia
 from provisioner.host.claims import DeviceClaim
 
 
@@ -188,6 +188,6 @@ def test_the_victim_says_which_call_failed() -> None:
 
 def test_the_victim_knows_its_own_command_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.doctor_victim"], capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-m", "provisioner.gpu.victim"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr.split(":")[0]) == (2, "usage")

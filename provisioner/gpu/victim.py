@@ -1,6 +1,6 @@
-"""A process of the doctor's own with a little device memory, on which checkpointing is tried.
+"""A process of our own with a little device memory, on which checkpointing is tried: by the doctor, and by a broker at its start.
 
-    python -P -m provisioner.commands.doctor_victim nvidia|simulated
+    python -P -m provisioner.gpu.victim nvidia|simulated
 
 Rules: it says `ready` when its memory is filled, or one line that begins with `failed`; to each line on standard input it reads its memory
 back and says `intact` or `changed`; it ends when its standard input does. Between those it makes no CUDA call, so being locked does not
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     """Serve until standard input ends; 1 without device memory, 2 for arguments that are not understood."""
     opened = {"nvidia": hold_nvidia, "simulated": hold_simulated}.get(arguments[0] if len(arguments) == 1 else "")
     if opened is None:
-        sys.stderr.write("usage: python -P -m provisioner.commands.doctor_victim nvidia|simulated\n")
+        sys.stderr.write("usage: python -P -m provisioner.gpu.victim nvidia|simulated\n")
         return 2
     try:
         read = opened()

@@ -1,0 +1,113 @@
+"""May we checkpoint at all? Tried once, on a process of our own, when a broker starts on real devices that nobody uses yet.
+
+The checkpoint worker is the only part that needs privileges, and whether it has them the driver tells only when asked about a real CUDA
+process. What it refuses for good becomes the devices' reason: their kernels stay resident, and everybody is told why, instead of each
+kernel being tried. Anything else that goes wrong (no room, a slow machine) is written to the log and proves nothing.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from provisioner.broker.clock import now_ms
+from provisioner.core.events import DeviceSeen
+from provisioner.core.model import DeviceSpec
+from provisioner.gpu.interface import GPUError, GPUErrorCode
+from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host.process import identify
+
+if TYPE_CHECKING:
+    from provisioner.broker.broker import Broker
+
+__all__ = ["Trial"]
+
+log = logging.getLogger(__name__)
+
+_START_S: Final = 60.0
+_LOCK_MS: Final = 5000
+_MOVE_S: Final = 60.0
+_FOR_GOOD: Final = frozenset({GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED})
+
+
+class Trial:
+    """One attempt. `specs` are the broker's devices by id: what is found out is written there, where its eyes look, too."""
+
+    def __init__(self, broker: "Broker", worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]) -> None:
+        self._broker = broker
+        self._worker = worker
+        self._specs = specs
+
+    async def make(self) -> str:
+        """Try it if that disturbs nobody; return what was found, a sentence for the log. Cancellation ends the process."""
+        device_id = self._idle_device()
+        if device_id is None:
+            return "checkpointing was not tried: no device is free for it"
+        try:
+            async with self._victim(device_id) as pid:
+                identity = identify(pid)
+                took_us = await self._worker.lock(identity, _LOCK_MS)
+                took_us += await self._worker.checkpoint(identity, _MOVE_S)
+                took_us += await self._worker.restore(identity, None, _MOVE_S)
+                took_us += await self._worker.unlock(identity)
+        except GPUError as error:
+            if error.code in _FOR_GOOD:
+                self._give_up(str(error))
+            return f"checkpointing was tried on a process of our own: {error}"
+        except (TimeoutError, ProcessLookupError, _NoVictimError) as error:
+            return f"checkpointing could not be tried: {error or 'the process did not answer in time'}"
+        return f"checkpointing was tried on a process of our own: it works, and took {took_us / 1e6:.2f} s"
+
+    def _idle_device(self) -> str | None:
+        """Return a device that can be checkpointed and is mostly free, if no kernel is there that could miss the room."""
+        if self._broker.kernels:
+            return None
+        for device_id, spec in self._specs.items():
+            if not spec.why_not and self._broker.used_mib.get(device_id, 0) < spec.memory_mib // 2:
+                return device_id
+        return None
+
+    def _give_up(self, sentence: str) -> None:
+        strangers = {device.device_id: device.stranger_mib for device in self._broker.arbiter.devices()}
+        for device_id, spec in list(self._specs.items()):
+            if not spec.why_not:
+                self._specs[device_id] = replace(spec, why_not=sentence)
+                seen = DeviceSeen(
+                    at_ms=now_ms(), device=self._specs[device_id], stranger_mib=strangers.get(device_id, 0)
+                )
+                self._broker.dispatch(seen)
+
+    @asynccontextmanager
+    async def _victim(self, device_id: str) -> AsyncIterator[int]:
+        """The pid of a process with device memory, which is killed at the end."""
+        monitor = self._broker.monitor
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-P", "-m", "provisioner.gpu.victim", monitor.kind),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, **monitor.kernel_environment(device_id)},
+        )
+        self._broker.backstop.ours.add(process.pid)
+        try:
+            async with asyncio.timeout(_START_S):
+                said = (await process.stdout.readline()).decode(errors="replace").strip() if process.stdout else ""
+            if said != "ready":
+                raise _NoVictimError(
+                    f"no device memory could be had for it: {said.removeprefix('failed: ') or 'it ended'}"
+                )
+            yield process.pid
+        finally:
+            self._broker.backstop.ours.discard(process.pid)
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+
+
+class _NoVictimError(Exception):
+    """There is no process to try it on; the sentence says why."""
