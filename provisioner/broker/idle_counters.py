@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 QUIET_S: Final = 2.0
 _INTERVAL_S: Final = 1.0
+_NOBODY_S: Final = 2.0  # while nobody is resident and idle: a resume says nothing here
 _SHORTEST_S: Final = 0.05
 _S: Final = 1_000_000  # microseconds
 
@@ -70,7 +71,7 @@ class IdleCounters:
                 except OSError as error:  # short of descriptors or memory: the next look may do better
                     log.error("who works on the devices could not be seen: %s", error)  # noqa: TRY400 - the sentence says it
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s() if watched else None):
+                async with asyncio.timeout(self._pause_s() if watched else _NOBODY_S):
                     await self._news.wait()
                 await asyncio.sleep(_SHORTEST_S)
 

@@ -166,7 +166,8 @@ class Watcher:
             self._measured.pop(kernel.lease_id, None)
             return
         measured = (sum(used.values()), bool(used))
-        if self._measured.get(kernel.lease_id) != measured:
+        # What the arbiter knew of a process that has ended is forgotten there, and may come again unchanged.
+        if self._measured.get(kernel.lease_id) != measured or view.used_mib != measured[0]:
             self._measured[kernel.lease_id] = measured
             self._broker.dispatch(
                 LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured[0], armed=measured[1])

@@ -1,6 +1,7 @@
 """The broker sees who uses which device, says what changed and only that, and gives a voice to kernels that cannot ask."""
 
 import os
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -58,6 +59,8 @@ class World:
 
     def dispatch(self, event: Event) -> None:
         self.events.append(event)
+        if isinstance(event, LeaseMeasured):
+            self.view = replace(self.view, used_mib=event.used_mib)
 
     async def told(self) -> list[Event]:
         """What one look tells."""
@@ -91,6 +94,14 @@ async def test_what_is_seen_is_told_once_until_it_changes() -> None:
     assert await world.told() == []
     world.monitor.mib[STRANGER] = 150
     assert strangers(await world.told()) == [150]
+
+
+async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    await world.told()
+    world.view = view_of(LeaseState.RESIDENT)  # another process, seen to use as much
+    assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
 
 
 async def test_what_goes_past_a_reservation_is_covered_by_nobody() -> None:
