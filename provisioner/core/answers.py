@@ -36,9 +36,9 @@ class Answers:
         match event.outcome:
             case SuspendOutcome.SAVED:
                 changes.foresight.swapped(SUSPEND, lease, event.saved_mib)
+                lease.used_mib = lease.aborted_suspends = 0
                 books.save_on_host(lease, saved_mib=max(0, event.saved_mib))
                 books.hold(lease, lease.device_ids)
-                lease.used_mib = lease.aborted_suspends = 0
                 came_back = self._come_back(lease)
                 changes.move(lease, Cause.SAVED, "suspended", sentence)
                 self._tell(lease, came_back)

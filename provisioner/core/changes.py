@@ -18,6 +18,7 @@ from provisioner.core.effects import (
     Suspend,
     TicketsChanged,
 )
+from provisioner.core.explaining import explain
 from provisioner.core.forecasts import Forecasts
 from provisioner.core.foresight import Foresight
 from provisioner.core.model import LeaseState
@@ -29,6 +30,7 @@ from provisioner.core.units import format_duration, format_memory
 
 __all__ = ["Changes"]
 
+_FEW, _ONE_OF = 64, 32  # with more tickets than a few, the forecast of one in so many is compared with what happens
 _FIRST = 1 << 60  # far before any place in the queue
 
 
@@ -196,8 +198,10 @@ class Changes:
         ticket.urgent |= urgent
         ticket.preempted |= preempted
         self.books.enqueue(lease, ticket)
-        if old is None:
-            self.foresight.filed(lease)
+        if old is None and (self.books.waiting < _FEW or not ticket.order % _ONE_OF):
+            self.foresight.filed(
+                lease
+            )  # in a crowd, some stand for all: what is shown is worked out when it is asked for
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:
@@ -213,6 +217,18 @@ class Changes:
             self.requeued.add(lease.spec.pool)
         if lease.target_ids:
             self.books.set_target(lease, ())
+
+    def told_in_vain(self, lease: Lease) -> bool:
+        """Whether a ticket that was filed just now is behind others for whom the last pass found nothing; if so, tell it why it waits.
+
+        Nothing that matters has happened since that pass: there is nothing for this one either.
+        """
+        bucket, ticket = lease.bucket, lease.ticket
+        if bucket is None or ticket is None or bucket.closed != self.books.passes or bucket.members[0] is lease:
+            return False
+        self.books.queue.fresh.pop(lease.lease_id, None)
+        self.explain(lease, explain(self.books, lease, ticket))
+        return True
 
     def explain(self, lease: Lease, wait: Wait) -> None:
         """A new kind of reason to wait is a line of the lease's story."""

@@ -78,8 +78,9 @@ class Deadlines:
 
     def _due_ms(self, lease: Lease) -> int | None:
         idle_ms = idle_due_ms(self._books, lease)
-        if idle_ms is not None and idle_ms != lease.announced_ms:
-            idle_ms -= self._books.policy(lease).warn_before_ms
+        if idle_ms is not None and idle_ms != lease.announced_ms and idle_ms > self._books.now_ms:
+            # It is to be told of it before; where that should have been already, at once: an alarm must still be to come.
+            idle_ms = max(idle_ms - self._books.policy(lease).warn_before_ms, self._books.now_ms + 1)
         times = [lease.expires_ms, idle_ms]
         if lease.paused:
             times.append(lease.resume_after_ms)

@@ -140,7 +140,7 @@ class Lifecycle:
             self._changes.let_in(lease)
             return False
         self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
-        return True
+        return not self._changes.told_in_vain(lease)
 
     def unwanted(self, lease: Lease) -> bool:
         """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow."""
@@ -150,8 +150,9 @@ class Lifecycle:
         if ticket.grow is not None:
             ticket.wanted = bool(lease.target_ids)
             return False
+        left_out = lease.bucket is not None and ticket.passes != self._books.passes and not ticket.kept_on
         self._changes.withdraw(lease)
-        return True
+        return not left_out  # nothing was kept for it, nor promised to it
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
         """It began or ended to run something. Returns whether that matters to anybody."""

@@ -24,6 +24,7 @@ from provisioner.core.victims import Victims
 __all__ = ["Pass"]
 
 _MOST_PLANS = 2  # while no swap can begin anyway: room is promised to so many tickets ahead
+_MOVED_FIRST = Wait("wait.swap-channel", "other kernels are being moved first, one after another")
 _OWED_AT_A_TIME = 8  # keep room before it is looked whether there is any left
 _Turn = tuple[tuple[int, ...], int, Bucket]
 
@@ -75,7 +76,9 @@ class Pass:
                 cursor += 1
             if self._anew:
                 turns, self._anew = self._turns(list(self._queue.buckets.values())), False
-            elif goes_on and cursor < len(bucket.members):
+            elif not goes_on:
+                bucket.closed = self._books.passes
+            elif cursor < len(bucket.members):
                 heappush(turns, (self._turn(bucket, bucket.members[cursor]), cursor, bucket))
         for lease in self._overdue.values():
             self._queue.rebucket(lease)
@@ -147,16 +150,15 @@ class Pass:
     def _is_short(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
         """The ticket fits nowhere now: have room made for it, if that helps. Returns whether to go on with the bucket."""
         key = bucket.key
-        if self._plans >= _MOST_PLANS and not self._changes.channel_free:
-            bucket.wait = Wait("wait.swap-channel", "kernels ahead of it are being moved first, one after another")
-            bucket.passes = self._books.passes
-            self._say(lease, bucket.wait)
+        if not self._changes.channel_free and (self._plans >= _MOST_PLANS or not self._room.any_free(devices)):
+            if self._room.has_hope(devices, key.need_mib):
+                bucket.wait, bucket.passes = _MOVED_FIRST, self._books.passes
             return self._stays(lease, ticket, devices)
         plan = self._room.plan(lease, devices, key.need_mib, key.many)
         if plan is None and not lease.grows:
             plan = self._moving.plan_busy(lease, devices, key.need_mib)
         if isinstance(plan, Plan):
-            self._make_room(lease, ticket, plan)
+            self._make_room(lease, plan)
             self._stays(lease, ticket, devices)
             return True
         if ticket.grow is not None and self._moving.to_grow(lease, ticket.grow):
@@ -243,10 +245,10 @@ class Pass:
             self._changes.begin_suspend(victim, "suspend.user-limit", why)
             self._room.changed(victim.device_ids)
 
-    def _make_room(self, lease: Lease, ticket: Ticket, plan: Plan) -> None:
+    def _make_room(self, lease: Lease, plan: Plan) -> None:
         need_mib = _needs(lease)
         self._plans += 1
-        self._room.promise(plan, need_mib, firm=self._is_owed(lease, ticket))
+        self._room.promise(plan, need_mib, firm=self._is_owed(lease))
         self._kept.update((lease.lease_id, device_id) for device_id in plan.device_ids)
         victims = tuple(victim.lease_id for victim in plan.victims)
         for victim in plan.victims:
@@ -276,12 +278,12 @@ class Pass:
 
     # -- law 4 -----------------------------------------------------------------------------------------------------------
 
-    def _is_owed(self, lease: Lease, ticket: Ticket) -> bool:
-        return ticket.passed_over >= self._books.policy(lease).max_passed_over
+    def _is_owed(self, lease: Lease) -> bool:
+        return (lease.bucket is not None and lease.bucket.key.owed) or lease.lease_id in self._overdue
 
     def _stays(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
         """The ticket waits; one that was passed over too often keeps room. Returns whether others of its bucket may keep some, too."""
-        if not self._is_owed(lease, ticket):
+        if not self._is_owed(lease):
             return False
         self._keep_what_is_due(lease, ticket, devices)
         self._gather(lease, ticket)

@@ -93,6 +93,7 @@ class Bucket:
     members: list["Lease"] = field(default_factory=list)  # by their share of their owner's, then in the order of asking
     wait: Wait | None = None  # why all of them wait, where the last pass found a reason of its own
     passes: int = 0  # which pass that was
+    closed: int = 0  # the last pass that found nothing for whoever was looked at, nor for those behind
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -87,6 +87,14 @@ class Room:
         """What is free, or comes, and is neither kept nor promised."""
         return self._spots[device_id].total_mib
 
+    def any_free(self, devices: Iterable[str]) -> bool:
+        """Whether anything at all is free and not kept on these devices."""
+        return any(self._spots[device_id].free_mib > 0 for device_id in devices)
+
+    def has_hope(self, devices: Iterable[str], need_mib: int) -> bool:
+        """Whether idle leases could make room somewhere."""
+        return any(self._spots[device_id].most_mib(busy=False) >= need_mib for device_id in devices)
+
     def serves(self, device_id: str, need_mib: int) -> bool:
         """Whether the device could ever have room for the need."""
         spot = self._spots.get(device_id)
