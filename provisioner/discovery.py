@@ -28,7 +28,15 @@ from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.limits import PROTOCOL_VERSION
 
-__all__ = ["SYSTEM_SOCKET", "ensure_broker", "restart_command", "restart_file", "runtime_dir", "socket_path"]
+__all__ = [
+    "SYSTEM_SOCKET",
+    "ensure_broker",
+    "restart_command",
+    "restart_file",
+    "runtime_dir",
+    "socket_path",
+    "unstarted_broker",
+]
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
@@ -87,6 +95,16 @@ def ensure_broker(
         client.close()
         raise
     return client
+
+
+def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> BrokerClient:
+    """Return a client of the broker that serves on `socket_path()`, if one does: nothing is asked and none is started.
+
+    Raises BrokerUnavailableError for a socket that somebody else could have put there.
+    """
+    path = socket_path()
+    _check_folder(path)
+    return BrokerClient(path, token=token, timeout_s=timeout_s)
 
 
 def _answers(client: BrokerClient) -> bool:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from provisioner.client import BrokerClient
-from provisioner.discovery import socket_path
+from provisioner.discovery import unstarted_broker
 from provisioner.protocol.errors import FractionalGPUError
 from provisioner.protocol.messages import HostStatus
 from provisioner.seat import own_seat
@@ -53,7 +53,7 @@ class Follower:
     def _follow(self) -> str:
         """Follow until the broker goes away."""
         seat = own_seat()
-        self._client = BrokerClient(socket_path(), token=None if seat is None else seat.token)
+        self._client = unstarted_broker(token=None if seat is None else seat.token)
         connected = False
         try:
             for status in self._client.events():

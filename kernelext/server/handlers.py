@@ -18,7 +18,7 @@ from jupyter_server.base.handlers import APIHandler
 from tornado import web
 
 from provisioner.client import BrokerClient
-from provisioner.discovery import socket_path
+from provisioner.discovery import unstarted_broker
 from provisioner.protocol.errors import BadRequestError, ConflictError, FractionalGPUError
 from provisioner.protocol.messages import LeaseStatus, PinRequest
 
@@ -82,7 +82,7 @@ class _Act(_Handler):
         lease = self.app.lease_of(kernel_id)
         if _Act.under_way >= _MOST_ACTIONS:
             raise ConflictError(f"{_MOST_ACTIONS} actions are under way on this server; wait for one to end")
-        self._client = BrokerClient(socket_path(), token=self.app.token_of(kernel_id))
+        self._client = unstarted_broker(token=self.app.token_of(kernel_id))
         _Act.under_way += 1
         try:
             with self._client as client:

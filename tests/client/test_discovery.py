@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from provisioner import discovery
-from provisioner.discovery import ensure_broker, runtime_dir, socket_path
+from provisioner.discovery import ensure_broker, runtime_dir, socket_path, unstarted_broker
 from provisioner.protocol.errors import BrokerUnavailableError, ForbiddenError
 from tests.support.fake_broker import FakeBroker
 
@@ -223,6 +223,17 @@ def test_a_start_command_that_is_not_to_be_trusted_is_not_run(
     make(home / "broker.json")
     with pytest.raises(BrokerUnavailableError, match=says):
         ensure_broker(str(home / "b.sock"))
+
+
+def test_a_socket_in_an_open_folder_is_not_spoken_to_either_where_none_is_started(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(home / "b.sock"))
+    with unstarted_broker(token="t") as client, pytest.raises(BrokerUnavailableError, match="no GPU broker serves"):  # noqa: S106
+        client.ping()
+    home.chmod(0o777)
+    with pytest.raises(BrokerUnavailableError, match="others may write"):
+        unstarted_broker()
 
 
 def test_a_start_command_of_somebody_else_is_not_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
