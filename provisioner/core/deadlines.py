@@ -46,11 +46,11 @@ class Deadlines:
         self._pushed = 0
         self.ripe: dict[str, Lease] = {}
 
-    def renew(self) -> None:
-        """Look at everything that was touched, and at the clock."""
+    def renew(self, *, at_end: bool = False) -> None:
+        """Look at everything that was touched, and at the clock; `at_end`: nothing more is done in this event."""
         now_ms = self._books.now_ms
         for lease in self._books.touched.values():
-            at_ms = self._due_ms(lease)
+            at_ms = self._due_ms(lease, at_end=at_end)
             if at_ms is not None and at_ms <= now_ms:
                 self.ripe[lease.lease_id] = lease
             else:
@@ -76,11 +76,14 @@ class Deadlines:
         self._pushed += 1
         heappush(self._heap, (at_ms, self._pushed, lease))
 
-    def _due_ms(self, lease: Lease) -> int | None:
+    def _due_ms(self, lease: Lease, *, at_end: bool) -> int | None:
         idle_ms = idle_due_ms(self._books, lease)
-        if idle_ms is not None and idle_ms != lease.announced_ms and idle_ms > self._books.now_ms:
-            # It is to be told of it before; where that should have been already, at once: an alarm must still be to come.
-            idle_ms = max(idle_ms - self._books.policy(lease).warn_before_ms, self._books.now_ms + 1)
+        if idle_ms is not None and idle_ms != lease.announced_ms:
+            due_ms, idle_ms = idle_ms, idle_ms - self._books.policy(lease).warn_before_ms
+            if (
+                at_end and idle_ms <= self._books.now_ms < due_ms
+            ):  # it is told as soon as may be, and an alarm is still to come
+                idle_ms = self._books.now_ms + 1
         times = [lease.expires_ms, idle_ms]
         if lease.paused:
             times.append(lease.resume_after_ms)

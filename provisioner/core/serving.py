@@ -57,7 +57,7 @@ class Serving:
                 break
         self._relief.relieve()
         self._suspend_idle()
-        self._deadlines.renew()
+        self._deadlines.renew(at_end=True)
 
     def wake_ms(self) -> int | None:
         """Return when to serve again though nothing happens, or None. What waits for an answer needs no alarm."""

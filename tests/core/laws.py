@@ -222,7 +222,10 @@ class Laws:
             for device in places
             if world.leasable[device] - world.strangers[device] >= need and world.free(device) < need
         ]
-        return bool(usable) and any(device in world.allowed(seen) for device in usable)
+        if not any(device in world.allowed(seen) for device in usable):
+            return False
+        roomy = [d for d in world.allowed(seen) if world.leasable[d] - world.strangers[d] >= need]
+        return len(roomy) >= seen.spec.devices  # else it waits for a device, not for room
 
     # -- law 7 ---------------------------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, Sharing
+from provisioner.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy, Sharing
 from tests.core.observer import LawBrokenError, Observer
 
 __all__ = ["World", "simulate"]
@@ -101,6 +101,10 @@ class World:
             may_move=random.random() < 0.5,
             sharing=random.choices(list(Sharing), (18, 1, 1))[0],
             breach=random.choice(list(Breach)),
+            move_busy=random.random() < 0.5,
+            warn_before_ms=1_000 if name == "p" else 0,
+            reserve_by=random.choice((ReserveBy.CAP, ReserveBy.CAP, ReserveBy.USE)),
+            headroom_mib=50,
             min_residency_swaps_milli=random.choice((0, 1_000, 4_000)),
             preempt_priorities=random.random() < 0.5,
             preempt_equals=random.random() < 0.3,
@@ -159,6 +163,11 @@ class World:
                 if not self.honest:
                     state = random.choice([s for s in LeaseState if s is not LeaseState.ENDED])
                 device = random.choice([None, *(device.device_id for device in self.devices)])
+                seen = self.observer.leases.get(lease_id)
+                if (
+                    seen is not None and seen.spec.devices > 1
+                ):  # an answer names one device only: the first of those it is on
+                    device = next(iter(seen.home or seen.devices), None)
                 return TruthFound(
                     at_ms=0, lease_id=lease_id, generation=generation, state=state, device_id=device, saved_mib=50
                 )
@@ -235,12 +244,15 @@ def _with(event: Event, at_ms: int, changes: dict[str, int]) -> Event:
 
 def _spec(world: World) -> LeaseSpec:
     random = world.random
+    devices = random.choice((1,) * 14 + (2, 3))
     return LeaseSpec(
         lease_id=random.choice(_NAMES),
         pool=random.choice(("p", "p", "q")),
         owner=random.choice(("ann", "ann", "bob", "eve")),
         group=random.choice(("", "", "g", "h")),
-        fraction_milli=random.choice((125, 250, 250, 500)),
+        fraction_milli=random.choice((125, 250, 250, 500)) if devices == 1 else 1_000,
+        devices=devices,
+        request_mib=random.choice((None, 50, 100)),
         reserve_mib=random.choice((100, 125, 250, 250, 400, 700, 990)),
         priority=random.choice((0, 0, 0, 1)),
         gated=random.random() < 0.7,
@@ -263,12 +275,15 @@ def _recovered(world: World, at_ms: int) -> Event:
         LeaseState.SUSPENDED,
         LeaseState.QUARANTINED,
     )
+    spec, ids = _spec(world), [device.device_id for device in world.devices]
+    found = tuple(random.sample(ids, spec.devices)) if spec.devices <= len(ids) and random.random() < 0.8 else ()
     return LeaseRecovered(
         at_ms=at_ms,
-        spec=_spec(world),
+        spec=spec,
         state=random.choice(states),
         generation=random.randrange(5),
-        device_id=random.choice([None, *(device.device_id for device in world.devices)]),
+        device_id=found[0] if found else None,
+        device_ids=found,
         saved_mib=random.choice((0, 60, 300)),
         busy=random.random() < 0.5,
     )
