@@ -38,7 +38,7 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy
 from tests.core.observer import Observer
 
 DEVICES = ("d0", "d1", "d2")
@@ -46,7 +46,7 @@ names = st.sampled_from(["a", "b", "c", "d", "e", "f"])
 devices = st.sampled_from(DEVICES)
 sizes = st.sampled_from([1, 100, 250, 400, 500, 600, 1000])
 found = st.sampled_from([state for state in LeaseState if state not in ("suspending", "resuming", "ended")])
-specs = st.builds(
+one_device = st.builds(
     LeaseSpec,
     lease_id=names,
     pool=st.sampled_from(["p", "q", "gone"]),
@@ -58,7 +58,19 @@ specs = st.builds(
     gated=st.booleans(),
     owner_weight=st.sampled_from([50, 100]),
     weight=st.sampled_from([50, 100]),
+    request_mib=st.sampled_from([None, 1, 100]),
 )
+several_devices = st.builds(
+    LeaseSpec,
+    lease_id=names,
+    pool=st.sampled_from(["p", "q"]),
+    owner=st.just("ann"),
+    fraction_milli=st.just(1_000),
+    reserve_mib=sizes,
+    gated=st.booleans(),
+    devices=st.sampled_from([2, 3]),
+)
+specs = st.one_of(one_device, one_device, one_device, several_devices)
 policies = st.builds(
     PoolSpec,
     name=st.sampled_from(["p", "q"]),
@@ -71,6 +83,10 @@ policies = st.builds(
     retry_refused_ms=st.sampled_from([0, 2_000]),
     max_passed_over=st.sampled_from([0, 1, 3]),
     may_move=st.booleans(),
+    move_busy=st.booleans(),
+    warn_before_ms=st.sampled_from([0, 200]),
+    reserve_by=st.sampled_from(ReserveBy),
+    headroom_mib=st.just(50),
     min_residency_swaps_milli=st.sampled_from([0, 4_000]),
     preempt_priorities=st.booleans(),
     preempt_equals=st.booleans(),
@@ -173,7 +189,8 @@ class ArbiterMachine(RuleBasedStateMachine):
             spec=spec,
             state=state,
             generation=generation,
-            device_id=device,
+            device_id=DEVICES[0] if spec.devices > 1 and device is not None else device,
+            device_ids=DEVICES[: spec.devices] if spec.devices > 1 and device is not None else (),
             saved_mib=saved,
             busy=busy,
         )
@@ -264,6 +281,9 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(data=st.data(), state=st.sampled_from(LeaseState), device=st.none() | devices)
     def truth_found(self, data: st.DataObject, state: LeaseState, device: str | None) -> None:
         look = data.draw(st.sampled_from(self.looks[::-1]))
+        seen = self.observer.leases.get(look.lease_id)
+        if seen is not None and seen.spec.devices > 1:  # an answer names one device only: the first of those it is on
+            device = next(iter(seen.home or seen.devices), None)
         self.send(
             TruthFound,
             lease_id=look.lease_id,
