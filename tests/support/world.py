@@ -216,6 +216,8 @@ class Server:
                     f"--ServerApp.jpserver_extensions={dict(extensions)}",
                     f"--IdentityProvider.token={self.token}",
                     f"--ServerApp.root_dir={world.notebooks}",
+                    # A test reads a notebook's websocket when it wants to know something; until then nobody answers pings.
+                    "--ServerApp.tornado_settings={'ws_ping_interval': 0}",
                     *arguments,
                 ],
                 env=world.environment,
