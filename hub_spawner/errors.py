@@ -25,6 +25,13 @@ _STATUS = {
 }
 
 
+class _SpawnError(web.HTTPError):
+    """For JupyterHub 5, whose spawn page shows the exception's text."""
+
+    def __str__(self) -> str:
+        return str(getattr(self, "jupyterhub_message", super().__str__()))
+
+
 def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
     """Return the error that stops a spawn. `hint` is said on the page only."""
     status = _STATUS.get(reason, 400)
@@ -33,7 +40,7 @@ def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
     if SpawnException is not None:
         error: web.HTTPError = SpawnException(sentence, reason=reason, message_html=html, status_code=status)
     else:
-        error = web.HTTPError(status, "%s", sentence, reason=reason)
+        error = _SpawnError(status, "%s", sentence, reason=reason)
     # The page shows these in either version; without them it shows the exception's own text.
     error.jupyterhub_message = f"Your server was not started. {said}"  # type: ignore[attr-defined]
     error.jupyterhub_html_message = html  # type: ignore[attr-defined]

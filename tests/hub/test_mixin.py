@@ -258,7 +258,7 @@ async def test_forged_options_are_refused_with_a_sentence(
     with pytest.raises(web.HTTPError) as caught:
         await hub_starts(one, **options)
     assert 400 <= caught.value.status_code < 600
-    assert sentence in str(caught.value)
+    assert sentence.lower() in str(caught.value).lower()
     assert caught.value.reason
     assert "<strong>" in caught.value.jupyterhub_html_message  # type: ignore[attr-defined]
     await one.run_post_stop_hook()
@@ -355,7 +355,7 @@ async def test_without_a_broker_the_page_says_so_and_a_start_is_refused(live: Li
 async def test_a_seat_dir_that_cannot_be_written_is_named(live: LiveBroker, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     one = spawner(live, gpu_seat_dir=str(tmp_path / "file" / "seats"))
-    with pytest.raises(web.HTTPError, match="the hub cannot write"):
+    with pytest.raises(web.HTTPError, match=r"(?i)the hub cannot write"):
         await hub_starts(one, pool="default", fraction="1/4")
     await one.run_post_stop_hook()
     assert seats(live) == []
