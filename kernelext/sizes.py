@@ -62,11 +62,11 @@ class Sizes:
         with self._lock:
             if self._own is not None:  # what was asked for by hand is what later bursts come back to
                 self._own = Size(status.fraction_milli, status.reserve_mib)
-        self.take(status.reserve_mib)
+        self._take(_limit_mib(status))
         return status
 
-    def take(self, memory_mib: int) -> None:
-        """Hold this process to a cap that the broker has granted."""
+    def _take(self, memory_mib: int) -> None:
+        """Hold this process to a limit."""
         self._gate.bind({MEMORY: str(memory_mib)})
         if self._limits.is_stale:
             self._limits.refresh()
@@ -93,7 +93,7 @@ class Sizes:
             raise
         with self._lock:
             self._bursts[mark] = Size(status.fraction_milli, status.reserve_mib)
-        self.take(status.reserve_mib)
+        self._take(_limit_mib(status))
 
     def end(self, mark: object, say: Callable[[str], None]) -> None:
         """A cell is over, however: give back what no other burst needs, and what is owed.
@@ -113,8 +113,8 @@ class Sizes:
             if own is None:
                 return
             target = max([own, *self._bursts.values()], key=lambda size: (size.milli, size.memory_mib or 0))
-        if target.memory_mib is not None:
-            self.take(target.memory_mib)
+        if target.memory_mib is not None and target.memory_mib < (self._limits.cap_mib or 0):
+            self._take(target.memory_mib)
         free_caches()
         burst = target != own  # another one is still at work, and would end with this process
         request = ResizeRequest(fraction_milli=target.milli, memory_mib=target.memory_mib, wait_ms=0, burst=burst)
@@ -132,7 +132,7 @@ class Sizes:
     def _try(self, request: ResizeRequest) -> str:
         """Resize without waiting; returns "" or why not."""
         try:
-            self.take(self._resize(request, None, timeout_s=_GIVE_BACK_S, revive=False).reserve_mib)
+            self._take(_limit_mib(self._resize(request, None, timeout_s=_GIVE_BACK_S, revive=False)))
         except BrokerUnavailableError as error:
             return str(error)
         except FractionalGPUError as error:
@@ -153,6 +153,11 @@ class Sizes:
             line=line,
             describe=resizing,
         )
+
+
+def _limit_mib(status: LeaseStatus) -> int:
+    """Return what the kernel may use now: what is reserved for it, which a pool may let follow its use, else its cap."""
+    return status.reserved_mib or status.reserve_mib
 
 
 def _holds(status: LeaseStatus, wanted: Size) -> bool:
