@@ -1,7 +1,7 @@
 """`jupyter gpu pin`, `unpin`, `resize`, `explain`, `drain` and `undrain`."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,7 +10,7 @@ from provisioner.commands import drain, explain, pin, resize, unpin
 from provisioner.commands.main import main
 from provisioner.commands.words import render_leases, render_status
 from provisioner.protocol.errors import ConflictError, ForbiddenError
-from provisioner.protocol.messages import Story, StoryLine
+from provisioner.protocol.messages import ResizeRequest, Story, StoryLine
 from tests.commands.conftest import OwnBroker
 from tests.commands.pictures import a_device, a_host, a_lease
 
@@ -29,10 +29,10 @@ def test_a_kernel_is_pinned_for_the_time_that_was_said(broker: OwnBroker, capsys
 def test_a_kernel_is_resized_to_what_was_said(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
     broker.add("resident", kernel_id="kernel-1")
     assert main(["resize", "kernel-1", "1/2", "--memory", "20GiB", "--wait", "0"]) == 0
-    assert broker.bodies("resize") == [{"fraction_milli": 500, "memory_mib": 20_480, "wait_ms": 0}]
+    assert broker.bodies("resize") == [asdict(ResizeRequest(fraction_milli=500, memory_mib=20_480, wait_ms=0))]
     assert "1/4 of a GPU with 2 GiB before, 1/2 of a GPU with 2 GiB now" in capsys.readouterr().out
     assert main(["resize", "kernel-1", "--memory", "1GiB"]) == 0
-    assert broker.bodies("resize")[-1] == {"fraction_milli": None, "memory_mib": 1024, "wait_ms": 600_000}
+    assert broker.bodies("resize")[-1] == asdict(ResizeRequest(memory_mib=1024))
 
 
 @pytest.mark.parametrize(
