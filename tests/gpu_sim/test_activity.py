@@ -14,8 +14,6 @@ from provisioner.gpu.simulated import cuda
 from provisioner.gpu.simulated.host import create, destroy
 from provisioner.gpu.simulated.monitor import SimulatedMonitor
 
-YEAR_US = 365 * 86_400 * 1_000_000
-
 
 @pytest.fixture
 def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMonitor]:
@@ -66,13 +64,11 @@ def test_work_under_way_in_a_thread_is_told_as_going_on(monitor: SimulatedMonito
     thread.start()
     try:
         assert begun.wait(30)
-        mark_us = now_us()
-        while os.getpid() not in activity(monitor, mark_us).worked_us:
-            assert now_us() - mark_us < 30_000_000
-        cuda.launch(0)
-        assert activity(monitor, now_us()).worked_us == {os.getpid(): pytest.approx(now_us(), abs=YEAR_US)}, (
-            "another ended"
-        )
+        for _ in range(3):
+            cuda.launch(0)  # another piece of work that ends does not hide it
+            until_us = now_us() + 30_000_000
+            while os.getpid() not in activity(monitor, now_us()).worked_us:  # it may be between two pieces just now
+                assert now_us() < until_us
     finally:
         stop.set()
         thread.join()
