@@ -127,8 +127,17 @@ def test_a_silent_execute_brings_the_memory_back(world: World, server: Server) -
     assert second.must(CHECK).text == "intact\n"
 
 
+WARM_COMPLETION = """%%cpu
+# The first completion of a process may take longer than the moment after which a busy kernel is taken for blocked.
+from IPython.core.completer import provisionalcompleter
+with provisionalcompleter():
+    list(get_ipython().Completer.completions("buffer.rea", 10))
+"""
+
+
 def test_completion_on_a_suspended_kernel_answers_at_once_and_leaves_it_suspended(world: World, server: Server) -> None:
     first, second = two_kernels(world, server)
+    first.must(WARM_COMPLETION)
     answer = first.ask("complete_request", {"code": "buffer.rea", "cursor_pos": 10})
     assert "read" in " ".join(answer["matches"])
     assert world.lease(first.kernel_id).state == "suspended"
