@@ -195,7 +195,6 @@ def test_a_resize_binds_the_new_limit_and_says_it(kernel: RunningKernel, broker:
 def test_a_resize_that_waits_can_be_interrupted_and_hangs_up(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     broker.held["resize"] = threading.Event()
     request = kernel.send("import asyncio\nget_ipython().run_line_magic('gpu', 'resize 1/2')\nawait asyncio.sleep(0)")
-    broker.grant_at_once = True
     broker.stream("acquire").granted()
     follower = broker.stream("events")
     waits = broker.host_status(
