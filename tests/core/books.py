@@ -148,7 +148,8 @@ class World:
         ]
         if seen.spec.devices == 1:
             return bool(roomy)
-        if seen.state is S.SUSPENDED and not self.pool(seen).may_move:
+        kinds = {self.names.get(home) for home in seen.home}
+        if seen.state is S.SUSPENDED and (len(kinds) > 1 or not self.pool(seen).may_move):
             return set(seen.home) <= set(roomy)
         return any(count >= seen.spec.devices for count in Counter(self.names[device] for device in roomy).values())
 

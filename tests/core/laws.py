@@ -242,7 +242,8 @@ class Laws:
                 line.append(((-seen.spec.priority, not view.urgent, seen.asked), seen, view))
         line.sort(key=lambda item: item[0])
         for place, (_, seen, view) in enumerate(line):
-            grows = seen.state is S.RESIDENT and all(d not in world.whole and world.open(d) for d in seen.devices)
+            places = set(world.allowed(seen)) - world.whole
+            grows = seen.state is S.RESIDENT and set(seen.devices) <= places
             if view.need_mib > roomiest or not (seen.waits or grows):
                 continue
             if seen.state is S.SUSPENDED and (not channel_free or view.reason == "wait.retry"):

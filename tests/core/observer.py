@@ -140,6 +140,8 @@ class Observer:
                 seen.used = max(0, used_mib)
             case ResizeRequested():
                 seen.resizes = [*seen.resizes, event]
+                if seen.held:  # a newer claim to grow goes to the end of the line
+                    seen.asked = -1
             case _:
                 pass
 
