@@ -215,6 +215,9 @@ class Pass:
             held_mib = lease.held_mib
             self._resizing.grow(lease)
             self.again |= lease.held_mib < held_mib  # a larger share, with less memory
+            if lease.grows:  # it lacks more by now than when it asked
+                self.again = True
+                return True
         else:
             self._changes.grant(lease, chosen)
         self._room.changed(chosen)
