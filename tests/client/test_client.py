@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Generator
+from dataclasses import asdict
 from typing import cast
 
 import pytest
@@ -281,7 +282,7 @@ def test_gate_commands_come_whole_however_they_are_cut(broker: FakeBroker, clien
         GateCommand(verb="close", number=7),
         GateCommand(verb="open", number=8),
     ]
-    assert broker.bodies("gate") == [{"version": "1", "open": True, "busy": False}]
+    assert broker.bodies("gate") == [asdict(HELLO)]
 
 
 def test_close_wakes_a_thread_that_waits_at_the_gate(broker: FakeBroker, client: BrokerClient) -> None:
