@@ -164,7 +164,7 @@ class Laws:
         ticket = self._arbiter.ticket(seen.lease_id)
         if ticket is None or seen.state is not S.RESIDENT or device not in seen.devices:
             return False
-        return ticket.need_mib + (0 if seen.busy else seen.held) <= self._room(seen, device)
+        return ticket.need_mib + seen.held <= self._room(seen, device)
 
     def _room(self, beneficiary: Seen, device: str) -> int:
         """What there would be on a device for a ticket if all went who may go for it."""
@@ -173,9 +173,12 @@ class Laws:
         stays = sum(
             seen.held
             for seen in self._world.on(device)
-            if seen.state in {S.RESUMING, S.QUARANTINED, S.UNATTACHED}
-            or (seen.state is S.RESIDENT and seen.pinned_until > self._world.now)
-            or (seen.state is S.RESIDENT and seen.busy and not owed and not self._may_preempt(beneficiary, seen))
+            if seen is not beneficiary
+            and (
+                seen.state in {S.RESUMING, S.QUARANTINED, S.UNATTACHED}
+                or (seen.state is S.RESIDENT and seen.pinned_until > self._world.now)
+                or (seen.state is S.RESIDENT and seen.busy and not owed and not self._may_preempt(beneficiary, seen))
+            )
         )
         return self._world.leasable.get(device, 0) - self._world.strangers.get(device, 0) - stays
 
