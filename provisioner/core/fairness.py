@@ -10,7 +10,7 @@ from provisioner.core.forecasts import RESUME, SUSPEND
 from provisioner.core.model import LeaseState
 from provisioner.core.state import Books, Lease
 
-__all__ = ["goes_before_from_ms", "preemptible_from_ms", "swap_ms"]
+__all__ = ["goes_before_from_ms", "overtakes_at_ms", "preemptible_from_ms", "swap_ms"]
 
 
 def swap_ms(books: Books, lease: Lease) -> int:
@@ -39,19 +39,37 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
         return 0 if pool.preempt_priorities else None
     if not pool.preempt_equals:
         return None
-    mine, theirs = books.share(lease), books.share(victim)
-    if victim.spec.owner == lease.spec.owner:
-        ahead, gains = theirs[1] - mine[1], (victim.milli, victim.spec.weight)
-        loses = (0, 1)
-    else:
-        ahead = theirs[0] - mine[0]
-        gains, loses = (
-            (account.rate, account.weight) for account in (books.accounts.of(victim), books.accounts.of(lease))
-        )
-    if ahead > 0:
+    behind, _, _ = mine = _clock(books, lease, victim)
+    ahead, _, _ = theirs = _clock(books, victim, lease)
+    if ahead > behind:
         return 0
-    # virtual time grows by 100 x rate / weight a millisecond
-    closes = 100 * (gains[0] * loses[1] - loses[0] * gains[1])
+    closes = _closes(theirs, mine)
     if closes <= 0:
         return None
-    return books.now_ms + -ahead * max(1, gains[1]) * max(1, loses[1]) // closes + 1
+    return books.now_ms + (behind - ahead) * mine[2] * theirs[2] // closes + 1
+
+
+def overtakes_at_ms(books: Books, first: Lease, second: Lease) -> int | None:
+    """Return when the second of two tickets whose pool shares by virtual time comes before the first; None: not by time alone.
+
+    Virtual times are rounded down, so that may be a little early, and is to be asked again then.
+    """
+    sooner, later = _clock(books, first, second), _clock(books, second, first)
+    closes = _closes(sooner, later)
+    if closes <= 0:
+        return None
+    return books.now_ms + max(1, max(1, later[0] - sooner[0]) * sooner[2] * later[2] // closes)
+
+
+def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
+    """Return the virtual time by which the two are compared, what it counts a millisecond, and the weight that divides that."""
+    owner, own = books.share(lease)
+    if lease.spec.owner == other.spec.owner:
+        return own, lease.milli if lease.metered else 0, max(1, lease.spec.weight)
+    account = books.accounts.of(lease)
+    return owner, account.rate, max(1, account.weight)
+
+
+def _closes(gains: tuple[int, int, int], loses: tuple[int, int, int]) -> int:
+    """Return by how much the first virtual time gains on the second a millisecond, times both weights."""
+    return 100 * (gains[1] * loses[2] - loses[1] * gains[2])  # it grows by 100 x rate / weight

@@ -9,9 +9,11 @@ same family with larger needs. What is said about those is looked up when somebo
 """
 
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 from provisioner.core.changes import Changes
 from provisioner.core.explaining import cause, destinations, explain
+from provisioner.core.fairness import overtakes_at_ms
 from provisioner.core.limits import makers_of_room, over_limit
 from provisioner.core.model import LeaseState
 from provisioner.core.moving import Moving, kept_mib
@@ -26,6 +28,7 @@ __all__ = ["Pass"]
 _MOST_PLANS = 2  # while no swap can begin anyway: room is promised to so many tickets ahead
 _MOVED_FIRST = Wait("wait.swap-channel", "other kernels are being moved first, one after another")
 _OWED_AT_A_TIME = 8  # keep room before it is looked whether there is any left
+_BEFORE_SHARES = 4  # of what makes a turn: the rest is virtual time and age
 _Turn = tuple[tuple[int, ...], int, Bucket]
 
 
@@ -48,6 +51,7 @@ class Pass:
         self._anew = False  # somebody comes earlier than when the order was made
         self._oldest: dict[str, int] = {}  # ticket of each pool that serves by shares
         self._turn_now: tuple[int, ...] = ()
+        self._by_share: list[tuple[tuple[int, ...], Lease]] = []  # whose turn it was by virtual time, in order
         self._plans = self._owed = 0
         self.again = False  # room grew on the way: somebody who was looked at before may fit now
 
@@ -69,6 +73,7 @@ class Pass:
             if cursor >= len(bucket.members):
                 continue
             lease = bucket.members[cursor]
+            self._note_turn(bucket, lease)
             goes_on = lease.lease_id in self._visited or self._visit(bucket, lease)
             if not self._anew:
                 self._visited.add(lease.lease_id)
@@ -76,6 +81,7 @@ class Pass:
                 cursor += 1
             if self._anew:
                 turns, self._anew = self._turns(list(self._queue.buckets.values())), False
+                self._by_share = []
             elif not goes_on:
                 bucket.closed = self._books.passes
             elif cursor < len(bucket.members):
@@ -84,7 +90,20 @@ class Pass:
             self._queue.rebucket(lease)
             if lease.bucket is not None:
                 self._stays(lease, _ticket(lease), self._where(lease.bucket, lease))
+        self._hint_crossing()
         self._tell_fresh()
+
+    def _note_turn(self, bucket: Bucket, lease: Lease) -> None:
+        if bucket.key.fair:
+            self._by_share.append((self._turn_now[:_BEFORE_SHARES], lease))
+
+    def _hint_crossing(self) -> None:
+        """Whoever goes first by virtual time keeps that only until the next one has had less; then somebody else may fit."""
+        waiting = [one for one in self._by_share if one[1].bucket is not None]
+        for (rank, first), (next_rank, second) in pairwise(waiting):
+            at_ms = overtakes_at_ms(self._books, first, second) if rank == next_rank else None
+            if at_ms is not None:
+                self._victims.hint(at_ms)
 
     def _begin(self) -> list[_Turn]:
         self._books.passes += 1
