@@ -128,7 +128,16 @@ class Serving:
                 return
             if lease.state is LeaseState.ENDED or lease.host_need_mib > self._books.host_left_mib:
                 continue
+            if self._makes_room_to_grow(lease):
+                continue
             due_ms = idle_due_ms(self._books, lease)
             if due_ms is not None and due_ms <= now_ms:
                 idle = format_duration(now_ms - lease.last_active_ms)
                 self._changes.begin_suspend(lease, "suspend.idle", f"idle for {idle}")
+
+    def _makes_room_to_grow(self, lease: Lease) -> bool:
+        """Whether neighbours are stepping aside so that it can grow where it is: if it left now, they would have done so in vain."""
+        ticket = lease.ticket
+        if ticket is None or not lease.grows or ticket.wait is None or ticket.passes != self._books.passes:
+            return False
+        return ticket.wait.reason == "wait.making-room"

@@ -131,7 +131,8 @@ class Observer:
         match event:
             case Wanted(urgent=True):
                 seen.urgent = True
-            case Unwanted() if not seen.busy:
+            case Unwanted() if not seen.busy and (seen.state not in {S.RESIDENT, S.UNATTACHED} or not seen.held):
+                # whoever has a device and waits to grow does so until somebody asks for another size
                 seen.asked = -1
             case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED:
                 seen.busy = busy

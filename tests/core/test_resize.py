@@ -6,6 +6,7 @@ import pytest
 
 from provisioner.core.effects import Declined, Effect, Resized
 from provisioner.core.events import (
+    HostMemorySeen,
     LeaseMeasured,
     LeaseReleased,
     ProcessExited,
@@ -200,3 +201,18 @@ def test_a_kernel_under_way_is_not_resized() -> None:
     hand.idle("a")
     hand.send(SuspendRequested(at_ms=0, lease_id="a"))
     assert _declined(_resize(hand, "a", 300)).reason == "in-operation"
+
+
+def test_nobody_who_makes_room_for_another_to_grow_does_so_in_vain() -> None:
+    hand = Hand(pools=[pool(idle_after_ms=60_000)], parallel_swaps=2, host_mib=0)
+    hand.idle("a", 400)
+    hand.now += 1
+    hand.idle("b", 500)
+    _resize(hand, "a", 900)
+    assert hand.ticket("a").reason == "wait.host-memory"
+    hand.wait(60_001)  # both have idled for so long
+    effects = hand.send(HostMemorySeen(at_ms=hand.now, budget_mib=10_000))
+    assert hand.suspends(effects) == ["b"], "a is to grow where it is"
+    effects = hand.saved(effects)
+    assert _sizes(effects) == [("a", 900, 900)]
+    assert hand.suspends(effects) == ["a"], "it has idled for long enough, too"
