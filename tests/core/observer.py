@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.effects import (
+    Declined,
     Effect,
     Granted,
     LeaseAdmitted,
@@ -79,6 +80,8 @@ class Observer:
         """
         self.world.now = max(self.world.now, event.at_ms)
         self._take(event)
+        if isinstance(event, ResizeRequested) and not any(isinstance(one, Declined) for one in effects):
+            self._claims_anew(event.lease_id)
         for place, effect in enumerate(effects):
             self._later = effects[place + 1 :]
             self._carry_out(event, effect)
@@ -126,6 +129,12 @@ class Observer:
                 if seen is not None:
                     self._take_about(seen, event)
 
+    def _claims_anew(self, lease_id: str) -> None:
+        """A newer claim to grow goes to the end of the line; one that was refused changes nothing."""
+        seen = self.leases.get(lease_id)
+        if seen is not None and seen.held:
+            seen.asked = -1
+
     @staticmethod
     def _take_about(seen: Seen, event: Event) -> None:
         match event:
@@ -141,8 +150,6 @@ class Observer:
                 seen.used = max(0, used_mib)
             case ResizeRequested():
                 seen.resizes = [*seen.resizes, event]
-                if seen.held:  # a newer claim to grow goes to the end of the line
-                    seen.asked = -1
             case _:
                 pass
 
