@@ -3,8 +3,18 @@
 import os
 import signal
 
+import pytest
+
 collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for what it starts in the background, and so would every process that the tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SLOW = ("hub", "e2e", "launcher", "labextension", "kernelext", "provisioning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Take the folders with the longest tests first: with several processes, none is left with them alone at the end."""
+    order = {folder: place for place, folder in enumerate(SLOW)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))

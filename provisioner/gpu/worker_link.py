@@ -238,8 +238,9 @@ class WorkerLink:
             raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker was started without pipes")
         try:
             async with asyncio.timeout(deadline_s):
-                process.stdin.write(line)
-                await process.stdin.drain()
+                if line:  # for its greeting nothing is asked: it may have given it and ended already
+                    process.stdin.write(line)
+                    await process.stdin.drain()
                 answer = await process.stdout.readline()
             reply = json.loads(answer) if answer else None
         except TimeoutError:

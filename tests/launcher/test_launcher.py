@@ -104,7 +104,7 @@ def test_a_server_starts_it_like_any_kernel_and_takes_no_second_lease(world: Wor
         assert world.lease(notebook.kernel_id).state == "resident"
         notebook.restart()
         assert notebook.must("print('again')").text == "again\n"
-        assert world.lease(notebook.kernel_id).gated
+        until(lambda: world.lease(notebook.kernel_id).gated or None, "the new process's extension connects")
         notebook.shut_down()
 
 
