@@ -341,7 +341,7 @@ class Notebook:
         replied = idle = False
         while not (replied and idle):
             message = json.loads(self.socket.recv())
-            if message.get("parent_header", {}).get("msg_id") != msg_id:
+            if (message.get("parent_header") or {}).get("msg_id") != msg_id:  # xeus: null for what nobody asked for
                 continue
             yield message
             replied = replied or message["header"]["msg_type"].endswith("_reply")
