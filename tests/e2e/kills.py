@@ -1,6 +1,9 @@
 """Kills at random moments: three kernels take turns on one simulated device while the broker, its worker, a kernel or the server dies.
 
-    python tests/e2e/kills.py 30 [--seed 7]
+    python tests/e2e/kills.py 30 [--seed 7] [--worlds 3] [--minutes 60]
+
+Each of the worlds has a device, a broker, a server and kernels of its own, and takes its part of the kills; they wait more than they
+compute, so several share a core. With --minutes no kill is begun after so long, and the figures say how many there were.
 
 After each kill every kernel that lived must answer with its bytes intact, books and driver must agree, and no reservation may be left
 of the dead. Prints what was struck, at which moments, and how long it took until everybody had answered. The seed decides victims and
@@ -13,9 +16,11 @@ import random
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +50,14 @@ class Figures:
     intact: int = 0  # cells of survivors that found all their bytes
     seconds: dict[str, list[float]] = field(default_factory=dict)  # from the kill until every survivor had answered
 
+    def add(self, other: "Figures") -> None:
+        """Take another world's figures in."""
+        self.kills += other.kills
+        self.moments += other.moments
+        self.intact += other.intact
+        for victim, times in other.seconds.items():
+            self.seconds.setdefault(victim, []).extend(times)
+
     def table(self) -> str:
         """Return the figures for people."""
         lines = [f"{'victim':20}{'kills':>6}{'median':>9}{'longest':>9}   until every survivor had answered"]
@@ -52,7 +65,7 @@ class Figures:
             times = self.seconds[victim]
             lines.append(f"{victim:20}{self.kills[victim]:6}{statistics.median(times):8.1f}s{max(times):8.1f}s")
         moments = ", ".join(f"{count} {moment}" for moment, count in self.moments.most_common())
-        lines.append(f"struck: {moments}")
+        lines.append(f"{self.kills.total()} kills struck: {moments}")
         lines.append(f"{self.intact} looks at {MIB} MiB each by survivors: every byte was there")
         return "\n".join(lines)
 
@@ -60,8 +73,9 @@ class Figures:
 class Turns:
     """The kernels, and what happens to them."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: str) -> None:
         self.world = world
+        self.name = seed
         self.random = random.Random(seed)
         self.figures = Figures()
         (self.spec,) = world.install(750)
@@ -105,11 +119,8 @@ class Turns:
         self.figures.kills[victim] += 1
         self.figures.moments[moment] += 1
         self.figures.seconds.setdefault(victim, []).append(took_s)
-        print(
-            f"{victim:20}{delay_s:5.2f} s after the cells were sent, {moment}: {took_s:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        words = f"{victim:20}{delay_s:5.2f} s after the cells were sent, {moment}: {took_s:.1f} s"
+        print(f"{self.name:>8} {self.figures.kills.total():5} {words}", file=sys.stderr, flush=True)
 
     def _moment(self) -> str:
         with suppress(BrokerUnavailableError):
@@ -165,26 +176,57 @@ class Turns:
             )
 
 
+class Worlds:
+    """Several of them at once; the first broken promise in one of them stops all."""
+
+    def __init__(self, seed: int, end_s: float) -> None:
+        self._seed = seed
+        self._end_s = end_s  # monotonic
+        self._broken = threading.Event()
+
+    def run(self, kills: int, worlds: int) -> Figures:
+        """Return everybody's figures. Raises what went wrong in the first world in which something did."""
+        figures = Figures()
+        with ThreadPoolExecutor(worlds) as threads:
+            parts = [kills // worlds + (number < kills % worlds) for number in range(worlds)]
+            for part in [threads.submit(self._one, number, part) for number, part in enumerate(parts)]:
+                figures.add(part.result())
+        return figures
+
+    def _one(self, number: int, kills: int) -> Figures:
+        with new_world("1x128MiB") as world:
+            try:
+                world.configure(CONFIG)
+                turns = Turns(world, f"{self._seed}.{number}")
+                try:
+                    while turns.figures.kills.total() < kills and self._goes_on():
+                        turns.strike()
+                    turns.finish()
+                finally:
+                    turns.server.stop()
+            except BaseException:
+                self._broken.set()
+                for name, text in world.logs().items():
+                    print(f"--- world {number}: {name} ---\n{text}", file=sys.stderr)
+                raise
+        return turns.figures
+
+    def _goes_on(self) -> bool:
+        return not self._broken.is_set() and time.monotonic() < self._end_s
+
+
 def main() -> int:
     """Run the kills and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, help="how many kills")
     parser.add_argument("--seed", type=int, default=1, help="decides victims and delays (default 1)")
+    parser.add_argument("--worlds", type=int, default=1, help="how many at once (default 1)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no kill after so long")
     options = parser.parse_args()
-    with new_world("1x128MiB") as world:
-        world.configure(CONFIG)
-        turns = Turns(world, options.seed)
-        try:
-            for _ in range(options.kills):
-                turns.strike()
-            turns.finish()
-        except BaseException:
-            for name, text in world.logs().items():
-                print(f"--- {name} ---\n{text}", file=sys.stderr)
-            raise
-        finally:
-            turns.server.stop()
-    print(turns.figures.table())
+    if options.kills < 1 or options.worlds < 1:
+        parser.error("there is at least one kill, in at least one world")
+    figures = Worlds(options.seed, time.monotonic() + 60 * options.minutes).run(options.kills, options.worlds)
+    print(figures.table())
     return 0
 
 
