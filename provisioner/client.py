@@ -22,6 +22,7 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
+from provisioner.protocol.acting import ACTING_FOR, to_header
 from provisioner.protocol.errors import BrokerUnavailableError, InternalBrokerError, error_from_reply
 from provisioner.protocol.limits import MAX_WAIT_S, PULSE_S
 from provisioner.protocol.messages import (
@@ -76,15 +77,21 @@ class BrokerClient:
     """Speaks to the broker at `socket_path`; nothing is opened before the first call.
 
     `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds, in seconds, each wait for an
-    answer, except where the call waits for the GPU itself; those calls say so.
+    answer, except where the call waits for the GPU itself; those calls say so. `acting_for` names whom an administrator's
+    program asks for: the broker writes it into its audit log, and refuses it from who is no administrator. Raises
+    BadRequestError for a name that is none.
     """
 
-    def __init__(self, socket_path: str, *, token: str | None = None, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, socket_path: str, *, token: str | None = None, timeout_s: float = 30.0, acting_for: str | None = None
+    ) -> None:
         self.socket_path = socket_path
         self.token = token
         self.timeout_s = timeout_s
+        self.acting_for = acting_for
         self._idle: deque[Connection] = deque()  # append and pop are atomic: no lock that a fork could leave locked
         self._active: set[Connection] = set()
+        self._headers = {} if acting_for is None else {ACTING_FOR: to_header(acting_for)}
 
     def __enter__(self) -> Self:
         return self
@@ -300,7 +307,7 @@ class BrokerClient:
 
     def _send(self, connection: Connection, method: str, target: str, body: Mapping[str, Any] | None) -> None:
         encoded = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-        connection.send(method, target, self.token, encoded)
+        connection.send(method, target, self.token, encoded, self._headers)
 
     def _close_kept(self) -> None:
         while (kept := self._take_kept()) is not None:

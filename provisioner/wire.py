@@ -13,7 +13,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from provisioner.protocol.errors import (
     BadRequestError,
@@ -87,8 +88,17 @@ class Connection:
             return False
         return False  # the end of the stream, or bytes that nobody asked for
 
-    def send(self, method: str, target: str, token: str | None, body: bytes | None) -> None:
-        """Send one request. Raises BrokerUnavailableError when the broker is gone or takes nothing in time.
+    def send(
+        self,
+        method: str,
+        target: str,
+        token: str | None,
+        body: bytes | None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Send one request; `headers` are further ones, each one line of printable ASCII.
+
+        Raises BrokerUnavailableError when the broker is gone or takes nothing in time.
 
         Raises BadRequestError or RequestTooLargeError, before anything is sent, for what the broker could not read.
         """
@@ -103,6 +113,7 @@ class Connection:
         lines = [f"{method} {target} HTTP/1.1", "Host: broker", "Accept: application/json"]
         if token is not None:
             lines.append(f"Authorization: Bearer {token}")
+        lines.extend(f"{name}: {value}" for name, value in headers.items())
         if body is not None:
             lines.append("Content-Type: application/json")
         if body is not None or method == "POST":

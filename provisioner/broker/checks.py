@@ -27,11 +27,12 @@ _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Who asks: credentials from the socket, and the token if one was sent."""
+    """Who asks: credentials from the socket, the token if one was sent, and on whose behalf an administrator says to ask."""
 
     credentials: PeerCredentials
     token: str | None
     admin: bool
+    acting_for: str | None = None
 
 
 def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec:

@@ -16,8 +16,10 @@ from provisioner.broker.service import Service
 from provisioner.host import failpoints
 from provisioner.host.peers import peer_credentials, peer_groups
 from provisioner.ledger.records import LedgerError
+from provisioner.protocol.acting import ACTING_FOR, from_header
 from provisioner.protocol.errors import (
     BadRequestError,
+    ForbiddenError,
     FractionalGPUError,
     InternalBrokerError,
     NotFoundError,
@@ -51,7 +53,9 @@ class Handler(web.RequestHandler):
         admin = credentials.uid in (0, os.getuid()) or (
             group is not None and group in peer_groups(connection.stream.socket)
         )
-        self.peer = Peer(credentials=credentials, token=self._token(), admin=admin)
+        self.peer = Peer(
+            credentials=credentials, token=self._token(), admin=admin, acting_for=self._acting_for(admin=admin)
+        )
 
     def _token(self) -> str | None:
         header = self.request.headers.get("Authorization")
@@ -61,6 +65,16 @@ class Handler(web.RequestHandler):
         if scheme != "Bearer" or not token:
             raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
         return token
+
+    def _acting_for(self, *, admin: bool) -> str | None:
+        values = self.request.headers.get_list(ACTING_FOR)
+        if values and not admin:
+            raise ForbiddenError(
+                f"only an administrator (root, the user who runs the broker, or a member of its admin_group) may send {ACTING_FOR}; "
+                "leave it out",
+                reason="not-admin",
+            )
+        return from_header(values)
 
     def take(self, kind: type[T]) -> T:
         """Decode the body."""
