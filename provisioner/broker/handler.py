@@ -82,14 +82,19 @@ class Handler(web.RequestHandler):
 
     def reply(self, message: object) -> None:
         """Answer with a message."""
-        failpoints.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.reply")
+        self._reach("reply")
         self.set_header("Content-Type", "application/json")
         self.finish(msgspec.json.encode(message))
 
     async def line(self, message: object) -> None:
         """Write one line of a stream. Raises StreamClosedError when the peer hung up."""
+        self._reach("line")
         self.write(msgspec.json.encode(message) + b"\n")
         await self.flush()
+
+    def _reach(self, moment: str) -> None:
+        if failpoints.enabled():
+            failpoints.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.{moment}")
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Turn any failure into the one JSON shape."""

@@ -26,6 +26,7 @@ from typing import IO, Any, Final
 
 from provisioner.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
 from provisioner.gpu.open import open_checkpointer
+from provisioner.host import failpoints
 from provisioner.host.process import ProcessIdentity, identify
 
 __all__ = ["MAX_LINE", "OPERATIONS", "PROTOCOL", "main"]
@@ -118,7 +119,9 @@ def _perform(backend: Checkpointer, request: object) -> tuple[ProcessState | Non
     began = time.monotonic_ns()
     signal.setitimer(signal.ITIMER_REAL, deadline_s)
     try:
+        failpoints.reach(f"worker.{operation}.before")
         state = _act(backend, operation, target.pid, timeout_ms, moves)
+        failpoints.reach(f"worker.{operation}.after")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return state, (time.monotonic_ns() - began) // 1000

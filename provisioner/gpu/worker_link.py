@@ -185,9 +185,9 @@ class WorkerLink:
         process = self._process
         if process is None or process.returncode is not None:
             process = await self._begin()
-        failpoints.reach(f"worker.{call.op}.before")
+        failpoints.reach(f"link.{call.op}.before")
         reply = await self._exchange(process, call.line, call.deadline_s, call.what)
-        failpoints.reach(f"worker.{call.op}.after")
+        failpoints.reach(f"link.{call.op}.after")
         if reply.get("id") != call.number:
             await self._kill()
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker answered another request than {call.what}")

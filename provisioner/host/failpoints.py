@@ -4,19 +4,19 @@
 - Off unless `JUPYTER_GPU_FAILPOINTS` names a file when the process starts: then `reach` costs one comparison.
 - The file says where, in one line: a point's name, which time it is reached, and `kill` or `fail`, such as `ledger.begin.before 2 kill`.
   It is removed first, so whoever is started anew lives on.
-- What was reached is written to the same name with `.reached` appended, one name a line: a list of what there is to try.
+- What was reached is written to the same name with `.reached` appended, one name a line: a list of what there is to try. The times are
+  counted there, over all processes that are given the variable; whoever removes that file has them counted from one again.
 """
 
+import fcntl
 import os
 import signal
-from collections import Counter
 from pathlib import Path
 
 __all__ = ["VARIABLE", "enabled", "reach"]
 
 VARIABLE = "JUPYTER_GPU_FAILPOINTS"
 _file = os.environ.get(VARIABLE)
-_times: Counter[str] = Counter()
 
 
 def enabled() -> bool:
@@ -28,20 +28,21 @@ def reach(name: str) -> bool:
     """Die here if the file says so; return whether it says that what is done here fails. Raises OSError if it cannot be used."""
     if _file is None:
         return False
-    _times[name] += 1
-    record = os.open(f"{_file}.reached", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
+        fcntl.flock(record, fcntl.LOCK_EX)  # one process at a time: each time has a number of its own
         os.write(record, f"{name}\n".encode())
+        times = os.pread(record, os.fstat(record).st_size, 0).split(b"\n").count(name.encode())
+        path = Path(_file)
+        try:
+            wanted, time, action = path.read_text().split()
+        except FileNotFoundError:
+            return False
+        if wanted != name or int(time) != times:
+            return False
+        path.unlink()
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
     finally:
         os.close(record)
-    path = Path(_file)
-    try:
-        wanted, time, action = path.read_text().split()
-    except FileNotFoundError:
-        return False
-    if wanted != name or int(time) != _times[name]:
-        return False
-    path.unlink()
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     return True

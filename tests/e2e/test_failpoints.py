@@ -1,4 +1,7 @@
-"""The broker dies, or its disk is full, at a sample of the points where it changes something. `tests/run failpoints` takes them all."""
+"""The broker, its worker, a server or a kernel dies, or the disk is full, at a sample of the points where it changes something.
+
+`tests/run failpoints` takes them all.
+"""
 
 from collections.abc import Iterator
 
@@ -12,11 +15,14 @@ SAMPLE = [
     "api.POST.leases.reply",
     "event.SuspendFinished@suspending.before",
     "ledger.begin.after",
-    "worker.checkpoint.after",
-    "worker.restore.before",
+    "link.checkpoint.after",
+    "link.restore.before",
     "event.ResumeFinished@resuming.after",
     "event.ProcessExited@suspended.before",
     "ledger.end_lease.unfinished",
+    "worker.checkpoint.before",
+    "worker.restore.after",
+    "kernel.Gate.close.after",
 ]
 
 
@@ -33,12 +39,12 @@ def test_every_step_is_a_point(story: Story) -> None:
     missing = [point for point in SAMPLE if point not in reached]
     assert not missing, sorted(reached)
     kinds = {point.split(".")[0] for point in reached}
-    assert kinds == {"event", "ledger", "worker", "api"}
+    assert kinds == {"event", "ledger", "link", "worker", "api", "server", "kernel"}
 
 
 @pytest.mark.parametrize("point", SAMPLE)
-def test_nothing_is_lost_when_the_broker_dies(story: Story, point: str) -> None:
-    assert story.tell(point), "the broker was to die there"
+def test_nothing_is_lost_when_somebody_dies(story: Story, point: str) -> None:
+    assert story.tell(point), "somebody was to die there"
 
 
 @pytest.mark.parametrize("write", ["save_lease", "begin", "step", "finish"])

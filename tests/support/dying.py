@@ -1,36 +1,73 @@
-"""A broker that dies, or cannot write, at a named point of a story, and what must be true afterwards whatever the point."""
+"""A broker, worker, server or kernel that dies, or cannot write, at a named point of a story, and what must be true afterwards."""
 
+import http.client
+import json
 import subprocess
 import urllib.error
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import websocket
 
 from provisioner.host.failpoints import VARIABLE
 from tests.support.stories import CHECK, fill
-from tests.support.victims import brokers, released, settled, workers
-from tests.support.world import Notebook, Server, World, until
+from tests.support.victims import anybody, brokers, released, settled, workers
+from tests.support.world import DEADLINE_S, Notebook, Reply, Server, World, until
 
 __all__ = ["CONFIG", "SIMULATE", "Story", "points_of"]
 
 SIMULATE = "1x128MiB"  # room for one kernel of 3/4
 CONFIG = 'c.GPUBroker.pools = {"default": {"retry_refused": "200ms", "unattached_ttl": "5s"}}\n'
 MIB = 64
+_INJECTED = Path(__file__).with_name("injected")
+_ATTEMPTS = 3
+
+
+class KernelDiedError(Exception):
+    """The server said that it starts a kernel again, or another process than before answered."""
+
+
+# What a client sees of the end of a broker, of a kernel and of a server, by the first word of a point.
+_EXCUSED: dict[str, tuple[type[Exception], ...]] = {
+    "kernel": (KernelDiedError, urllib.error.HTTPError),
+    "server": (KernelDiedError, OSError, http.client.HTTPException, websocket.WebSocketException),
+}
+_EXCUSED_OF_BROKERS = (urllib.error.HTTPError,)
 
 
 class Story:
-    """Two kernels from birth to death on one device: leases, turns, a suspend by hand, a restart, the end. Told as often as needed."""
+    """Two kernels from birth to death on one device: leases, turns, a suspend by hand, a restart, the end. Told as often as needed.
 
-    def __init__(self, world: World) -> None:
+    With `keeps`, on a server whose kernels outlive it.
+    """
+
+    def __init__(self, world: World, *, keeps: bool = False) -> None:
         self.world = world
+        self.keeps = keeps
         self.file = world.folder / "failpoint"
+        self._excused: tuple[type[Exception], ...] = ()
+        self._lives: list[Life] = []
         world.environment[VARIABLE] = str(self.file)
+        world.environment["PYTHONPATH"] = f"{_INJECTED}:{world.environment['PYTHONPATH']}"
         world.configure(CONFIG)
         (self.spec,) = world.install(750)
         world.start_broker()
-        self.server = Server(world)
+        self.server = self._new_server()
+
+    def _new_server(self) -> Server:
+        arguments = (
+            "--ServerApp.kernel_manager_class=provisioner.keeping.KeepingKernelManager",
+            f"--SessionManager.database_filepath={self.world.folder / 'sessions.sqlite'}",
+        )
+        return Server(self.world, *(arguments if self.keeps else ()))
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, and kernels that it would keep."""
+        if self.keeps and self.server.process.poll() is None:
+            for kernel in self.server.request("GET", "api/kernels"):
+                self.server.request("DELETE", f"api/kernels/{kernel['id']}")
         self.server.stop()
 
     @property
@@ -39,33 +76,36 @@ class Story:
         return self.file.with_name(f"{self.file.name}.reached")
 
     def tell(self, point: str = "", time: int = 1, *, action: str = "kill") -> bool:
-        """Tell the story while the broker dies at the point, or fails there; return whether it did. Fails if anything is lost."""
-        if point:
-            self.world.kill_broker()  # so that the times are counted from here
-            self.file.write_text(f"{point} {time} {action}\n")
-            self._start_broker()
-        first = self._born(1)
-        second = self._born(2)
-        for notebook in (first, second, first):
-            assert notebook.must(CHECK).text == "intact\n"
-        second.must("%gpu suspend")
-        self._survives(second)
+        """Tell the story while somebody dies at the point, or fails there; return whether it did. Fails if anything is lost."""
+        self._begin(point, time, action)
+        self._lives = [Life(self, seed) for seed in (1, 2)]
+        first, second = self._lives
+        first.live()
+        second.live()
+        for life in (first, second, first):
+            life.live()
+        second.suspend()
+        second.live()
         first.restart()
-        first.must(fill(3, MIB))
-        self._survives(second)
-        self._survives(first)
-        for notebook in (first, second):
-            notebook.shut_down()
+        for life in (second, first):
+            life.live()
+        for life in (first, second):
+            life.end()
         struck = bool(point) and not self.file.exists()
         self.file.unlink(missing_ok=True)
-        self.world.start_broker()  # it may have died when nobody needed it any more
-        settled(self.world)
-        until(lambda: released(self.world) or None, "every lease and every reservation is gone")
-        until(
-            lambda: len(brokers(self.world)) == 1 and len(workers(self.world)) <= 1,
-            "there is one broker, with its worker",
-        )
+        self._end()
         return struck
+
+    def _begin(self, point: str, time: int, action: str) -> None:
+        who = point.partition(".")[0]
+        self._excused = _EXCUSED.get(who, _EXCUSED_OF_BROKERS) if point else ()
+        if who not in _EXCUSED:
+            self.world.kill_broker()  # so that the times are counted from its start
+        self.reached.unlink(missing_ok=True)
+        if point:
+            self.file.write_text(f"{point} {time} {action}\n")
+        if who not in _EXCUSED:
+            self._start_broker()
 
     def _start_broker(self) -> None:
         try:
@@ -74,24 +114,158 @@ class Story:
             assert not self.file.exists(), "a broker did not start although nothing was to fail"
             self.world.start_broker()
 
-    def _born(self, seed: int) -> Notebook:
-        try:
-            notebook = self.server.start(self.spec)
-        except urllib.error.HTTPError:  # the broker died under it: once more, with the fault gone, it must succeed
-            assert not self.file.exists(), "a kernel did not start although the broker lived"
-            notebook = self.server.start(self.spec)
-        notebook.must(fill(seed, MIB))
-        return notebook
+    def _end(self) -> None:
+        """Nothing may be left but one broker, its worker and a server."""
+        if self.server.process.poll() is not None:
+            self.server = self._new_server()
+        self.world.start_broker()  # it may have died when nobody needed it any more
+        settled(self.world)
+        until(lambda: released(self.world) or None, "every lease and every reservation is gone")
+        until(
+            lambda: len(brokers(self.world)) == 1 and len(workers(self.world)) <= 1,
+            "there is one broker, with its worker",
+        )
+        known = {self.server.process.pid, *brokers(self.world)}
+        until(lambda: not (set(anybody(self.world)) - known - set(workers(self.world))), "no process is left over")
 
-    @staticmethod
-    def _survives(notebook: Notebook) -> None:
-        assert notebook.must(CHECK).text == "intact\n"
+    def insist(self, act: Callable[[], object]) -> None:
+        """Do it, and again when it failed because somebody died as was asked for: with the fault gone it must succeed."""
+        for _ in range(_ATTEMPTS):
+            try:
+                act()
+            except self._excused as error:
+                if self.file.exists():  # nobody has died
+                    raise
+                self._recover(isinstance(error, KernelDiedError))
+            else:
+                return
+        act()
+
+    def _recover(self, kernel_died: bool) -> None:
+        if not kernel_died and self._excused is _EXCUSED["server"]:
+            self.server.process.wait(DEADLINE_S)
+        if self.server.process.poll() is not None:
+            self.server.stop()
+            self.server = self._new_server()
+        listed = {kernel["id"] for kernel in self.server.request("GET", "api/kernels")}
+        for life in self._lives:
+            life.reconnect(listed)
+        for kernel_id in listed - {
+            life.kernel_id for life in self._lives
+        }:  # its birth was not answered: a person would see it and end it
+            self.server.request("DELETE", f"api/kernels/{kernel_id}")
+
+
+class Life:
+    """One kernel of the story, and what is known of it."""
+
+    def __init__(self, story: Story, seed: int) -> None:
+        self._story = story
+        self._seed = seed
+        self._notebook: Notebook | None = None
+        self._pid = ""  # of the process that has our bytes; empty: none has
+        self._changing = True  # between two processes: neither has to be there
+
+    @property
+    def kernel_id(self) -> str:
+        """The kernel's id, empty while there is none."""
+        return "" if self._notebook is None else self._notebook.kernel_id
+
+    def live(self) -> None:
+        """See that every byte is there; start and fill the kernel if there is none yet."""
+        self._story.insist(self._live)
+
+    def _live(self) -> None:
+        notebook = self._connected()
+        if not self._pid:
+            _must(notebook, fill(self._seed, MIB))
+            self._pid = self._pid_now(notebook)
+            self._changing = False
+        reply = _run(notebook, CHECK)
+        if reply.status != "ok" and self._pid_now(notebook) != self._pid:
+            self._pid = ""
+            raise KernelDiedError
+        assert reply.text == "intact\n", f"{reply.status} {reply.error}\n{reply.text}"
+
+    def suspend(self) -> None:
+        """Suspend it by hand."""
+        self._story.insist(lambda: _must(self._connected(), "%gpu suspend"))
+
+    def restart(self) -> None:
+        """Restart it; its bytes are new from then on."""
+        self._seed += 10
+        self._changing = True
+
+        def restart() -> None:
+            notebook = self._connected()
+            self._pid = ""
+            notebook.restart()
+            self.reconnect({notebook.kernel_id})  # the old line may miss the new process's first words
+
+        self._story.insist(restart)
+
+    def end(self) -> None:
+        """Shut it down."""
+        self._changing = True
+        self._story.insist(lambda: None if self._notebook is None else self._shut_down(self._notebook))
+
+    def _shut_down(self, notebook: Notebook) -> None:
+        notebook.shut_down()
+        self._notebook = None
+
+    def reconnect(self, listed: set[str]) -> None:
+        """Take a fresh line to the kernel, if the server has it. It must have one that was at rest."""
+        if self._notebook is None:
+            return
+        kernel_id = self._notebook.kernel_id
+        self._notebook.close()
+        if kernel_id in listed:
+            self._notebook = self._story.server.connect(kernel_id)
+            return
+        assert self._changing, f"kernel {kernel_id} is gone"
+        self._notebook, self._pid = None, ""
+
+    def _connected(self) -> Notebook:
+        if self._notebook is None:
+            self._notebook = self._story.server.start(self._story.spec)
+        return self._notebook
+
+    def _pid_now(self, notebook: Notebook) -> str:
+        return _must(notebook, "%%cpu\nimport os; print(os.getpid())").text
+
+
+def _must(notebook: Notebook, code: str) -> Reply:
+    reply = _run(notebook, code)
+    assert reply.status == "ok", f"{code!r} ended with {reply.status} {reply.error}\n{reply.text}"
+    return reply
+
+
+def _run(notebook: Notebook, code: str) -> Reply:
+    """Run a cell to its end. Raises KernelDiedError when the server says that it starts the kernel again."""
+    return _Attentive(notebook).wait(notebook.send(code))
+
+
+class _Attentive(Notebook):
+    """The same line, read by somebody who does not wait for a cell of a kernel that is dead."""
+
+    def __init__(self, notebook: Notebook) -> None:  # a second look at a line that is open
+        self.__dict__.update(notebook.__dict__)
+
+    def messages(self, msg_id: str) -> Iterator[dict[str, Any]]:
+        replied = idle = False
+        while not (replied and idle):
+            message = json.loads(self.socket.recv())
+            state = message["content"].get("execution_state")
+            if state in ("restarting", "dead"):
+                raise KernelDiedError
+            if (message.get("parent_header") or {}).get("msg_id") != msg_id:
+                continue
+            yield message
+            replied = replied or message["header"]["msg_type"].endswith("_reply")
+            idle = idle or state == "idle"
 
 
 def points_of(story: Story) -> Counter[str]:
     """Tell the story once undisturbed; return the points it reaches, and how often."""
-    story.reached.unlink(missing_ok=True)
-    story.world.kill_broker()
-    story.world.start_broker()
     story.tell()
     return Counter(story.reached.read_text().split("\n")[:-1])
