@@ -28,6 +28,7 @@ from provisioner.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    MoveRequested,
     PinRequested,
     PoolConfigured,
     ProcessExited,
@@ -62,6 +63,7 @@ _AboutALease = (
     | Checkpointable
     | HostPressureSeen
     | LeaseMeasured
+    | MoveRequested
     | PinRequested
     | ResizeRequested
     | UnpinRequested
@@ -251,6 +253,8 @@ class Arbiter:
                 does.suspend_asked(lease)
             case ResizeRequested():
                 self._serving.resizing.asked(lease, event)
+            case MoveRequested():
+                self._serving.move_asked(lease, event.device_id)
             case PinRequested():
                 self._serving.pins.pin(lease, event.duration_ms)
             case UnpinRequested():

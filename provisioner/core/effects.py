@@ -53,7 +53,7 @@ class Declined(Effect):
     lease_id: str
     reason: str
     sentence: str
-    about: str = ""  # what was asked: "suspend" (also when empty), "pin" or "resize"
+    about: str = ""  # what was asked: "suspend" (also when empty), "pin", "resize" or "move"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ __all__ = [
     "LeaseRecovered",
     "LeaseReleased",
     "LeaseRequested",
+    "MoveRequested",
     "PinRequested",
     "PoolConfigured",
     "ProcessExited",
@@ -191,6 +192,17 @@ class SuspendRequested(Event):
     """Somebody asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
 
     lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRequested(Event):
+    """An administrator has an idle, resident lease go to another device of its pool, now: to this one, or to any (None).
+
+    Answered by `Suspend`, whose lease comes back on its target by itself, or by `Declined` about `move`. It ends a pin.
+    """
+
+    lease_id: str
+    device_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Moving a lease to other devices: it is suspended where it is and resumed at once on its target, where room is kept for it meanwhile.
 
-Three cases: an idle lease goes where it can grow; an idle one that makes room for a ticket goes where there is room for it now,
-instead of only being suspended; a busy one does where nobody idle can make room and its pool moves busy leases. Only leases on one
-device are moved for others. A lease on its way waits with a ticket from the beginning, before all others of its priority; if its
-target cannot have it after all (a stranger came, the device was lost), it is a suspended lease with a ticket like any other.
+Four cases: an administrator asked for it (`moving_asked`); an idle lease goes where it can grow; an idle one that makes room for a
+ticket goes where there is room for it now, instead of only being suspended; a busy one does where nobody idle can make room and its pool
+moves busy leases. Only leases on one device are moved for others. A lease on its way waits with a ticket from the beginning, before all
+others of its priority; if its target cannot have it after all (a stranger came, the device was lost), it is a suspended lease with a
+ticket like any other.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from provisioner.core.state import Lease
 from provisioner.core.units import format_memory
 from provisioner.core.victims import Victims
 
-__all__ = ["Moving", "kept_mib"]
+__all__ = ["Moving", "begin_move", "kept_mib"]
 
 
 def kept_mib(lease: Lease) -> int:
@@ -89,17 +90,21 @@ class Moving:
         return lease.host_need_mib <= self._books.host_left_mib
 
     def _begin(self, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str) -> None:
-        changes = self._changes
-        ticket = lease.ticket  # it may have one already, to grow
-        if ticket is None:
-            ticket = changes.new_ticket(first=True)
-            ticket.preempted = lease.busy
-            changes.books.enqueue(lease, ticket)
-            changes.requeued.add(lease.spec.pool)
-        ticket.wanted = True
-        ticket.kept_on = tuple(target_ids)
-        changes.books.set_target(lease, target_ids)
+        begin_move(self._changes, lease, target_ids, reason, sentence)
         for device_id in target_ids:
             self._room.keep(device_id, max(kept_mib(lease), lease.held_mib))
-        changes.begin_suspend(lease, reason, sentence)
         self._room.changed(lease.device_ids)
+
+
+def begin_move(changes: Changes, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str) -> None:
+    """Suspend the lease, and have it wait, before all others, for its targets."""
+    ticket = lease.ticket  # it may have one already, to grow
+    if ticket is None:
+        ticket = changes.new_ticket(first=True)
+        ticket.preempted = lease.busy
+        changes.books.enqueue(lease, ticket)
+        changes.requeued.add(lease.spec.pool)
+    ticket.wanted = True
+    ticket.kept_on = tuple(target_ids)
+    changes.books.set_target(lease, target_ids)
+    changes.begin_suspend(lease, reason, sentence)

@@ -10,6 +10,7 @@ from provisioner.core.deadlines import Deadlines, idle_due_ms, is_lost
 from provisioner.core.draining import Draining
 from provisioner.core.effects import SuspendAnnounced
 from provisioner.core.model import LeaseState
+from provisioner.core.moving_asked import move
 from provisioner.core.passing import Pass
 from provisioner.core.pins import Pins
 from provisioner.core.records import Wait
@@ -103,6 +104,16 @@ class Serving:
                 if lease.pinned_until_ms:
                     self.pins.unpin(lease, "pin.ended", "somebody asked for its suspend, which ends its pin")
                 self._changes.begin_suspend(lease, "suspend.asked", "somebody asked for it")
+
+    def move_asked(self, lease: Lease, device_id: str | None) -> None:
+        """An administrator wants it elsewhere: it goes at once, or stays."""
+        wait = (lease.state is LeaseState.RESIDENT and self.cannot_suspend(lease)) or move(
+            self._changes, lease, device_id
+        )
+        if wait:
+            self._changes.decline(lease, wait.reason, wait.sentence, about="move")
+        elif lease.pinned_until_ms:
+            self.pins.unpin(lease, "pin.ended", "an administrator has it moved, which ends its pin")
 
     def _suspend_breaching(self) -> None:
         for lease in self.caps.enforce():

@@ -14,7 +14,7 @@ __all__ = ["Laws"]
 
 S = LeaseState
 _BENEFICIARY = re.compile(r"lease (\S+)")
-OF_ITS_OWN = frozenset({"suspend.asked", "suspend.breach", "move.grow"})
+OF_ITS_OWN = frozenset({"suspend.asked", "suspend.breach", "move.grow", "move.asked"})
 """Reasons to suspend a lease that have to do with nobody else."""
 _KEEPING = frozenset({"wait.making-room", "wait.swap-channel"})
 
