@@ -11,19 +11,30 @@ Rules:
 - An interrupt (KeyboardInterrupt, a generator that is closed) closes the connection it interrupts: the broker sees
   the hang-up, and withdraws a ticket.
 - After a fork the child makes connections of its own and leaves its parent's alone.
-- Replies are read leniently: unknown fields are ignored, so that a newer broker may say more.
+- Replies are read leniently: unknown fields are ignored, so that a newer broker may say more. Of requests only what differs
+  from its default is sent, so that an older broker understands what it knows.
+- A broker that has too much to do for this user says when to ask again: the call waits and does, for up to `timeout_s`.
 """
 
 import json
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from provisioner.protocol.acting import ACTING_FOR, to_header
-from provisioner.protocol.errors import BrokerUnavailableError, InternalBrokerError, error_from_reply
+from provisioner.protocol.errors import (
+    BadRequestError,
+    BrokerUnavailableError,
+    FractionalGPUError,
+    InternalBrokerError,
+    NotFoundError,
+    TooManyRequestsError,
+    error_from_reply,
+)
 from provisioner.protocol.limits import MAX_WAIT_S, PULSE_S
 from provisioner.protocol.messages import (
     AcquireRequest,
@@ -50,13 +61,15 @@ from provisioner.protocol.messages import (
     UsagePoint,
 )
 from provisioner.protocol.seats import FractionOffer, Offers, PoolKeys, PoolList, PoolOffer, SeatList, SeatStatus
+from provisioner.protocol.versions import OWN, hint
 from provisioner.wire import Connection, decode_json
 
-__all__ = ["BrokerClient", "decode_message"]
+__all__ = ["BrokerClient", "decode_message", "spoken_fields"]
 
 _KEPT_CONNECTIONS = 2
 _SILENCE_S = 4 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
 _NO_BODY: dict[str, Any] = {}
+_OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons behind which another version may be
 
 Message = TypeVar("Message")
 
@@ -129,7 +142,7 @@ class BrokerClient:
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000
         return _decode(
-            LeaseReply, self._call("POST", "/v1/leases", asdict(request), timeout_s=timeout_s, idempotent=False)
+            LeaseReply, self._call("POST", "/v1/leases", _spoken(request), timeout_s=timeout_s, idempotent=False)
         )
 
     def lease(self, lease_id: str) -> LeaseStatus:
@@ -142,7 +155,7 @@ class BrokerClient:
 
     def attach(self, lease_id: str, request: AttachRequest) -> LeaseStatus:
         """Tell which process stands behind the lease, and how to listen to it."""
-        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "attach"), asdict(request)))
+        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "attach"), _spoken(request)))
 
     def detach(self, lease_id: str) -> None:
         """Tell that the process is gone or about to be replaced."""
@@ -168,7 +181,7 @@ class BrokerClient:
 
     def pin(self, lease_id: str, request: PinRequest) -> LeaseStatus:
         """Keep the lease resident for a while; replaces the pin there was. Raises ConflictError with the limit that forbids it."""
-        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "pin"), asdict(request)))
+        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "pin"), _spoken(request)))
 
     def unpin(self, lease_id: str) -> LeaseStatus:
         """End the pin. A lease that is not pinned is no error."""
@@ -182,7 +195,7 @@ class BrokerClient:
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000
         return _decode(
-            LeaseStatus, self._call("POST", _route(lease_id, "resize"), asdict(request), timeout_s=timeout_s)
+            LeaseStatus, self._call("POST", _route(lease_id, "resize"), _spoken(request), timeout_s=timeout_s)
         )
 
     def story(self, lease_id: str) -> Story:
@@ -195,7 +208,9 @@ class BrokerClient:
 
     def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
         """Begin to empty a device (id, beginning of one, or number). Raises ForbiddenError for who is no administrator."""
-        return _decode(DeviceStatus, self._call("POST", f"/v1/devices/{quote(device, safe='')}/drain", asdict(request)))
+        return _decode(
+            DeviceStatus, self._call("POST", f"/v1/devices/{quote(device, safe='')}/drain", _spoken(request))
+        )
 
     def undrain(self, device: str) -> DeviceStatus:
         """Let a drained device take part again; one that is not drained is no error. Raises ForbiddenError."""
@@ -209,7 +224,7 @@ class BrokerClient:
         line.
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000
-        with closing(self._stream(_route(lease_id, "acquire"), asdict(request), timeout_s)) as stream:
+        with closing(self._stream(_route(lease_id, "acquire"), _spoken(request), timeout_s)) as stream:
             for payload in stream:
                 progress = _decode(Progress, payload)
                 yield progress
@@ -227,13 +242,13 @@ class BrokerClient:
         Ends when the broker ends the stream. `close` from another thread wakes it: it then raises
         BrokerUnavailableError.
         """
-        with closing(self._stream(_route(lease_id, "gate"), asdict(hello), None)) as stream:
+        with closing(self._stream(_route(lease_id, "gate"), _spoken(hello), None)) as stream:
             for payload in stream:
                 yield _decode(GateCommand, payload)
 
     def answer(self, lease_id: str, answer: GateAnswer) -> None:
         """Answer one command of the gate, or pulse."""
-        self._call("POST", _route(lease_id, "answer"), asdict(answer))
+        self._call("POST", _route(lease_id, "answer"), _spoken(answer))
 
     def close(self) -> None:
         """Close kept connections and wake every call that is under way (it raises BrokerUnavailableError).
@@ -257,6 +272,17 @@ class BrokerClient:
         if body is None and method == "POST":
             body = _NO_BODY
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                return self._attempt(method, target, body, timeout_s=timeout_s, idempotent=idempotent)
+            except TooManyRequestsError as error:
+                _pause(error, deadline_s)
+
+    def _attempt(
+        self, method: str, target: str, body: Mapping[str, Any] | None, *, timeout_s: float, idempotent: bool
+    ) -> object:
+        """Make the call on a kept connection, or on a new one if there is none or it broke."""
         kept = self._idle_connection()
         if kept is not None:
             kept.set_timeout(timeout_s)
@@ -281,13 +307,25 @@ class BrokerClient:
             else:
                 connection.close()
         if connection.status >= 300:
-            raise error_from_reply(payload, connection.status)
+            raise _error(payload, connection)
         return payload
 
     def _stream(
         self, target: str, body: Mapping[str, Any] | None, timeout_s: float | None, *, method: str = "POST"
     ) -> Generator[object, None, None]:
         """Yield the decoded lines of a streamed reply."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                yield from self._stream_once(target, body, timeout_s, method)
+            except TooManyRequestsError as error:  # comes before the first line only
+                _pause(error, deadline_s)
+            else:
+                return
+
+    def _stream_once(
+        self, target: str, body: Mapping[str, Any] | None, timeout_s: float | None, method: str
+    ) -> Generator[object, None, None]:
         connection = Connection(self.socket_path, self.timeout_s)
         self._active.add(connection)
         try:
@@ -295,7 +333,7 @@ class BrokerClient:
             connection.set_timeout(timeout_s)
             connection.read_head()
             if connection.status >= 300:
-                raise error_from_reply(decode_json(connection.read_body()), connection.status)
+                raise _error(decode_json(connection.read_body()), connection)
             for line in connection.lines():
                 payload = decode_json(line)
                 if isinstance(payload, dict) and "error" in payload:
@@ -325,6 +363,34 @@ class BrokerClient:
                 return connection
             connection.close()
         return None
+
+
+def _pause(error: TooManyRequestsError, deadline_s: float) -> None:
+    """Wait as long as the broker said. Raises the error if that is past the deadline."""
+    if time.monotonic() + error.retry_s > deadline_s:
+        raise error
+    time.sleep(error.retry_s)  # the broker said how long; nothing else signals it
+
+
+def _error(payload: object, connection: Connection) -> FractionalGPUError:
+    """Return the error that a reply says, with what its head adds."""
+    error = error_from_reply(payload, connection.status)
+    if isinstance(error, TooManyRequestsError):
+        error.retry_s = connection.retry_s
+    elif isinstance(error, BadRequestError | NotFoundError) and error.reason in _OF_VERSIONS:
+        return type(error)(f"{error}{hint(client=OWN, broker=connection.version)}", reason=error.reason)
+    return error
+
+
+def _spoken(request: object) -> dict[str, Any]:
+    """Return the fields of a request that differ from their defaults: a broker that lacks the others need not know them."""
+    spoken: dict[str, Any] = {}
+    for field in fields(request):  # type: ignore[arg-type]
+        value = getattr(request, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if default is MISSING or value != default:
+            spoken[field.name] = value
+    return spoken
 
 
 def _payload(connection: Connection) -> object:
@@ -359,6 +425,7 @@ def _decode(message: type[Message], payload: object) -> Message:
 
 
 decode_message = _decode  # for the clients of other messages
+spoken_fields = _spoken
 
 
 def _list(value: object) -> list[object]:

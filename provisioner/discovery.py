@@ -26,7 +26,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BrokerUnavailableError
-from provisioner.protocol.limits import PROTOCOL_VERSION
+from provisioner.protocol.versions import OWN, Version, refusal
 
 __all__ = [
     "SYSTEM_SOCKET",
@@ -118,13 +118,8 @@ def _answers(client: BrokerClient) -> bool:
         if error.reason in {"no-broker", "hung-up"} and not isinstance(error.__cause__, PermissionError):
             return False
         raise
-    if pong.protocol != PROTOCOL_VERSION:
-        raise BrokerUnavailableError(
-            f"the GPU broker at {client.socket_path} (version {pong.version}) speaks protocol {pong.protocol}, this "
-            "side speaks "
-            f"{PROTOCOL_VERSION}; install the same version of jupyter-fractional-gpu on both sides and restart the "
-            "older one"
-        )
+    if why := refusal(client=OWN, broker=Version(pong.version, pong.protocol)):
+        raise BrokerUnavailableError(f"{why} (its socket is {client.socket_path})", reason="version")
     return True
 
 

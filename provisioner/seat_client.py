@@ -5,11 +5,10 @@ The rules of `provisioner.client` hold here, too. A wait for a seat is ended by 
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from provisioner.client import BrokerClient, decode_message
+from provisioner.client import BrokerClient, decode_message, spoken_fields
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.limits import PULSE_S
 from provisioner.protocol.seats import (
@@ -33,7 +32,7 @@ class SeatClient(BrokerClient):
 
     def offers(self, request: OfferRequest) -> Offers:
         """Return the pools as one user would meet them now."""
-        return decode_message(Offers, self._call("POST", "/v1/offers", asdict(request)))
+        return decode_message(Offers, self._call("POST", "/v1/offers", spoken_fields(request)))
 
     def seats(self) -> SeatList:
         """Return all seats, and how many wait for one."""
@@ -46,7 +45,7 @@ class SeatClient(BrokerClient):
         no sense, and BrokerUnavailableError when the broker goes away before the last line.
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000 + PULSE_S
-        with closing(self._stream("/v1/seats", asdict(request), timeout_s)) as stream:
+        with closing(self._stream("/v1/seats", spoken_fields(request), timeout_s)) as stream:
             for payload in stream:
                 progress = decode_message(SeatProgress, payload)
                 yield progress
@@ -66,7 +65,7 @@ class SeatClient(BrokerClient):
 
     def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:
         """Change keys of a pool until the broker is started again. Raises NotFoundError, or BadRequestError with the allowed form."""
-        body = asdict(PoolChange(keys=dict(keys)))
+        body = spoken_fields(PoolChange(keys=dict(keys)))
         return decode_message(PoolKeys, self._call("POST", f"/v1/pools/{quote(pool, safe='')}", body))
 
     def release_seat(self, seat_id: str) -> None:

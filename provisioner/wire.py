@@ -22,20 +22,25 @@ from provisioner.protocol.errors import (
     InternalBrokerError,
     RequestTooLargeError,
 )
-from provisioner.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING
+from provisioner.protocol.limits import IDLE_S, MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING, VERSION_HEADER
+from provisioner.protocol.versions import OWN, Version, from_header
 
 __all__ = ["Connection", "decode_json"]
 
 MAX_REPLY_BYTES = 32 * 1024 * 1024  # a whole host's status
 MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: a whole host again
 _BACKLOG_RETRY_S = 0.02
+_VERSION = f"{VERSION_HEADER}: {OWN.to_header()}"
+_LONGEST_RETRY_S = 30.0
+_LONGEST_IDLE_S = IDLE_S / 2
+_LONGEST_NUMBER = 15  # digits
 
 
 def decode_json(text: bytes) -> object:
     """Return the decoded JSON. Raises InternalBrokerError when it is none."""
     try:
         decoded: object = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InternalBrokerError("the broker's answer is not JSON; look into the broker's log") from None
     return decoded
 
@@ -53,6 +58,7 @@ class Connection:
         self.status = 0
         self.answered = False  # the first byte of the last request's reply has come
         self._headers: dict[str, str] = {}
+        self._used_s = time.monotonic()
         self._socket = _connect(path, timeout_s)
         self._reader = self._socket.makefile("rb")
 
@@ -74,8 +80,11 @@ class Connection:
         self._socket.settimeout(timeout_s)
 
     def is_idle(self) -> bool:
-        """Whether a kept-alive connection can carry another request: still open, ours, and nothing unasked in it."""
-        if self.pid != os.getpid():
+        """Whether a kept-alive connection can carry another request: still open, ours, and nothing unasked in it.
+
+        One that the broker may be closing at this moment, because it was not used for long, cannot.
+        """
+        if self.pid != os.getpid() or time.monotonic() - self._used_s > _LONGEST_IDLE_S:
             return False
         self._socket.settimeout(
             0
@@ -110,7 +119,7 @@ class Connection:
             )
         if body is not None and len(body) > MAX_BODY_BYTES:
             raise RequestTooLargeError(f"the request has {len(body)} bytes; allowed: {MAX_BODY_BYTES}")
-        lines = [f"{method} {target} HTTP/1.1", "Host: broker", "Accept: application/json"]
+        lines = [f"{method} {target} HTTP/1.1", "Host: broker", "Accept: application/json", _VERSION]
         if token is not None:
             lines.append(f"Authorization: Bearer {token}")
         lines.extend(f"{name}: {value}" for name, value in headers.items())
@@ -120,8 +129,11 @@ class Connection:
             lines.append(f"Content-Length: {len(body or b'')}")
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         self.status, self.answered, self._headers = 0, False, {}
+        self._used_s = time.monotonic()
         try:
             self._socket.sendall(head + (body or b""))
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the broker may have said why before it hung up: reading tells, and raises what this would have
         except OSError as error:
             raise self._broken(error) from error
 
@@ -132,7 +144,7 @@ class Connection:
         """
         status_line = self._line(MAX_HEADER_BYTES)
         parts = status_line.split(None, 2)
-        if len(parts) < 2 or not parts[0].startswith(b"HTTP/1.") or not parts[1].isdigit():
+        if len(parts) < 2 or not parts[0].startswith(b"HTTP/1.") or len(parts[1]) != 3 or not parts[1].isdigit():
             raise InternalBrokerError(f"what answers at {self.path} is not a broker: it does not speak HTTP/1.1")
         self.status = int(parts[1])
         total = len(status_line)
@@ -144,6 +156,21 @@ class Connection:
             self._headers[name.decode("latin-1").strip().lower()] = value.decode("latin-1").strip()
         if self._headers.get("connection", "").lower() == "close" or parts[0] == b"HTTP/1.0":
             self._headers["connection"] = "close"
+
+    @property
+    def version(self) -> Version | None:
+        """Which version answered, if it said so."""
+        return from_header(self._headers.get(VERSION_HEADER.lower()))
+
+    @property
+    def retry_s(self) -> float:
+        """After how many seconds the broker wants to be asked again."""
+        text = self._headers.get("retry-after", "")
+        return (
+            float(min(int(text), _LONGEST_RETRY_S))
+            if text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER
+            else 1.0
+        )
 
     @property
     def keeps_alive(self) -> bool:
@@ -186,7 +213,7 @@ class Connection:
         if self.status in {204, 304}:
             return 0
         text = self._headers.get("content-length", "")
-        return int(text) if text.isdigit() else None
+        return int(text) if text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER else None
 
     def _parts(self) -> Iterator[bytes]:
         """Yield pieces of the body as they arrive."""

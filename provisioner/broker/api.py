@@ -2,44 +2,40 @@
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any
 
-import msgspec
-from tornado import httputil, iostream, web
+from tornado import httputil, web
 from tornado.httpserver import HTTPServer
 
 from provisioner.broker.feed import Feed
-from provisioner.broker.handler import Handler, Stream, as_json
+from provisioner.broker.handler import Handler, Stream
+from provisioner.broker.limiter import Limiter
 from provisioner.broker.policy_api import POLICY_ROUTES
+from provisioner.broker.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
 from provisioner.broker.service import Service
 from provisioner.broker.status import host_status
-from provisioner.host.peers import peer_credentials
-from provisioner.protocol.errors import NotFoundError, RequestTooLargeError
-from provisioner.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES, PULSE_S
+from provisioner.protocol.errors import NotFoundError
+from provisioner.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, PULSE_S
 from provisioner.protocol.messages import AcquireRequest, AttachRequest, Done, GateAnswer, GateHello, LeaseRequest
 
 __all__ = ["make_server"]
 
 log = logging.getLogger(__name__)
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
-_IDLE_CONNECTION_S = 3600.0
-_BODY_S = 10.0  # a body that does not arrive within this is a slow-loris
-# What is too large is thrown away as it comes, for _BODY_S at most: a peer that still writes could not read its error.
-_DISCARDED_BYTES = 1 << 40
-_DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is closed
 
 
 class _Missing(Handler):
     def prepare(self) -> None:
+        super().prepare()
         raise NotFoundError(
             "there is no such route; the routes are in provisioner/protocol/messages.py", reason="unknown-route"
         )
 
 
 class _Ping(Handler):
+    answers_any_version = True
+
     def get(self) -> None:
         self.reply(self.service.ping())
 
@@ -146,79 +142,6 @@ class _Answer(Handler):
         self.reply(Done())
 
 
-class _Bounded(httputil.HTTPMessageDelegate):
-    """Passes one request on if it is within the limits; of a larger one nothing is kept, and it gets its error when it is over."""
-
-    def __init__(self, request: httputil.HTTPMessageDelegate, connection: httputil.HTTPConnection) -> None:
-        self._request = request
-        self._connection = connection
-        self._left = MAX_BODY_BYTES
-        self._error: RequestTooLargeError | None = None
-
-    def headers_received(
-        self, start_line: httputil.RequestStartLine | httputil.ResponseStartLine, headers: httputil.HTTPHeaders
-    ) -> Awaitable[None] | None:
-        size = sum(len(name) + len(value) for name, value in headers.get_all())
-        if size > MAX_HEADER_BYTES:
-            self._error = RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")
-        # The body is JSON, whatever it is called: Tornado must not look for forms in it.
-        headers.pop("Content-Type", None)
-        return self._request.headers_received(start_line, headers)
-
-    def data_received(self, chunk: bytes) -> Awaitable[None] | None:
-        self._left -= len(chunk)
-        if self._left < 0 and self._error is None:
-            self._error = RequestTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes; send less")
-        return self._request.data_received(chunk) if self._error is None else None
-
-    def finish(self) -> None:
-        if self._error is None:
-            self._request.finish()
-            return
-        log.info("a request was refused: %s", self._error)
-        self._request.on_connection_close()  # gives up what was kept of it
-        body = msgspec.json.encode(as_json(self._error))
-        headers = httputil.HTTPHeaders({"Content-Type": "application/json", "Content-Length": str(len(body))})
-        line = httputil.ResponseStartLine("HTTP/1.1", self._error.status, "Request Entity Too Large")
-        self._connection.write_headers(line, headers, body)
-        self._connection.finish()
-
-    def on_connection_close(self) -> None:
-        self._request.on_connection_close()
-
-
-class _Server(HTTPServer):
-    """Counts connections per uid and turns away whoever has too many."""
-
-    def initialize(self, *args: Any, **kwargs: Any) -> None:
-        self._count: Counter[int] = Counter()
-        self._uids: dict[object, int] = {}
-        super().initialize(*args, **kwargs)
-
-    def handle_stream(self, stream: iostream.IOStream, address: tuple[Any, ...]) -> None:
-        try:
-            uid = peer_credentials(stream.socket).uid
-        except (OSError, ValueError):
-            stream.close()
-            return
-        if self._count[uid] >= MAX_CONNECTIONS_PER_UID:
-            log.warning("user %d has %d connections open: one more is turned away", uid, MAX_CONNECTIONS_PER_UID)
-            stream.close()
-            return
-        self._count[uid] += 1
-        self._uids[stream] = uid
-        super().handle_stream(stream, address)
-
-    def start_request(self, server_conn: object, request_conn: httputil.HTTPConnection) -> httputil.HTTPMessageDelegate:
-        return _Bounded(super().start_request(server_conn, request_conn), request_conn)
-
-    def on_close(self, server_conn: object) -> None:
-        uid = self._uids.pop(getattr(server_conn, "stream", None), None)
-        if uid is not None:
-            self._count[uid] -= 1
-        super().on_close(server_conn)
-
-
 def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str, type[Handler]]] = ()) -> HTTPServer:
     """Return the server, not yet listening; `more` are routes beside those of leases."""
     shared = {"service": service, "socket_path": socket_path}
@@ -242,15 +165,17 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
         default_handler_class=_Missing,
         default_handler_args=shared,
         feed=Feed(service.broker, socket_path),
+        limiter=Limiter(service.broker),
         log_function=_log_request,
     )
-    return _Server(
+    return Server(
         application,
-        max_header_size=_DISCARDED_HEADER_BYTES,
-        max_body_size=_DISCARDED_BYTES,
+        max_header_size=DISCARDED_HEADER_BYTES,
+        max_body_size=DISCARDED_BYTES,
         max_buffer_size=MAX_BODY_BYTES * 2,
-        idle_connection_timeout=_IDLE_CONNECTION_S,
-        body_timeout=_BODY_S,
+        idle_connection_timeout=IDLE_S,
+        body_timeout=BODY_S,
+        admin_gid=service.admin_gid,
     )
 
 

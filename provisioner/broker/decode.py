@@ -5,14 +5,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from provisioner.protocol.errors import BadRequestError, RequestTooLargeError
-from provisioner.protocol.limits import MAX_STRING
+from provisioner.protocol.errors import BadRequestError, FractionalGPUError, RequestTooLargeError
+from provisioner.protocol.limits import MAX_DEPTH, MAX_LIST, MAX_STRING
 
-__all__ = ["decode", "printable"]
+__all__ = ["as_json", "decode", "printable"]
 
 T = TypeVar("T")
-_DEEPEST = 8
-_LONGEST_LIST = 4096
 _LARGEST = 2**63 - 1  # what a ledger can keep
 
 
@@ -39,6 +37,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+def as_json(error: FractionalGPUError) -> dict[str, dict[str, str]]:
+    """Return the one shape of an error."""
+    return {"error": {"code": error.code, "reason": error.reason, "message": printable(str(error))}}
+
+
 def _fields(kind: type[Any]) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
@@ -48,15 +51,15 @@ def _fields_text(kind: type[Any]) -> str:
 
 
 def _bound(value: object, path: str, depth: int) -> None:
-    if depth > _DEEPEST:
-        raise RequestTooLargeError(f"{path} is nested deeper than {_DEEPEST} levels")
+    if depth > MAX_DEPTH:
+        raise RequestTooLargeError(f"{path} is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, str):
         _bound_text(value, path)
     elif isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
         raise BadRequestError(f"{path} is a number of more than 63 bits; allowed: -{_LARGEST} to {_LARGEST}")
     elif isinstance(value, dict | list):
-        if len(value) > _LONGEST_LIST:
-            raise RequestTooLargeError(f"{path} has {len(value)} entries; allowed: {_LONGEST_LIST}")
+        if len(value) > MAX_LIST:
+            raise RequestTooLargeError(f"{path} has {len(value)} entries; allowed: {MAX_LIST}")
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             below = f"{path}.{str(key)[:80]}"

@@ -3,7 +3,6 @@
 import asyncio
 import http
 import logging
-import os
 import time
 from typing import Any, TypeVar
 
@@ -11,11 +10,14 @@ import msgspec
 from tornado import iostream, web
 
 from provisioner.broker.checks import Peer
-from provisioner.broker.decode import decode, printable
+from provisioner.broker.decode import as_json, decode, printable
+from provisioner.broker.limiter import Limiter
+from provisioner.broker.server import is_admin
 from provisioner.broker.service import Service
 from provisioner.host import failpoints
-from provisioner.host.peers import peer_credentials, peer_groups
+from provisioner.host.peers import peer_credentials
 from provisioner.ledger.records import LedgerError
+from provisioner.protocol import versions
 from provisioner.protocol.acting import ACTING_FOR, from_header
 from provisioner.protocol.errors import (
     BadRequestError,
@@ -23,10 +25,12 @@ from provisioner.protocol.errors import (
     FractionalGPUError,
     InternalBrokerError,
     NotFoundError,
+    TooManyRequestsError,
     UnauthorizedError,
 )
+from provisioner.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
 
-__all__ = ["Handler", "Stream", "as_json"]
+__all__ = ["Handler", "Stream"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,6 +40,7 @@ class Handler(web.RequestHandler):
     """What all routes share."""
 
     peer: Peer
+    answers_any_version = False  # to whoever speaks another protocol, too
 
     def initialize(self, service: Service, socket_path: str) -> None:
         """Take what tornado passes to every handler."""
@@ -49,13 +54,29 @@ class Handler(web.RequestHandler):
         if connection.stream.socket is None:
             raise iostream.StreamClosedError  # hung up meanwhile
         credentials = peer_credentials(connection.stream.socket)
-        group = self.service.admin_gid
-        admin = credentials.uid in (0, os.getuid()) or (
-            group is not None and group in peer_groups(connection.stream.socket)
-        )
+        admin = is_admin(connection.stream.socket, credentials, self.service.admin_gid)
         self.peer = Peer(
             credentials=credentials, token=self._token(), admin=admin, acting_for=self._acting_for(admin=admin)
         )
+        self.limiter.admit(self.peer, self.request.path)
+        if not self.answers_any_version:
+            self._check_version()
+
+    def set_default_headers(self) -> None:
+        """Say which version answers."""
+        self.set_header("Server", "jupyter-fractional-gpu")
+        self.set_header(VERSION_HEADER, versions.OWN.to_header())
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who may ask how often."""
+        limiter: Limiter = self.settings["limiter"]
+        return limiter
+
+    def _check_version(self) -> None:
+        client = versions.from_header(self.request.headers.get(VERSION_HEADER))
+        if client is not None and (why := versions.refusal(client=client, broker=versions.OWN)):
+            raise BadRequestError(why, reason="version")
 
     def _token(self) -> str | None:
         header = self.request.headers.get("Authorization")
@@ -84,13 +105,27 @@ class Handler(web.RequestHandler):
         """Answer with a message."""
         self._reach("reply")
         self.set_header("Content-Type", "application/json")
-        self.finish(msgspec.json.encode(message))
+        taken = self.finish(msgspec.json.encode(message))
+        patience = asyncio.get_running_loop().call_later(TAKEN_S, self._give_up, taken)
+        taken.add_done_callback(lambda _: patience.cancel())
+
+    def _give_up(self, taken: "asyncio.Future[None]") -> None:
+        """Close the connection of a peer that has not taken its reply: it would be kept for ever."""
+        if not taken.done():
+            connection: Any = self.request.connection
+            connection.stream.close()
 
     async def line(self, message: object) -> None:
-        """Write one line of a stream. Raises StreamClosedError when the peer hung up."""
+        """Write one line of a stream. Raises StreamClosedError when the peer hung up or does not read it in time."""
         self._reach("line")
         self.write(msgspec.json.encode(message) + b"\n")
-        await self.flush()
+        try:
+            async with asyncio.timeout(TAKEN_S):
+                await self.flush()
+        except TimeoutError:
+            connection: Any = self.request.connection
+            connection.stream.close()
+            raise iostream.StreamClosedError from None
 
     def _reach(self, moment: str) -> None:
         if failpoints.enabled():
@@ -104,19 +139,22 @@ class Handler(web.RequestHandler):
         elif not isinstance(error, FractionalGPUError):
             error = _error_for(status_code)
         self.set_status(error.status)
+        if isinstance(error, TooManyRequestsError):
+            self.set_header("Retry-After", str(round(error.retry_s)))
         self.reply(as_json(error))
+
+    def _may_log(self) -> bool:
+        peer = getattr(self, "peer", None)
+        return peer is None or self.limiter.may_log(peer.credentials.uid)
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         """Log what is our fault with its traceback, and what is the peer's in a line."""
         if isinstance(value, FractionalGPUError | web.HTTPError):
-            log.info("%s %s refused: %s", self.request.method, self.request.path, str(value).replace("\n", " ")[:500])
+            if self._may_log():
+                target = printable(self.request.path[:MAX_NAME])
+                log.info("%s %s refused: %s", self.request.method, target, printable(str(value))[:500])
         elif not isinstance(value, iostream.StreamClosedError):
             log.error("%s %s failed", self.request.method, self.request.path, exc_info=(typ, value, tb))
-
-
-def as_json(error: FractionalGPUError) -> dict[str, dict[str, str]]:
-    """Return the one shape of an error."""
-    return {"error": {"code": error.code, "reason": error.reason, "message": printable(str(error))}}
 
 
 def _error_for(status: int) -> FractionalGPUError:

@@ -53,9 +53,17 @@ from provisioner.protocol.errors import (
     NoRoomError,
     NotFoundError,
     RequestTooLargeError,
+    TooManyRequestsError,
     UnauthorizedError,
 )
-from provisioner.protocol.limits import MAX_LEASES_PER_UID, MAX_NAME, MAX_WAIT_S
+from provisioner.protocol.limits import (
+    MAX_LEASES,
+    MAX_LEASES_PER_UID,
+    MAX_NAME,
+    MAX_WAIT_S,
+    MAX_WAITERS_PER_LEASE,
+    PROTOCOL_VERSION,
+)
 from provisioner.protocol.messages import (
     AcquireRequest,
     AttachRequest,
@@ -97,7 +105,12 @@ class Service:
 
     def ping(self) -> Pong:
         """Say who answers."""
-        return Pong(version=__version__, protocol=1, pid=os.getpid(), simulated=self.broker.monitor.kind == "simulated")
+        return Pong(
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
+            pid=os.getpid(),
+            simulated=self.broker.monitor.kind == "simulated",
+        )
 
     # -- leases ----------------------------------------------------------------------------------------------------------------
 
@@ -107,6 +120,11 @@ class Service:
         if sum(kernel.uid == uid for kernel in broker.kernels.values()) >= MAX_LEASES_PER_UID:
             raise RequestTooLargeError(
                 f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down"
+            )
+        if len(broker.kernels) >= MAX_LEASES:
+            raise RequestTooLargeError(
+                f"this host has {MAX_LEASES} leases of all its users, the most there may be; shut a kernel down, or ask others to",
+                reason="too-many-leases",
             )
         spec = self.seats.draw(peer, request, lease_spec(broker.arbiter, peer, request))
         token = secrets.token_urlsafe(32)
@@ -274,6 +292,12 @@ class Service:
         """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket."""
         broker = self.broker
         deadline_s = time.monotonic() + max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
+        if kernel.waiting >= MAX_WAITERS_PER_LEASE:
+            raise TooManyRequestsError(
+                f"{kernel.waiting} callers wait for the GPU in the name of this kernel; allowed: {MAX_WAITERS_PER_LEASE}; hang up some "
+                "of them first",
+                reason="too-many-waiters",
+            )
         kernel.waiting += 1
         try:
             self._tell_busy(kernel)

@@ -12,6 +12,7 @@ __all__ = [
     "NoRoomError",
     "NotFoundError",
     "RequestTooLargeError",
+    "TooManyRequestsError",
     "UnauthorizedError",
     "error_from_reply",
 ]
@@ -70,6 +71,17 @@ class RequestTooLargeError(FractionalGPUError):
     status = 413
 
 
+class TooManyRequestsError(FractionalGPUError):
+    """More than a limit at a time: the same may be fine in `retry_s` seconds. Our own client waits and asks again by itself."""
+
+    code = "too-many"
+    status = 429
+
+    def __init__(self, message: str, *, reason: str = "", retry_s: float = 1.0) -> None:
+        super().__init__(message, reason=reason)
+        self.retry_s = retry_s
+
+
 class NoRoomError(FractionalGPUError):
     """There is no GPU for this now: the sentence says what was asked, what there is and what to do."""
 
@@ -100,6 +112,7 @@ _BY_CODE: dict[str, type[FractionalGPUError]] = {
         NotFoundError,
         ConflictError,
         RequestTooLargeError,
+        TooManyRequestsError,
         NoRoomError,
         InternalBrokerError,
         BrokerUnavailableError,

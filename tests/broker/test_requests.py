@@ -1,12 +1,14 @@
 """Whatever is sent gets one JSON error that says what was given and what is allowed, and the broker lives on."""
 
 import json
+import os
 import socket
 import threading
 
 import pytest
 
-from provisioner.broker import api
+from provisioner.broker import api, server
+from provisioner.client import BrokerClient
 from provisioner.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 
@@ -173,7 +175,7 @@ def test_a_body_that_is_cut_short_changes_nothing(live: LiveBroker) -> None:
 
 
 def test_a_body_that_trickles_is_hung_up_on_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_BODY_S", 0.3)
+    monkeypatch.setattr(api, "BODY_S", 0.3)
     with live_broker() as live, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(DEADLINE_S)
         line.connect(live.socket)
@@ -184,17 +186,20 @@ def test_a_body_that_trickles_is_hung_up_on_and_holds_nobody_up(monkeypatch: pyt
 
 
 def test_more_connections_than_allowed_are_turned_away_and_room_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "MAX_CONNECTIONS_PER_UID", 3)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS_PER_UID", 3)
     with live_broker() as live:
         lines = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(4)]
         for line in lines:
             line.settimeout(DEADLINE_S)
             line.connect(live.socket)
-        assert lines[3].recv(1) == b"", "the fourth was not turned away"
+        head, _, body = lines[3].recv(65536).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
+        assert json.loads(body)["error"]["reason"] == "too-many-connections"
+        assert lines[3].recv(1) == b""
         for line in lines:
             line.close()
-        while live.raw(b"GET /v1/ping HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n") == b"":
-            pass  # the broker has not seen the hang-ups yet
+        with BrokerClient(live.socket) as client:  # waits and asks again while the broker has not seen the hang-ups yet
+            assert client.ping().pid == os.getpid()
 
 
 def test_a_user_has_a_most_leases(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,10 @@ def test_a_system_service_is_never_started_by_us() -> None:
 def test_a_broker_of_another_protocol_is_not_spoken_to(home: Path) -> None:
     with FakeBroker(str(home / "b.sock")) as broker:
         broker.protocol = 9
-        with pytest.raises(BrokerUnavailableError, match="speaks protocol 9, this side speaks 1"):
+        with pytest.raises(
+            BrokerUnavailableError,
+            match=r"speaks protocol 9 and its client .* protocol 1, .*: update .* in this environment",
+        ):
             ensure_broker(broker.path)
 
 

@@ -11,17 +11,44 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 
 from provisioner.protocol.errors import FractionalGPUError, NotFoundError, UnauthorizedError
 from provisioner.protocol.limits import PROTOCOL_VERSION
-from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseReply, LeaseStatus, Pong, Progress
+from provisioner.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    DeviceStatus,
+    DrainRequest,
+    GateAnswer,
+    GateHello,
+    HostStatus,
+    LeaseReply,
+    LeaseRequest,
+    LeaseStatus,
+    PinRequest,
+    Pong,
+    Progress,
+    ResizeRequest,
+)
 
 __all__ = ["DEADLINE_S", "Call", "FakeBroker", "FakeLease"]
 
 DEADLINE_S = 60.0
+
+
+_KINDS: dict[str, type[Any]] = {  # a client leaves out what has its default: here it is filled in, as a broker does
+    "create": LeaseRequest,
+    "attach": AttachRequest,
+    "acquire": AcquireRequest,
+    "pin": PinRequest,
+    "resize": ResizeRequest,
+    "gate": GateHello,
+    "answer": GateAnswer,
+    "drain": DrainRequest,
+}
 
 
 @dataclass
@@ -297,6 +324,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve()
 
     def _call(self) -> Call:
+        call = self._sent()
+        kind = _KINDS.get(call.route)
+        return call if kind is None else replace(call, body=asdict(kind(**call.body)))
+
+    def _sent(self) -> Call:
         length = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(length)) if length else {}
         words = self.path.strip("/").split("/")

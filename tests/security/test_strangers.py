@@ -1,0 +1,244 @@
+"""Who is slow, silent or greedy is cut off after a stated time or told which limit there is, and everybody else is served meanwhile."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provisioner.broker import api, handler, limiter, service
+from provisioner.client import BrokerClient
+from provisioner.protocol import limits
+from provisioner.protocol.errors import TooManyRequestsError
+from provisioner.protocol.messages import GateVerb
+from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
+from tests.support.world import until
+
+PING = b"GET /v1/ping HTTP/1.1\r\nHost: b\r\n"
+PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+SOON_S = 0.4
+
+
+@contextmanager
+def connected(live: LiveBroker) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(DEADLINE_S)
+        line.connect(live.socket)
+        yield line
+
+
+def trickle(line: socket.socket, text: bytes) -> bytes:
+    """Send a byte whenever nothing comes for a moment; return what came until the broker hung up."""
+    line.settimeout(0.01)
+    received = b""
+    for number in range(len(text)):
+        try:
+            line.sendall(text[number : number + 1])
+            part = line.recv(65536)
+        except TimeoutError:
+            continue
+        except (BrokenPipeError, ConnectionResetError):
+            return received
+        if not part:
+            return received
+        received += part
+    raise AssertionError("the broker took all of it")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
+    """A broker whose patience is short."""
+    monkeypatch.setattr(api, "IDLE_S", SOON_S)
+    monkeypatch.setattr(api, "BODY_S", SOON_S)
+    monkeypatch.setattr(handler, "TAKEN_S", SOON_S)
+    with live_broker() as live:
+        yield live
+
+
+def test_a_head_that_comes_byte_by_byte_is_cut_off_and_holds_nobody_up(hasty: LiveBroker) -> None:
+    with connected(hasty) as line:
+        assert trickle(line, PING + b"X-Slow: " + b"x" * 8000) == b""
+        assert hasty.is_alive()
+
+
+def test_a_body_that_comes_byte_by_byte_is_cut_off(hasty: LiveBroker) -> None:
+    with connected(hasty) as line:
+        line.sendall(b"POST /v1/leases HTTP/1.1\r\nHost: b\r\nContent-Length: 9000\r\n\r\n")
+        assert trickle(line, b" " * 9000) == b""
+        assert hasty.is_alive()
+
+
+def test_a_connection_that_says_nothing_is_closed(hasty: LiveBroker) -> None:
+    with connected(hasty) as line:
+        assert hasty.is_alive()
+        assert line.recv(1) == b""
+
+
+def test_a_connection_that_is_kept_and_not_used_is_closed(hasty: LiveBroker) -> None:
+    with connected(hasty) as line:
+        line.sendall(PING + b"\r\n")
+        assert line.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert line.recv(1) == b""
+
+
+def test_who_asks_and_never_reads_is_cut_off(hasty: LiveBroker) -> None:
+    def ask_for_ever(line: socket.socket) -> None:
+        while True:  # the replies fill the line, then our questions do; then the broker's patience ends, or ours
+            line.sendall((PING + b"\r\n") * 100)
+
+    with connected(hasty) as line, pytest.raises((BrokenPipeError, ConnectionResetError)):
+        ask_for_ever(line)
+    assert hasty.is_alive()
+
+
+def test_a_follower_who_never_reads_is_cut_off(hasty: LiveBroker) -> None:
+    for _ in range(250):
+        hasty.lease(label="x" * 200, kernel_id="k" * 200)
+    size = len(json.dumps(hasty.call("GET", "/v1/status").body))
+    assert size > 250_000, "more than a line holds that nobody reads"
+    with connected(hasty) as line:
+        line.sendall(b"GET /v1/events HTTP/1.1\r\nHost: b\r\n\r\n")
+        application: Any = hasty.server.request_callback
+        feed = application.settings["feed"]
+        until(lambda: feed._followers == 1, "it follows")
+        until(lambda: feed._followers == 0, "it is cut off")
+
+
+def test_a_gate_that_never_reads_is_cut_off_and_its_lease_lives_on(hasty: LiveBroker) -> None:
+    lease = hasty.lease()
+    kernel = hasty.broker.kernels[lease.lease_id]
+    hello = json.dumps({"version": "1", "open": False, "busy": False}).encode()
+    head = f"POST /v1/leases/{lease.lease_id}/gate HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {lease.token}\r\n"
+
+    async def talk() -> None:
+        assert kernel.link is not None
+        for _ in range(60):
+            kernel.link.send(GateVerb.NOTICE, sentence="x" * 10_000)
+
+    with connected(hasty) as line:
+        line.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(hello) + hello)
+        until(lambda: kernel.link is not None, "the gate is connected")
+        hasty.on_loop(talk)
+        until(lambda: kernel.link is None, "it is cut off")
+    assert hasty.state(lease.lease_id) == "unattached"
+
+
+# -- many ------------------------------------------------------------------------------------------------------------------------
+
+HOLD = """
+import os, pwd, socket, sys
+entry = pwd.getpwnam(sys.argv[2])
+os.setgroups([]); os.setgid(entry.pw_gid); os.setuid(entry.pw_uid)
+lines = [socket.socket(socket.AF_UNIX) for _ in range(int(sys.argv[3]))]
+for line in lines:
+    line.connect(sys.argv[1])
+lines[-1].settimeout(30)
+try:
+    lines[-1].sendall(b"GET /v1/ping HTTP/1.1\\r\\nHost: b\\r\\n\\r\\n")
+except BrokenPipeError:
+    pass  # turned away before it could ask
+print(lines[-1].recv(65536).partition(b"\\r\\n\\r\\n")[2].decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def holding(live: LiveBroker, user: str, lines: int) -> Iterator[dict[str, dict[str, str]]]:
+    """Another user who holds so many connections; what he was answered on the last one."""
+    argv = [sys.executable, "-S", "-c", HOLD, live.socket, user, str(lines)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.stdin.close()
+
+
+def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_administrator_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("provisioner.broker.server.resource.getrlimit", lambda _: (16, 16))
+    with live_broker() as live, ExitStack() as stack:
+        first = stack.enter_context(holding(live, "nobody", 5))
+        assert first["error"]["code"] == "too-many"
+        assert "4 connections to the broker open, and one more was asked for; allowed: 4" in first["error"]["message"]
+        assert "pid" in stack.enter_context(holding(live, "daemon", 4)), "another user has connections of his own"
+        third = stack.enter_context(holding(live, "games", 1))
+        assert "all users together may have 8" in third["error"]["message"]
+        assert live.is_alive(), "an administrator gets in"
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
+    """A broker that takes twenty requests of a user, and then one an hour."""
+    monkeypatch.setattr(limiter, "REQUEST_BURST", 20.0)
+    monkeypatch.setattr(limiter, "REQUESTS_PER_S", 1 / 3600)
+    with live_broker() as live:
+        yield live
+
+
+def test_who_asks_too_often_is_told_when_to_ask_again(strict: LiveBroker) -> None:
+    assert [strict.call("GET", "/v1/ping").status for _ in range(20)] == [200] * 20
+    refused = strict.call("GET", "/v1/status")
+    assert (refused.status, refused.error["reason"]) == (429, "too-many-requests")
+    assert re.search(r"asks the broker too often; .* 20 at once; ask again in 3\d{3} s", refused.error["message"])
+    assert strict.call("GET", "/nowhere").status == 429, "routes that are none count, too"
+    assert b"\r\nRetry-After: 3" in strict.raw(PING + b"Connection: close\r\n\r\n")
+    with BrokerClient(strict.socket, timeout_s=1) as client, pytest.raises(TooManyRequestsError):
+        client.ping()
+
+
+def test_a_kernel_gets_through_although_its_user_asks_too_often(strict: LiveBroker) -> None:
+    lease, other = strict.lease(), strict.lease()
+    while strict.call("GET", "/v1/ping").status == 200:
+        pass
+    answer = f"/v1/leases/{lease.lease_id}/answer"
+    pulse = {"number": 0, "word": "pulse"}
+    assert strict.call("POST", answer, pulse, token=lease.token).status == 200
+    assert strict.call("POST", answer, pulse, token=other.token).status == 429
+    assert strict.call("POST", answer, pulse).status == 429
+
+
+def test_our_client_waits_as_long_as_it_is_told_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limiter, "REQUEST_BURST", 5.0)
+    monkeypatch.setattr(limiter, "REQUESTS_PER_S", 5.0)
+    with live_broker() as live, BrokerClient(live.socket) as client:
+        assert len({client.ping().pid for _ in range(12)}) == 1
+        assert next(iter(client.events())).pid == client.ping().pid
+
+
+def test_nobody_pushes_what_matters_out_of_the_log(live: LiveBroker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for _ in range(300):
+        live.call("GET", "/v1/leases/nobody")
+    refused = [record for record in caplog.records if "refused" in record.message]
+    assert 0 < len(refused) < 150
+
+
+def test_the_leases_of_all_users_have_a_limit(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    have = len(live.broker.kernels)
+    monkeypatch.setattr(service, "MAX_LEASES", have + 1)
+    live.lease()
+    refused = live.call("POST", "/v1/leases", {"fraction_milli": 250})
+    assert (refused.status, refused.error["reason"]) == (413, "too-many-leases")
+
+
+def test_a_kernel_waits_in_so_many_places_at_most(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_WAITERS_PER_LEASE", 0)
+    lease = live.lease()
+    refused = live.call("POST", f"/v1/leases/{lease.lease_id}/acquire", {}, token=lease.token)
+    assert (refused.status, refused.error["reason"]) == (429, "too-many-waiters")
+
+
+def test_the_page_names_every_limit_with_its_value() -> None:
+    page = PAGE.read_text()
+    named = dict(re.findall(r"`([A-Z_]+)` = ([0-9.,]+)", page))
+    values = {name: value for name, value in vars(limits).items() if name.isupper() and isinstance(value, int | float)}
+    assert {name: float(text.replace(",", "")) for name, text in named.items()} == values

@@ -1,0 +1,94 @@
+"""Another version at the other end works as far as both go, and what does not is said with both versions and what to do."""
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from provisioner import __version__, client, discovery, wire
+from provisioner.client import BrokerClient, spoken_fields
+from provisioner.protocol.errors import BadRequestError, BrokerUnavailableError, NotFoundError
+from provisioner.protocol.limits import VERSION_HEADER
+from provisioner.protocol.messages import LeaseRequest
+from provisioner.protocol.versions import OWN, Version, from_header, hint, refusal
+from tests.broker.live import LiveBroker
+
+NEWER = Version("99.1", OWN.protocol + 1)
+LATER = Version("99.1", OWN.protocol)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterLeaseRequest(LeaseRequest):
+    """What a later version may ask."""
+
+    colour: str = "any"
+
+
+@pytest.mark.parametrize(
+    ("other", "older"),
+    [(OWN.protocol + 1, "where the broker is installed"), (OWN.protocol - 1, "in this environment")],
+)
+def test_a_client_of_another_protocol_is_told_both_versions_and_which_to_update(
+    live: LiveBroker, other: int, older: str
+) -> None:
+    header = {VERSION_HEADER: f"7.5; protocol={other}"}
+    assert live.call("GET", "/v1/ping", **header).body["protocol"] == OWN.protocol
+    for method, target in (("GET", "/v1/status"), ("POST", "/v1/leases"), ("GET", "/v1/nowhere")):
+        answer = live.call(method, target, **header)
+        assert (answer.status, answer.error["reason"]) == (400, "version")
+        message = answer.error["message"]
+        assert (
+            f"(version {__version__}) speaks protocol {OWN.protocol} and its client (version 7.5) protocol {other}"
+            in message
+        )
+        assert older in message
+
+
+@pytest.mark.parametrize(
+    "header", ["", "x", "1; protocol=", "1; protocol=-1", "1; protocol=9" * 99, "1; protocol=٣", "\xff"]
+)
+def test_a_version_that_cannot_be_read_says_nothing(live: LiveBroker, header: str) -> None:
+    assert live.call("GET", "/v1/status", **{VERSION_HEADER: header.encode("utf-8").decode("latin-1")}).status == 200
+
+
+def test_a_later_client_that_asks_nothing_new_is_understood(live: LiveBroker) -> None:
+    assert spoken_fields(LaterLeaseRequest(fraction_milli=250, label="x")) == {"fraction_milli": 250, "label": "x"}
+    with BrokerClient(live.socket) as speaker:
+        speaker.release(speaker.create_lease(LaterLeaseRequest(fraction_milli=250)).lease_id)
+
+
+def test_a_later_client_that_asks_something_new_is_told_both_versions(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "OWN", LATER)
+    monkeypatch.setattr(wire, "_VERSION", f"{VERSION_HEADER}: {LATER.to_header()}")
+    both = rf"the GPU broker is version {__version__} and its client version 99.1: "
+    with BrokerClient(live.socket) as speaker:
+        with pytest.raises(BadRequestError, match=f"unknown field 'colour'.*{both}"):
+            speaker.create_lease(LaterLeaseRequest(fraction_milli=250, colour="green"))
+        with pytest.raises(NotFoundError, match=f"no such route.*{both}"):
+            speaker._call("POST", "/v1/paint")
+        with pytest.raises(NotFoundError, match=r"there is no lease 'nobody' of yours[^(]*$"):
+            speaker.lease("nobody")
+
+
+def test_a_client_does_not_begin_with_a_broker_of_another_protocol(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "OWN", NEWER)
+    monkeypatch.setattr(discovery, "_check_folder", lambda _: None)
+    with pytest.raises(
+        BrokerUnavailableError, match=rf"version {__version__}\) speaks protocol 1 .*version 99.1\) protocol 2"
+    ):
+        discovery.ensure_broker(live.socket)
+
+
+@given(st.text(max_size=60) | st.from_regex(r"[0-9a-z.+]{1,42}; protocol=[0-9]{1,8}", fullmatch=True))
+def test_any_header_is_a_version_or_none(text: str) -> None:
+    version = from_header(text)
+    if version is not None:
+        assert version.to_header().isascii()
+        assert from_header(version.to_header()) == version
+        assert bool(refusal(client=OWN, broker=version)) == (version.protocol != OWN.protocol)
+        assert bool(hint(client=OWN, broker=version)) == (version.release != OWN.release)
