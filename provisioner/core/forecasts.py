@@ -13,7 +13,7 @@ kilobytes from its first cell until `forget`. Times are the arbiter's, in ms; no
 answers on every machine, so the arbiter may decide by them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Self
@@ -154,8 +154,11 @@ class Forecasts:
 
     def swap_ms(self, kind: str, device_name: str, mib: int) -> int:
         """Return how long a swap of so many MiB is expected to take, ms. Costs next to nothing."""
-        line = self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind]
-        return line.expected_ms(mib)
+        return self.swaps_ms(kind, device_name)(mib)
+
+    def swaps_ms(self, kind: str, device_name: str) -> Callable[[int], int]:
+        """Return what says that of many such swaps; it holds until the next one has finished."""
+        return (self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind]).expected_ms
 
     def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
         """Return the same with its bounds."""

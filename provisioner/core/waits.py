@@ -28,7 +28,7 @@ from provisioner.core.state import Books, Lease
 __all__ = ["Waits"]
 
 MOST_AHEAD = 4
-MOST_DEVICES = 4
+MOST_DEVICES = 3
 MOST_HOLDERS = 16
 _FRESH_MS = 1_000
 _NEVER_MS = 1 << 40
@@ -258,12 +258,12 @@ class _Play:
 
     def _returns(self, device_id: str, beside: Lease) -> list[_Return]:
         returns: list[_Return] = []
+        suspend_ms = self._forecasts.swaps_ms(SUSPEND, self._name(device_id))
         for lease in islice(self._books.holders(device_id), MOST_HOLDERS):
             at_ms = self._gives_back_ms(lease, beside) if lease is not beside else None
             if at_ms is not None:
                 saving = lease.state is LeaseState.SUSPENDING
-                swap_ms = 0 if saving else self._suspend_ms(device_id, lease.used_mib)
-                returns.append((at_ms, lease.held_mib, swap_ms))
+                returns.append((at_ms, lease.held_mib, 0 if saving else suspend_ms(lease.used_mib)))
         returns.sort()
         return returns
 
@@ -287,6 +287,8 @@ class _Play:
 
     def _preemptible_ms(self, beneficiary: Lease, lease: Lease) -> int:
         """Return in how many ms the one may preempt the other."""
+        if not self._preempts(beneficiary):
+            return _NEVER_MS
         before_ms = goes_before_from_ms(self._books, beneficiary, lease)
         from_ms = preemptible_from_ms(self._books, lease) if before_ms is not None else None
         if before_ms is None or from_ms is None:
@@ -297,8 +299,14 @@ class _Play:
         """Whether the device gives the same to everybody: nobody there can be preempted, nor is the beneficiary there."""
         if beneficiary.held_mib or self._books.policy(beneficiary).preempt_equals:
             return False
+        if not self._preempts(beneficiary):
+            return True
         priority = beneficiary.spec.priority
         return all(lease.spec.priority >= priority for lease in islice(self._books.holders(device_id), MOST_HOLDERS))
+
+    def _preempts(self, lease: Lease) -> bool:
+        pool = self._books.policy(lease)
+        return pool.preempt_equals or pool.preempt_priorities
 
     # -- swaps --------------------------------------------------------------------------------------------------------
 
