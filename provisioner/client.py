@@ -41,6 +41,7 @@ from provisioner.protocol.messages import (
     AttachRequest,
     DeviceStatus,
     DrainRequest,
+    EvictRequest,
     GateAnswer,
     GateCommand,
     GateHello,
@@ -49,6 +50,7 @@ from provisioner.protocol.messages import (
     LeaseReply,
     LeaseRequest,
     LeaseStatus,
+    MoveRequest,
     Neighbour,
     PinRequest,
     Pong,
@@ -197,6 +199,21 @@ class BrokerClient:
         return _decode(
             LeaseStatus, self._call("POST", _route(lease_id, "resize"), _spoken(request), timeout_s=timeout_s)
         )
+
+    def move(self, lease_id: str, request: MoveRequest) -> LeaseStatus:
+        """Have an idle kernel go to another device; returns when it is there, up to an hour later. For administrators.
+
+        Raises ForbiddenError, NotFoundError, or ConflictError with the reason why it stays.
+        """
+        timeout_s = MAX_WAIT_S + self.timeout_s
+        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "move"), _spoken(request), timeout_s=timeout_s))
+
+    def evict(self, lease_id: str, request: EvictRequest) -> None:
+        """End the kernel and its lease: its variables are lost. For administrators.
+
+        Raises ForbiddenError, BadRequestError without `confirm`, or ConflictError for a process that cannot be ended.
+        """
+        self._call("POST", _route(lease_id, "evict"), _spoken(request), timeout_s=MAX_WAIT_S)
 
     def story(self, lease_id: str) -> Story:
         """Why everything happened to the lease. Raises NotFoundError."""

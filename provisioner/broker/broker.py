@@ -178,8 +178,8 @@ class Broker:
 
     def _declined(self, refusal: Declined) -> None:
         kernel = self.kernels.get(refusal.lease_id)
-        if kernel is None or refusal.about == "pin":
-            return  # whoever pins reads the answer from `dispatch`
+        if kernel is None or refusal.about in {"pin", "move"}:
+            return  # whoever pins or moves reads the answer from `dispatch`
         if refusal.about == "resize":
             kernel.resize_declined = (refusal.reason, refusal.sentence)
         else:

@@ -3,7 +3,7 @@
 import asyncio
 
 from provisioner.broker.handler import Handler, Stream
-from provisioner.protocol.messages import DrainRequest, PinRequest, ResizeRequest
+from provisioner.protocol.messages import Done, DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
 
 __all__ = ["POLICY_ROUTES"]
 
@@ -33,6 +33,27 @@ class _Resize(Stream):
         await self.run(asyncio.create_task(work()))
 
 
+class _Move(Stream):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id)
+        self.service.steering.must_administer(self.peer, "move kernels")
+        request = self.take(MoveRequest)
+        to = None if request.device is None else self.service.steering.device(self.peer, request.device)
+
+        async def work() -> None:
+            self.reply(await self.service.administering.move(kernel, to))
+
+        await self.run(asyncio.create_task(work()))
+
+
+class _Evict(Handler):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id)
+        self.service.steering.must_administer(self.peer, "end kernels of others")
+        await self.service.administering.evict(kernel, self.take(EvictRequest))
+        self.reply(Done())
+
+
 class _Story(Handler):
     async def get(self, lease_id: str) -> None:
         self.reply(await self.service.steering.story(self.service.find(self.peer, lease_id)))
@@ -58,6 +79,8 @@ POLICY_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
     (_LEASE + "/pin", _Pin),
     (_LEASE + "/unpin", _Unpin),
     (_LEASE + "/resize", _Resize),
+    (_LEASE + "/move", _Move),
+    (_LEASE + "/evict", _Evict),
     (_LEASE + "/story", _Story),
     (_LEASE + "/history", _History),
     (_DEVICE + "/drain", _Drain),

@@ -20,6 +20,7 @@ from functools import partial
 import zmq
 
 from provisioner import __version__
+from provisioner.broker.administering import Administering
 from provisioner.broker.broker import Broker, devices_of, now_ms, token_digest, wall_ms
 from provisioner.broker.checks import Peer, lease_spec, user_name, verified_process
 from provisioner.broker.decode import printable
@@ -100,6 +101,7 @@ class Service:
         self.broker = broker
         self.seats = Seats(broker, settings)
         self.steering = Steering(broker, self.seats.check_resize)
+        self.administering = Administering(broker)
         self.admin_gid = settings.admin_gid()
         self.settings = settings
 

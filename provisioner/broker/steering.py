@@ -206,7 +206,7 @@ class Steering:
 
     async def drain(self, peer: Peer, device: str, *, evict_busy: bool) -> DeviceStatus:
         """Begin to empty a device; it stays so, over restarts too, until `undrain`. Raises ForbiddenError or NotFoundError."""
-        device_id = self._device(peer, device)
+        device_id = self.device(peer, device)
         ledger = self._broker.writer.ledger
         await self._broker.writer.run(partial(ledger.set_drained, device_id, evict_busy=evict_busy))
         self._broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
@@ -214,18 +214,26 @@ class Steering:
 
     async def undrain(self, peer: Peer, device: str) -> DeviceStatus:
         """Let the device take part again. Raises ForbiddenError or NotFoundError."""
-        device_id = self._device(peer, device)
+        device_id = self.device(peer, device)
         await self._broker.writer.run(partial(self._broker.writer.ledger.set_undrained, device_id))
         self._broker.dispatch(DeviceUndrained(at_ms=now_ms(), device_id=device_id))
         return device_status(self._broker, device_id)
 
-    def _device(self, peer: Peer, device: str) -> str:
-        """Return the device that is meant by an id, the beginning of one, or a number."""
+    @staticmethod
+    def must_administer(peer: Peer, what: str) -> None:
+        """Raise ForbiddenError unless the peer is an administrator; `what` completes "may ..."."""
         if not peer.admin:
             raise ForbiddenError(
-                "only an administrator (root, the user who runs the broker, or a member of its admin_group) may empty devices",
+                f"only an administrator (root, the user who runs the broker, or a member of its admin_group) may {what}",
                 reason="not-admin",
             )
+
+    def device(self, peer: Peer, device: str) -> str:
+        """Return the device that an administrator means by an id, the beginning of one, or a number.
+
+        Raises ForbiddenError or NotFoundError.
+        """
+        self.must_administer(peer, "empty devices")
         devices = self._broker.devices
         found = [name for name, info in devices.items() if device in (name, str(info.index))]
         found = found or [name for name in devices if name.startswith(device)]

@@ -53,6 +53,8 @@ COMMANDS: dict[str, _Entry] = {
     "explain": _Entry("provisioner.commands.explain", "why a kernel waited, was suspended, moved or refused"),
     "drain": _Entry("provisioner.commands.drain", "empty a GPU (administrators)"),
     "undrain": _Entry("provisioner.commands.undrain", "let a drained GPU take part again (administrators)"),
+    "move": _Entry("provisioner.commands.move", "have an idle kernel go to another GPU (administrators)"),
+    "evict": _Entry("provisioner.commands.evict", "end a kernel; its state is lost (administrators)"),
     "pool": _Entry("provisioner.commands.pool", "what the pools are, and changing them while the broker runs"),
     "kernels": _Entry("provisioner.commands.kernels", "install, list and remove the kernels that the launcher offers"),
     "doctor": _Entry("provisioner.commands.doctor", "examine the machine, the driver, the broker and Jupyter"),

@@ -51,7 +51,7 @@ def _not_movable(changes: Changes, lease: Lease) -> Wait | None:
     if not pool.may_move:
         return Wait(
             "may-not-move",
-            f"kernels of pool {pool.name!r} come back where they were (the driver is not known to be able to move them)",
+            f"pool {pool.name!r} moves no kernels: its may_move is off, and is for drivers that can (580 or newer)",
         )
     if lease.ticket is not None:
         return Wait("grows", "the kernel waits for room to grow where it is: try again when it has it")

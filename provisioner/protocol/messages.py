@@ -17,6 +17,8 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     POST   /v1/leases/L/pin    PinRequest  -> LeaseStatus         keeps it resident for a while
     POST   /v1/leases/L/unpin              -> LeaseStatus
     POST   /v1/leases/L/resize ResizeRequest -> LeaseStatus       waits until it has its new size or is refused
+    POST   /v1/leases/L/move   MoveRequest -> LeaseStatus         administrators: to another device; waits until it is there or refused
+    POST   /v1/leases/L/evict  EvictRequest -> Done               administrators: ends the kernel, whose state is lost
     GET    /v1/leases/L/story              -> Story               why everything happened to it
     GET    /v1/leases/L/history            -> History             its memory and state over time
     POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
@@ -38,6 +40,7 @@ __all__ = [
     "DeviceStatus",
     "Done",
     "DrainRequest",
+    "EvictRequest",
     "GateAnswer",
     "GateCommand",
     "GateHello",
@@ -47,6 +50,7 @@ __all__ = [
     "LeaseReply",
     "LeaseRequest",
     "LeaseStatus",
+    "MoveRequest",
     "Neighbour",
     "PinRequest",
     "Pong",
@@ -137,6 +141,20 @@ class ResizeRequest:
     burst: bool = (
         False  # for one cell: if the process ends before it has asked for its own size again, that comes back by itself
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRequest:
+    """Have an idle kernel go to this device (id, beginning of one, or number) of its pool; None: to any other one."""
+
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictRequest:
+    """End the kernel's processes and its lease. All its variables are lost: without `confirm` it is refused."""
+
+    confirm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
