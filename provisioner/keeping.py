@@ -4,6 +4,7 @@
     c.SessionManager.database_filepath = "/home/me/.local/share/jupyter/sessions.sqlite"   # notebooks find their kernels, too
 
 - Only kernels of our provisioner are kept; others are shut down as ever. A kernel that is shut down on purpose is over.
+- A kernel whose start its server did not survive is ended: it has no bytes yet.
 - A server takes over kernels that were started for the same root folder and that no server has.
 - A kept kernel is not told of its first server's end (`JPY_PARENT_PID`); run the server so that its stop does not kill its children
   (systemd: `KillMode=process`).
@@ -20,7 +21,8 @@ from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelMana
 from tornado.ioloop import IOLoop
 
 from provisioner.kept import KeptRecord, kept_records
-from provisioner.kernel_process import ProcessGoneError
+from provisioner.kernel_lease import recall_lease
+from provisioner.kernel_process import ProcessGoneError, kill_holders
 from provisioner.protocol.errors import FractionalGPUError
 from provisioner.provisioning import FractionalGPUProvisioner
 
@@ -67,6 +69,9 @@ class KeepingKernelManager(AsyncMappingKernelManager):
             if content["root_dir"] != self.root_dir:
                 record.close()
                 return
+            if "launching" in content:
+                self._end_launch(content["launching"], record)
+                return
             kernel_id = str(content["kernel_id"])
             manager = self._manager_of(content)
             provisioner = KernelProvisionerFactory.instance(parent=self).create_provisioner_instance(
@@ -86,6 +91,15 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         else:
             manager.provisioner = provisioner
             self._enlist(kernel_id, manager)
+
+    def _end_launch(self, lease: Mapping[str, Any], record: KeptRecord) -> None:
+        """An earlier server died while it started this kernel: nobody has been told of it, and nobody knows how to talk to it."""
+        pids = kill_holders("JUPYTER_GPU_LEASE", str(lease["lease_id"]))
+        self.log.info(
+            "An earlier server died while it started a kernel, whose processes are ended: %s", pids or "none yet"
+        )
+        record.remove()
+        recall_lease(lease).release()
 
     def _manager_of(self, content: Mapping[str, Any]) -> "_Untyped":
         """Return a manager in the state in which its start would have left it."""

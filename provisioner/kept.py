@@ -2,7 +2,9 @@
 
 - One file a kernel, mode 0600, in a private folder; it holds the connection's key and the path of the lease's token.
 - The server that has a kernel holds a lock on its record for as long as it lives: nobody takes over what somebody has.
-- A record is written when the process behind it is attached, also after a restart, and removed when the kernel is shut down.
+- A record says first that a process is about to be started, and with which lease; it is written anew when that process is attached,
+  also after a restart, and removed when the kernel is shut down. A server that dies in between leaves a process that nobody could talk
+  to: the next server ends it.
 """
 
 import fcntl
@@ -47,15 +49,16 @@ class KeptRecord:
         return cls(path, descriptor)
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace what it says."""
-        text = json.dumps(content).encode()
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text, 0)
+        """Replace what it says, in one step: a server that is killed leaves the old text or the new one."""
+        line = json.dumps(content).encode() + b"\n"
+        os.pwrite(self._descriptor, line, 0)
+        os.ftruncate(self._descriptor, len(line))
         os.fsync(self._descriptor)
 
     def read(self) -> dict[str, Any]:
         """Return what it says. Raises ValueError if it was never finished."""
-        content = json.loads(os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0))
+        line, _, _ = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")
+        content = json.loads(line)
         if not isinstance(content, dict):
             raise ValueError(f"{self.path} holds no record")  # noqa: TRY004 - what is in a file is a value
         return content

@@ -7,10 +7,11 @@ import os
 import select
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AdoptedProcess", "ProcessGoneError", "identity_of"]
+__all__ = ["AdoptedProcess", "ProcessGoneError", "identity_of", "kill_holders"]
 
 _EXIT_UNKNOWN = 255  # only a parent is told
 
@@ -30,6 +31,22 @@ def identity_of(pid: int) -> dict[str, Any]:
         raise ProcessGoneError(f"process {pid} has ended")
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return {"pid": pid, "start_time": int(fields[19]), "boot_id": boot_id}
+
+
+def kill_holders(variable: str, value: str) -> list[int]:
+    """Kill (SIGKILL) every process of ours whose environment has the variable with this value; return their pids."""
+    wanted = f"{variable}={value}".encode()
+    killed = []
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        with suppress(OSError):  # it has ended, or is somebody else's
+            pidfd = os.pidfd_open(pid)
+            try:
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    killed.append(pid)
+            finally:
+                os.close(pidfd)
+    return killed
 
 
 class AdoptedProcess:

@@ -166,6 +166,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
         the lease given back.
         """
         lease = self._launching
+        if lease is not None and self._server_keeps:
+            await asyncio.to_thread(self._write_launch, lease)
         try:
             connection = await super().launch_kernel(cmd, **kwargs)
             if lease is not None:
@@ -226,9 +228,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             if not restart:
                 self._is_restart = False
-                if self._record is not None:
-                    self._record.remove()
-                    self._record = None
+                self._forget_record()
                 await self._give_back()
             elif self._lease is not None:
                 await asyncio.to_thread(self._lease.detach)
@@ -302,6 +302,26 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self._record = None
         self.process = self._lease = None
 
+    def _write_launch(self, lease: KernelLease) -> None:
+        """Write down that a process is about to be started: should this server die meanwhile, the next one ends it."""
+        content = {"kernel_id": self.kernel_id, "root_dir": self._root_dir, "launching": lease.to_info()}
+        try:
+            if self._record is None:
+                self._record = KeptRecord.take(self.kernel_id or "")
+            if self._record is not None:
+                self._record.write(content)
+        except (OSError, ValueError) as error:
+            self.log.warning("Kernel %s will not outlive this server: %s", self.kernel_id, error)
+
+    def _forget_record(self) -> None:
+        if self._record is not None:
+            self._record.remove()
+            self._record = None
+
+    @property
+    def _root_dir(self) -> str:
+        return str(getattr(getattr(self.parent, "parent", None), "root_dir", ""))
+
     def _write_record(self, launch: Mapping[str, Any], connection: KernelConnectionInfo) -> None:
         """Write down what the next server needs; a kernel that cannot be kept is logged and dies with this server's stop."""
         manager: Any = self.parent
@@ -314,7 +334,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
                     {
                         "kernel_id": self.kernel_id,
                         "kernel_name": manager.kernel_name,
-                        "root_dir": getattr(manager.parent, "root_dir", ""),
+                        "root_dir": self._root_dir,
                         "cwd": os.fspath(launch.get("cwd") or Path.cwd()),
                         "session_name": launch.get("env", {}).get("JPY_SESSION_NAME", ""),
                         "connection_file": manager.connection_file,
@@ -323,6 +343,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
                     }
                 )
         except (OSError, ValueError, ProcessGoneError) as error:
+            self._forget_record()  # or the next server would take this for a start that was never finished
             self.log.warning("Kernel %s will not outlive this server: %s", self.kernel_id, error)
 
     @property
@@ -401,6 +422,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         await self.kill()
         await self.wait()
         if not self._is_restart:
+            self._forget_record()
             await self._give_back()
 
     async def _give_back(self) -> None:

@@ -24,6 +24,11 @@ SAMPLE = [
     "worker.restore.after",
     "kernel.Gate.close.after",
 ]
+KEEPING_SAMPLE = [
+    "server.KernelLease.attach.before",  # the process runs, and nobody but this server knows of it
+    "server.KeptRecord.write.after",
+    "server.FractionalGPUProvisioner.cleanup.before",
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,19 @@ def test_every_step_is_a_point(story: Story) -> None:
 @pytest.mark.parametrize("point", SAMPLE)
 def test_nothing_is_lost_when_somebody_dies(story: Story, point: str) -> None:
     assert story.tell(point), "somebody was to die there"
+
+
+@pytest.fixture(scope="module")
+def keeping_story() -> Iterator[Story]:
+    with new_world(SIMULATE) as world:
+        made = Story(world, keeps=True)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("point", KEEPING_SAMPLE)
+def test_nothing_is_lost_when_a_server_dies_that_keeps_its_kernels(keeping_story: Story, point: str) -> None:
+    assert keeping_story.tell(point), "the server was to die there"
 
 
 @pytest.mark.parametrize("write", ["save_lease", "begin", "step", "finish"])
