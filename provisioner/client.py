@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import MISSING, fields
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from urllib.parse import quote
 
 from provisioner.protocol.acting import ACTING_FOR, to_header
@@ -51,41 +51,23 @@ from provisioner.protocol.messages import (
     LeaseRequest,
     LeaseStatus,
     MoveRequest,
-    Neighbour,
     PinRequest,
     Pong,
     Progress,
     ProgressKind,
     ResizeRequest,
     Story,
-    StoryLine,
-    Stranger,
-    UsagePoint,
 )
-from provisioner.protocol.seats import FractionOffer, Offers, PoolKeys, PoolList, PoolOffer, SeatList, SeatStatus
 from provisioner.protocol.versions import OWN, hint
+from provisioner.replies import decode_message
 from provisioner.wire import Connection, decode_json
 
-__all__ = ["BrokerClient", "decode_message", "spoken_fields"]
+__all__ = ["BrokerClient", "spoken_fields"]
 
 _KEPT_CONNECTIONS = 2
 _SILENCE_S = 4 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
 _NO_BODY: dict[str, Any] = {}
 _OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons behind which another version may be
-
-Message = TypeVar("Message")
-
-_PARTS: dict[type[Any], dict[str, type[Any]]] = {  # fields that are lists of messages
-    HostStatus: {"devices": DeviceStatus, "leases": LeaseStatus},
-    LeaseStatus: {"neighbours": Neighbour},
-    DeviceStatus: {"strangers": Stranger},
-    Story: {"lines": StoryLine},
-    History: {"points": UsagePoint},
-    Offers: {"pools": PoolOffer},
-    PoolOffer: {"fractions": FractionOffer},
-    SeatList: {"seats": SeatStatus},
-    PoolList: {"pools": PoolKeys},
-}
 
 
 class BrokerClient:
@@ -119,11 +101,11 @@ class BrokerClient:
 
     def ping(self) -> Pong:
         """Who answers."""
-        return _decode(Pong, self._call("GET", "/v1/ping"))
+        return decode_message(Pong, self._call("GET", "/v1/ping"))
 
     def status(self) -> HostStatus:
         """Devices, pools and the leases that this user may see."""
-        return _decode(HostStatus, self._call("GET", "/v1/status"))
+        return decode_message(HostStatus, self._call("GET", "/v1/status"))
 
     def events(self) -> Iterator[HostStatus]:
         """Yield what `status` would return: at once, and again after each change, for as long as the caller wants.
@@ -135,7 +117,7 @@ class BrokerClient:
         with closing(self._stream("/v1/events", None, max(self.timeout_s, _SILENCE_S), method="GET")) as stream:
             for payload in stream:
                 if payload:
-                    yield _decode(HostStatus, payload)
+                    yield decode_message(HostStatus, payload)
 
     def create_lease(self, request: LeaseRequest) -> LeaseReply:
         """Ask for a new lease; waits `request.wait_ms` longer than usual, for that long the broker may make room.
@@ -143,13 +125,13 @@ class BrokerClient:
         Raises NoRoomError.
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000
-        return _decode(
+        return decode_message(
             LeaseReply, self._call("POST", "/v1/leases", _spoken(request), timeout_s=timeout_s, idempotent=False)
         )
 
     def lease(self, lease_id: str) -> LeaseStatus:
         """One lease. Raises NotFoundError."""
-        return _decode(LeaseStatus, self._call("GET", _route(lease_id)))
+        return decode_message(LeaseStatus, self._call("GET", _route(lease_id)))
 
     def release(self, lease_id: str) -> None:
         """End a lease. A lease that has ended already is no error."""
@@ -157,7 +139,7 @@ class BrokerClient:
 
     def attach(self, lease_id: str, request: AttachRequest) -> LeaseStatus:
         """Tell which process stands behind the lease, and how to listen to it."""
-        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "attach"), _spoken(request)))
+        return decode_message(LeaseStatus, self._call("POST", _route(lease_id, "attach"), _spoken(request)))
 
     def detach(self, lease_id: str) -> None:
         """Tell that the process is gone or about to be replaced."""
@@ -168,7 +150,7 @@ class BrokerClient:
 
         Raises ConflictError with the reason when it is refused.
         """
-        return _decode(
+        return decode_message(
             LeaseStatus, self._call("POST", _route(lease_id, "suspend"), timeout_s=MAX_WAIT_S + self.timeout_s)
         )
 
@@ -177,17 +159,17 @@ class BrokerClient:
 
         Raises ConflictError or NoRoomError with the reason when it is refused.
         """
-        return _decode(
+        return decode_message(
             LeaseStatus, self._call("POST", _route(lease_id, "resume"), timeout_s=MAX_WAIT_S + self.timeout_s)
         )
 
     def pin(self, lease_id: str, request: PinRequest) -> LeaseStatus:
         """Keep the lease resident for a while; replaces the pin there was. Raises ConflictError with the limit that forbids it."""
-        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "pin"), _spoken(request)))
+        return decode_message(LeaseStatus, self._call("POST", _route(lease_id, "pin"), _spoken(request)))
 
     def unpin(self, lease_id: str) -> LeaseStatus:
         """End the pin. A lease that is not pinned is no error."""
-        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "unpin")))
+        return decode_message(LeaseStatus, self._call("POST", _route(lease_id, "unpin")))
 
     def resize(self, lease_id: str, request: ResizeRequest) -> LeaseStatus:
         """Give the lease another size; returns when it has it, `request.wait_ms` later at most.
@@ -196,7 +178,7 @@ class BrokerClient:
         `close` from another thread hangs up; a later `resize` replaces one that waits.
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000
-        return _decode(
+        return decode_message(
             LeaseStatus, self._call("POST", _route(lease_id, "resize"), _spoken(request), timeout_s=timeout_s)
         )
 
@@ -206,7 +188,9 @@ class BrokerClient:
         Raises ForbiddenError, NotFoundError, or ConflictError with the reason why it stays.
         """
         timeout_s = MAX_WAIT_S + self.timeout_s
-        return _decode(LeaseStatus, self._call("POST", _route(lease_id, "move"), _spoken(request), timeout_s=timeout_s))
+        return decode_message(
+            LeaseStatus, self._call("POST", _route(lease_id, "move"), _spoken(request), timeout_s=timeout_s)
+        )
 
     def evict(self, lease_id: str, request: EvictRequest) -> None:
         """End the kernel and its lease: its variables are lost. For administrators.
@@ -217,21 +201,21 @@ class BrokerClient:
 
     def story(self, lease_id: str) -> Story:
         """Why everything happened to the lease. Raises NotFoundError."""
-        return _decode(Story, self._call("GET", _route(lease_id, "story")))
+        return decode_message(Story, self._call("GET", _route(lease_id, "story")))
 
     def history(self, lease_id: str) -> History:
         """The lease's memory and state over time. Raises NotFoundError."""
-        return _decode(History, self._call("GET", _route(lease_id, "history")))
+        return decode_message(History, self._call("GET", _route(lease_id, "history")))
 
     def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
         """Begin to empty a device (id, beginning of one, or number). Raises ForbiddenError for who is no administrator."""
-        return _decode(
+        return decode_message(
             DeviceStatus, self._call("POST", f"/v1/devices/{quote(device, safe='')}/drain", _spoken(request))
         )
 
     def undrain(self, device: str) -> DeviceStatus:
         """Let a drained device take part again; one that is not drained is no error. Raises ForbiddenError."""
-        return _decode(DeviceStatus, self._call("POST", f"/v1/devices/{quote(device, safe='')}/undrain"))
+        return decode_message(DeviceStatus, self._call("POST", f"/v1/devices/{quote(device, safe='')}/undrain"))
 
     def acquire(self, lease_id: str, request: AcquireRequest) -> Iterator[Progress]:
         """Yield what the broker says while this lease waits for the GPU; the last line is `granted` or `refused`.
@@ -243,7 +227,7 @@ class BrokerClient:
         timeout_s = self.timeout_s + request.wait_ms / 1000
         with closing(self._stream(_route(lease_id, "acquire"), _spoken(request), timeout_s)) as stream:
             for payload in stream:
-                progress = _decode(Progress, payload)
+                progress = decode_message(Progress, payload)
                 yield progress
                 if progress.kind in {ProgressKind.GRANTED, ProgressKind.REFUSED}:
                     return
@@ -261,7 +245,7 @@ class BrokerClient:
         """
         with closing(self._stream(_route(lease_id, "gate"), _spoken(hello), None)) as stream:
             for payload in stream:
-                yield _decode(GateCommand, payload)
+                yield decode_message(GateCommand, payload)
 
     def answer(self, lease_id: str, answer: GateAnswer) -> None:
         """Answer one command of the gate, or pulse."""
@@ -423,25 +407,6 @@ def _route(lease_id: str, action: str = "") -> str:
     return f"{route}/{action}" if action else route
 
 
-def _decode(message: type[Message], payload: object) -> Message:
-    """Build a message from a reply, ignoring what this version does not know."""
-    if not isinstance(payload, dict):
-        raise InternalBrokerError(f"the broker's answer is not a {message.__name__}")
-    known: dict[str, Any] = {}
-    for field in fields(message):  # type: ignore[arg-type]
-        if field.name in payload:
-            known[field.name] = payload[field.name]
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise InternalBrokerError(
-                f"the broker's answer lacks {field.name!r} of {message.__name__}: is it of another version?"
-            )
-    for name, part in _PARTS.get(message, {}).items():
-        if name in known:
-            known[name] = [_decode(part, each) for each in _list(known[name])]
-    return message(**known)
-
-
-decode_message = _decode  # for the clients of other messages
 spoken_fields = _spoken
 
 

@@ -210,7 +210,7 @@ def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
         sound = bool(argv) and all(
             isinstance(word, str) for word in [*argv, *environment.keys(), *environment.values()]
         )
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise BrokerUnavailableError(

@@ -257,9 +257,10 @@ def _read_ours(folder: Path) -> Mapping[str, Any] | None:
     """Return the kernel.json of a folder that we made, else None."""
     try:
         content = json.loads((folder / "kernel.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    mark = content.get("metadata", {}).get(_MADE_BY) if isinstance(content, dict) else None
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    mark = metadata.get(_MADE_BY) if isinstance(metadata, dict) else None
     return content if isinstance(mark, dict) else None
 
 

@@ -55,7 +55,7 @@ def read_seat(path: str) -> Seat:
         whole = all(isinstance(getattr(seat, name), str) for name in ("seat_id", "token", "pool")) and all(
             type(getattr(seat, name)) is int for name in ("fraction_milli", "memory_mib")
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         whole = False
     if not whole:
         raise FractionalGPUError(f"{SEAT_FILE_VARIABLE}={path} does not hold a seat; {remedy}")

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import quote
 
-from provisioner.client import BrokerClient, decode_message, spoken_fields
+from provisioner.client import BrokerClient, spoken_fields
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.limits import PULSE_S
 from provisioner.protocol.seats import (
@@ -23,6 +23,7 @@ from provisioner.protocol.seats import (
     SeatRequest,
     SeatStatus,
 )
+from provisioner.replies import decode_message
 
 __all__ = ["SeatClient"]
 

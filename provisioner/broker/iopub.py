@@ -140,7 +140,9 @@ class _Status(msgspec.Struct):
     execution_state: str = ""
 
 
+_NOBODY = _Header()
 _decode_header = msgspec.json.Decoder(_Header).decode
+_decode_parent = msgspec.json.Decoder(_Header | None).decode  # null: xeus kernels say so of what nobody asked for
 _decode_status = msgspec.json.Decoder(_Status).decode
 
 
@@ -222,7 +224,7 @@ class IOPubWatch:
                 return
             header, parent, _metadata, content = parts
             if _decode_header(header).msg_type == "status":
-                self._learn(_decode_header(parent), _decode_status(content).execution_state)
+                self._learn(_decode_parent(parent) or _NOBODY, _decode_status(content).execution_state)
 
     def _learn(self, about: _Header, state: str) -> None:
         """Take note of a status message about the message whose header is given."""

@@ -80,7 +80,7 @@ def _answer(backend: Checkpointer, line: bytes) -> dict[str, Any]:
         state, elapsed_us = _perform(backend, request)
     except GPUError as error:
         return _reply(request, error=error, elapsed_us=(time.monotonic_ns() - began) // 1000)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         # The broker's defect, not the driver's: said plainly, and the next request is served.
         problem = GPUError(GPUErrorCode.UNKNOWN, f"the checkpoint worker does not understand the request: {error}")
         return _reply(request, error=problem, elapsed_us=(time.monotonic_ns() - began) // 1000)

@@ -188,7 +188,13 @@ class WorkerLink:
         failpoints.reach(f"link.{call.op}.before")
         reply = await self._exchange(process, call.line, call.deadline_s, call.what)
         failpoints.reach(f"link.{call.op}.after")
-        if reply.get("id") != call.number:
+        if not _is_reply(reply):
+            await self._kill()
+            raise GPUError(
+                GPUErrorCode.WORKER_DIED,
+                f"the checkpoint worker answered {call.what} with what is no reply: {str(reply)[:200]}",
+            )
+        if reply["id"] != call.number:
             await self._kill()
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker answered another request than {call.what}")
         return reply
@@ -252,7 +258,7 @@ class WorkerLink:
         except OSError as error:
             await self._end(process)
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker died before {what}: {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             await self._kill()
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker failed during {what}: {error}") from error
         if not isinstance(reply, dict):
@@ -295,6 +301,17 @@ class WorkerLink:
 
 def _closed() -> GPUError:
     return GPUError(GPUErrorCode.WORKER_DIED, "the link to the checkpoint worker was closed")
+
+
+def _is_reply(reply: Mapping[str, Any]) -> bool:
+    """Whether it has what a reply has, each of its kind."""
+    return (
+        type(reply.get("id")) is int
+        and isinstance(reply.get("ok"), bool)
+        and type(reply.get("elapsed_us")) is int
+        and isinstance(reply.get("state"), str | None)
+        and isinstance(reply.get("error"), type(None) if reply["ok"] else dict)
+    )
 
 
 def _elapsed(reply: dict[str, Any]) -> int:

@@ -206,8 +206,9 @@ def _thread_group(pid: int, proc: Path) -> int:
 
 
 def _status_field(status: bytes, name: bytes) -> bytes:
-    for line in status.splitlines():
+    # Of a name that a process gave itself the kernel escapes line feeds only: other ends of lines, which splitlines() knows, are its own.
+    for line in status.split(b"\n"):
         key, _, value = line.partition(b":")
-        if key == name:
+        if key == name and value.strip():
             return value.strip()
     raise ValueError(f"/proc/PID/status has no field {name.decode()}: {status[:200]!r}")

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import msgspec
 
-from provisioner.core.model import LeaseSpec, LeaseState
+from provisioner.core.model import LeaseState
 from provisioner.ledger import opening
 from provisioner.ledger.records import (
     LeaseRecord,
@@ -349,9 +349,7 @@ class Ledger:
     def _lease(self, row: sqlite3.Row) -> LeaseRecord:
         values = {name: row[name] for name in LeaseRecord.__dataclass_fields__}
         try:
-            values["spec"] = msgspec.json.decode(row["spec"], type=LeaseSpec)
-            values["state"] = LeaseState(row["state"])
-            values |= {name: tuple(msgspec.json.decode(row[name], type=list[str])) for name in _LISTS}
-        except (msgspec.DecodeError, ValueError) as error:
+            values |= {name: msgspec.json.decode(row[name]) for name in ("spec", *_LISTS)}
+            return msgspec.convert(values | {"ipykernel": bool(row["ipykernel"])}, LeaseRecord)
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise opening.say(self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}") from error
-        return LeaseRecord(**(values | {"ipykernel": bool(row["ipykernel"])}))

@@ -79,8 +79,8 @@ class KernelLine:
         await self.say("busy", header)
         await self.say("idle", header)
 
-    async def say(self, state: str, parent: dict[str, Any], key: str = KEY) -> None:
-        """Publish a status message about a request."""
+    async def say(self, state: str, parent: dict[str, Any] | None, key: str = KEY) -> None:
+        """Publish a status message about a request (None: about nothing that anybody asked, as xeus kernels write it)."""
         header = {"msg_id": f"{state} {parent}", "msg_type": "status"}
         parts = [json.dumps(part).encode() for part in (header, parent, {}, {"execution_state": state})]
         await self.iopub.send_multipart([b"kernel.x.status", b"<IDS|MSG>", sign(parts, key).encode(), *parts])

@@ -84,6 +84,18 @@ async def test_an_early_answer_still_counts_after_the_question_was_repeated(
     await watched.until(lambda: not watched.watch.busy)
 
 
+async def test_a_kernel_that_starts_anew_and_names_no_parent_is_in_doubt_again(
+    line: KernelLine, watched: Watched
+) -> None:
+    await watched.settle()
+    await line.say("starting", None)
+    await watched.until(lambda: watched.watch.busy)
+    await line.say("idle", None)
+    await watched.has_heard_all()
+    assert watched.watch.busy, "an idle of nothing says nothing about the main shell"
+    assert not watched.watch.executing
+
+
 @pytest.mark.parametrize("use", sorted(USES))
 async def test_what_may_run_code_or_touch_a_tensor_is_use(line: KernelLine, watched: Watched, use: str) -> None:
     await watched.settle()

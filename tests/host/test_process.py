@@ -170,6 +170,16 @@ def test_a_real_process_with_parentheses_and_spaces_in_its_name_is_identified(ch
         process.kill()
 
 
+@pytest.mark.parametrize("name", ["x\rUid:\t4242", "x\rTgid:\t1", "x\vUid:\t9\f"])
+def test_a_real_process_cannot_name_itself_another_users(name: str) -> None:
+    code = f"import sys; open('/proc/self/comm', 'w', newline='').write({name!r}); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert (owner_uid(process.pid), identify(process.pid).pid) == (os.getuid(), process.pid)
+        process.kill()
+
+
 @pytest.mark.parametrize(
     ("state", "threads", "dead"), [(b"Z", 1, True), (b"X", 0, True), (b"Z", 3, False), (b"T", 1, False)]
 )

@@ -226,7 +226,7 @@ def test_a_closed_ledger_says_so(path: Path) -> None:
 def test_an_entry_that_makes_no_sense_stops_the_reader(path: Path, ledger: Ledger, make_lease: MakeLease) -> None:
     ledger.save_lease(make_lease())
     ledger._write("UPDATE leases SET state = 'asleep'", ())
-    with pytest.raises(LedgerError, match=rf"{path} has an unreadable entry for lease a: 'asleep'"):
+    with pytest.raises(LedgerError, match=rf"{path} has an unreadable entry for lease a: Invalid enum value 'asleep'"):
         ledger.live_leases()
     ledger._write("UPDATE leases SET state = 'resident', spec = '{\"lease_id\": 3}'", ())
     with pytest.raises(LedgerError, match="unreadable entry for lease a: "):

@@ -1,0 +1,376 @@
+"""Every decoder of what others wrote, as a function of bytes: it returns, or it failed in a way that nothing expects.
+
+A decoder may refuse in the one way that it says; then the refusal is checked, too. What arrives over a line in pieces is
+decoded whole and byte by byte, and both must come to the same. The fuzzer (tests/fuzz/fuzz.py) and the ordinary tests
+(tests/fuzz/test_targets.py) run the same functions.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import msgspec
+
+from provisioner import wire
+from provisioner.broker.decode import as_json, decode
+from provisioner.broker.iopub import Connection, IOPubWatch, connection_from_json
+from provisioner.client import BrokerClient
+from provisioner.config import hours, values
+from provisioner.core.forecasts import Forecasts
+from provisioner.gpu import worker, worker_link
+from provisioner.host import process
+from provisioner.kernel_config import parse_kernel_config
+from provisioner.ledger.ledger import Ledger
+from provisioner.ledger.records import LeaseRecord, LedgerError
+from provisioner.protocol import acting, versions
+from provisioner.protocol.errors import (
+    BadRequestError,
+    FractionalGPUError,
+    InternalBrokerError,
+    RequestTooLargeError,
+)
+from provisioner.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    Done,
+    DrainRequest,
+    GateAnswer,
+    GateCommand,
+    GateHello,
+    HostStatus,
+    LeaseRequest,
+    PinRequest,
+    Pong,
+    ResizeRequest,
+)
+from provisioner.protocol.seats import OfferRequest, PoolChange, SeatRequest
+from provisioner.replies import decode_message
+
+__all__ = ["TARGETS"]
+
+REQUESTS = (
+    LeaseRequest,
+    AttachRequest,
+    AcquireRequest,
+    GateHello,
+    GateAnswer,
+    PinRequest,
+    ResizeRequest,
+    DrainRequest,
+    Done,
+    SeatRequest,
+    OfferRequest,
+    PoolChange,
+)
+SETTINGS: tuple[Callable[[object], object], ...] = (
+    values.duration(),
+    values.duration(least_ms=1000, word="never"),
+    values.memory,
+    values.host_memory,
+    values.fraction,
+    values.fractions,
+    values.oversubscription,
+    values.times(10),
+    values.reserve_by,
+    values.preempt,
+    values.limits,
+    values.group_limits,
+    values.boolean,
+    values.whole_number(0, 10),
+    values.device_references,
+    values.log_level,
+    values.state_dir,
+    hours.parse_hours,
+)
+ANSWER_S = 60.0
+
+
+def _is_short(error: Exception, most: int) -> None:
+    """Nobody's bytes may fill a log through the error about them."""
+    assert len(str(error)) < most
+
+
+def request(data: bytes) -> None:
+    """The body of a request, its kind chosen by the first byte."""
+    kind = REQUESTS[data[0] % len(REQUESTS)] if data else Done
+    try:
+        message = decode(data[1:], kind)
+    except (BadRequestError, RequestTooLargeError) as error:
+        said = as_json(error)["error"]["message"]
+        assert said.isprintable()
+        assert len(said) < 5000, said
+        return
+    assert type(message) is kind
+    json.dumps(msgspec.to_builtins(message))  # what is believed can be written down
+
+
+class Canned:
+    """What stands for a socket: it answers with these bytes, so many at a time, and then hangs up."""
+
+    def __init__(self, data: bytes, size: int) -> None:
+        self._raw = _Pieces(data, size)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """Return the reading end."""
+        return io.BufferedReader(self._raw)
+
+    def sendall(self, _data: bytes) -> None:
+        """Take what is asked."""
+
+    def settimeout(self, _seconds: float | None) -> None:
+        """Wait for nothing."""
+
+    def shutdown(self, _how: int) -> None:
+        """Nothing to wake."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class _Pieces(io.RawIOBase):
+    def __init__(self, data: bytes, size: int) -> None:
+        self._data = io.BytesIO(data)
+        self._size = size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - whatever io passes
+        part = self._data.read(min(self._size, len(buffer)))
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def _said(ask: Callable[[BrokerClient], object], data: bytes, size: int) -> tuple[type, str]:
+    with mock.patch.object(wire, "_connect", return_value=Canned(data, size)):
+        client = BrokerClient("/nowhere", timeout_s=0)
+        try:
+            answer = ask(client)
+        except FractionalGPUError as error:
+            return type(error), str(error)
+        finally:
+            client.close()
+    return type(answer), repr(answer)
+
+
+def reply(data: bytes) -> None:
+    """The bytes of a reply, to the client."""
+    whole = _said(lambda client: client.ping(), data, 1 << 20)
+    assert whole == _said(lambda client: client.ping(), data, 1)
+    assert issubclass(whole[0], Pong | FractionalGPUError)
+
+
+def stream(data: bytes) -> None:
+    """The bytes of a gate's stream, to the client."""
+
+    def obey(client: BrokerClient) -> list[GateCommand]:
+        commands = list(client.gate("lease", GateHello(version="1", open=True, busy=False)))
+        for command in commands:
+            assert isinstance(command.verb, str)
+            assert type(command.number) is int
+            assert all(isinstance(text, str) for pair in command.environment.items() for text in pair)
+        return commands
+
+    assert _said(obey, data, 1 << 20) == _said(obey, data, 1)
+
+
+def status(data: bytes) -> None:
+    """A reply of many parts."""
+    try:
+        payload = wire.decode_json(data)
+        decode_message(HostStatus, payload)
+    except InternalBrokerError as error:
+        _is_short(error, 500)
+
+
+def _watch() -> IOPubWatch:
+    watch = object.__new__(IOPubWatch)  # no sockets: frames are given
+    connection = Connection(iopub="tcp://127.0.0.1:9", shell="tcp://127.0.0.1:9", key=b"k", digest="sha256", curve=None)  # noqa: S604
+    vars(watch).update(_connection=connection, _busy={}, _probes={"probe": ""}, _certain=True)
+    return watch
+
+
+def iopub(data: bytes) -> None:
+    """The frames of an IOPub message, cut at 0xFF: signed as the kernel would, and as they are."""
+    frames = data.split(b"\xff")
+    watch = _watch()
+    watch._take(frames)
+    watch._take([b"kernel.x.status", b"<IDS|MSG>", watch._sign(frames[:4]), *frames])
+    assert all(isinstance(text, str) and len(text) <= 200 for pair in watch._busy.items() for text in pair)
+    assert isinstance(watch.busy, bool)
+
+
+def connection(data: bytes) -> None:
+    """The contents of a connection file."""
+    payload = _json(data)
+    try:
+        found = connection_from_json(payload)
+    except ValueError as error:
+        _is_short(error, 500)
+        return
+    assert found.iopub.startswith(("tcp://127.", "tcp://localhost", "tcp://[", "ipc:///"))
+
+
+def _json(data: bytes) -> object:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return data.decode("latin-1")
+
+
+class _NoDriver:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def act(pid: int, *_: object) -> None:
+            raise AssertionError(f"{name} of {pid}: no such process was meant")
+
+        return act
+
+
+def worker_request(data: bytes) -> None:
+    """A line to the checkpoint worker."""
+    answer = worker._answer(cast("Any", _NoDriver()), data)
+    assert worker_link._is_reply({**answer, "id": 0})
+    json.dumps(answer)
+
+
+def worker_reply(data: bytes) -> None:
+    """A line of the checkpoint worker."""
+    try:
+        payload = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(payload, dict) and worker_link._is_reply(payload):
+        assert worker_link._elapsed(payload) == payload["elapsed_us"]
+        str(worker_link._error(payload["error"]))
+
+
+GOOD_ROW: Mapping[str, Any] = {
+    **dict.fromkeys(LeaseRecord.__dataclass_fields__, ""),
+    "lease_id": "a",
+    "spec": '{"lease_id":"a","pool":"p","owner":"o","fraction_milli":1,"reserve_mib":1}',
+    "state": "resident",
+    **dict.fromkeys(("generation", "saved_mib", "uid", "ipykernel", "created_ms", "suspends", "resumes"), 0),
+    **dict.fromkeys(("device_id", "pid", "start_time", "home_device_id"), None),
+    **dict.fromkeys(("device_ids", "home_device_ids"), "[]"),
+    "pinned_until_ms": 0,
+}
+
+
+def ledger(data: bytes) -> None:
+    """A row of the ledger in which some columns hold anything: `{"column": value}`."""
+    changes = _json(data)
+    row = {**GOOD_ROW, **(changes if isinstance(changes, dict) else {"spec": changes})}
+    reader = object.__new__(Ledger)
+    reader.path = Path("/nowhere")
+    try:
+        record = reader._lease(cast("Any", row))
+    except LedgerError:
+        return
+    assert record.spec.lease_id is not None
+    json.dumps(msgspec.to_builtins(record))
+
+
+def learnt(data: bytes) -> None:
+    """What forecasts were kept."""
+    try:
+        again = Forecasts.from_state(_json(data))
+    except ValueError:
+        return
+    json.dumps(again.state())
+
+
+def settings(data: bytes) -> None:
+    """The value of a setting, which one is chosen by the first byte."""
+    parse = SETTINGS[data[0] % len(SETTINGS)] if data else values.boolean
+    try:
+        parse(_json(data[1:]))
+    except ValueError as error:
+        _is_short(error, 2000)
+
+
+def kernelspec(data: bytes) -> None:
+    """The stanza of a kernelspec."""
+    stanza = _json(data)
+    try:
+        parse_kernel_config(
+            stanza if isinstance(stanza, dict) else {"fraction": stanza}, default_pool="p", default_fraction="1/4"
+        )
+    except BadRequestError as error:
+        _is_short(error, 2000)
+
+
+def headers(data: bytes) -> None:
+    """The headers of ours in a request."""
+    text = data.decode("latin-1")
+    found = versions.from_header(text)
+    assert found is None or found.to_header().isprintable()
+    try:
+        name = acting.from_header(text.split("\n"))
+    except BadRequestError:
+        return
+    assert name is not None
+    assert name.isprintable()
+
+
+def proc(data: bytes) -> None:
+    """What /proc says of a process, which names itself as it likes."""
+    for parse in (process.parse_stat, process.parse_uid, process.parse_environment):
+        try:
+            parse(data)
+        except ValueError as error:
+            _is_short(error, 2000)
+    name = data.replace(b"\\", b"").replace(b"\n", b"")
+    assert process.parse_uid(b"Name:\t" + name + b"\nUmask:\t0022\nUid:\t7\t7\t7\t7\n") == 7
+    named = b"7 (" + data.replace(b"\0", b"") + b") S 1 2 3 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 99 0"
+    stat = process.parse_stat(named)
+    assert (stat.pid, stat.ppid, stat.session, stat.start_time) == (7, 1, 3, 99)
+
+
+TARGETS: Mapping[str, Callable[[bytes], None]] = {
+    function.__name__: function
+    for function in (
+        request, reply, stream, status, iopub, connection, worker_request, worker_reply, ledger, learnt, settings, kernelspec,
+        headers, proc,
+    )
+}  # fmt: skip
+
+
+def seeds() -> Iterator[tuple[str, bytes]]:
+    """Yield for each target what is well-formed: where the fuzzer begins."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    line = b'{"verb":"close","number":3,"environment":{"A":"b"}}\n'
+    yield "request", b'\x00{"fraction_milli":250,"label":"x","memory_mib":null}'
+    yield "request", b'\x01{"pid":1,"start_time":2,"boot_id":"b","connection":{"ip":"127.0.0.1"}}'
+    pong = b'{"version":"1","protocol":1,"pid":5,"simulated":false}'
+    yield "reply", b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(pong), pong)
+    yield "reply", head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(pong), pong)
+    yield "reply", b'HTTP/1.1 429 Too\r\nRetry-After: 99\r\nContent-Length: 29\r\n\r\n{"error":{"code":"too-many"}}'
+    yield "stream", head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(line), line)
+    yield (
+        "status",
+        b'{"version":"1","pid":1,"simulated":true,"socket":"s","host_budget_mib":1,"host_saved_mib":0,"devices":[],"leases":[]}',
+    )
+    yield (
+        "iopub",
+        b'{"msg_type":"status"}\xff{"msg_id":"m","msg_type":"execute_request"}\xff{}\xff{"execution_state":"busy"}',
+    )
+    yield "iopub", b'{"msg_type":"status"}\xffnull\xff{}\xff{"execution_state":"starting"}'
+    yield (
+        "connection",
+        b'{"transport":"tcp","ip":"127.0.0.1","iopub_port":1,"shell_port":2,"key":"k","signature_scheme":"hmac-sha256"}',
+    )
+    yield (
+        "worker_request",
+        b'{"id":1,"op":"lock","target":{"boot_id":"b","pid":999999999,"start_time":3},"timeout_ms":5,"deadline_s":1}',
+    )
+    yield "worker_reply", b'{"id":1,"ok":false,"state":null,"elapsed_us":1,"error":{"code":"x","message":"y"}}'
+    yield "ledger", b'{"state":"suspended","device_ids":"[\\"a\\"]","pid":3}'
+    yield "learnt", json.dumps(Forecasts().state()).encode()
+    yield "settings", b'\x00"30s"'
+    yield "settings", b'\x0a{"gpus":2}'
+    yield "kernelspec", b'{"pool":"p","fraction":"1/4","memory":"20GiB","devices":1,"priority":0}'
+    yield "headers", b"0.1.0; protocol=1"
+    yield "proc", b"7 (x) S 1 2 3 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 99 0"
