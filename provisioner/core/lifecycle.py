@@ -151,8 +151,9 @@ class Lifecycle:
             ticket.wanted = bool(lease.target_ids)
             return False
         left_out = lease.bucket is not None and ticket.passes != self._books.passes and not ticket.kept_on
+        left_out = left_out and not ticket.urgent
         self._changes.withdraw(lease)
-        return not left_out  # nothing was kept for it, nor promised to it
+        return not left_out  # nothing was kept for it, nor promised to it, and it decided about nobody's turn
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
         """It began or ended to run something. Returns whether that matters to anybody."""

@@ -49,10 +49,10 @@ class Moving:
         return True
 
     def aside(self, victim: Lease, lease: Lease) -> bool:
-        """An idle lease makes room: have it go where there is room for it now, if the beneficiary need not wait for that."""
-        if victim.count > 1 or lease.state is LeaseState.SUSPENDED or victim.ticket is not None:
+        """A lease makes room: have it go where there is room for it now; an idle one only if the beneficiary need not wait for that."""
+        if victim.count > 1 or victim.ticket is not None:
             return False
-        if victim.busy and not self._books.policy(victim).move_busy:
+        if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
         targets = self._room.pick(elsewhere(self._books, victim), victim.held_mib)
         if targets is None:

@@ -154,9 +154,10 @@ class Pass:
         """Serve one ticket as far as it can be now. Returns whether to go on with the bucket."""
         ticket, key = _ticket(lease), bucket.key
         devices = self._where(bucket, lease)
-        if key.targets and self._arrives(lease, ticket, key.targets):
-            return True
-        if key.milli and (over := over_limit(self._books, lease, key.milli)) is not None:
+        over = over_limit(self._books, lease, key.milli) if key.milli else None
+        if key.targets:
+            return self._arrives(lease, ticket, key.targets, over)
+        if over is not None:
             self._within_limits(bucket, lease, over)
             return False
         if key.paused or key.need_mib >= self._hopeless.get(key.family, key.need_mib + 1):
@@ -188,10 +189,10 @@ class Pass:
         self._say(lease, plan, devices)
         return self._stays(lease, ticket, devices)
 
-    def _arrives(self, lease: Lease, ticket: Ticket, targets: tuple[str, ...]) -> bool:
-        """A lease that is being moved goes on to its targets, where room is kept for it, if they can still have it."""
+    def _arrives(self, lease: Lease, ticket: Ticket, targets: tuple[str, ...], over: Wait | None) -> bool:
+        """A lease that is being moved goes on to its targets, where room is kept for it, if they, and its limits, can still have it."""
         there = destinations(self._books, lease)
-        if all(one in there and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
+        if not over and all(one in there and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
             if not self._changes.channel_free:
                 self._say(lease, Wait("wait.swap-channel", "it is being moved; another kernel is moved before it"))
                 return True
@@ -217,7 +218,9 @@ class Pass:
         return devices
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
-        """Return where the need fits now; saved state goes home if it can."""
+        """Return where the need fits now; saved state goes home if it can. Who grows by nothing but its share needs no room."""
+        if lease.grows:
+            return devices if devices and (not need_mib or self._room.fits(devices, need_mib)) else None
         home = lease.home_ids if lease.state is LeaseState.SUSPENDED else ()
         if home and set(home) <= set(devices) and self._room.fits(home, need_mib):
             return home
@@ -230,10 +233,15 @@ class Pass:
             self._say(lease, Wait("wait.swap-channel", "another kernel is being moved; this one is next"))
             return True
         urgent = ticket.urgent or bool(self._latest_urgent)
+        self.again |= (
+            ticket.urgent
+        )  # whoever went before others only because it did not wait for the urgent one does no more
         if ticket.grow is not None:
-            held_mib = lease.held_mib
+            held_mib, milli = lease.held_mib, lease.milli
             self._resizing.grow(lease)
-            self.again |= lease.held_mib < held_mib  # a larger share, with less memory
+            self.again |= (
+                lease.held_mib < held_mib or lease.milli < milli
+            )  # a larger share with less memory, or the other way
             if lease.grows:  # it lacks more by now than when it asked
                 self.again = True
                 return True
@@ -263,8 +271,8 @@ class Pass:
         for victim in plan.victims:
             if not self._changes.channel_free:
                 break
-            why = f"idle, and its user needs its share for lease {lease.lease_id[:8]}"
-            self._changes.begin_suspend(victim, "suspend.user-limit", why)
+            mine = "suspend.user-limit", f"idle, and its user needs its share for lease {lease.lease_id[:8]}"
+            self._changes.begin_suspend(victim, *(mine if victim in own else _why_it_leaves(victim, lease)))
             self._room.changed(victim.device_ids)
 
     def _make_room(self, lease: Lease, plan: Plan) -> None:

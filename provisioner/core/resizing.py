@@ -159,8 +159,10 @@ class Resizing:
         else:
             self._changes.withdraw(lease)
             if self.may_be(lease, spec):
+                held_mib = lease.held_mib
                 self._apply(lease, spec)
-                self._changes.touched.update(lease.device_ids)
+                if lease.held_mib > held_mib:
+                    self._changes.touched.update(lease.device_ids)
 
     def may_be(self, lease: Lease, spec: LeaseSpec) -> bool:
         """Whether the size is still within the limits, of which others may have taken since it was asked; decline it if not."""

@@ -159,7 +159,8 @@ class Room:
                 costs[device_id] = sum(map(self._victims.cost, victims))
         short_of_host: Wait | None = None
         while plans:
-            home = lease.home_ids if lease.state is LeaseState.SUSPENDED and len(devices) == count else ()
+            bound = lease.state is LeaseState.SUSPENDED or lease.grows
+            home = (lease.home_ids or lease.device_ids) if bound and len(devices) == count else ()
             chosen = self._cheapest(plans, costs, count, home)
             if chosen is None:
                 return short_of_host

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from provisioner.core.effects import Effect, LeaseRefused
-from provisioner.core.events import Attached, LeaseReleased, LeaseRequested
+from provisioner.core.events import Attached, LeaseReleased, LeaseRequested, ResizeRequested
 from provisioner.core.model import LeaseState, Limits, PoolSpec
 from tests.core.driving import Hand, device, pool, spec
 
@@ -112,3 +112,36 @@ def test_a_group_s_kernels_on_devices_are_limited_together() -> None:
     assert hand.ticket("b").reason == "wait.group-limit"
     hand.rest("a")
     assert hand.state("a") is LeaseState.SUSPENDING
+
+
+def test_a_busy_kernel_that_is_preempted_beside_a_user_s_own_is_told_the_reason() -> None:
+    policy = dataclasses.replace(_pool(user=Limits(resident_milli=300)), min_residency_swaps_milli=0)
+    hand = Hand(pools=[policy], parallel_swaps=2)
+    _start(hand, "x", 600, owner="bob")
+    hand.want("x")
+    hand.work("x")
+    _start(hand, "a", 100)
+    hand.want("a")
+    hand.work("a")
+    hand.rest("a")
+    hand.start("b", 800, priority=1)
+    assert hand.suspends(hand.want("b")) == []
+    effects = hand.wait(policy.min_residency_ms)
+    assert hand.suspends(effects) == ["a", "x"]
+    assert hand.reasons(effects, "a")[:1] == ["suspend.user-limit"]
+    assert hand.reasons(effects, "x")[:1] == ["suspend.preempted"]
+
+
+def test_a_share_that_shrinks_while_its_memory_grows_lets_the_user_s_next_kernel_in() -> None:
+    hand = Hand(pools=[_pool(user=Limits(resident_milli=750))])
+    _start(hand, "a", milli=500)
+    hand.want("a")
+    hand.work("a")
+    _start(hand, "b", milli=500)
+    hand.want("b")
+    assert hand.ticket("b").reason == "wait.user-limit"
+    effects = hand.send(
+        ResizeRequested(at_ms=hand.now, lease_id="a", fraction_milli=125, reserve_mib=600, request_mib=None)
+    )
+    assert hand.view("a").reserved_mib == 600
+    assert hand.granted(effects) == [("b", "d0")]

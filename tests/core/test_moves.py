@@ -3,8 +3,8 @@
 import dataclasses
 
 from provisioner.core.effects import Effect, Suspend
-from provisioner.core.events import DeviceLost, SuspendOutcome
-from provisioner.core.model import LeaseState, PoolSpec
+from provisioner.core.events import DeviceLost, LeaseReleased, ResizeRequested, SuspendOutcome, SuspendRequested
+from provisioner.core.model import LeaseState, Limits, PoolSpec
 from tests.core.driving import Hand, device, pool
 
 MINIMUM_MS = 10_000
@@ -35,7 +35,8 @@ def _crowded(hand: Hand) -> None:
     """Have busy kernels leave 400 MiB free on each of two devices: b and c on d0, a on d1; 700 are wanted."""
     for name, mib in (("b", 300), ("c", 300), ("a", 600)):
         hand.run(name, mib)
-    hand.start("large", 700)
+    if hand.arbiter.lease("large") is None:
+        hand.start("large", 700)
     hand.want("large")
 
 
@@ -117,3 +118,32 @@ def test_a_move_that_is_rolled_back_leaves_everything_as_it_was_and_another_is_m
     effects = hand.saved(hand.wait(MINIMUM_MS), SuspendOutcome.ABORTED)
     assert (hand.state("b"), hand.arbiter.ticket("b")) == (LeaseState.RESIDENT, None)
     assert _moved(effects) == [("c", True)]
+
+
+def test_a_busy_kernel_is_moved_for_a_saved_one_too_and_not_merely_preempted() -> None:
+    hand = _hand(_pool(move_busy=True))
+    hand.idle("large", 700)
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="large")))
+    _crowded(hand)
+    effects = hand.wait(MINIMUM_MS)
+    assert _moved(effects) == [("b", True)]
+    assert "move.defragment" in hand.reasons(effects, "b")
+    effects = hand.saved(effects)
+    assert hand.resumes(effects) == [("b", "d1")]
+    assert hand.resumes(hand.restored(effects)) == [("large", "d0")]
+
+
+def test_whoever_finds_its_user_s_share_taken_when_it_arrives_waits_like_others() -> None:
+    hand = _hand(dataclasses.replace(_pool(), user_limits=Limits(resident_milli=1000)))
+    hand.run("x", 600)
+    hand.idle("a", 400)
+    effects = hand.send(
+        ResizeRequested(at_ms=hand.now, lease_id="a", fraction_milli=500, reserve_mib=700, request_mib=None)
+    )
+    assert "move.grow" in hand.reasons(effects, "a")
+    for name in ("y", "z"):  # meanwhile they take what is left of the share
+        hand.run(name, 100)
+    effects = hand.saved(effects)
+    assert hand.resumes(effects) == []
+    assert (hand.ticket("a").reason, hand.ticket("a").kept_on) == ("wait.user-limit", ())
+    assert hand.resumes(hand.send(LeaseReleased(at_ms=0, lease_id="z"))) == [("a", "d1")]

@@ -1,11 +1,20 @@
 """Who comes first, who may overtake whom and how often, and what is kept for whom."""
 
+import dataclasses
+
 import pytest
 
 from provisioner.core.effects import Effect, Granted
-from provisioner.core.events import LeaseReleased, SuspendOutcome, SuspendRequested, Unwanted
-from provisioner.core.model import LeaseState
-from tests.core.driving import Hand, device, pool
+from provisioner.core.events import (
+    Attached,
+    LeaseReleased,
+    LeaseRequested,
+    SuspendOutcome,
+    SuspendRequested,
+    Unwanted,
+)
+from provisioner.core.model import LeaseState, Limits
+from tests.core.driving import Hand, device, pool, spec
 
 
 def _small(hand: Hand, name: str, reserve_mib: int = 100) -> bool:
@@ -279,3 +288,41 @@ def test_an_urgent_ticket_and_one_that_it_may_not_pass_do_not_block_each_other()
     assert hand.state("old") is LeaseState.RESIDENT
     hand.send(LeaseReleased(at_ms=0, lease_id="old"))
     assert hand.state("late") is LeaseState.RESIDENT
+
+
+def test_room_is_kept_from_an_older_ticket_no_longer_than_an_urgent_one_waits() -> None:
+    hand = Hand(pools=[pool(max_passed_over=1)])
+    hand.run("x", 600)
+    hand.run("a", 400)
+    for name, mib in (("old", 250), ("late", 400), ("urgent", 50)):
+        hand.start(name, mib)
+        hand.want(name, urgent=name == "urgent")
+    effects = hand.send(LeaseReleased(at_ms=0, lease_id="a"))  # the urgent one passes the late one over
+    assert hand.granted(effects) == [("urgent", "d0"), ("old", "d0")]
+
+
+def test_an_urgent_ticket_that_is_withdrawn_gives_an_older_one_its_turn_back() -> None:
+    policy = dataclasses.replace(pool(max_passed_over=1), user_limits=Limits(resident_milli=300))
+    hand = Hand(pools=[policy])
+
+    def ask(name: str, mib: int, *, owner: str = "", urgent: bool = False) -> None:
+        what = dataclasses.replace(spec(name, mib), owner=owner or name)
+        hand.send(LeaseRequested(at_ms=0, spec=what))
+        hand.send(Attached(at_ms=0, lease_id=name, gated=True))
+        hand.want(name, urgent=urgent)
+        hand.work(name)
+
+    for name, mib, owner in (
+        ("first", 20, "ann"),
+        ("x", 580, ""),
+        ("a", 400, ""),
+        ("old", 250, "ann"),
+        ("late", 400, ""),
+    ):
+        ask(name, mib, owner=owner)
+    ask("small", 50, urgent=True)
+    ask("urgent", 1000, urgent=True)
+    hand.send(LeaseReleased(at_ms=0, lease_id="a"))  # only the small one is let in, and the late one was passed over
+    assert (hand.ticket("old").reason, hand.ticket("late").passed_over) == ("wait.user-limit", 1)
+    assert hand.granted(hand.send(LeaseReleased(at_ms=0, lease_id="first"))) == []
+    assert hand.granted(hand.send(Unwanted(at_ms=0, lease_id="urgent"))) == [("old", "d0")]

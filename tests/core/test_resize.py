@@ -8,14 +8,16 @@ from provisioner.core.effects import Declined, Effect, Resized
 from provisioner.core.events import (
     HostMemorySeen,
     LeaseMeasured,
+    LeaseRecovered,
     LeaseReleased,
+    PoolConfigured,
     ProcessExited,
     ResizeRequested,
     SuspendOutcome,
     SuspendRequested,
 )
-from provisioner.core.model import LeaseState, Limits
-from tests.core.driving import Hand, device, pool
+from provisioner.core.model import LeaseState, Limits, ReserveBy
+from tests.core.driving import Hand, device, pool, spec
 
 
 def _resize(hand: Hand, name: str, reserve_mib: int, milli: int = 250) -> list[Effect]:
@@ -216,3 +218,30 @@ def test_nobody_who_makes_room_for_another_to_grow_does_so_in_vain() -> None:
     effects = hand.saved(effects)
     assert _sizes(effects) == [("a", 900, 900)]
     assert hand.suspends(effects) == ["a"], "it has idled for long enough, too"
+
+
+def test_a_larger_share_without_more_memory_needs_no_room_that_is_kept_for_others() -> None:
+    hand = Hand(pools=[pool(max_passed_over=0)])
+    hand.run("a", 600)
+    hand.start("large", 1000)
+    hand.want("large")
+    assert hand.ticket("large").kept_on == ("d0",)
+    assert _sizes(_resize(hand, "a", 600, milli=500)) == [("a", 600, 600)]
+    assert hand.view("a").spec.fraction_milli == 500
+
+
+def test_a_kernel_on_unlike_devices_grows_where_it_is() -> None:
+    by_use = dataclasses.replace(pool("d0", "d1"), reserve_by=ReserveBy.USE, headroom_mib=50)
+    hand = Hand(device("d0"), device("d1", kind="A"), pools=[by_use])
+    found = dataclasses.replace(spec("a", 250, milli=1000), devices=2, request_mib=100)
+    both = ("d0", "d1")
+    hand.send(
+        LeaseRecovered(
+            at_ms=0, spec=found, state=LeaseState.RESIDENT, generation=1, device_id="d0", device_ids=both, busy=True
+        )
+    )
+    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=300))
+    assert hand.view("a").reserved_mib == 200
+    effects = hand.send(PoolConfigured(at_ms=0, pool=dataclasses.replace(by_use, reserve_by=ReserveBy.CAP)))
+    assert _sizes(effects) == [("a", 250, 250)]
+    assert hand.arbiter.ticket("a") is None
