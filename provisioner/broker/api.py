@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from tornado import httputil, web
 from tornado.httpserver import HTTPServer
@@ -44,7 +45,8 @@ class _Status(Handler):
     def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
         seat = self.service.seats.of_token(self.peer.token)
-        self.reply(host_status(self.service.broker, self.socket_path, uid, seat=seat))
+        status = host_status(self.service.broker, self.socket_path, uid, seat=seat)
+        self.reply(replace(status, audit_file=str(self.service.audit.path)) if self.peer.admin else status)
 
 
 class _Leases(Handler):
@@ -56,13 +58,14 @@ class _Lease(Handler):
     def get(self, lease_id: str) -> None:
         self.reply(self.service.status_of(self.service.find(self.peer, lease_id)))
 
-    def delete(self, lease_id: str) -> None:
+    async def delete(self, lease_id: str) -> None:
         try:
             kernel = self.service.find(self.peer, lease_id)
         except NotFoundError:
             pass  # released before: a second release is no error
         else:
-            self.service.release(kernel)
+            async with self.steered("release", kernel):
+                self.service.release(kernel)
         self.reply(Done())
 
 
@@ -80,7 +83,10 @@ class _Detach(Handler):
 
 class _Suspend(Handler):
     async def post(self, lease_id: str) -> None:
-        self.reply(await self.service.suspend(self.service.find(self.peer, lease_id)))
+        kernel = self.service.find(self.peer, lease_id)
+        async with self.steered("suspend", kernel):
+            status = await self.service.suspend(kernel)
+        self.reply(status)
 
 
 class _Events(Stream):
@@ -101,7 +107,9 @@ class _Resume(Stream):
         kernel = self.service.find(self.peer, lease_id)
 
         async def work() -> None:
-            self.reply(await self.service.resume(kernel))
+            async with self.steered("resume", kernel):
+                status = await self.service.resume(kernel)
+            self.reply(status)
 
         await self.run(asyncio.create_task(work()))
 

@@ -4,13 +4,16 @@ import asyncio
 import http
 import logging
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
 import msgspec
 from tornado import iostream, web
 
+from provisioner.broker.audit import Act, is_anothers
 from provisioner.broker.checks import Peer
 from provisioner.broker.decode import as_json, decode, printable
+from provisioner.broker.kernels import Kernel
 from provisioner.broker.limiter import Limiter
 from provisioner.broker.server import is_admin
 from provisioner.broker.service import Service
@@ -96,6 +99,24 @@ class Handler(web.RequestHandler):
                 reason="not-admin",
             )
         return from_header(values)
+
+    def audited(self, act: str, target: str, **parameters: object) -> AbstractAsyncContextManager[Act | None]:
+        """Return a block in which an administrator's act is done, and written into the audit log; anybody else's is not there.
+
+        Take the body before it, and reply after it: by then the outcome is on the disk. Raises as `AuditLog.act`.
+        """
+        if not self.peer.admin:
+            return nullcontext()
+        return self.service.audit.act(act, target, self.peer, parameters)
+
+    def steered(
+        self, act: str, kernel: Kernel, *, even_own: bool = False, **parameters: object
+    ) -> AbstractAsyncContextManager[Act | None]:
+        """Return the same for something that is done to a lease: what people do to their own is nobody's business, mostly."""
+        view = self.service.broker.arbiter.lease(kernel.lease_id)
+        if view is None or not (even_own or is_anothers(self.peer, kernel, view)):
+            return nullcontext()
+        return self.audited(act, kernel.lease_id, owner=view.spec.owner, **parameters)
 
     def take(self, kind: type[T]) -> T:
         """Decode the body."""

@@ -1,6 +1,7 @@
 """The routes by which people steer leases that exist, and administrators steer devices."""
 
 import asyncio
+from dataclasses import asdict
 
 from provisioner.broker.handler import Handler, Stream
 from provisioner.protocol.messages import Done, DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
@@ -14,12 +15,18 @@ _DEVICE = r"/v1/devices/([^/]{1,200})"
 class _Pin(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        self.reply(await self.service.steering.pin(kernel, self.take(PinRequest)))
+        request = self.take(PinRequest)
+        async with self.steered("pin", kernel, **asdict(request)):
+            status = await self.service.steering.pin(kernel, request)
+        self.reply(status)
 
 
 class _Unpin(Handler):
     async def post(self, lease_id: str) -> None:
-        self.reply(await self.service.steering.unpin(self.service.find(self.peer, lease_id)))
+        kernel = self.service.find(self.peer, lease_id)
+        async with self.steered("unpin", kernel):
+            status = await self.service.steering.unpin(kernel)
+        self.reply(status)
 
 
 class _Resize(Stream):
@@ -28,7 +35,9 @@ class _Resize(Stream):
         request = self.take(ResizeRequest)
 
         async def work() -> None:
-            self.reply(await self.service.steering.resize(kernel, request))
+            async with self.steered("resize", kernel, **asdict(request)):
+                status = await self.service.steering.resize(kernel, request)
+            self.reply(status)
 
         await self.run(asyncio.create_task(work()))
 
@@ -38,10 +47,12 @@ class _Move(Stream):
         kernel = self.service.find(self.peer, lease_id)
         self.service.steering.must_administer(self.peer, "move kernels")
         request = self.take(MoveRequest)
-        to = None if request.device is None else self.service.steering.device(self.peer, request.device)
 
         async def work() -> None:
-            self.reply(await self.service.administering.move(kernel, to))
+            async with self.steered("move", kernel, even_own=True, **asdict(request)):
+                to = None if request.device is None else self.service.steering.device(self.peer, request.device)
+                status = await self.service.administering.move(kernel, to)
+            self.reply(status)
 
         await self.run(asyncio.create_task(work()))
 
@@ -50,7 +61,9 @@ class _Evict(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
         self.service.steering.must_administer(self.peer, "end kernels of others")
-        await self.service.administering.evict(kernel, self.take(EvictRequest))
+        request = self.take(EvictRequest)
+        async with self.steered("evict", kernel, even_own=True, **asdict(request)):
+            await self.service.administering.evict(kernel, request)
         self.reply(Done())
 
 
@@ -67,12 +80,16 @@ class _History(Handler):
 class _Drain(Handler):
     async def post(self, device: str) -> None:
         request = self.take(DrainRequest)
-        self.reply(await self.service.steering.drain(self.peer, device, evict_busy=request.evict_busy))
+        async with self.audited("drain", device, **asdict(request)):
+            status = await self.service.steering.drain(self.peer, device, evict_busy=request.evict_busy)
+        self.reply(status)
 
 
 class _Undrain(Handler):
     async def post(self, device: str) -> None:
-        self.reply(await self.service.steering.undrain(self.peer, device))
+        async with self.audited("undrain", device):
+            status = await self.service.steering.undrain(self.peer, device)
+        self.reply(status)
 
 
 POLICY_ROUTES: tuple[tuple[str, type[Handler]], ...] = (

@@ -14,6 +14,7 @@ from typing import TextIO
 from tornado.netutil import bind_unix_socket
 
 from provisioner.broker.api import make_server
+from provisioner.broker.audit import AuditLog
 from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.learning import keep_learning, keep_learnt, learnt
@@ -128,6 +129,7 @@ class Run:
         await watcher.sample()
         service = Service(broker, self._settings)
         service.seats.recover(self._ledger)
+        await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)
         server.add_socket(self._bind())
         self._say_ready()
@@ -137,7 +139,7 @@ class Run:
             self._try_checkpoints(broker, worker, off),
             service.seats.run(),
             self._stop_when_unused(broker),
-            self._forget_history(broker),
+            self._forget_history(broker, service.audit),
             keep_learning(arbiter, broker.writer),
         )
         tasks = [asyncio.create_task(work) for work in works]
@@ -155,6 +157,7 @@ class Run:
             await broker.close()
             await worker.close()
             turn.close()
+            service.audit.close()
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
         return leases_live
 
@@ -243,9 +246,10 @@ class Run:
             stop.cancel()
 
     @staticmethod
-    async def _forget_history(broker: Broker) -> None:
-        """Keep the ledger from growing for ever: now and once a day."""
+    async def _forget_history(broker: Broker, audit: AuditLog) -> None:
+        """Keep the ledger and the audit log from growing for ever: now and once a day."""
         while True:
+            await audit.prune()
             broker.writer.submit(partial(broker.writer.ledger.prune, wall_ms() - _HISTORY_MS))
             await asyncio.sleep(_DAY_S)
 

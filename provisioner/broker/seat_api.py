@@ -1,12 +1,12 @@
 """The routes of seats and pools. Administrators only: a hub's users learn of their seats from the hub."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 from provisioner.broker.handler import Handler, Stream
 from provisioner.protocol.errors import ForbiddenError
 from provisioner.protocol.messages import Done
-from provisioner.protocol.seats import OfferRequest, PoolChange, SeatRequest
+from provisioner.protocol.seats import OfferRequest, PoolChange, ProgressKind, SeatRequest
 
 __all__ = ["SEAT_ROUTES"]
 
@@ -51,16 +51,31 @@ class _Seats(_AdminStream):
         request = self.take(SeatRequest)
 
         async def work() -> None:
-            async with aclosing(self.service.seats.take(request)) as stream:
+            last = None
+            whose = _whose(request.owner, request.server)
+            async with (
+                self.audited("seat.give", whose, **_terms(request)) as act,
+                aclosing(self.service.seats.take(request)) as stream,
+            ):
                 async for progress in stream:
-                    await self.line(progress)
+                    if progress.kind == ProgressKind.WAITING:
+                        await self.line(progress)
+                        continue
+                    last = progress  # told once the audit log has it
+                    if act is not None and progress.kind == ProgressKind.REFUSED:
+                        act.refused(progress.reason, progress.sentence)
+            if last is not None:
+                await self.line(last)
 
         await self.run(asyncio.create_task(work()))
 
 
 class _Seat(_AdminHandler):
-    def delete(self, seat_id: str) -> None:
-        self.service.seats.release(seat_id)
+    async def delete(self, seat_id: str) -> None:
+        seat = self.service.seats.find(seat_id)
+        if seat is not None:
+            async with self.audited("seat.end", _whose(seat.owner, seat.server), seat=seat_id, pool=seat.pool):
+                self.service.seats.release(seat_id)
         self.reply(Done())
 
 
@@ -75,9 +90,24 @@ class _Pools(_AdminHandler):
 
 
 class _Pool(_AdminHandler):
-    def post(self, name: str) -> None:
+    async def post(self, name: str) -> None:
         change = self.take(PoolChange)
-        self.reply(self.service.seats.pools.change(name, change, uid=self.peer.credentials.uid))
+        async with self.audited("pool.change", name, keys=change.keys) if change.keys else nullcontext():
+            keys = self.service.seats.pools.change(name, change, uid=self.peer.credentials.uid)
+        self.reply(keys)
+
+
+def _whose(owner: str, server: str) -> str:
+    return f"{owner}/{server}" if server else owner
+
+
+def _terms(request: SeatRequest) -> dict[str, object]:
+    return {
+        "pool": request.pool,
+        "fraction_milli": request.fraction_milli,
+        "memory_mib": request.memory_mib,
+        "server_uid": request.uid,
+    }
 
 
 SEAT_ROUTES: tuple[tuple[str, type[Handler]], ...] = (

@@ -265,6 +265,10 @@ class Seats:
             self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
         return self.status(seat)
 
+    def find(self, seat_id: str) -> SeatRecord | None:
+        """Return the seat, None if there is none such (any more)."""
+        return self._seats.get(seat_id)
+
     def release(self, seat_id: str) -> None:
         """End the seat. One that is unknown is left alone."""
         if (seat := self._seats.get(seat_id)) is not None:

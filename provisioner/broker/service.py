@@ -21,6 +21,7 @@ import zmq
 
 from provisioner import __version__
 from provisioner.broker.administering import Administering
+from provisioner.broker.audit import AuditLog
 from provisioner.broker.broker import Broker, devices_of, now_ms, token_digest, wall_ms
 from provisioner.broker.checks import Peer, lease_spec, user_name, verified_process
 from provisioner.broker.decode import printable
@@ -104,6 +105,7 @@ class Service:
         self.administering = Administering(broker)
         self.admin_gid = settings.admin_gid()
         self.settings = settings
+        self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
 
     def ping(self) -> Pong:
         """Say who answers."""

@@ -7,6 +7,7 @@ import grp
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ class Settings:
     seats_required: bool = False
     admin_group: str = ""
     admin_group_where: str = ""  # its key, for the error that only the host can show
+    audit_file: Path | None = None  # None: where the ledger is
+    audit_max_mib: int = 10  # of one file
+    audit_files: int = 20  # finished ones that are kept
+    audit_keep_ms: int | None = None  # None: for ever
+    audit_required: bool = True
+    metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
+    metrics_public: bool = False
 
     def admin_gid(self) -> int | None:
         """Return the id of the administrators' group; None if there is none. Raises ConfigError if the host does not know it."""
@@ -100,6 +108,11 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "checkpoint_deadline": values.duration(least_ms=1000),
     "log_level": values.log_level,
     "devices": values.device_references,
+    "audit_file": values.audit_file,
+    "audit_max_size": values.audit_size,
+    "audit_files": values.whole_number(1, 10_000),
+    "audit_keep": values.duration(least_ms=3_600_000, word="forever"),
+    "metrics_address": values.metrics_address,
 }
 
 
@@ -137,7 +150,25 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         seats_required=traits.seats_required,
         admin_group=traits.admin_group,
         admin_group_where=where("admin_group"),
+        audit_file=plain["audit_file"],
+        audit_max_mib=plain["audit_max_size"],
+        audit_files=plain["audit_files"],
+        audit_keep_ms=plain["audit_keep"],
+        audit_required=traits.audit_required,
+        metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
+        metrics_public=traits.metrics_public,
     )
+
+
+def _metrics_address(traits: GPUBroker, address: tuple[str, int] | None, where: str) -> tuple[str, int] | None:
+    if address is not None and not traits.metrics_public and not ip_address(address[0]).is_loopback:
+        raise refuse(
+            where,
+            traits.metrics_address,
+            "other machines reach this address; use a loopback one such as '127.0.0.1:9464', or set "
+            "c.GPUBroker.metrics_public = True to let whoever reaches it read the totals",
+        )
+    return address
 
 
 def _pools(traits: GPUBroker, where: str) -> tuple[PoolSettings, ...]:

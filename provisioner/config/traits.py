@@ -79,6 +79,37 @@ class GPUBroker(Configurable):
         default_value=False,
         help="""Refuse every kernel that has no seat from a hub, whoever asks. Set by the hub that runs the broker.""",
     ).tag(config=True, example=True)
+    audit_file = Unicode(
+        "",
+        help="""The audit log of what administrators do: an absolute path. Empty: audit.jsonl where the ledger is.""",
+    ).tag(config=True, example="/var/log/jupyter-gpu/audit.jsonl")
+    audit_max_size = _text_or_number(
+        "10MiB",
+        help="""How large one file of the audit log may become before the next one is begun.""",
+    ).tag(config=True, example="100MiB")
+    audit_files = Int(
+        20,
+        help="""How many finished files of the audit log are kept.""",
+    ).tag(config=True, example=100)
+    audit_keep = _text_or_number(
+        "365d",
+        help="""How long the audit log is kept, or 'forever'. It is dropped by files, which end after a quarter of this: a
+        line may stay a quarter longer.""",
+    ).tag(config=True, example="90d")
+    audit_required = Bool(
+        default_value=True,
+        help="""Refuse what an administrator asks while the audit log cannot be written (a full disk). False: it is done, and
+        the broker's log has a line for each act that is missing.""",
+    ).tag(config=True, example=False)
+    metrics_address = Unicode(
+        "",
+        help="""Where Prometheus finds the metrics by TCP: an IP address and a port. Empty: nowhere; the socket has them in any
+        case. Whoever reaches the address reads the totals.""",
+    ).tag(config=True, example="127.0.0.1:9464")
+    metrics_public = Bool(
+        default_value=False,
+        help="""Let metrics_address be one that other machines reach. Without it, only a loopback address is allowed.""",
+    ).tag(config=True, example=True)
     pools: "Dict[str, Any]" = Dict(  # traitlets' Dict is generic for type checkers only
         key_trait=Unicode(),
         default_value={"default": {}},

@@ -9,12 +9,15 @@ Memory in MiB, durations in milliseconds, shares in thousandths.
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from ipaddress import ip_address
 from pathlib import Path
 
 from provisioner.core.model import Limits, ReserveBy
 from provisioner.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 
 __all__ = [
+    "audit_file",
+    "audit_size",
     "boolean",
     "device_references",
     "duration",
@@ -25,6 +28,7 @@ __all__ = [
     "limits",
     "log_level",
     "memory",
+    "metrics_address",
     "oversubscription",
     "preempt",
     "reserve_by",
@@ -38,6 +42,8 @@ _LONGEST_TEXT = 64
 _ZERO = re.compile(r"\s*0+(\.0*)?\s*([KMGT]i?B?)?\s*", re.IGNORECASE)
 _PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
+_PORT = re.compile(r"\d{1,5}", re.ASCII)
+_MOST_AUDIT_MIB = 1 << 20
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _MOST_DEVICES = 1024
 _MOST_GROUPS = 1000
@@ -236,9 +242,18 @@ def log_level(value: object) -> str:
 
 def state_dir(value: object) -> Path | None:
     """Return an absolute path, `~` expanded; None for the broker's own choice."""
+    return _absolute(value, "'/var/lib/jupyter-gpu' or '~/.local/share/jupyter-gpu'")
+
+
+def audit_file(value: object) -> Path | None:
+    """Return an absolute path, `~` expanded; None for the broker's own choice."""
+    return _absolute(value, "'/var/log/jupyter-gpu/audit.jsonl'")
+
+
+def _absolute(value: object, examples: str) -> Path | None:
     if value is None or value == "":
         return None
-    allowed = "allowed: an absolute path such as '/var/lib/jupyter-gpu' or '~/.local/share/jupyter-gpu'"
+    allowed = f"allowed: an absolute path such as {examples}"
     if not isinstance(value, (str, Path)) or "\0" in str(value):
         raise ValueError(allowed)
     try:
@@ -248,3 +263,26 @@ def state_dir(value: object) -> Path | None:
     if not path.is_absolute():
         raise ValueError(allowed)
     return path
+
+
+def audit_size(value: object) -> int:
+    """Return MiB, at least one."""
+    mib = memory(value)
+    if not 1 <= mib <= _MOST_AUDIT_MIB:
+        raise ValueError("allowed: from 1MiB to 1TiB")
+    return mib
+
+
+def metrics_address(value: object) -> tuple[str, int] | None:
+    """Return an IP address and a port; None for no listener. A name is not allowed: what it means may change."""
+    if value == "":
+        return None
+    allowed = "allowed: an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"
+    host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not _PORT.fullmatch(port) or not 0 < int(port) < 65_536 or (":" in bare) != (bare != host):
+        raise ValueError(allowed)
+    try:
+        return str(ip_address(bare)), int(port)
+    except ValueError:
+        raise ValueError(allowed) from None

@@ -377,3 +377,4 @@ class HostStatus:
     devices: list[DeviceStatus]
     leases: list[LeaseStatus]
     pools: dict[str, list[int]] = field(default_factory=dict)  # name -> fractions on offer, milli-GPU
+    audit_file: str = ""  # the path of the audit log, for administrators

@@ -131,6 +131,7 @@ class LiveBroker:
         server.stop()
         await server.close_all_connections()
         await self.broker.close()
+        self.service.audit.close()
         await worker.close()
         monitor.close()
         destroy(host)

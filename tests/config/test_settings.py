@@ -33,6 +33,15 @@ from provisioner.config import ConfigError, load
         ("log_level", "warning", "log_level", "WARNING"),
         ("devices", [0, "1", "GPU-8f6a"], "devices", ("0", "1", "GPU-8f6a")),
         ("devices", "all", "devices", None),
+        ("audit_file", "/var/log/audit", "audit_file", Path("/var/log/audit")),
+        ("audit_max_size", "1GiB", "audit_max_mib", 1024),
+        ("audit_files", 3, "audit_files", 3),
+        ("audit_keep", "1h", "audit_keep_ms", 3_600_000),
+        ("audit_keep", "forever", "audit_keep_ms", None),
+        ("audit_required", False, "audit_required", False),
+        ("metrics_address", "127.0.0.1:9464", "metrics_address", ("127.0.0.1", 9464)),
+        ("metrics_address", "[::1]:1", "metrics_address", ("::1", 1)),
+        ("metrics_address", "", "metrics_address", None),
     ],
 )
 def test_what_people_write_is_translated(name: str, value: object, field: str, expected: object) -> None:
@@ -67,6 +76,21 @@ def test_what_people_write_is_translated(name: str, value: object, field: str, e
         ("devices", [" "], "' ' is not a device"),
         ("devices", [0.5], "0.5 is not a device"),
         ("pools", {}, "there must be a pool"),
+        ("audit_file", "audit.jsonl", "allowed: an absolute path such as '/var/log/jupyter-gpu/audit.jsonl'"),
+        ("audit_max_size", 0, "allowed: from 1MiB to 1TiB"),
+        ("audit_max_size", "2TiB", "allowed: from 1MiB to 1TiB"),
+        ("audit_files", 0, "allowed: a whole number from 1 to 10000"),
+        ("audit_files", "many", "expected"),
+        ("audit_keep", "1m", "allowed: from 1 h to 366 days or 'forever'"),
+        ("audit_required", "no", "expected"),
+        ("metrics_address", "9464", "allowed: an IP address and a port"),
+        ("metrics_address", "localhost:9464", "allowed: an IP address and a port"),
+        ("metrics_address", "127.0.0.1:0", "allowed: an IP address and a port"),
+        ("metrics_address", "127.0.0.1:65536", "allowed: an IP address and a port"),
+        ("metrics_address", "::1:9464", "allowed: an IP address and a port"),
+        ("metrics_address", "[127.0.0.1]:9464", "allowed: an IP address and a port"),
+        ("metrics_address", "0.0.0.0:9464", "other machines reach this address; use a loopback one"),
+        ("metrics_address", "[::]:9464", "c.GPUBroker.metrics_public = True"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(name: str, value: object, allowed: str) -> None:
@@ -121,3 +145,8 @@ def test_of_several_pools_one_must_be_the_default() -> None:
     ):
         load(None, {"pools": pools})
     assert load(None, {"pools": pools, "default_pool": "b"}).default_pool == "b"
+
+
+def test_an_address_that_others_reach_is_allowed_where_that_is_meant() -> None:
+    given = {"metrics_address": "192.0.2.7:9464", "metrics_public": True}
+    assert load(None, given).metrics_address == ("192.0.2.7", 9464)
