@@ -71,10 +71,10 @@ def _leases(books: Books) -> list[str]:
             broken.append(f"{name} holds a reservation")
         if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.reserved:
             broken.append(f"{name} has no reservation")
-        grows = lease.state is LeaseState.RESIDENT and lease.ticket is not None
         # In an operation it holds what was reserved when that began, also if its pool has another policy by now.
         least_mib = lease.saved_each_mib if lease.state in _IN_OPERATION else _least_mib(books, lease)
-        if lease.reserved and lease.held_mib < least_mib and lease.state is not LeaseState.QUARANTINED and not grows:
+        settled = lease.state is not LeaseState.QUARANTINED and not lease.grows
+        if lease.reserved and lease.held_mib < least_mib and settled:
             broken.append(f"{name} holds {lease.held_mib} MiB and needs {lease.need_mib} MiB")
         if lease.host_mib and lease.state not in (LeaseState.SUSPENDING, LeaseState.QUARANTINED):
             broken.append(f"{name} has {lease.host_mib} MiB of host memory reserved")

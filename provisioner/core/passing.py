@@ -232,23 +232,22 @@ class Pass:
                 self._keep(lease, device_id)
             self._say(lease, Wait("wait.swap-channel", "another kernel is being moved; this one is next"))
             return True
-        urgent = ticket.urgent or bool(self._latest_urgent)
-        self.again |= (
-            ticket.urgent
-        )  # whoever went before others only because it did not wait for the urgent one does no more
+        urgent, held_mib = ticket.urgent or bool(self._latest_urgent), lease.held_mib
+        # Whoever went before others only because it did not wait for the urgent one does no more.
+        self.again |= ticket.urgent
         if ticket.grow is not None:
-            held_mib, milli = lease.held_mib, lease.milli
+            milli = lease.milli
             self._resizing.grow(lease)
-            self.again |= (
-                lease.held_mib < held_mib or lease.milli < milli
-            )  # a larger share with less memory, or the other way
+            # A larger share with less memory, or the other way.
+            self.again |= lease.held_mib < held_mib or lease.milli < milli
             if lease.grows:  # it lacks more by now than when it asked
                 self.again = True
                 return True
         else:
             self._changes.grant(lease, chosen)
         self._room.changed(chosen)
-        self._pass_over(lease, ticket, chosen, urgent=urgent)
+        if lease.held_mib > held_mib:
+            self._pass_over(lease, ticket, chosen, urgent=urgent)
         return True
 
     def _within_limits(self, bucket: Bucket, lease: Lease, over: Wait) -> None:
@@ -279,6 +278,8 @@ class Pass:
         need_mib = _needs(lease)
         self._plans += 1
         self._room.promise(plan, need_mib, firm=self._is_owed(lease))
+        if lease.grows:
+            self._room.spare(lease)
         self._kept.update((lease.lease_id, device_id) for device_id in plan.device_ids)
         victims = tuple(victim.lease_id for victim in plan.victims)
         for victim in plan.victims:

@@ -163,6 +163,8 @@ class Resizing:
                 self._apply(lease, spec)
                 if lease.held_mib > held_mib:
                     self._changes.touched.update(lease.device_ids)
+            else:  # its pool may want more for it by now than it had when it asked
+                self.ask_rest(lease)
 
     def may_be(self, lease: Lease, spec: LeaseSpec) -> bool:
         """Whether the size is still within the limits, of which others may have taken since it was asked; decline it if not."""

@@ -254,6 +254,10 @@ class Room:
             spot.coming_mib -= made_mib
             self.keep(device_id, need_mib - made_mib)
 
+    def spare(self, lease: Lease) -> None:
+        """Room is made for a lease where it is: if it had to leave for somebody else now, that would be in vain."""
+        self.planned.add(lease.lease_id)
+
     def begun(self, victim: Lease) -> None:
         """A planned suspend has begun: from now on the books count what it frees, and its host memory."""
         self._planned_host_mib -= victim.host_mib

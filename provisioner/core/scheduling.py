@@ -10,24 +10,23 @@ __all__ = ["Wait", "candidates", "elsewhere", "willing_from_ms"]
 def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
     """Return the devices the lease may go to now.
 
-    Saved state goes home, even if its home has left the pool, unless the pool lets it move to a like device; its home comes first.
-    A device that drains or is lost admits nobody.
+    Saved state goes home, even if its home has left the pool, unless the pool lets it move to as many like devices as it needs; its home
+    comes first. What was saved from devices of several kinds only goes home. A device that drains or is lost admits nobody.
     """
     if lease.state is not LeaseState.SUSPENDED:
         return tuple(device_id for device_id in pool.devices if _admits(books, device_id))
     homes = tuple(device_id for device_id in lease.home_ids if device_id in books.devices)
     if not homes or len(homes) < len(lease.home_ids):
         return ()
-    kind = books.devices[homes[0]].spec.name
+    kinds = {books.devices[device_id].spec.name for device_id in homes}
     like = tuple(
         device_id
-        for device_id in (pool.devices if pool.may_move else ())
-        if device_id not in homes and _admits(books, device_id) and books.devices[device_id].spec.name == kind
+        for device_id in (pool.devices if pool.may_move and len(kinds) == 1 else ())
+        if device_id not in homes and _admits(books, device_id) and books.devices[device_id].spec.name in kinds
     )
     home = tuple(device_id for device_id in homes if _admits(books, device_id))
-    if like:
-        home = tuple(device_id for device_id in home if device_id in pool.devices)
-    return (*home, *like)
+    stays = tuple(device_id for device_id in home if device_id in pool.devices)
+    return (*stays, *like) if like and len(stays) + len(like) >= lease.count else home
 
 
 def elsewhere(books: Books, lease: Lease) -> tuple[str, ...]:

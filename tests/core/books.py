@@ -135,8 +135,10 @@ class World:
             return devices
         homes = [home for home in seen.home if self.open(home)]
         kinds = {self.names.get(home) for home in seen.home}
-        like = [d for d in devices if pool.may_move and d not in seen.home and self.names[d] in kinds]
-        return [home for home in homes if home in devices or not like] + like
+        moves = pool.may_move and len(kinds) == 1  # nothing is like devices of several kinds
+        like = [d for d in devices if moves and d not in seen.home and self.names[d] in kinds]
+        there = [home for home in homes if home in devices] + like
+        return there if like and len(there) >= seen.spec.devices else homes
 
     def fits(self, seen: Seen, need: int, kept: dict[str, int] | None = None) -> bool:
         """Whether it could be let in: as many devices as it wants have the room, kept room left out."""

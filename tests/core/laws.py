@@ -1,9 +1,10 @@
 """The laws over the whole state, checked by the independent model."""
 
 import re
+from collections.abc import Sequence
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Declined, Effect, Pinned, Recorded, Suspend, SuspendAnnounced
+from provisioner.core.effects import Declined, Effect, Pinned, Recorded, Resized, Suspend, SuspendAnnounced
 from provisioner.core.events import Event, PinRequested
 from provisioner.core.model import LeaseSpec, LeaseState, TicketView
 from tests.core.books import Seen, World, law
@@ -95,8 +96,8 @@ class Laws:
 
     # -- law 3, law 5 --------------------------------------------------------------------------------------------------------------
 
-    def suspending(self, seen: Seen, suspend: Suspend, why: Recorded) -> None:
-        """Somebody is suspended: not while it is busy, not before it had a chance to run, and not in vain."""
+    def suspending(self, seen: Seen, suspend: Suspend, why: Recorded, later: Sequence[Effect]) -> None:
+        """Somebody is suspended: not while it is busy, not before it had a chance to run, and not in vain. `later`: what follows."""
         pool, stayed = self._world.pool(seen), self._world.now - seen.since
         law(
             5,
@@ -124,7 +125,7 @@ class Laws:
         law(5, not pinned or why.reason in OF_ITS_OWN, seen.lease_id, "is pinned and is suspended:", why)
         law(6, not why.reason.startswith("move.") or pool.may_move, seen.lease_id, "may not move, but:", why)
         if why.reason in {"suspend.needed-by", "suspend.preempted"}:
-            self._law_3(seen, why)
+            self._law_3(seen, why, later)
 
     def _preempts(self, victim: Seen, why: Recorded) -> None:
         """A busy lease is suspended for somebody who goes before it, in a pool that wants it so."""
@@ -146,7 +147,7 @@ class Laws:
         name = match[1] if match else "?"
         return [seen for lease_id, seen in self._world.leases.items() if lease_id.startswith(name)]
 
-    def _law_3(self, victim: Seen, why: Recorded) -> None:
+    def _law_3(self, victim: Seen, why: Recorded, later: Sequence[Effect]) -> None:
         """Somebody is suspended for a beneficiary who waits and would fit if all the idle went.
 
         For one that was passed over too often room is gathered as neighbours become idle: it would fit if all went who may go at all.
@@ -155,16 +156,21 @@ class Laws:
         for seen in self._beneficiaries(why):
             for device in victim.devices:
                 could_come = seen.state in ELIGIBLE and device in self._world.allowed(seen)
-                fits |= could_come and self._world.least(seen) <= self._room(seen, device)
-                fits |= self._could_grow(seen, device)
+                fits |= could_come and self._world.due(seen) <= self._room(seen, device)
+                fits |= self._could_grow(seen, device, later)
         law(3, fits, victim, "is suspended where the other would not fit:", why.sentence)
 
-    def _could_grow(self, seen: Seen, device: str) -> bool:
-        """Whether a lease that waits to grow where it is could, if all the idle went."""
-        ticket = self._arbiter.ticket(seen.lease_id)
-        if ticket is None or seen.state is not S.RESIDENT or device not in seen.devices:
+    def _could_grow(self, seen: Seen, device: str, later: Sequence[Effect]) -> bool:
+        """Whether a lease that waits to grow where it is could, if all the idle went, or does so in this very event.
+
+        The one that leaves may have had room kept for it, which is free at once.
+        """
+        if seen.state is not S.RESIDENT or device not in seen.devices:
             return False
-        return ticket.need_mib + seen.held <= self._room(seen, device)
+        grown = [one.reserved_mib for one in later if isinstance(one, Resized) and one.lease_id == seen.lease_id]
+        ticket = self._arbiter.ticket(seen.lease_id)
+        need = grown[0] - seen.held if grown else ticket.need_mib if ticket is not None else 0
+        return need > 0 and need + seen.held <= self._room(seen, device)
 
     def _room(self, beneficiary: Seen, device: str) -> int:
         """What there would be on a device for a ticket if all went who may go for it."""
@@ -219,7 +225,7 @@ class Laws:
 
     def _missed(self, seen: Seen, places: tuple[str, ...]) -> bool:
         """Whether the room that was just given away on these devices could have served it, and now cannot."""
-        world, need = self._world, self._world.least(seen)
+        world, need = self._world, self._world.due(seen)
         usable = [
             device
             for device in places

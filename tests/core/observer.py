@@ -245,7 +245,7 @@ class Observer:
                 suspend = next((e for e in self._later if isinstance(e, Suspend) and e.lease_id == seen.lease_id), None)
                 law(5, suspend is not None, seen.lease_id, "is suspending without a Suspend effect")
                 if suspend is not None:
-                    self.laws.suspending(seen, suspend, self._reason(seen))
+                    self.laws.suspending(seen, suspend, self._reason(seen), self._later)
             case S.SUSPENDED:
                 seen.home = seen.home or self._places(seen, device)
                 world.hold(seen, seen.home, 0)
@@ -272,11 +272,14 @@ class Observer:
         return view.device_ids if view is not None else (device,)
 
     def _found(self, seen: Seen, device: str | None, before: int) -> None:
-        """What somebody found to be true: it may be more than was given."""
+        """What somebody found to be true: it may be more than was given. What its kernel is told counts: another size may follow."""
         view, least = self.arbiter.lease(seen.lease_id), self.world.least(seen)
         held = max(before, self.world.most(seen))
         if self.world.pool(seen).reserve_by is ReserveBy.USE and view is not None:
-            held = view.reserved_mib
+            told = [
+                one.reserved_mib for one in self._later if isinstance(one, Granted) and one.lease_id == seen.lease_id
+            ]
+            held = (told or [view.reserved_mib])[0]
             law(1, device is None or max(before, least) <= held, seen.lease_id, "holds", held, "and needs", least)
         self.world.hold(seen, self._places(seen, device), held)
 

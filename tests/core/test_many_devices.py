@@ -11,6 +11,7 @@ from provisioner.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    PoolConfigured,
     SuspendRequested,
 )
 from provisioner.core.model import LeaseSpec, LeaseState
@@ -163,3 +164,33 @@ def test_a_new_broker_finds_a_lease_on_several_devices() -> None:
         )
     )
     assert _reserved(hand) == [0, 900, 900]
+
+
+def _saved_from(hand: Hand, *devices: str) -> list[Effect]:
+    found = LeaseRecovered(
+        at_ms=0,
+        spec=_spec("a", len(devices), 500),
+        state=LeaseState.SUSPENDED,
+        generation=1,
+        device_ids=devices,
+        saved_mib=300,
+    )
+    return hand.send(found)
+
+
+def test_what_was_saved_from_devices_of_two_kinds_only_goes_home() -> None:
+    hand = _hand(may_move=True, kinds="HHK")
+    _saved_from(hand, "d0", "d2")
+    there = LeaseRecovered(at_ms=0, spec=spec("x"), state=LeaseState.RESIDENT, generation=1, device_id="d2", busy=True)
+    hand.send(there)
+    assert hand.resumes(hand.want("a")) == [], "two devices of one kind are free, but they are not like those"
+    (resume,) = [one for one in hand.send(LeaseReleased(at_ms=0, lease_id="x")) if isinstance(one, Resume)]
+    assert resume.device_ids == ("d0", "d2")
+
+
+def test_what_was_saved_goes_home_where_its_pool_has_not_enough_devices_for_it_any_more() -> None:
+    hand = _hand(may_move=True)
+    hand.send(PoolConfigured(at_ms=0, pool=pool("d2", may_move=True)))
+    _saved_from(hand, "d0", "d1")
+    (resume,) = [one for one in hand.want("a") if isinstance(one, Resume)]
+    assert resume.device_ids == ("d0", "d1")

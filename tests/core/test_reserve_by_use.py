@@ -2,10 +2,21 @@
 
 import dataclasses
 
-from provisioner.core.effects import Effect, Granted, Resized
-from provisioner.core.events import Attached, LeaseMeasured, LeaseRequested, PoolConfigured, SuspendRequested
-from provisioner.core.model import LeaseState, PoolSpec, ReserveBy
-from tests.core.driving import Hand, pool, spec
+from provisioner.core.effects import Declined, Effect, Granted, Resized
+from provisioner.core.events import (
+    Attached,
+    DeviceSeen,
+    LeaseMeasured,
+    LeaseReleased,
+    LeaseRequested,
+    PoolConfigured,
+    ResizeRequested,
+    SuspendOutcome,
+    SuspendRequested,
+    TruthFound,
+)
+from provisioner.core.model import LeaseState, Limits, PoolSpec, ReserveBy
+from tests.core.driving import Hand, device, pool, spec
 
 
 def _pool(*, headroom_mib: int = 100, oversubscription_milli: int | None = None) -> PoolSpec:
@@ -128,3 +139,58 @@ def test_a_pool_that_reserves_caps_from_now_on_has_its_kernels_ask_for_the_rest(
     assert hand.ticket("b").need_mib == 300
     hand.rest("a")
     assert hand.state("a") is LeaseState.SUSPENDING
+
+
+def test_a_kernel_whose_claim_is_declined_at_last_asks_for_what_its_pool_wants_by_now() -> None:
+    hand = Hand(pools=[_pool()])
+    hand.run("x", 400)
+    _runs(hand, "a", 100, 700)
+    hand.request("b", 100)
+    hand.send(ResizeRequested(at_ms=0, lease_id="a", fraction_milli=500, reserve_mib=900))
+    hand.send(PoolConfigured(at_ms=0, pool=dataclasses.replace(pool(), user_limits=Limits(milli=600))))
+    assert hand.view("a").reserved_mib == 100, "it waits for room for its new size, whatever its pool wants"
+    effects = hand.send(LeaseReleased(at_ms=0, lease_id="x"))
+    assert [one.reason for one in effects if isinstance(one, Declined)] == ["user-limit"]
+    assert hand.view("a").reserved_mib == 700
+
+
+def test_a_kernel_that_has_not_started_waits_for_the_rest_that_its_pool_wants() -> None:
+    hand = Hand(pools=[_pool()])
+    hand.run("x", 500)
+    what = dataclasses.replace(spec("a", 900, gated=False), request_mib=100)
+    hand.send(LeaseRequested(at_ms=0, spec=what, needs_reservation=True))
+    assert hand.view("a").reserved_mib == 100
+    hand.send(PoolConfigured(at_ms=0, pool=pool()))
+    assert (hand.view("a").state, hand.ticket("a").need_mib) == (LeaseState.UNATTACHED, 800)
+    assert _sizes(hand.send(LeaseReleased(at_ms=0, lease_id="x"))) == [("a", 900)]
+
+
+def test_a_kernel_found_on_its_device_is_told_what_it_has_and_then_what_it_waited_for() -> None:
+    hand = Hand(pools=[_pool()])
+    hand.run("x", 800)
+    _runs(hand, "a", 100, 200)
+    hand.rest("a")
+    hand.send(ResizeRequested(at_ms=0, lease_id="a", fraction_milli=250, reserve_mib=400, request_mib=300))
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), SuspendOutcome.UNKNOWN)
+    hand.send(LeaseReleased(at_ms=0, lease_id="x"))
+    found = TruthFound(
+        at_ms=0, lease_id="a", generation=hand.view("a").generation, state=LeaseState.RESIDENT, device_id="d0"
+    )
+    told = [one.reserved_mib for one in hand.send(found) if isinstance(one, Granted | Resized)]
+    assert told == [200, 300]
+
+
+def test_a_kernel_whose_headroom_finds_no_place_beside_a_stranger_waits_for_the_stranger() -> None:
+    hand = Hand(pools=[_pool()])
+    _runs(hand, "a", 100, 900)
+    _uses(hand, "a", 450)
+    hand.rest("a")
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), saved_mib=450)
+    hand.send(DeviceSeen(at_ms=0, device=device(), stranger_mib=500))
+    hand.want("a")
+    for number in range(10):
+        hand.run(f"b{number}", 300)
+        hand.send(LeaseReleased(at_ms=0, lease_id=f"b{number}"))
+        assert hand.ticket("a").reason == "wait.stranger"
+    hand.send(DeviceSeen(at_ms=0, device=device()))
+    assert hand.state("a") is LeaseState.RESUMING

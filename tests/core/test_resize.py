@@ -245,3 +245,41 @@ def test_a_kernel_on_unlike_devices_grows_where_it_is() -> None:
     effects = hand.send(PoolConfigured(at_ms=0, pool=dataclasses.replace(by_use, reserve_by=ReserveBy.CAP)))
     assert _sizes(effects) == [("a", 250, 250)]
     assert hand.arbiter.ticket("a") is None
+
+
+def test_a_larger_share_that_had_to_wait_for_its_user_takes_no_room_either() -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(max_passed_over=0), user_limits=Limits(resident_milli=1000))])
+    hand.run("x", 500)
+    hand.run("old", 200)
+    hand.run("a", 100)
+    hand.run("y", 50)
+    _resize(hand, "a", 100, milli=500)
+    assert hand.ticket("a").reason == "wait.user-limit"
+    _resize(hand, "old", 500)
+    assert hand.ticket("old").kept_on == ("d0",), "it keeps more than there is"
+    assert _sizes(hand.send(LeaseReleased(at_ms=0, lease_id="y"))) == [("a", 100, 100)]
+
+
+def test_room_that_was_kept_for_a_kernel_is_free_when_it_leaves() -> None:
+    hand = Hand(pools=[pool(max_passed_over=0)])
+    hand.run("x", 450)
+    hand.idle("old", 300)
+    hand.run("a", 100)
+    _resize(hand, "old", 500)
+    effects = _resize(hand, "a", 250)
+    assert (hand.suspends(effects), _sizes(effects)) == (["old"], [("a", 250, 250)])
+
+
+def test_nobody_leaves_while_room_is_made_for_it_to_grow() -> None:
+    hand = Hand(pools=[pool(max_passed_over=0)], parallel_swaps=2, host_mib=0)
+    hand.start("a", 100, priority=1)
+    hand.want("a")
+    hand.work("a")
+    hand.rest("a")
+    hand.idle("b", 700)
+    hand.start("c", 990)
+    hand.want("c")
+    _resize(hand, "a", 990)
+    effects = hand.send(HostMemorySeen(at_ms=0, budget_mib=10_000))
+    assert hand.suspends(effects) == ["b"], "a kernel that has waited for long gathers room, but not that of a"
+    assert _sizes(hand.saved(effects)) == [("a", 990, 990)]
