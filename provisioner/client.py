@@ -65,7 +65,7 @@ from provisioner.wire import Connection, decode_json
 __all__ = ["BrokerClient", "spoken_fields"]
 
 _KEPT_CONNECTIONS = 2
-_SILENCE_S = 4 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
+_SILENCE_S = 3 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
 _NO_BODY: dict[str, Any] = {}
 _OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons behind which another version may be
 

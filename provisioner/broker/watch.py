@@ -26,7 +26,7 @@ _BUSY_INTERVAL_S = 2.0
 _QUIET_INTERVAL_S = 10.0
 _STEP_S = 0.5
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
-_SILENCE_S = 4 * PULSE_S  # an extension that has not pulsed for this long: its Python does not run
+_SILENCE_S = 2.5 * PULSE_S  # an extension that has not pulsed for this long: its Python does not run
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
 
 

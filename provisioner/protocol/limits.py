@@ -18,6 +18,6 @@ IDLE_S = 30.0  # a connection on which no whole request head comes for so long i
 BODY_S = 10.0  # a body that does not come within this is given up
 TAKEN_S = 30.0  # a reply, or a line of a stream, that the peer does not take within this: the connection is closed
 MAX_WAIT_S = 3600  # one acquire call; the caller asks again
-PULSE_S = 5.0  # how often a connected extension proves that Python runs while its lease is not resident
+PULSE_S = 10.0  # how often a connected extension proves that Python runs while its lease is not resident
 PROTOCOL_VERSION = 1
 VERSION_HEADER = "X-Jupyter-GPU-Version"  # of requests and replies: `VERSION; protocol=N`
