@@ -8,7 +8,7 @@ machine itself is short, and each suspended lease whose own control group is.
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from provisioner.host.memory import Headroom, headroom, system_headroom
+from provisioner.host.memory import Headroom, Look, system_headroom
 
 __all__ = ["KEPT_FREE_PARTS", "HostBudget", "pressed_leases"]
 
@@ -31,7 +31,7 @@ class HostBudget:
 
 def pressed_leases(
     pids: Mapping[str, int],
-    room: Callable[[int], Headroom] = headroom,
+    room: Callable[[int], Headroom] | None = None,
     system: Callable[[], Headroom] = system_headroom,
 ) -> set[str]:
     """Return those of the leases (with their kernels' pids) whose own control groups have no room left.
@@ -40,6 +40,7 @@ def pressed_leases(
     """
     if not pids or system().mib == 0:
         return set()
+    room = room or Look().headroom  # most kernels share a control group, which is read once
     pressed = set()
     for lease_id, pid in pids.items():
         try:

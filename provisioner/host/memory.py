@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 from provisioner.host.process import PROC
 
-__all__ = ["Headroom", "headroom", "system_headroom"]
+__all__ = ["Headroom", "Look", "headroom", "system_headroom"]
 
 _MIB: Final = 1024 * 1024
 _MARGIN_PARTS: Final = 50  # 2 %: page tables and what the process allocates meanwhile
@@ -62,7 +62,32 @@ def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
 
     Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
     """
-    return min([system_headroom(proc=proc), *_group_headrooms(pid, proc)])
+    return Look(proc=proc).headroom(pid)
+
+
+class Look:
+    """One look at many processes: what several of them share is read once. Short-lived, for its figures grow old."""
+
+    def __init__(self, *, proc: Path = PROC) -> None:
+        self._proc = proc
+        self._system: Headroom | None = None
+        self._mounts: list[_Mount] | None = None
+        self._found: dict[bytes, Headroom] = {}  # by what /proc says of a process's groups
+
+    def headroom(self, pid: int) -> Headroom:
+        """Return how much more memory the process may take, MiB. Raises as the function of this name."""
+        try:
+            groups = (self._proc / str(pid) / "cgroup").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            raise ProcessLookupError(f"no process has the id {pid}") from None
+        found = self._found.get(groups)
+        if found is None:
+            if self._system is None:
+                self._system = system_headroom(proc=self._proc)
+            if self._mounts is None:
+                self._mounts = _mounts(self._proc)
+            found = self._found[groups] = min([self._system, *_group_headrooms(_group_paths(groups), self._mounts)])
+        return found
 
 
 def _room(limit: int, left: int, name: str) -> Headroom:
@@ -70,9 +95,7 @@ def _room(limit: int, left: int, name: str) -> Headroom:
     return Headroom(max(0, left - margin) // _MIB, name)
 
 
-def _group_headrooms(pid: int, proc: Path) -> Iterator[Headroom]:
-    paths = _group_paths(pid, proc)
-    mounts = _mounts(proc)
+def _group_headrooms(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[Headroom]:
     for version, path in paths.items():
         here = [mount for mount in mounts if mount.version == version]
         showing = [mount for mount in here if _shows(mount, path)]
@@ -80,14 +103,10 @@ def _group_headrooms(pid: int, proc: Path) -> Iterator[Headroom]:
             yield from _limits_v2(folder) if version == 2 else _limits_v1(folder)
 
 
-def _group_paths(pid: int, proc: Path) -> dict[int, PurePosixPath]:
+def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:
     """Return the path of the process's group by version of the hierarchy that may account its memory."""
-    try:
-        text = os.fsdecode((proc / str(pid) / "cgroup").read_bytes())
-    except (FileNotFoundError, ProcessLookupError):
-        raise ProcessLookupError(f"no process has the id {pid}") from None
     paths: dict[int, PurePosixPath] = {}
-    for line in text.splitlines():
+    for line in os.fsdecode(groups).splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             paths[2] = PurePosixPath(path)

@@ -87,6 +87,9 @@ def _version_1(connection: sqlite3.Connection) -> None:
 
 def _version_2(connection: sqlite3.Connection) -> None:
     """Seats, and how much each user used each pool on each day. (A lease's seat is part of its spec.)"""
+    columns = {str(row[1]) for row in connection.execute("PRAGMA table_info(leases)")}
+    if "home_device_id" not in columns:  # the first days of schema 1 did not know it
+        connection.execute("ALTER TABLE leases ADD COLUMN home_device_id TEXT")
     for statement in (
         """
         CREATE TABLE seats (

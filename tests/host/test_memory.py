@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.host.memory import Headroom, headroom, system_headroom
+from provisioner.host.memory import Headroom, Look, headroom, system_headroom
 
 MIB = 1024 * 1024
 PID = 4242
@@ -195,3 +195,21 @@ def test_the_real_machine_answers_for_this_process() -> None:
     found = headroom(os.getpid())
     assert 0 <= found.mib <= system_headroom().mib + 1024  # memory comes and goes between the two readings
     assert found.limited_by
+
+
+def test_a_look_at_many_processes_reads_what_they_share_once(host: Host) -> None:
+    group = host.mount(2, "cgroup")
+    host.cgroup("0::/shared")
+    v2(group / "shared", maximum=1000, current=400)
+    for pid, path in ((1, "/shared"), (2, "/other")):
+        (host.proc / str(pid)).mkdir()
+        (host.proc / str(pid) / "cgroup").write_text(f"0::{path}\n")
+    v2(group / "other", maximum=700, current=400)
+    look = Look(proc=host.proc)
+    assert look.headroom(PID).mib == 600 - 64
+    v2(group / "shared", maximum=1000, current=900)
+    assert look.headroom(1).mib == 600 - 64, "the figure of the same moment"
+    assert look.headroom(2).mib == 300 - 64
+    assert host.headroom().mib == 100 - 64
+    with pytest.raises(ProcessLookupError):
+        look.headroom(77)
