@@ -29,6 +29,15 @@ _SUCCESS: Final = 0
 _NOT_INITIALIZED: Final = 3
 _MAX_TIMEOUT_MS: Final = 2**32 - 1
 
+_CALLS: Final = (
+    "cuCheckpointProcessGetState",
+    "cuCheckpointProcessGetRestoreThreadId",
+    "cuCheckpointProcessLock",
+    "cuCheckpointProcessCheckpoint",
+    "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock",
+)
+
 _CODES: Final[Mapping[int, GPUErrorCode]] = {
     2: GPUErrorCode.OUT_OF_MEMORY,
     3: GPUErrorCode.NOT_INITIALIZED,
@@ -89,10 +98,12 @@ class NvidiaCheckpointer:
 
     def __init__(self, *, driver: ModuleType | None = None) -> None:
         self._driver = _load() if driver is None else driver
-        if not hasattr(self._driver, "cuCheckpointProcessLock"):
+        missing = next((call for call in _CALLS if not hasattr(self._driver, call)), "")
+        if missing:  # whoever can lock and checkpoint but not restore would lose what is saved
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
-                f"the installed cuda-bindings have no checkpoint calls, 12.8 is needed: {INSTALL_BINDINGS} --upgrade",
+                f"the installed cuda-bindings have no {missing}, 12.8 or newer is needed (not 13.0.0 or 13.0.1): "
+                f"{INSTALL_BINDINGS} --upgrade",
             )
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         result, _ = self._ask("cuInit", 0)
@@ -126,7 +137,8 @@ class NvidiaCheckpointer:
         try:
             result, state = self._ask("cuCheckpointProcessGetState", pid)
         except _UnknownAnswerError:
-            return ProcessState.UNKNOWN
+            # Bindings 12.8.0 turn what a failed call left in the state's place into a member, too, and fail at that.
+            return ProcessState.NO_CONTEXT if self._is_stranger(pid) else ProcessState.UNKNOWN
         if result == _SUCCESS:
             return _STATES.get(state, ProcessState.UNKNOWN) if isinstance(state, int) else ProcessState.UNKNOWN
         if result == _NOT_INITIALIZED or self._is_stranger(pid):
@@ -213,8 +225,9 @@ class NvidiaCheckpointer:
         """Return the result and what else the call gives."""
         try:
             answer = getattr(self._driver, call)(*arguments)
-        except ValueError as error:
-            # The bindings turn numbers into members of enumerations, and a newer driver knows more of them.
+        except (ValueError, KeyError) as error:
+            # The bindings turn numbers into members of enumerations, and a newer driver knows more of them. Those from
+            # 12.9 to 13.1 look results up in a dictionary.
             raise _UnknownAnswerError(f"{call} gave an answer that this version does not know ({error})") from error
         except RuntimeError as error:
             raise GPUError(
@@ -224,7 +237,7 @@ class NvidiaCheckpointer:
         return int(answer[0]), answer[1] if len(answer) > 1 else None
 
     def _is_stranger(self, pid: int) -> bool:
-        """Whether CUDA does not know the process; asked when its state is refused for a reason that does not tell."""
+        """Whether CUDA does not know the process; asked when its state is refused for a reason that does not tell, or cannot be read."""
         try:
             result, _ = self._ask("cuCheckpointProcessGetRestoreThreadId", pid)
         except _UnknownAnswerError:

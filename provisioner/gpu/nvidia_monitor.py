@@ -39,7 +39,7 @@ __all__ = ["NvidiaMonitor"]
 _MIB: Final = 1024 * 1024
 
 # NVML's return codes, which are part of its binary interface and do not change.
-_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND = 2, 3, 4, 6
+_SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _INSUFFICIENT_SIZE = 0, 2, 3, 4, 6, 7
 _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND = 9, 12, 13
 _GPU_IS_LOST, _RESET_REQUIRED, _OPERATING_SYSTEM, _VERSION_MISMATCH = 15, 16, 17, 18
 _ARGUMENT_VERSION_MISMATCH, _GPU_NOT_FOUND = 25, 28
@@ -70,6 +70,8 @@ _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NO
 _CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
 _SAMPLE_LATE_US: Final = 250_000  # how late a sample may come
 _SETTLE_US: Final = 1_000_000  # how long a sample's period may be
+_NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})  # pynvml raises success, too, where the driver has none to count
+_READS: Final = 3
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
 
 _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
@@ -156,17 +158,28 @@ class NvidiaMonitor:
         worked_us: dict[int, int] = {}
         try:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
-            for sample in self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us):
+            for sample in self._samples(handle, since_us):
                 if sample.smUtil or sample.memUtil or sample.encUtil or sample.decUtil:
                     at_us = int(sample.timeStamp) - _SAMPLE_LATE_US
                     worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
         except self._nvml.NVMLError as error:
-            if error.value in _UNAVAILABLE:
+            if error.value in {*_UNAVAILABLE, _NO_PERMISSION}:
                 return None
-            if error.value != _NOT_FOUND:  # which means that there is no sample
-                raise self._error(error, f"reading who works on device {device_id}") from error
+            raise self._error(error, f"reading who works on device {device_id}") from error
         worked_us = {pid: at_us for pid, at_us in worked_us.items() if pid > 0 and at_us > since_us}
         return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
+
+    def _samples(self, handle: object, since_us: int) -> list[Any]:
+        """Return the samples since then. The library asks for their number first, and fails if more have come by the second call."""
+        for _ in range(_READS - 1):
+            try:
+                return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
+            except self._nvml.NVMLError as error:
+                if error.value in _NO_SAMPLES:
+                    return []
+                if error.value != _INSUFFICIENT_SIZE:
+                    raise
+        return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
 
     def sensors(self, device_id: str) -> DeviceSensors:
         """Return utilisation, temperature, power and energy, each only if the device tells it. Raises GPUError DEVICE_LOST and others."""

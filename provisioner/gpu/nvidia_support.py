@@ -25,6 +25,7 @@ MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion tells it: 1000 * maj
 _MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _FIRST_DRIVER: Final = 570
 _FIRST_BINDINGS: Final = (12, 8)
+_NO_RESTORE: Final = frozenset({"13.0.0", "13.0.1"})  # releases of the bindings that checkpoint and cannot restore
 
 # A release matches a version that is equal to it or goes on with a dot: "610.57" matches "610.57" and "610.57.02".
 _REFUSED: Final = {
@@ -65,6 +66,8 @@ def why_no_bindings() -> str:
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _FIRST_BINDINGS:
         first = ".".join(map(str, _FIRST_BINDINGS))
         return f"cuda-bindings {version} has no checkpoint calls, {first} is needed: {INSTALL_BINDINGS} --upgrade"
+    if version in _NO_RESTORE:
+        return f"cuda-bindings {version} can checkpoint and not restore: {INSTALL_BINDINGS} --upgrade"
     return ""
 
 

@@ -179,6 +179,14 @@ def test_a_state_that_is_not_known_is_unknown(
     assert one.state(pid) is ProcessState.UNKNOWN
 
 
+def test_bindings_that_cannot_read_a_refusal_still_tell_a_process_without_cuda(
+    one: NvidiaCheckpointer, driver: FakeDriver, pid: int
+) -> None:
+    driver.answers["cuCheckpointProcessGetState"] = ValueError("1837190 is not a valid CUprocessState")
+    driver.processes.clear()
+    assert one.state(pid) is ProcessState.NO_CONTEXT
+
+
 @pytest.mark.parametrize("number", [1, 304, 401, 800, 801, 999])
 def test_an_ambiguous_refusal_is_settled_by_asking_for_the_restore_thread(
     one: NvidiaCheckpointer, driver: FakeDriver, pid: int, number: int
@@ -383,12 +391,13 @@ def test_a_driver_without_the_checkpoint_calls_is_told(one: NvidiaCheckpointer, 
     fails(GPUErrorCode.NOT_SUPPORTED, "cuCheckpointProcessLock cannot be called", lambda: one.lock(pid, 100))
 
 
+@pytest.mark.parametrize("failure", [ValueError("1234 is not a valid CUresult"), KeyError(1234)])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_result_that_the_bindings_do_not_know_is_unknown(
-    one: NvidiaCheckpointer, driver: FakeDriver, pid: int, phase: str
+    one: NvidiaCheckpointer, driver: FakeDriver, pid: int, phase: str, failure: Exception
 ) -> None:
     call, act = PHASES[phase]
-    driver.answers[call] = ValueError("1234 is not a valid CUresult")
+    driver.answers[call] = failure
     fails(GPUErrorCode.UNKNOWN, f"cannot {phase} .*does not know .1234", lambda: act(one, pid))
 
 
@@ -408,6 +417,17 @@ def test_missing_bindings_are_told_with_what_to_install(monkeypatch: pytest.Monk
 
 
 def test_bindings_without_the_checkpoint_calls_are_told() -> None:
+    old = ModuleType("old")
+    fails(GPUErrorCode.NOT_SUPPORTED, "12.8 or newer is needed.*pip install", lambda: NvidiaCheckpointer(driver=old))
+
+
+def test_bindings_that_cannot_restore_are_refused_before_anything_is_saved(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FakeDriver, "cuCheckpointProcessRestore")
     fails(
-        GPUErrorCode.NOT_SUPPORTED, "12.8 is needed: pip install", lambda: NvidiaCheckpointer(driver=ModuleType("old"))
+        GPUErrorCode.NOT_SUPPORTED,
+        r"have no cuCheckpointProcessRestore, .*\(not 13\.0\.0 or 13\.0\.1\)",
+        lambda: NvidiaCheckpointer(driver=driver),
     )
+    assert driver.calls == []

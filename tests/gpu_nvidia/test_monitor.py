@@ -187,7 +187,7 @@ def test_no_sample_is_no_work() -> None:
     assert activity.worked_us == {}
 
 
-@pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+@pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, NO_PERMISSION])
 def test_a_device_that_does_not_tell_who_works_is_asked_for_nothing_more(number: int) -> None:
     gpu = FakeGPU(fails={"nvmlDeviceGetProcessUtilization": number})
     assert monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0) is None
@@ -275,7 +275,10 @@ def test_a_machine_of_another_kind_is_refused() -> None:
     ("version", "sentence"),
     [
         ("12.8.0", ""),
+        ("13.0.2", ""),
         ("13.5.0", ""),
+        ("13.0.0", "can checkpoint and not restore: pip install"),
+        ("13.0.1", "can checkpoint and not restore: pip install"),
         ("12.6.2", "12.8 is needed: pip install"),
         ("strange", "pip install"),
         (None, "not installed"),
