@@ -57,8 +57,8 @@ class Pass:
 
     @property
     def counted_on(self) -> set[str]:
-        """Idle leases whose room tickets were promised."""
-        return self._room.planned
+        """Idle leases whose room tickets were promised, or would have been if there were more host memory."""
+        return self._room.planned | self._room.wished
 
     @property
     def hint_ms(self) -> int | None:
@@ -265,7 +265,7 @@ class Pass:
         plan = (
             Plan(fits, own) if fits is not None else self._room.plan(lease, devices, key.need_mib, key.many, also=own)
         )
-        if not isinstance(plan, Plan) or sum(one.host_need_mib for one in plan.victims) > self._books.host_left_mib:
+        if not isinstance(plan, Plan) or self._room.short_of_host(plan) is not None:
             return
         for victim in plan.victims:
             if not self._changes.channel_free:
@@ -333,11 +333,10 @@ class Pass:
             if not self._room.could_serve(device_id, need_mib, lease):
                 continue
             for victim in self._room.gather(device_id, need_mib, lease):
-                if not self._changes.channel_free or victim.host_need_mib > self._books.host_left_mib:
-                    return
-                why = f"idle, and {format_memory(need_mib)} are gathered for lease {lease.lease_id[:8]}"
-                self._changes.begin_suspend(victim, "suspend.needed-by", why)
-                self._room.changed(victim.device_ids)
+                if self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib:
+                    why = f"idle, and {format_memory(need_mib)} are gathered for lease {lease.lease_id[:8]}"
+                    self._changes.begin_suspend(victim, "suspend.needed-by", why)
+                    self._room.changed(victim.device_ids)
 
     def _pass_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> None:
         """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""

@@ -69,6 +69,9 @@ class Room:
         self._victims = victims
         self._spots = {device_id: _Spot(device) for device_id, device in books.devices.items()}
         self.planned: set[str] = set()
+        self.wished: set[str] = (
+            set()
+        )  # idle leases for which there is too little host memory: others may serve if these do not
         self._planned_host_mib = 0
 
     # -- sums ------------------------------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ class Room:
             if chosen is None:
                 return short_of_host
             victims = tuple(dict.fromkeys([*also, *(victim for device_id in chosen for victim in plans[device_id])]))
-            short_of_host = self._short_of_host(victims)
+            short_of_host = self.short_of_host(Plan(chosen, victims))
             if short_of_host is None:
                 return Plan(chosen, victims)
             del plans[chosen[-1]]
@@ -201,13 +204,18 @@ class Room:
             return home if all(device_id in plans for device_id in home) else None
         return self._alike(plans, count, lambda device_id: costs[device_id] + len(plans[device_id]))
 
-    def _short_of_host(self, victims: Sequence[Lease]) -> Wait | None:
+    def short_of_host(self, plan: Plan) -> Wait | None:
+        """Say that there is too little host memory for what the plan would save, or return None."""
+        victims = plan.victims
         if not victims:
             return None
         host_mib = sum(victim.host_need_mib for victim in victims)
         left_mib = self._books.host_left_mib - self._planned_host_mib
         if host_mib <= left_mib:
             return None
+        self.wished.update(victim.lease_id for victim in victims)
+        for device_id in plan.device_ids:
+            self.wished.update(self._books.devices[device_id].holders)
         return Wait(
             "wait.host-memory",
             f"idle kernels could make room, but saving them takes up to {format_memory(host_mib)} of host memory, "
@@ -227,14 +235,16 @@ class Room:
         return device.roomiest_mib - stays_mib >= need_mib
 
     def gather(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
-        """Return idle leases there whose room is still lacking, cheapest first."""
-        device = self._spots[device_id].device
+        """Return idle leases there whose room is still lacking, and for which there is host memory, cheapest first."""
+        device, host_left_mib = self._spots[device_id].device, self._books.host_left_mib
         lack_mib = need_mib - device.free_mib - device.footing_mib[Footing.LEAVING]
         chosen = []
         for other in self._victims.willing(device_id):
             if lack_mib <= 0:
                 break
-            if other is not lease and other.lease_id not in self.planned and other.footing is Footing.RESTING:
+            if other is lease or other.lease_id in self.planned or other.footing is not Footing.RESTING:
+                continue
+            if other.host_need_mib <= host_left_mib:
                 chosen.append(other)
                 lack_mib -= other.held_mib
         return chosen

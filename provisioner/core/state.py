@@ -36,7 +36,7 @@ class Books:
         self.pressed: dict[str, Lease] = {}  # whose saved state lies where host memory is short
         self.asked: dict[str, Lease] = {}  # somebody asked for their suspend
         self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
-        self.counted_on: set[str] = set()  # idle leases whose room the last pass promised to tickets
+        self.counted_on: set[str] = set()  # idle leases that the last pass counted on to make room
         self.draining: dict[str, Device] = {}
         self.touched: dict[str, Lease] = {}
         self.passes = 0  # over the queue

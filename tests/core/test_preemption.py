@@ -218,3 +218,15 @@ def test_an_alarm_is_set_for_the_moment_when_virtual_time_lets_another_ticket_go
         effects = hand.wait(hand.observer.wake - hand.now)
     assert hand.granted(effects) == [("small", "d0")]
     assert abs(hand.now - 200_000) <= 2
+
+
+def test_a_busy_kernel_is_preempted_at_once_when_the_idle_one_that_the_host_has_no_memory_for_works_again() -> None:
+    hand = Hand(pools=[_pool()], host_mib=300)
+    _runs(hand, "large", reserve_mib=600)
+    _runs(hand, "small", reserve_mib=250)
+    hand.wait(MINIMUM_MS)
+    hand.rest("large")
+    _start(hand, "high", priority=1, reserve_mib=400)
+    assert _preempted(hand.want("high")) == []
+    assert hand.ticket("high").reason == "wait.host-memory"
+    assert _preempted(hand.work("large")) == ["small"]

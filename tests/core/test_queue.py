@@ -326,3 +326,19 @@ def test_an_urgent_ticket_that_is_withdrawn_gives_an_older_one_its_turn_back() -
     assert (hand.ticket("old").reason, hand.ticket("late").passed_over) == ("wait.user-limit", 1)
     assert hand.granted(hand.send(LeaseReleased(at_ms=0, lease_id="first"))) == []
     assert hand.granted(hand.send(Unwanted(at_ms=0, lease_id="urgent"))) == [("old", "d0")]
+
+
+def test_neighbours_for_which_there_is_no_host_memory_keep_no_other_from_stepping_aside_bit_by_bit() -> None:
+    hand = Hand(pools=[pool(max_passed_over=0)], host_mib=75)
+    hand.run("x", 600)
+    hand.idle("larger", 100)
+    hand.wait(600_000)
+    hand.idle("smaller", 50)
+    for _ in range(20):  # it works again and again: whoever is idle for long costs less
+        hand.now += 1000
+        hand.work("smaller")
+        hand.rest("smaller")
+    hand.start("wide", 800)
+    effects = hand.want("wide")
+    assert hand.suspends(effects) == ["smaller"]
+    assert "gathered" in hand.view("smaller").sentence
