@@ -82,6 +82,8 @@ class Observer:
         self._take(event)
         if isinstance(event, ResizeRequested) and not any(isinstance(one, Declined) for one in effects):
             self._claims_anew(event.lease_id)
+        if isinstance(event, Unwanted):
+            self._gives_up(event.lease_id, effects)
         for place, effect in enumerate(effects):
             self._later = effects[place + 1 :]
             self._carry_out(event, effect)
@@ -133,6 +135,13 @@ class Observer:
         """A newer claim to grow goes to the end of the line; one that was refused changes nothing."""
         seen = self.leases.get(lease_id)
         if seen is not None and seen.held:
+            seen.asked = -1
+
+    def _gives_up(self, lease_id: str, effects: list[Effect]) -> None:
+        """A busy lease keeps its ticket only if it was preempted, which the arbiter must know: one without a ticket waits no more."""
+        seen = self.leases.get(lease_id)
+        served = any(isinstance(one, StateChanged) and one.lease_id == lease_id for one in effects)
+        if seen is not None and seen.busy and not served and self.arbiter.ticket(lease_id) is None:
             seen.asked = -1
 
     @staticmethod

@@ -13,6 +13,7 @@ from random import Random
 import pytest
 
 from provisioner.core.effects import Effect
+from provisioner.core.events import SuspendRequested
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
 from tests.core.driving import Hand, device, pool
 from tests.core.theatre import Actor, Theatre
@@ -134,3 +135,16 @@ def test_many_leases_of_one_user_do_not_shut_another_one_out() -> None:
     assert len(modest.waits_ms) > 10
     turns = 20 + 2 + 4  # everybody before it once, one after another; K grants; the four that run then
     assert max(modest.waits_ms) <= turns * (CELL_MS + 2 * SWAP_MS)
+
+
+def test_whoever_gives_up_is_not_passed_over_by_those_whom_that_lets_in() -> None:
+    hand = Hand(pools=[pool(max_passed_over=1)])
+    hand.idle("old", 900)
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="old")))
+    hand.run("x", 300)
+    hand.work("old")  # a completion waits for its device, and is busy meanwhile
+    hand.want("old")
+    hand.run("first", 300)
+    hand.start("second", 300)
+    assert hand.granted(hand.want("second")) == []
+    assert hand.granted(hand.give_up("old")) == [("second", "d0")]
