@@ -30,6 +30,7 @@ from provisioner.protocol.versions import OWN, Version, refusal
 
 __all__ = [
     "SYSTEM_SOCKET",
+    "check_folder",
     "ensure_broker",
     "restart_command",
     "restart_file",
@@ -85,7 +86,7 @@ def ensure_broker(
     it in a thread. Raises BrokerUnavailableError with what a person can do about it.
     """
     path = socket if socket is not None else socket_path()
-    _check_folder(path)
+    check_folder(path)
     client = BrokerClient(path, token=token, timeout_s=timeout_s)
     try:
         if not _answers(client):
@@ -103,7 +104,7 @@ def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> Br
     Raises BrokerUnavailableError for a socket that somebody else could have put there.
     """
     path = socket_path()
-    _check_folder(path)
+    check_folder(path)
     return BrokerClient(path, token=token, timeout_s=timeout_s)
 
 
@@ -233,8 +234,8 @@ def _is_system(path: str) -> bool:
     return real.is_relative_to("/run") and not real.is_relative_to("/run/user")
 
 
-def _check_folder(path: str) -> None:
-    """Refuse a socket where somebody else could have put it.
+def check_folder(path: str) -> None:
+    """Refuse a socket where somebody else could have put it. Raises BrokerUnavailableError.
 
     Root alone writes below /run, so service users may own folders there.
     """
@@ -242,14 +243,15 @@ def _check_folder(path: str) -> None:
     if _is_system(path):
         return
     try:
-        status = folder.stat()
+        link, status = folder.lstat(), folder.stat()
     except OSError as error:
         raise BrokerUnavailableError(
             f"the folder of the GPU broker's socket, {folder}, cannot be used: {error.strerror}"
         ) from error
-    if status.st_uid not in {os.geteuid(), 0}:
+    foreign = next((one.st_uid for one in (link, status) if one.st_uid not in {os.geteuid(), 0}), None)
+    if foreign is not None:
         raise BrokerUnavailableError(
-            f"the folder of the GPU broker's socket, {folder}, belongs to another user (uid {status.st_uid}); "
+            f"the folder of the GPU broker's socket, {folder}, belongs to another user (uid {foreign}); "
             "set JUPYTER_GPU_SOCKET to a path in a folder of your own, or under /run for a system service"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -26,7 +26,7 @@ from provisioner.broker.backend import BackendError, open_backend
 from provisioner.broker.run import Run, device_specs, is_service_socket
 from provisioner.client import BrokerClient
 from provisioner.config import ConfigError, load
-from provisioner.discovery import socket_path
+from provisioner.discovery import check_folder, socket_path
 from provisioner.gpu.interface import GPUError
 from provisioner.host.claims import DeviceClaim, DeviceClaimedError
 from provisioner.ledger.ledger import Ledger
@@ -84,8 +84,11 @@ def run_broker(options: BrokerOptions) -> int:
         # A system service is everybody's; what else is in its folder is private by itself.
         mode = 0o755 if is_service_socket(socket) else 0o700
         Path(socket).parent.mkdir(mode=mode, parents=True, exist_ok=True)
+        check_folder(socket)  # before anything is written there: logs, locks and what starts the next broker
         if options.detach:
             return _detach(replace(options, detach=False), socket)
+    except FractionalGPUError as error:
+        sentence = str(error)
     except OSError as error:
         sentence = _cannot_run(socket, error)
     else:
@@ -117,7 +120,9 @@ def _detach(options: BrokerOptions, socket: str) -> int:
     argument = json.dumps({**asdict(options), "ready_fd": writer})
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     log_file = os.open(
-        Path(socket).with_name("broker.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        Path(socket).with_name("broker.err"),
+        os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
+        0o600,
     )
     try:
         process = subprocess.Popen(

@@ -6,7 +6,7 @@ import os
 import pwd
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from provisioner.broker.decode import printable
 from provisioner.broker.kernels import Kernel
@@ -30,7 +30,7 @@ class Peer:
     """Who asks: credentials from the socket, the token if one was sent, and on whose behalf an administrator says to ask."""
 
     credentials: PeerCredentials
-    token: str | None
+    token: str | None = field(repr=False)
     admin: bool
     acting_for: str | None = None
 
@@ -46,9 +46,9 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
     _check_devices(pool, request)
     _check_priority(pool, peer, request.priority)
-    for field in ("kernel_id", "label"):
-        if len(getattr(request, field)) > MAX_NAME:
-            raise RequestTooLargeError(f"{field} has {len(getattr(request, field))} characters; allowed: {MAX_NAME}")
+    for name in ("kernel_id", "label"):
+        if len(getattr(request, name)) > MAX_NAME:
+            raise RequestTooLargeError(f"{name} has {len(getattr(request, name))} characters; allowed: {MAX_NAME}")
     reserve_mib = cap_mib(arbiter, pool, request.fraction_milli, request.memory_mib)
     return LeaseSpec(
         lease_id=secrets.token_hex(12),

@@ -19,7 +19,7 @@ import struct
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -53,9 +53,9 @@ class Connection:
 
     iopub: str
     shell: str
-    key: bytes
+    key: bytes = field(repr=False)
     digest: str  # hashlib name
-    curve: tuple[bytes, bytes] | None  # public and secret key, Z85
+    curve: tuple[bytes, bytes] | None = field(repr=False)  # public and secret key, Z85
 
 
 def connection_from_json(info: object) -> Connection:

@@ -32,7 +32,7 @@ class Kernel:
     reserved_on_disk: tuple[str, ...] = ()  # the devices whose reservation the ledger holds for certain
     unreserved_saves: int = 0  # how often the ledger was told that there is none
     save_due: bool = False  # the ledger could not be written and is tried again
-    connection: str = ""  # the checked connection contents, JSON
+    connection: str = field(default="", repr=False)  # the checked connection contents, JSON
     language: str = ""
     ipykernel: bool = True
     watch: IOPubWatch | None = None

@@ -3,7 +3,7 @@
 Memory in MiB; times are wall-clock milliseconds since 1970, because they must survive a reboot.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from provisioner.core.model import LeaseSpec, LeaseState
 
@@ -47,7 +47,7 @@ class LeaseRecord:
     boot_id: str  # with pid and start_time: the identity of the kernel process
     pid: int | None  # None: no process is attached
     start_time: int | None  # clock ticks since boot
-    connection: str  # Jupyter's connection file as JSON text, or ""
+    connection: str = field(repr=False)  # Jupyter's connection file as JSON text, or ""
     language: str
     ipykernel: bool
     created_ms: int

@@ -98,7 +98,7 @@ class LeaseReply:
     """The lease and what its kernel needs. The caller writes `token` to a file of mode 0600 and passes on its path."""
 
     lease_id: str
-    token: str
+    token: str = field(repr=False)
     reserve_mib: int
     device_id: str | None  # known only if reserved already
     simulated: bool
@@ -112,7 +112,9 @@ class AttachRequest:
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
     boot_id: str
-    connection: dict[str, Any]  # Jupyter's connection file: ip, ports, transport, key (text), signature_scheme
+    connection: dict[str, Any] = field(
+        repr=False
+    )  # Jupyter's connection file: ip, ports, transport, key (text), signature_scheme
     language: str = "python"
     ipykernel: bool = True  # subscribe to the prefix `kernel.` only
 

@@ -108,7 +108,7 @@ class SeatProgress:
     position: int | None = None  # place in the pool's queue, from 1
     expected_ms: int | None = None
     seat_id: str = ""
-    token: str = ""
+    token: str = field(default="", repr=False)
     memory_mib: int = 0
     priority: int = 0
 

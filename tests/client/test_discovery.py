@@ -239,7 +239,7 @@ def test_a_socket_in_an_open_folder_is_not_spoken_to_either_where_none_is_starte
 def test_a_start_command_of_somebody_else_is_not_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_settings(home, "raise SystemExit(0)")
     make_foreign(home / "broker.json", monkeypatch)
-    monkeypatch.setattr(discovery, "_check_folder", str)
+    monkeypatch.setattr(discovery, "check_folder", str)
     with pytest.raises(BrokerUnavailableError, match="others could have written it"):
         ensure_broker(str(home / "b.sock"))
 

@@ -1,19 +1,40 @@
 """What must never be seen: a lease's token anywhere but in its file, and a stranger's text as a line of the log."""
 
+import dataclasses
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from provisioner import kernel_lease, seat
+from provisioner.broker import checks, iopub
+from provisioner.ledger import records
+from provisioner.protocol import messages, seats
 from provisioner.protocol.messages import LeaseRequest
 from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, workers
 from tests.support.world import Server, World, new_world
+
+VERBOSE = """
+import os
+from IPython.core.ultratb import VerboseTB
+from provisioner.client import BrokerClient
+client = BrokerClient(os.environ["JUPYTER_GPU_SOCKET"], token=open(os.environ["JUPYTER_GPU_TOKEN_FILE"]).read())
+lease = client.lease(os.environ["JUPYTER_GPU_LEASE"])
+try:
+    client.lease("nobody")
+except Exception as error:
+    print(VerboseTB(theme_name="nocolor").text(type(error), error, error.__traceback__))
+"""
+SECRETS = {"token", "key", "curve", "connection"}
 
 
 def run(world: World, *words: str) -> str:
@@ -59,7 +80,16 @@ def told() -> dict[str, str]:
         }
         for words in (["status", "--json"], ["status"], ["explain", lease_id], ["doctor"], ["doctor", "--json"]):
             texts[f"jupyter gpu {' '.join(words)}"] = run(world, *words)
+        bundle = world.folder / "bundle.tar.gz"
+        run(world, "doctor", "--bundle", str(bundle))
+        with tarfile.open(bundle) as archive:
+            for member in archive:
+                file = archive.extractfile(member)
+                assert file is not None
+                texts[f"bundle: {member.name}"] = file.read().decode()
         run(world, "suspend", "no-such-lease")
+        texts["a verbose traceback"] = first.run(VERBOSE).text
+        texts["keys"] = "\n".join(json.loads(path.read_text())["key"] for path in world.folder.rglob("kernel-*.json"))
         for folder in processes(world):
             for what in ("cmdline", "environ"):
                 texts[f"{folder / what}"] = (folder / what).read_bytes().decode(errors="replace")
@@ -72,14 +102,77 @@ def told() -> dict[str, str]:
 
 
 def test_a_token_is_nowhere_but_in_its_file(told: dict[str, str]) -> None:
-    tokens = told.pop("tokens").split()
-    assert len(tokens) == 2
+    tokens, keys = told.pop("tokens").split(), told.pop("keys").split()
+    assert (len(tokens), len(keys)) == (2, 2)
+    assert any(name.startswith("bundle: ") and "status.json" in name for name in told)
+    assert "NotFoundError" in told["a verbose traceback"]
     assert any(name.endswith("broker.log") for name in told)
     assert any(name.endswith("server.err") for name in told)
     assert any(".sqlite" in name for name in told)
     assert any(name.startswith("/proc/") and "JUPYTER_GPU_TOKEN_FILE" in text for name, text in told.items())
     leaks = [name for name, text in told.items() for token in tokens if token in text]
     assert leaks == []
+    # A kernel's signing key is in its connection file, and for the broker's next life in the ledger, which is its owner's alone.
+    allowed = re.compile(r"/kernel-[^/]*\.json$|\.sqlite(-wal|-shm)?$")
+    assert [name for name, text in told.items() for key in keys if key in text and not allowed.search(name)] == []
+
+
+@pytest.mark.parametrize(
+    "module", [messages, seats, seat, checks, iopub, records, kernel_lease], ids=lambda one: one.__name__
+)
+def test_nothing_secret_is_shown_when_an_object_is(module: ModuleType) -> None:
+    """Tracebacks with variables, logs and debuggers show what `repr` says."""
+    classes = [kind for kind in vars(module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    secret = [field for kind in classes for field in dataclasses.fields(kind) if field.name in SECRETS]
+    assert [field.name for field in secret if field.repr] == []
+
+
+def test_what_has_secrets_is_known() -> None:
+    modules = (messages, seats, seat, checks, iopub, records, kernel_lease)
+    classes = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
+    named = {
+        f"{kind.__name__}.{field.name}"
+        for kind in classes
+        if dataclasses.is_dataclass(kind)
+        for field in dataclasses.fields(kind)
+        if field.name in SECRETS
+    }
+    expected = {
+        "LeaseReply.token",
+        "SeatProgress.token",
+        "Seat.token",
+        "Peer.token",
+        "KernelLease.token",
+        "AttachRequest.connection",
+    }
+    assert named >= expected | {"LeaseRecord.connection", "Connection.key", "Connection.curve"}
+
+
+def test_bytes_of_strangers_make_no_lines_in_the_log(world: World) -> None:
+    world.start_broker()
+    evil = b"\xc2\x85 2026-01-01 00:00:00,000 INFO lease 87654321: granted \xe2\x80\xae\xff\x1b[31m"
+    target = evil.replace(b" ", b"%20").replace(b"\x1b", b"%1b")
+    requests = [
+        b"GET /" + target + b" HTTP/1.1\r\nHost: b\r\n\r\n",
+        b"GET /v1/ping HTTP/1.1\r\nHost: " + evil + b"\r\nAuthorization: " + evil + b"\r\n\r\n",
+        b"GET /v1/ping HTTP/1.1\r\nHost: b\r\nAuthorization: Basic\xff\xe2\x80\xae\r\n\r\n",
+        evil + b" / HTTP/1.1\r\n\r\n",
+        b'POST /v1/leases HTTP/1.1\r\nHost: b\r\nContent-Length: 43\r\n\r\n{"evil\\n\\u001b[31m\\u202e87654321\\u0085": 1 }',
+    ]
+    for request in requests:
+        with socket.socket(socket.AF_UNIX) as line:
+            line.settimeout(30)
+            line.connect(world.socket)
+            line.sendall(request)
+            line.shutdown(socket.SHUT_WR)
+            while line.recv(65536):
+                pass
+    with world.client() as client:
+        client.ping()
+    log = Path(world.socket).with_name("broker.log").read_text()
+    assert "refused" in log
+    assert all(line.isprintable() for line in log.splitlines())
+    assert not re.search(r"^2026-01-01 00:00:00", log, flags=re.MULTILINE)
 
 
 EVIL = "evil\n2026-01-01 00:00:00,000 INFO lease 12345678: granted\r\x1b[31mred\x1b[0m\u202e"

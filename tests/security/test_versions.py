@@ -77,7 +77,7 @@ def test_a_client_does_not_begin_with_a_broker_of_another_protocol(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "OWN", NEWER)
-    monkeypatch.setattr(discovery, "_check_folder", lambda _: None)
+    monkeypatch.setattr(discovery, "check_folder", lambda _: None)
     with pytest.raises(
         BrokerUnavailableError, match=rf"version {__version__}\) speaks protocol 1 .*version 99.1\) protocol 2"
     ):

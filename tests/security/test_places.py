@@ -1,0 +1,202 @@
+"""Folders, sockets and files that somebody else prepared: the broker and its clients refuse them, and touch nothing there.
+
+Needs root: the somebody else is a real user.
+"""
+
+import os
+import pwd
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from provisioner.broker.app import BrokerOptions, run_broker
+from provisioner.discovery import ensure_broker
+from provisioner.ledger import Ledger, LedgerError
+from provisioner.protocol.errors import BrokerUnavailableError
+from tests.broker.live import BECOME_NOBODY
+from tests.support.world import World, new_world
+
+NOBODY = pwd.getpwnam("nobody").pw_uid
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder of ours that others may enter."""
+    with tempfile.TemporaryDirectory(prefix="jfg-") as name:
+        path = Path(name)
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with new_world() as made:
+        yield made
+
+
+def as_nobody(code: str, *arguments: str) -> str:
+    """Run a program as another user and return what it printed."""
+    argv = [sys.executable, "-S", "-c", "import os, socket, sys\n" + BECOME_NOBODY + code, *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, check=True, cwd="/").stdout
+
+
+def owned_by_another(place: Path) -> None:
+    place.mkdir()
+    os.chown(place, NOBODY, NOBODY)
+
+
+def open_to_all(place: Path) -> None:
+    place.mkdir()
+    place.chmod(0o777)
+
+
+def open_to_all_and_sticky(place: Path) -> None:
+    place.mkdir()
+    place.chmod(0o1777)
+
+
+def link_to_anothers(place: Path) -> None:
+    owned_by_another(place.with_name("theirs"))
+    place.symlink_to("theirs")
+
+
+def link_of_another_to_ours(place: Path) -> None:
+    place.with_name("ours").mkdir(mode=0o700)
+    place.symlink_to("ours")
+    os.chown(place, NOBODY, NOBODY, follow_symlinks=False)
+
+
+PLACES: list[Callable[[Path], None]] = [
+    owned_by_another,
+    open_to_all,
+    open_to_all_and_sticky,
+    link_to_anothers,
+    link_of_another_to_ours,
+]
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("prepare", PLACES, ids=lambda prepare: prepare.__name__)
+def test_a_broker_does_not_serve_where_others_could_have_put_something(
+    folder: Path, prepare: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(folder / "place")
+    before = everything(folder)
+    for detach in (False, True):
+        options = BrokerOptions(socket=str(folder / "place" / "b.sock"), simulate="1x1GiB", detach=detach)
+        assert run_broker(options) == 1
+        said = capsys.readouterr().err
+        assert "belongs to another user" in said or "others may write to the folder" in said
+        assert "set JUPYTER_GPU_SOCKET" in said
+    assert everything(folder) == before
+
+
+@pytest.mark.parametrize("prepare", PLACES, ids=lambda prepare: prepare.__name__)
+def test_a_client_does_not_speak_to_what_others_could_have_put_there(
+    folder: Path, prepare: Callable[[Path], None]
+) -> None:
+    prepare(folder / "place")
+    listen = (
+        "import socket, sys; line = socket.socket(socket.AF_UNIX); line.bind(sys.argv[1]); line.listen(); print('up')"
+    )
+    if prepare is not link_of_another_to_ours:
+        assert as_nobody(listen, str(folder / "place" / "b.sock")) == "up\n", "the attack itself works"
+    with pytest.raises(BrokerUnavailableError, match=r"belongs to another user|others may write"):
+        ensure_broker(str(folder / "place" / "b.sock"))
+
+
+def test_a_user_cannot_put_anything_into_a_brokers_folder(world: World) -> None:
+    world.start_broker()
+    run = Path(world.socket).parent
+    for above in (world.folder, run):
+        above.chmod(stat.S_IMODE(above.stat().st_mode) | 0o011)  # even where others may pass
+    attack = """
+for name in ("broker.json", "ledger-simulated.sqlite", "broker.log", "broker.sock.lock", "broker.sock"):
+    for act in (lambda path: open(path).read(), lambda path: open(path, "a"), os.unlink, lambda path: os.symlink("/", path + ".x"),
+                lambda path: os.link("/etc/passwd", path + ".y")):
+        try:
+            act(os.path.join(sys.argv[1], name))
+        except (PermissionError, FileNotFoundError, OSError) as error:
+            assert error.errno in (1, 2, 13, 6, 18), error
+        else:
+            print(name)
+"""
+    before = everything(run)
+    assert as_nobody(attack, str(run)) == ""
+    assert everything(run) == before
+
+
+def refused_start(world: World) -> str:
+    """What the broker says that does not start."""
+    argv = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket", world.socket]
+    done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("what", ["fifo", "dangling link", "link to a file"])
+def test_what_is_in_the_sockets_place_is_named_and_left(world: World, what: str) -> None:
+    path = Path(world.socket)
+    precious = world.folder / "precious"
+    precious.write_text("keep")
+    if what == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(precious if what == "link to a file" else world.folder / "nowhere")
+    before = path.lstat()
+    said = refused_start(world)
+    assert str(path) in said
+    assert "--socket" in said
+    assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
+    assert precious.read_text() == "keep"
+    assert not (world.folder / "nowhere").exists()
+
+
+@pytest.mark.parametrize("name", ["broker.sock.lock", "broker.sock.worker", "ledger-simulated.sqlite"])
+def test_a_link_in_a_files_place_is_not_followed(world: World, name: str) -> None:
+    precious = world.folder / "precious"
+    precious.write_text("keep")
+    Path(world.socket).with_name(name).symlink_to(precious)
+    said = refused_start(world)
+    assert name in said
+    assert precious.read_text() == "keep"
+
+
+def test_what_is_written_anew_replaces_a_link_and_not_what_it_names(world: World) -> None:
+    precious = world.folder / "precious"
+    precious.write_text("keep")
+    restart = Path(world.socket).with_name("broker.json")
+    restart.symlink_to(precious)
+    world.start_broker()
+    assert precious.read_text() == "keep"
+    assert not restart.is_symlink()
+    assert stat.S_IMODE(restart.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("what", ["fifo", "of another", "another's hard link"])
+def test_a_ledger_that_another_prepared_is_refused(folder: Path, what: str) -> None:
+    path = folder / "state" / "ledger.sqlite"
+    Ledger.open(path).close()
+    content = path.read_bytes()
+    path.unlink()
+    theirs = folder / "theirs"
+    theirs.write_bytes(content)
+    theirs.chmod(0o600)
+    os.chown(theirs, NOBODY, NOBODY)
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "of another":
+        theirs.rename(path)
+    else:
+        os.link(theirs, path)
+    with pytest.raises(LedgerError, match=r"not a regular file|belongs to uid"):
+        Ledger.open(path)
