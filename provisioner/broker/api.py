@@ -7,11 +7,11 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from tornado import httputil, web
-from tornado.httpserver import HTTPServer
 
 from provisioner.broker.feed import Feed
 from provisioner.broker.handler import Handler, Stream
 from provisioner.broker.limiter import Limiter
+from provisioner.broker.metrics_api import METRICS_ROUTES, add_view
 from provisioner.broker.policy_api import POLICY_ROUTES
 from provisioner.broker.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
 from provisioner.broker.service import Service
@@ -150,7 +150,7 @@ class _Answer(Handler):
         self.reply(Done())
 
 
-def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str, type[Handler]]] = ()) -> HTTPServer:
+def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str, type[Handler]]] = ()) -> Server:
     """Return the server, not yet listening; `more` are routes beside those of leases."""
     shared = {"service": service, "socket_path": socket_path}
     application = web.Application(
@@ -168,7 +168,7 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
             (_LEASE + "/gate", _Gate, shared),
             (_LEASE + "/answer", _Answer, shared),
             *((pattern, handler, shared) for pattern, handler in more),
-            *((pattern, handler, shared) for pattern, handler in POLICY_ROUTES),
+            *((pattern, handler, shared) for pattern, handler in (*POLICY_ROUTES, *METRICS_ROUTES)),
         ],
         default_handler_class=_Missing,
         default_handler_args=shared,
@@ -176,7 +176,7 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
         limiter=Limiter(service.broker),
         log_function=_log_request,
     )
-    return Server(
+    server = Server(
         application,
         max_header_size=DISCARDED_HEADER_BYTES,
         max_body_size=DISCARDED_BYTES,
@@ -185,6 +185,8 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
         body_timeout=BODY_S,
         admin_gid=service.admin_gid,
     )
+    add_view(service, server)
+    return server
 
 
 def _log_request(handler: web.RequestHandler) -> None:

@@ -23,6 +23,7 @@ from provisioner.broker.history import History
 from provisioner.broker.idle_counters import IdleCounters
 from provisioner.broker.iopub import IOPubWatch, connection_from_json
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.metrics import Metrics
 from provisioner.broker.operations import Operations
 from provisioner.broker.sharing import remove_books, sharing_environment
 from provisioner.broker.swaps import Swaps
@@ -71,6 +72,8 @@ class Broker:
         self.arbiter = arbiter
         self.monitor = monitor
         self.writer = writer
+        self.metrics = Metrics(arbiter)
+        writer.wrote = self.metrics.wrote
         self.kernels: dict[str, Kernel] = {}
         self.devices: dict[str, DeviceInfo] = {}
         self.queue_changed = asyncio.Event()
@@ -105,6 +108,7 @@ class Broker:
         point = self._failpoint(event) if failpoints.enabled() else ""
         failpoints.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
+        self.metrics.saw(event, effects)
         self._tickets = None
         for effect in effects:
             self._carry_out(effect)

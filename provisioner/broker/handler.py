@@ -124,9 +124,13 @@ class Handler(web.RequestHandler):
 
     def reply(self, message: object) -> None:
         """Answer with a message."""
+        self.reply_with(msgspec.json.encode(message), "application/json")
+
+    def reply_with(self, body: bytes, content_type: str) -> None:
+        """Answer with something else than JSON."""
         self._reach("reply")
-        self.set_header("Content-Type", "application/json")
-        taken = self.finish(msgspec.json.encode(message))
+        self.set_header("Content-Type", content_type)
+        taken = self.finish(body)
         patience = asyncio.get_running_loop().call_later(TAKEN_S, self._give_up, taken)
         taken.add_done_callback(lambda _: patience.cancel())
 

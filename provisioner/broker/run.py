@@ -19,6 +19,7 @@ from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.learning import keep_learning, keep_learnt, learnt
 from provisioner.broker.listener import PatientListener
+from provisioner.broker.metrics_api import listen
 from provisioner.broker.pressure import HostBudget
 from provisioner.broker.recovery import recover
 from provisioner.broker.screening import Screen
@@ -132,6 +133,7 @@ class Run:
         await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)
         server.add_socket(self._bind())
+        by_tcp = self._settings.metrics_address and listen(broker.metrics.registry, self._settings.metrics_address)
         self._say_ready()
         works = (
             watcher.run(),
@@ -141,12 +143,16 @@ class Run:
             self._stop_when_unused(broker),
             self._forget_history(broker, service.audit),
             keep_learning(arbiter, broker.writer),
+            broker.metrics.watch_loop(),
         )
         tasks = [asyncio.create_task(work) for work in works]
         try:
             await self._until_stopped(tasks)
         finally:
             server.stop()
+            if by_tcp:
+                by_tcp.stop()
+                await by_tcp.close_all_connections()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -121,6 +121,10 @@ class Server(HTTPServer):
         self._open[stream] = (uid, admin)
         super().handle_stream(stream, address)
 
+    def connections(self) -> tuple[int, int]:
+        """Return how many connections users have, and how many administrators."""
+        return self._of_users, len(self._open) - self._of_users
+
     def _turn_away(self, stream: iostream.IOStream, uid: int) -> None:
         have = self._count[uid]
         if self._told.take(uid) == 0:

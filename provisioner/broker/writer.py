@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class LedgerWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._pending: list[_Write] = []
         self._flushing: asyncio.Task[None] | None = None
+        self.wrote: Callable[[float], None] = _uncounted  # told how long each transaction took, seconds
 
     def submit(self, act: Callable[[], None]) -> asyncio.Future[None]:
         """Write soon, after everything handed over before. Returns what is done when it is on the disk.
@@ -72,10 +74,12 @@ class LedgerWriter:
         loop = asyncio.get_running_loop()
         while self._pending:
             group, self._pending = self._pending, []
+            begun_s = time.monotonic()
             try:
                 failures = await loop.run_in_executor(self._thread, self._write, [write.act for write in group])
             except LedgerError as error:
                 failures = [error] * len(group)
+            self.wrote(time.monotonic() - begun_s)
             for write, failure in zip(group, failures, strict=True):
                 if write.done.cancelled():
                     continue
@@ -110,6 +114,10 @@ def _reach(points: list[str], moment: str) -> None:
     for point in points:
         if failpoints.reach(f"ledger.{point}.{moment}"):
             raise LedgerError("the ledger cannot be used: a test says that the disk is full")
+
+
+def _uncounted(_took_s: float) -> None:
+    """Nobody counts."""
 
 
 def _nothing() -> None:

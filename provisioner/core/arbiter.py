@@ -116,6 +116,10 @@ class Arbiter:
         """Return a pool's queue in order."""
         return ticket_views(self._books, pool, self._changes.foresight)
 
+    def queue_lengths(self) -> dict[str, int]:
+        """Return how many wait in each pool's queue; a pool in which nobody does may be missing."""
+        return {pool: len(line) for pool, line in self._books.queue.lines.items()}
+
     def devices(self) -> list[DeviceView]:
         """Return every device."""
         return device_views(self._books)

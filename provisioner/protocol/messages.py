@@ -7,6 +7,7 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
 
     GET    /v1/ping                        -> Pong
     POST   /v1/leases       LeaseRequest   -> LeaseReply          a new lease; never queues
+    GET    /v1/metrics                     -> totals in Prometheus's text format
     GET    /v1/leases/L                    -> LeaseStatus
     DELETE /v1/leases/L                    -> Done                idempotent
     POST   /v1/leases/L/attach AttachRequest -> LeaseStatus       the process behind it, and its Jupyter connection

@@ -10,6 +10,7 @@ from tests.security.routes import Cell, end_as_stranger, probe, table
 PAGE = Path(__file__).parents[2] / "docs" / "routes.md"
 OPEN_TO_ALL = {
     "GET /v1/ping",
+    "GET /v1/metrics",
     "GET /v1/status",
     "GET /v1/events",
     "POST /v1/leases",
