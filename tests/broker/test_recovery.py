@@ -99,6 +99,20 @@ async def test_what_the_driver_says_is_believed(
             assert (driver.states.get(process["pid"]) is S.LOCKED) is False, "it was left locked"
 
 
+async def test_after_a_reboot_nobody_is_taken_for_the_kernel_that_had_its_pid(tmp_path: Path) -> None:
+    """What was saved is gone with the machine's memory, and a process that has the pid by chance is nobody's kernel."""
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.CHECKPOINTED, 300)
+        record = record_of({**process, "boot_id": "yesterday"}, L.SUSPENDED, saved_mib=300, device_id=None)
+        async with recovered(tmp_path, driver, record) as broker:
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert (view.state, view.saved_mib, broker.kernels[LEASE].identity) == (L.UNATTACHED, 0, None)
+            assert driver.states[process["pid"]] is S.CHECKPOINTED, "nothing is done to a stranger"
+            assert not [name for name, _ in driver.calls]
+
+
 async def test_a_driver_that_does_not_answer_makes_nothing_free(tmp_path: Path) -> None:
     driver = Driver()
     with started_for(LEASE) as process:

@@ -101,6 +101,17 @@ async def test_what_fails_before_anything_was_saved_is_undone(spoil: Spoil, outc
     assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
 
 
+async def test_a_lock_that_fails_half_way_is_undone_in_reverse_order() -> None:
+    driver = Driver()
+    async with kernel_of(3, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        driver.failures["lock", sorted(pids)[2]] = GPUErrorCode.NOT_PERMITTED
+        await swaps_of(driver).suspend(kernel, journal([]))
+    locked = [pid for name, pid in driver.calls if name == "lock" and pid != sorted(pids)[2]]
+    assert len(locked) == 2
+    assert [pid for name, pid in driver.calls if name == "unlock"] == locked[::-1]
+
+
 @pytest.mark.parametrize(
     ("answers", "says"),
     [

@@ -1,62 +1,102 @@
-"""The broker dies at every point that a story reaches, one after the other: at its first time, and at the last.
+"""Somebody dies at every point that a story reaches, one after the other: at its first time, and at the last.
 
-    python tests/e2e/failpoints.py [--only PREFIX] [--full-disk]
+    python tests/e2e/failpoints.py [--only PREFIX ...] [--full-disk]
 
-With --full-disk it lives on, and each write to the ledger fails instead: the first, the second, and so on.
+Who dies is the point's first word: the broker (api, event, ledger, link), its checkpoint worker (worker), a kernel (kernel) or a Jupyter
+server that keeps its kernels (server). With --full-disk the broker lives on, and each write to the ledger fails instead: the first, the
+second, and so on.
 
-After each death every kernel must answer with its bytes intact, books and driver must agree, nothing may be granted twice and nothing
-may stay behind. Prints each point and how long its story took. Exits with 1 at the first broken promise.
+After each death every kernel that lived must answer with its bytes intact, what was cut off must succeed when it is done again, books
+and driver must agree, nothing may be granted twice and nothing may stay behind. Prints each point and how long its story took, and the
+points that exist and that no story reaches. Exits with 1 at the first broken promise, or when there are such points.
 """
 
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.support.dying import SIMULATE, Story, points_of
+from tests.support.dying import Story, points_of
+from tests.support.points import known_points, plain
+from tests.support.steered import SteeredStory
 from tests.support.world import new_world
+
+_SERVERS = "server."
+
+
+@dataclass
+class Figures:
+    """What came of it."""
+
+    struck: int = 0
+    missed: int = 0
 
 
 def _is_write(point: str) -> bool:
     return point.startswith("ledger.") and point.endswith(".unfinished")
 
 
-def main() -> int:
-    """Run the matrix and print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only points whose name begins so, such as ledger.")
-    parser.add_argument("--full-disk", action="store_true", help="let the Nth write of each kind fail, N = 1, 2, ...")
-    options = parser.parse_args()
-    with new_world(SIMULATE) as world:
-        story = Story(world)
+def run(
+    kind: type[Story], only: tuple[str, ...], *, full_disk: bool, keeps: bool, told: set[str], figures: Figures
+) -> None:
+    """Tell the story again and again in one world; points that were told before are left out. Adds those that it reaches to `told`."""
+    with new_world(kind.simulate) as world:
+        story = kind(world, keeps=keeps)
         try:
-            struck = missed = 0
+            reached = points_of(story)
             cases = [
                 (point, number)
-                for point, times in sorted(points_of(story).items())
-                if point.startswith(options.only) and (not options.full_disk or _is_write(point))
-                for number in (range(1, times + 1) if options.full_disk else sorted({1, times}))
+                for point, times in sorted(reached.items())
+                if point.startswith(only)
+                and point.startswith(_SERVERS) is keeps
+                and (not full_disk or _is_write(point))
+                for number in (range(1, times + 1) if full_disk else sorted({1, times}))
             ]
             for place, (point, number) in enumerate(cases, 1):
                 begun_s = time.monotonic()
-                died = story.tell(point, number, action="fail" if options.full_disk else "kill")
-                struck, missed = struck + died, missed + (not died)
-                words = ("failed" if options.full_disk else "died") if died else "not reached this time"
-                print(
-                    f"{place}/{len(cases)} {point} ({number}): {words}, {time.monotonic() - begun_s:.1f} s", flush=True
-                )
+                died = story.tell(point, number, action="fail" if full_disk else "kill")
+                figures.struck, figures.missed = figures.struck + died, figures.missed + (not died)
+                words = ("failed" if full_disk else "died") if died else "not reached this time"
+                took_s = time.monotonic() - begun_s
+                print(f"{place}/{len(cases)} {point} ({number}): {words}, {took_s:.1f} s", flush=True)
         except BaseException:
             for name, text in world.logs().items():
                 print(f"--- {name} ---\n{text}", file=sys.stderr)
             raise
         finally:
             story.close()
-    print(
-        f"{struck} {'failed writes' if options.full_disk else 'deaths'}, no byte lost; {missed} points were not reached again"
-    )
-    return 0
+    told |= {plain(point) for point in reached if keeps is point.startswith(_SERVERS)}
+
+
+def _is_wanted(kind: type[Story], point: str, only: tuple[str, ...], *, keeps: bool) -> bool:
+    """Servers die where they keep their kernels; in the story of what people do to a kernel, only the broker and its worker die."""
+    if kind is SteeredStory and point.startswith((_SERVERS, "kernel.")):
+        return False
+    return point.startswith(only) and point.startswith(_SERVERS) is keeps
+
+
+def main() -> int:
+    """Run the matrix and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="only points whose name begins so, such as ledger.")
+    parser.add_argument("--full-disk", action="store_true", help="let the Nth write of each kind fail, N = 1, 2, ...")
+    options = parser.parse_args()
+    only = tuple(options.only)
+    figures = Figures()
+    told: set[str] = set()
+    for kind, keeps in ((Story, False), (SteeredStory, False), (Story, True)):
+        if any(begin.startswith(_SERVERS) is keeps or _SERVERS.startswith(begin) for begin in only):
+            run(kind, only, full_disk=options.full_disk, keeps=keeps, told=told, figures=figures)
+    what = "failed writes" if options.full_disk else "deaths"
+    print(f"{figures.struck} {what}, no byte lost; {figures.missed} points were not reached again")
+    if "" not in only or options.full_disk:
+        return 0
+    unreached = sorted(known_points() - told)
+    print(f"{len(unreached)} points that no story reaches: {', '.join(unreached) or 'none'}")
+    return 1 if unreached else 0
 
 
 if __name__ == "__main__":

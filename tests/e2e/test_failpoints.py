@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.dying import SIMULATE, Story, points_of
+from tests.support.dying import Story, points_of
 from tests.support.world import new_world
 
 SAMPLE = [
@@ -33,7 +33,7 @@ KEEPING_SAMPLE = [
 
 @pytest.fixture(scope="module")
 def story() -> Iterator[Story]:
-    with new_world(SIMULATE) as world:
+    with new_world(Story.simulate) as world:
         made = Story(world)
         yield made
         made.close()
@@ -54,7 +54,7 @@ def test_nothing_is_lost_when_somebody_dies(story: Story, point: str) -> None:
 
 @pytest.fixture(scope="module")
 def keeping_story() -> Iterator[Story]:
-    with new_world(SIMULATE) as world:
+    with new_world(Story.simulate) as world:
         made = Story(world, keeps=True)
         yield made
         made.close()

@@ -25,8 +25,11 @@ CONTEXT_MIB = 8
 _FRACTION_MILLI = 125
 _MEMORY_MIB = DATA_MIB + 2 * CONTEXT_MIB
 _ENDLESS = "import time\nprint('begun', flush=True)\ntime.sleep(3600)"
+# Nobody is suspended for being idle alone: what is at rest stays so, and can be measured.
 _CONFIG = """
-c.GPUBroker.pools = {"default": {"oversubscription": 100, "retry_refused": "300ms", "unattached_ttl": "10s"}}
+c.GPUBroker.pools = {
+    "default": {"oversubscription": 100, "retry_refused": "300ms", "unattached_ttl": "10s", "idle_after": "on-demand"}
+}
 """
 
 

@@ -16,10 +16,8 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, released, settled, workers
 from tests.support.world import DEADLINE_S, Notebook, Reply, Server, World, until
 
-__all__ = ["CONFIG", "SIMULATE", "Story", "points_of"]
+__all__ = ["Life", "Story", "points_of"]
 
-SIMULATE = "1x128MiB"  # room for one kernel of 3/4
-CONFIG = 'c.GPUBroker.pools = {"default": {"retry_refused": "200ms", "unattached_ttl": "5s"}}\n'
 MIB = 64
 _INJECTED = Path(__file__).with_name("injected")
 _ATTEMPTS = 3
@@ -43,6 +41,9 @@ class Story:
     With `keeps`, on a server whose kernels outlive it.
     """
 
+    simulate = "1x128MiB"  # room for one kernel of 3/4
+    config = 'c.GPUBroker.pools = {"default": {"retry_refused": "200ms", "unattached_ttl": "5s"}}\n'
+
     def __init__(self, world: World, *, keeps: bool = False) -> None:
         self.world = world
         self.keeps = keeps
@@ -51,7 +52,7 @@ class Story:
         self._lives: list[Life] = []
         world.environment[VARIABLE] = str(self.file)
         world.environment["PYTHONPATH"] = f"{_INJECTED}:{world.environment['PYTHONPATH']}"
-        world.configure(CONFIG)
+        world.configure(self.config)
         (self.spec,) = world.install(750)
         world.start_broker()
         self.server = self._new_server()
@@ -78,8 +79,15 @@ class Story:
     def tell(self, point: str = "", time: int = 1, *, action: str = "kill") -> bool:
         """Tell the story while somebody dies at the point, or fails there; return whether it did. Fails if anything is lost."""
         self._begin(point, time, action)
-        self._lives = [Life(self, seed) for seed in (1, 2)]
-        first, second = self._lives
+        self.plot()
+        struck = bool(point) and not self.file.exists()
+        self.file.unlink(missing_ok=True)
+        self._end()
+        return struck
+
+    def plot(self) -> None:
+        """What happens in the story."""
+        first, second = self.cast(2)
         first.live()
         second.live()
         for life in (first, second, first):
@@ -91,10 +99,11 @@ class Story:
             life.live()
         for life in (first, second):
             life.end()
-        struck = bool(point) and not self.file.exists()
-        self.file.unlink(missing_ok=True)
-        self._end()
-        return struck
+
+    def cast(self, lives: int) -> "list[Life]":
+        """So many kernels, not yet born."""
+        self._lives = [Life(self, seed + 1) for seed in range(lives)]
+        return self._lives
 
     def _begin(self, point: str, time: int, action: str) -> None:
         who = point.partition(".")[0]
@@ -105,9 +114,10 @@ class Story:
         if point:
             self.file.write_text(f"{point} {time} {action}\n")
         if who not in _EXCUSED:
-            self._start_broker()
+            self.start_broker()
 
-    def _start_broker(self) -> None:
+    def start_broker(self) -> None:
+        """Start a broker, which may die at once, and another one then."""
         try:
             self.world.start_broker()
         except subprocess.CalledProcessError:  # it died at once
@@ -176,7 +186,7 @@ class Life:
         self._story.insist(self._live)
 
     def _live(self) -> None:
-        notebook = self._connected()
+        notebook = self.line()
         if not self._pid:
             _must(notebook, fill(self._seed, MIB))
             self._pid = self._pid_now(notebook)
@@ -189,7 +199,7 @@ class Life:
 
     def suspend(self) -> None:
         """Suspend it by hand."""
-        self._story.insist(lambda: _must(self._connected(), "%gpu suspend"))
+        self._story.insist(lambda: _must(self.line(), "%gpu suspend"))
 
     def restart(self) -> None:
         """Restart it; its bytes are new from then on."""
@@ -197,12 +207,17 @@ class Life:
         self._changing = True
 
         def restart() -> None:
-            notebook = self._connected()
+            notebook = self.line()
             self._pid = ""
             notebook.restart()
             self.reconnect({notebook.kernel_id})  # the old line may miss the new process's first words
 
         self._story.insist(restart)
+
+    def begin_anew(self) -> None:
+        """Take note that its process was ended on purpose, and that Jupyter has started another one."""
+        self._pid = ""
+        self.reconnect({self.kernel_id})
 
     def end(self) -> None:
         """Shut it down."""
@@ -225,7 +240,8 @@ class Life:
         assert self._changing, f"kernel {kernel_id} is gone"
         self._notebook, self._pid = None, ""
 
-    def _connected(self) -> Notebook:
+    def line(self) -> Notebook:
+        """The line to the kernel, which is started if there is none."""
         if self._notebook is None:
             self._notebook = self._story.server.start(self._story.spec)
         return self._notebook

@@ -1,0 +1,68 @@
+"""Every failpoint that there is, read from the sources: what no story reaches is not tested."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import provisioner.broker.api
+import provisioner.broker.seat_api
+from provisioner.broker.handler import Handler
+from provisioner.core.events import Event
+from provisioner.gpu.worker import OPERATIONS
+
+__all__ = ["UNTOLD", "known_points", "plain"]
+
+_BROKER = Path(provisioner.broker.api.__file__).parent
+_INJECTED = Path(__file__).with_name("injected") / "sitecustomize.py"
+_WRITE = re.compile(r"(?:submit|run)\(\s*partial\(\s*(?:[\w.]*\.)?ledger\.(\w+)")
+
+UNTOLD = {
+    "event.HostPressureSeen": "needs a control group that is short of memory; tests/broker/test_pressure.py",
+    "event.Checkpointable": "needs managed memory, which the simulated device has not; tests/e2e/test_managed.py",
+    "api.GET.missing": "an answer to a route that there is not changes nothing",
+    "api.POST.missing": "as above",
+    "api.DELETE.missing": "as above",
+}
+"""Points that no story reaches, and why that is so."""
+
+
+def plain(point: str) -> str:
+    """A point's name without its moment, and without the state of the lease that it is about."""
+    name = point.rpartition(".")[0]
+    return name.partition("@")[0]
+
+
+def known_points() -> set[str]:
+    """Return all names, as `plain` gives them, less the untold."""
+    writes = {name for file in _BROKER.glob("*.py") for name in _WRITE.findall(file.read_text())}
+    events = {kind.__name__ for kind in _leaves(Event)}
+    return {
+        *(f"ledger.{name}" for name in writes),
+        *(f"event.{name}" for name in events),
+        *(f"{who}.{operation}" for who in ("link", "worker") for operation in OPERATIONS),
+        *_routes(),
+        *_injected(),
+    } - {*UNTOLD, "worker.ping"}  # which does nothing
+
+
+def _leaves(kind: type) -> list[type]:
+    below: list[type] = kind.__subclasses__()
+    return [kind] if not below else [leaf for one in below for leaf in _leaves(one)]
+
+
+def _routes() -> set[str]:
+    return {
+        f"api.{verb.upper()}.{kind.__name__.strip('_').lower()}"
+        for kind in _leaves(Handler)
+        for verb in ("get", "post", "delete")
+        if inspect.isfunction(vars(kind).get(verb))
+    }
+
+
+def _injected() -> set[str]:
+    for node in ast.parse(_INJECTED.read_text()).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "POINTS" and node.value is not None:
+            found: dict[str, tuple[str, tuple[str, ...]]] = ast.literal_eval(node.value)
+            return {f"{who}.{name}" for who, names in found.values() for name in names}
+    raise AssertionError(f"{_INJECTED} has no POINTS")

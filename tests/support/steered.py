@@ -1,0 +1,203 @@
+"""What people and administrators do to a kernel and to devices, told while somebody dies: see `tests.support.dying`."""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from provisioner.gpu.simulated.host import lose_device, return_device
+from provisioner.protocol.errors import (
+    BrokerUnavailableError,
+    FractionalGPUError,
+    InternalBrokerError,
+)
+from provisioner.protocol.messages import (
+    DeviceStatus,
+    DrainRequest,
+    EvictRequest,
+    LeaseStatus,
+    MoveRequest,
+    PinRequest,
+    ProgressKind,
+    ResizeRequest,
+)
+from provisioner.protocol.seats import OfferRequest, SeatRequest
+from provisioner.seat_client import SeatClient
+from tests.support.dying import Life, Story
+from tests.support.stories import CHECK
+from tests.support.victims import await_held, brokers, held_up, kill_all
+from tests.support.world import until
+
+__all__ = ["SteeredStory"]
+
+T = TypeVar("T")
+_ATTEMPTS = 3
+
+
+class SteeredStory(Story):
+    """One kernel and two devices: pins, sizes, moves, emptied and lost devices, seats, a pool's keys, and a broker that is started anew."""
+
+    simulate = "2x128MiB"
+    config = 'c.GPUBroker.pools = {"default": {"retry_refused": "200ms", "unattached_ttl": "5s", "may_move": True, "min_residency": 0}}\n'
+
+    def plot(self) -> None:
+        """See the class."""
+        (life,) = self.cast(1)
+        life.live()
+        self._sizes_and_pins(life)
+        self._moves(life)
+        self._waits_in_vain(life)
+        self._truth_is_looked_for(life)
+        self._other_device_is_lost(life)
+        self._seats_and_pools()
+        self._starts_anew(life)
+        self._is_evicted(life)
+        life.end()
+
+    def steer(self, act: Callable[[SeatClient], T], *, ended: bool = False) -> T | None:
+        """Do it; if somebody died meanwhile, once more, which must succeed. With `ended`, a lease that is over then is as good."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                with SeatClient(self.world.socket) as client:
+                    return act(client)
+            except (BrokerUnavailableError, InternalBrokerError):
+                if self.file.exists():  # nobody has died
+                    raise
+                self.start_broker()
+            except FractionalGPUError:
+                if not (ended and attempt):
+                    raise
+                return None
+        raise AssertionError("it failed again and again, though only one was to die")
+
+    def must(self, act: Callable[[SeatClient], T]) -> T:
+        """The same for what gives an answer."""
+        answer = self.steer(act)
+        assert answer is not None
+        return answer
+
+    @staticmethod
+    def _lease(client: SeatClient, life: Life) -> LeaseStatus:
+        (lease,) = [one for one in client.status().leases if one.kernel_id == life.kernel_id]
+        return lease
+
+    @staticmethod
+    def _left(lease: LeaseStatus, device: str) -> bool:
+        return lease.state == "suspended" or lease.device_id != device
+
+    def _on(self, life: Life) -> str:
+        return self.must(lambda client: self._lease(client, life)).device_id or ""
+
+    def _await(self, ask: Callable[[SeatClient], bool], what: str) -> None:
+        until(lambda: self.steer(ask), what)
+
+    def _sizes_and_pins(self, life: Life) -> None:
+        lease_id = self.must(lambda client: self._lease(client, life)).lease_id
+        self.must(lambda client: client.pin(lease_id, PinRequest(duration_ms=60_000)))
+        self.must(lambda client: client.unpin(lease_id))
+        self.must(lambda client: client.pin(lease_id, PinRequest(duration_ms=1)))  # its end wakes the broker
+        for fraction_milli in (1000, 750):
+            size = ResizeRequest(fraction_milli=fraction_milli)
+            self.must(partial(SeatClient.resize, lease_id=lease_id, request=size))
+            life.live()
+        self.must(lambda client: client.suspend(lease_id))
+        self.must(lambda client: client.resume(lease_id))
+        self.must(lambda client: client.story(lease_id))
+        self.must(lambda client: client.history(lease_id))
+        life.live()
+
+    def _moves(self, life: Life) -> None:
+        lease_id = self.must(lambda client: self._lease(client, life)).lease_id
+        self.must(lambda client: client.move(lease_id, MoveRequest()))
+        life.live()
+        home = self._on(life)
+        self._drain(home)
+        self._await(lambda client: self._left(self._lease(client, life), home), "the kernel leaves the device")
+        life.live()
+        assert self._on(life) != home, "it is on a device that is being emptied"
+        self.must(lambda client: client.undrain(home))
+
+    def _drain(self, device: str) -> DeviceStatus:
+        return self.must(lambda client: client.drain(device, DrainRequest(evict_busy=True)))
+
+    def _waits_in_vain(self, life: Life) -> None:
+        """With both devices empty a cell waits, until it is interrupted."""
+        devices = [device.device_id for device in self.must(lambda client: client.status()).devices]
+        for device in devices:
+            self._drain(device)
+        self._await(lambda client: self._lease(client, life).state == "suspended", "the kernel leaves its device")
+
+        def wait_and_give_up() -> None:
+            cell = life.line().send(CHECK)
+            self._await(lambda client: self._lease(client, life).position is not None, "the cell waits")
+            life.line().interrupt()
+            assert "KeyboardInterrupt" in life.line().wait(cell).error
+
+        wait_and_give_up()
+        for device in devices:
+            self.must(partial(SeatClient.undrain, device=device))
+        life.live()
+
+    def _truth_is_looked_for(self, life: Life) -> None:
+        """The broker dies in a checkpoint that its worker goes on with: the next one cannot know what is true before that is over."""
+        with held_up(self.world, "checkpoint", "hang"):
+            cell = life.line().send("%gpu suspend")
+            await_held(self.world)
+            kill_all(brokers(self.world))
+            self.start_broker()
+            self._await(lambda client: self._lease(client, life).state == "quarantined", "nobody knows what is true")
+        life.line().wait(cell)
+        life.live()
+
+    def _other_device_is_lost(self, life: Life) -> None:
+        home = self._on(life)
+        (other,) = [one.device_id for one in self.must(lambda client: client.status()).devices if one.device_id != home]
+        for change, lost in ((lose_device, True), (return_device, False)):
+            change(self.world.simulated_folder, other)
+            self._await(partial(_is_lost, device_id=other, lost=lost), "the broker sees what became of the device")
+        life.live()
+
+    def _is_evicted(self, life: Life) -> None:
+        """Its bytes are lost, as was asked for; Jupyter starts it again, with another lease."""
+        old = self.must(lambda client: self._lease(client, life)).lease_id
+        self.steer(lambda client: client.evict(old, EvictRequest(confirm=True)), ended=True)
+        self._await(
+            lambda client: any(
+                one.kernel_id == life.kernel_id and one.lease_id != old and one.pid is not None
+                for one in client.status().leases
+            ),
+            "Jupyter starts the kernel again",
+        )
+        life.begin_anew()
+        life.live()
+
+    def _seats_and_pools(self) -> None:
+        self.must(lambda client: client.offers(OfferRequest(owner="ada")))
+        seat_id = self.must(self._taken)
+        self.steer(lambda client: client.confirm_seat(seat_id))
+        self.must(lambda client: client.seats())
+        self.steer(lambda client: client.release_seat(seat_id))
+        self._await(lambda client: not client.seats().seats, "no seat is left")
+        self.must(lambda client: client.pools())
+        self.must(lambda client: client.change_pool("default", {"max_priority": 3}))
+
+    @staticmethod
+    def _taken(client: SeatClient) -> str:
+        *_, last = client.take_seat(SeatRequest(owner="ada", pool="default", fraction_milli=250))
+        assert last.kind == ProgressKind.GRANTED, last.sentence
+        return last.seat_id
+
+    def _starts_anew(self, life: Life) -> None:
+        """An orderly stop, and a start that finds the kernel."""
+        self.must(lambda client: next(iter(client.events())))
+        pid = self.world.broker_pid()
+        if pid is not None:  # else it has died just now
+            self.world.end(pid, signal.SIGTERM)
+        self.start_broker()
+        life.live()
+        life.restart()
+        life.live()
+
+
+def _is_lost(client: SeatClient, *, device_id: str, lost: bool) -> bool:
+    return lost in [one.lost for one in client.status().devices if one.device_id == device_id]
