@@ -59,14 +59,14 @@ class Answers:
         """A busy kernel that had to make room waits for its turn, and one that waited to grow has its new size: return which is so."""
         changes, claim = self._changes, lease.ticket.grow if lease.ticket is not None else None
         if lease.ticket is not None and claim is not None:  # it is on no device now: nothing keeps it from growing
-            wanted, kept_on = lease.ticket.wanted, lease.ticket.kept_on
+            then, kept_on = lease.ticket.then, lease.ticket.kept_on
             self._books.dequeue(lease)
             if self._resizing.may_be(lease, claim):
                 self._books.resize(lease, claim)
             else:
                 claim = None
-            if wanted:
-                ticket = changes.new_ticket(first=bool(lease.target_ids))
+            if then is not None:
+                ticket = changes.new_ticket(first=True) if lease.target_ids else then
                 ticket.kept_on = kept_on
                 self._books.enqueue(lease, ticket)
         files = lease.preempted and lease.busy and lease.ticket is None
@@ -101,7 +101,7 @@ class Answers:
         """The lease is on its device still, or again: whatever it waited for is there, but for room to grow."""
         ticket = lease.ticket
         if ticket is not None and ticket.grow is not None:
-            ticket.wanted, ticket.kept_on = False, ()
+            ticket.then, ticket.kept_on = None, ()
         else:
             self._changes.withdraw(lease)
 

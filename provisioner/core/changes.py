@@ -188,7 +188,8 @@ class Changes:
         """Give the lease a place in the queue, or make the place it has a better one."""
         old = lease.ticket
         if old is not None and old.grow is not None:
-            old.wanted = True
+            old.then = old.then or self.new_ticket()
+            old.then.urgent |= urgent
             return
         if old is not None and old.before_start >= before_start and old.urgent >= urgent:
             return

@@ -148,7 +148,7 @@ class Lifecycle:
         if ticket is None or (ticket.preempted and lease.busy):
             return False
         if ticket.grow is not None:
-            ticket.wanted = bool(lease.target_ids)
+            ticket.then = ticket.then if lease.target_ids else None
             return False
         left_out = lease.bucket is not None and ticket.passes != self._books.passes and not ticket.kept_on
         left_out = left_out and not ticket.urgent

@@ -104,7 +104,7 @@ def begin_move(changes: Changes, lease: Lease, target_ids: Sequence[str], reason
         ticket.preempted = lease.busy
         changes.books.enqueue(lease, ticket)
         changes.requeued.add(lease.spec.pool)
-    ticket.wanted = True
+    ticket.then = ticket.then or changes.new_ticket()
     ticket.kept_on = tuple(target_ids)
     changes.books.set_target(lease, target_ids)
     changes.begin_suspend(lease, reason, sentence)

@@ -53,7 +53,7 @@ class Ticket:
     kept_on: tuple[str, ...] = ()  # devices where room is kept
     grow: LeaseSpec | None = None  # a resident lease waits for room to have this size
     extra_mib: int = 0  # what it then holds more than now, on each of its devices
-    wanted: bool = False  # beside growing: it is wanted on a device when it has been suspended
+    then: "Ticket | None" = None  # beside growing: its place when it has been suspended, since it was wanted
     preempted: bool = False  # filed for a busy lease that had to make room: only its end withdraws it
     expected: Span | None = None  # the wait, as it was foreseen when the ticket was filed
     reason: str = "wait.new"  # as last written into the story

@@ -39,6 +39,8 @@ class Seen:
     since: int = 0  # in this state
     pinned_until: int = 0
     asked: int = -1  # when it asked for the GPU: a running number; -1: it does not wait
+    then: int = -1  # the same for one that waited to grow when its suspend began: when it asked for the GPU since
+    claimed: bool = False  # it did
     urgent: bool = False
     passed: int = 0
     resizes: list[ResizeRequested] = field(default_factory=list)  # asked for and perhaps not answered yet

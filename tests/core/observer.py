@@ -144,11 +144,15 @@ class Observer:
         if seen is not None and seen.busy and not served and self.arbiter.ticket(lease_id) is None:
             seen.asked = -1
 
-    @staticmethod
-    def _take_about(seen: Seen, event: Event) -> None:
+    def _take_about(self, seen: Seen, event: Event) -> None:
         match event:
-            case Wanted(urgent=True):
-                seen.urgent = True
+            case Wanted(urgent=urgent):
+                seen.urgent |= urgent
+                if seen.claimed and seen.then < 0:
+                    self._asked += 1
+                    seen.then = self._asked
+            case Unwanted() if seen.claimed:
+                seen.then = -1
             case Unwanted() if not seen.busy and (seen.state not in {S.RESIDENT, S.UNATTACHED} or not seen.held):
                 # whoever has a device and waits to grow does so until somebody asks for another size
                 seen.asked = -1
@@ -220,6 +224,13 @@ class Observer:
         said = any(isinstance(effect, Recorded) and effect.lease_id == change.lease_id for effect in self._later)
         law(0, said, change.lease_id, old, "->", new, "is not in its story")
         seen.state, seen.generation = new, change.generation
+        if new not in {S.SUSPENDING, S.QUARANTINED}:
+            if seen.claimed and new in {
+                S.SUSPENDED,
+                S.UNARMED,
+            }:  # nothing keeps it from growing: now it waits to come back
+                seen.asked, seen.passed = seen.then, 0
+            seen.claimed = False
         self._hold(seen, old, change)
         seen.since = self.now
         self.counts[new] += 1
@@ -250,7 +261,7 @@ class Observer:
                 seen.home = ()
                 seen.ran = seen.busy if old is not S.SUSPENDING else seen.ran
             case S.SUSPENDING:
-                seen.home = seen.devices
+                seen.home, seen.claimed, seen.then = seen.devices, seen.asked >= 0, -1
                 suspend = next((e for e in self._later if isinstance(e, Suspend) and e.lease_id == seen.lease_id), None)
                 law(5, suspend is not None, seen.lease_id, "is suspending without a Suspend effect")
                 if suspend is not None:

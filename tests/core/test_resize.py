@@ -283,3 +283,31 @@ def test_nobody_leaves_while_room_is_made_for_it_to_grow() -> None:
     effects = hand.send(HostMemorySeen(at_ms=0, budget_mib=10_000))
     assert hand.suspends(effects) == ["b"], "a kernel that has waited for long gathers room, but not that of a"
     assert _sizes(hand.saved(effects)) == [("a", 990, 990)]
+
+
+def test_a_kernel_that_leaves_while_it_waits_to_grow_has_its_place_from_when_it_was_wanted() -> None:
+    hand = Hand()
+    hand.run("x", 600)
+    hand.idle("a", 400)
+    _resize(hand, "a", 700)
+    effects = hand.send(SuspendRequested(at_ms=0, lease_id="a"))
+    hand.start("early", 700)
+    hand.want("early")
+    hand.now = 5
+    hand.want("a")
+    hand.start("late", 700)
+    hand.want("late")
+    hand.saved(effects)
+    assert [view.lease_id for view in hand.arbiter.tickets("p")] == ["early", "a", "late"]
+    assert hand.ticket("a").asked_ms == 5
+
+
+def test_a_kernel_that_leaves_while_it_waits_to_grow_may_come_back_urgently() -> None:
+    hand = Hand()
+    hand.run("x", 600)
+    hand.idle("a", 400)
+    _resize(hand, "a", 700)
+    effects = hand.send(SuspendRequested(at_ms=0, lease_id="a"))
+    hand.want("a", urgent=True)
+    hand.saved(effects)
+    assert hand.ticket("a").urgent
