@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.dying import Story, points_of
+from tests.support.steered import SteeredStory
 from tests.support.world import new_world
 
 SAMPLE = [
@@ -27,7 +28,6 @@ SAMPLE = [
 KEEPING_SAMPLE = [
     "server.KernelLease.attach.before",  # the process runs, and nobody but this server knows of it
     "server.KeptRecord.write.after",
-    "server.FractionalGPUProvisioner.cleanup.before",
 ]
 
 
@@ -63,6 +63,15 @@ def keeping_story() -> Iterator[Story]:
 @pytest.mark.parametrize("point", KEEPING_SAMPLE)
 def test_nothing_is_lost_when_a_server_dies_that_keeps_its_kernels(keeping_story: Story, point: str) -> None:
     assert keeping_story.tell(point), "the server was to die there"
+
+
+def test_nothing_is_lost_when_the_broker_dies_while_a_device_is_emptied() -> None:
+    with new_world(SteeredStory.simulate) as world:
+        story = SteeredStory(world)
+        try:
+            assert story.tell("ledger.set_drained.after"), "the broker was to die there"
+        finally:
+            story.close()
 
 
 @pytest.mark.parametrize("write", ["save_lease", "begin", "step", "finish"])
