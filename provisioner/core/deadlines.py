@@ -7,7 +7,7 @@ come and that could not be served yet (the swap channel is in use, host memory i
 from heapq import heapify, heappop, heappush
 
 from provisioner.core.model import LeaseState
-from provisioner.core.scheduling import willing_from_ms
+from provisioner.core.scheduling import is_lost, willing_from_ms
 from provisioner.core.state import Books, Lease
 
 __all__ = ["Deadlines", "idle_due_ms"]
@@ -26,15 +26,6 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
     if willing_ms is None or is_lost(books, lease):
         return None
     return max(lease.last_active_ms + pool.idle_after_ms, willing_ms)
-
-
-def is_lost(books: Books, lease: Lease) -> bool:
-    """Whether a device of the lease is not there."""
-    for device_id in lease.device_ids:
-        device = books.devices.get(device_id)
-        if device is None or device.lost:
-            return True
-    return not lease.device_ids
 
 
 class Deadlines:

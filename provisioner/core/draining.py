@@ -5,8 +5,8 @@ process, its device, host memory) stays until it can.
 """
 
 from provisioner.core.changes import Changes
-from provisioner.core.deadlines import is_lost
 from provisioner.core.model import LeaseState
+from provisioner.core.scheduling import is_lost
 from provisioner.core.state import Device, Lease
 
 __all__ = ["Draining"]

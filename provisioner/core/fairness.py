@@ -8,6 +8,7 @@ take: however close the virtual times are, a device is not given to and fro.
 
 from provisioner.core.forecasts import RESUME, SUSPEND
 from provisioner.core.model import LeaseState
+from provisioner.core.scheduling import is_lost
 from provisioner.core.state import Books, Lease
 
 __all__ = ["goes_before_from_ms", "overtakes_at_ms", "preemptible_from_ms", "swap_ms"]
@@ -23,7 +24,7 @@ def swap_ms(books: Books, lease: Lease) -> int:
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
     """Return when a busy lease has had its minimum residency; None for one that cannot be saved, or is not resident."""
-    if lease.state is not LeaseState.RESIDENT or lease.staying:
+    if lease.state is not LeaseState.RESIDENT or lease.staying or is_lost(books, lease):
         return None
     pool = books.policy(lease)
     least_ms = max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from provisioner.core.model import LeaseSpec, Limits, PoolSpec
 from provisioner.core.records import Account, Footing, Wait
-from provisioner.core.scheduling import willing_from_ms
+from provisioner.core.scheduling import is_lost, willing_from_ms
 from provisioner.core.state import Books, Lease
 from provisioner.core.units import format_fraction
 
@@ -92,7 +92,7 @@ def makers_of_room(books: Books, lease: Lease, milli: int, hint: Callable[[int],
 
 
 def _is_willing(books: Books, lease: Lease, hint: Callable[[int], None]) -> bool:
-    if lease.footing is not Footing.RESTING:
+    if lease.footing is not Footing.RESTING or is_lost(books, lease):
         return False
     from_ms = willing_from_ms(books.policy(lease), lease)
     if from_ms is not None and from_ms > books.now_ms:

@@ -4,7 +4,7 @@ from provisioner.core.model import LeaseState, PoolSpec
 from provisioner.core.records import Wait
 from provisioner.core.state import Books, Lease
 
-__all__ = ["Wait", "candidates", "elsewhere", "willing_from_ms"]
+__all__ = ["Wait", "candidates", "elsewhere", "is_lost", "willing_from_ms"]
 
 
 def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ def elsewhere(books: Books, lease: Lease) -> tuple[str, ...]:
     """Return the like devices to which a resident lease could be moved."""
     pool = books.policy(lease)
     here = books.devices.get(lease.device_id or "")
-    if here is None or not pool.may_move:
+    if here is None or here.lost or not pool.may_move:
         return ()
     return tuple(
         device_id
@@ -49,10 +49,19 @@ def _admits(books: Books, device_id: str) -> bool:
     return device is not None and not device.lost and not device.draining
 
 
+def is_lost(books: Books, lease: Lease) -> bool:
+    """Whether a device of the lease is not there: nothing can be saved from it."""
+    for device_id in lease.device_ids:
+        device = books.devices.get(device_id)
+        if device is None or device.lost:
+            return True
+    return not lease.device_ids
+
+
 def willing_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """Return when a resident, idle lease may be suspended for others; None while it is busy or cannot be saved.
 
-    Not while it is pinned, or was refused, or has had no chance to run.
+    Not while it is pinned, or was refused, or has had no chance to run. Whether its devices are there is asked elsewhere (`is_lost`).
     """
     if lease.busy or lease.staying:
         return None

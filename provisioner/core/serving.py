@@ -6,7 +6,7 @@ tickets are served; host memory is relieved; leases that have idled long enough 
 
 from provisioner.core.caps import Caps
 from provisioner.core.changes import Changes
-from provisioner.core.deadlines import Deadlines, idle_due_ms, is_lost
+from provisioner.core.deadlines import Deadlines, idle_due_ms
 from provisioner.core.draining import Draining
 from provisioner.core.effects import SuspendAnnounced
 from provisioner.core.model import LeaseState
@@ -16,6 +16,7 @@ from provisioner.core.pins import Pins
 from provisioner.core.records import Wait
 from provisioner.core.relief import Relief
 from provisioner.core.resizing import Resizing
+from provisioner.core.scheduling import is_lost
 from provisioner.core.state import Lease
 from provisioner.core.transitions import Cause
 from provisioner.core.units import format_duration, format_memory

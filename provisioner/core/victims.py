@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from provisioner.core.fairness import goes_before_from_ms, preemptible_from_ms, swap_ms
 from provisioner.core.records import Device, Footing
-from provisioner.core.scheduling import willing_from_ms
+from provisioner.core.scheduling import is_lost, willing_from_ms
 from provisioner.core.state import Books, Lease
 
 __all__ = ["Victims"]
@@ -40,11 +40,11 @@ class Victims:
 
     def never_leaves(self, lease: Lease) -> bool:
         """Whether the lease does not step aside for anybody, idle or not."""
-        return lease.staying or lease.pinned_until_ms > self._books.now_ms
+        return lease.staying or lease.pinned_until_ms > self._books.now_ms or is_lost(self._books, lease)
 
     def may_leave(self, lease: Lease) -> bool:
         """Whether the lease is idle and may be suspended now."""
-        if lease.footing is not Footing.RESTING:
+        if lease.footing is not Footing.RESTING or is_lost(self._books, lease):
             return False
         from_ms = willing_from_ms(self._books.policy(lease), lease)
         if from_ms is not None and from_ms > self._books.now_ms:
@@ -112,7 +112,7 @@ class Victims:
         now_ms, soonest_ms = self._books.now_ms, None
         willing = []
         for lease in device.holders.values():
-            if lease.footing is not Footing.RESTING:
+            if lease.footing is not Footing.RESTING or is_lost(self._books, lease):
                 continue
             from_ms = willing_from_ms(self._books.policy(lease), lease)
             if from_ms is None:

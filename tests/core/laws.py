@@ -108,6 +108,8 @@ class Laws:
             "preempted",
             suspend.preempt,
         )
+        lost = [device for device in seen.devices if device in self._world.lost or device not in self._world.leasable]
+        law(2, not lost, seen.lease_id, "is suspended, but nothing can be saved from", lost, why)
         if why.reason == "suspend.drain":
             evict = [self._world.draining[device] for device in seen.devices if device in self._world.draining]
             law(

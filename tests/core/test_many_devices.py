@@ -8,6 +8,8 @@ from provisioner.core.effects import Effect, Granted, LeaseRefused, Resume, Susp
 from provisioner.core.events import (
     Attached,
     DeviceDrained,
+    DeviceLost,
+    DeviceSeen,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
@@ -194,3 +196,16 @@ def test_what_was_saved_goes_home_where_its_pool_has_not_enough_devices_for_it_a
     _saved_from(hand, "d0", "d1")
     (resume,) = [one for one in hand.want("a") if isinstance(one, Resume)]
     assert resume.device_ids == ("d0", "d1")
+
+
+@pytest.mark.parametrize("most", [0, 8], ids=["gathered for", "needed by"])
+def test_a_lease_does_not_step_aside_while_one_of_its_devices_is_lost(most: int) -> None:
+    hand = _hand(2, most=most)
+    _start(hand, _spec("a"))
+    hand.want("a")
+    hand.work("a")
+    hand.rest("a")
+    hand.send(DeviceLost(at_ms=0, device_id="d1"))
+    hand.start("b", 600)
+    assert hand.suspends(hand.want("b")) == []
+    assert hand.suspends(hand.send(DeviceSeen(at_ms=0, device=device("d1")))) == ["a"]

@@ -3,7 +3,14 @@
 import dataclasses
 
 from provisioner.core.effects import Effect, Suspend
-from provisioner.core.events import DeviceLost, LeaseReleased, ResizeRequested, SuspendOutcome, SuspendRequested
+from provisioner.core.events import (
+    DeviceLost,
+    DeviceSeen,
+    LeaseReleased,
+    ResizeRequested,
+    SuspendOutcome,
+    SuspendRequested,
+)
 from provisioner.core.model import LeaseState, Limits, PoolSpec
 from tests.core.driving import Hand, device, pool
 
@@ -147,3 +154,13 @@ def test_whoever_finds_its_user_s_share_taken_when_it_arrives_waits_like_others(
     assert hand.resumes(effects) == []
     assert (hand.ticket("a").reason, hand.ticket("a").kept_on) == ("wait.user-limit", ())
     assert hand.resumes(hand.send(LeaseReleased(at_ms=0, lease_id="z"))) == [("a", "d1")]
+
+
+def test_nobody_is_moved_away_from_a_device_that_answers_nothing() -> None:
+    hand = _hand(_pool())
+    hand.run("x", 600)
+    hand.idle("a", 400)
+    hand.send(DeviceLost(at_ms=0, device_id="d0"))
+    claim = ResizeRequested(at_ms=0, lease_id="a", fraction_milli=250, reserve_mib=700, request_mib=None)
+    assert _moved(hand.send(claim)) == []
+    assert _moved(hand.send(DeviceSeen(at_ms=0, device=device("d0")))) == [("a", False)]
