@@ -5,6 +5,7 @@ import http
 import logging
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -58,10 +59,13 @@ class Handler(web.RequestHandler):
             raise iostream.StreamClosedError  # hung up meanwhile
         credentials = peer_credentials(connection.stream.socket)
         admin = is_admin(connection.stream.socket, credentials, self.service.admin_gid)
-        self.peer = Peer(
-            credentials=credentials, token=self._token(), admin=admin, acting_for=self._acting_for(admin=admin)
-        )
-        self.limiter.admit(self.peer, self.request.path)
+        authorization = self.request.headers.get("Authorization")
+        scheme, _, token = (authorization or "").partition(" ")
+        self.peer = Peer(credentials=credentials, token=token if scheme == "Bearer" and token else None, admin=admin)
+        self.limiter.admit(self.peer, self.request.path)  # first: what is refused for another reason counts, too
+        if authorization is not None and self.peer.token is None:
+            raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
+        self.peer = replace(self.peer, acting_for=self._acting_for(admin=admin))
         if not self.answers_any_version:
             self._check_version()
 
@@ -80,15 +84,6 @@ class Handler(web.RequestHandler):
         client = versions.from_header(self.request.headers.get(VERSION_HEADER))
         if client is not None and (why := versions.refusal(client=client, broker=versions.OWN)):
             raise BadRequestError(why, reason="version")
-
-    def _token(self) -> str | None:
-        header = self.request.headers.get("Authorization")
-        if header is None:
-            return None
-        scheme, _, token = header.partition(" ")
-        if scheme != "Bearer" or not token:
-            raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
-        return token
 
     def _acting_for(self, *, admin: bool) -> str | None:
         values = self.request.headers.get_list(ACTING_FOR)

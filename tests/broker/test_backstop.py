@@ -1,11 +1,11 @@
 """The broker ends what has no right to a device, and nobody else; who goes past its cap is told."""
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -134,7 +134,11 @@ def test_its_processes_on_the_device_are_ended_and_the_next_kernel_says_why() ->
 
 def test_a_number_that_another_process_has_now_is_not_ended() -> None:
     world = Guarded()
-    world.see(os.getpid(), lease_of={os.getpid(): LEASE})
-    (identity,) = world.backstop._users[LEASE]
-    world.backstop._users[LEASE] = {type(identity)(identity.boot_id, identity.pid, identity.start_time - 1)}
-    world.backstop.breached(breach(Breach.KILL))
+    with process() as other:
+        world.see(other.pid, lease_of={other.pid: LEASE})
+        (identity,) = world.backstop._users[LEASE]
+        world.backstop._users[LEASE] = {replace(identity, start_time=identity.start_time - 1)}
+        world.backstop.breached(breach(Breach.KILL))
+        assert other.stdin is not None
+        other.stdin.close()
+        assert other.wait(30) == 0, "it ended when it was told to, and not before"

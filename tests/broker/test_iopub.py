@@ -82,6 +82,7 @@ async def test_an_early_answer_still_counts_after_the_question_was_repeated(
     first, _second = await line.asked(), await line.asked()
     await line.answer(first)
     await watched.until(lambda: not watched.watch.busy)
+    assert not watched.watch.executing
 
 
 async def test_a_kernel_that_starts_anew_and_names_no_parent_is_in_doubt_again(
@@ -218,7 +219,9 @@ async def test_an_encrypted_kernel_is_heard_on_either_loopback(host: str) -> Non
     line = KernelLine(host, zmq.curve_keypair())
     try:
         async with Watched(line) as watched:
+            assert watched.watch.busy, "nothing was heard yet"
             await watched.settle()
+            assert not watched.watch.busy
     finally:
         line.close()
 

@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import websocket
 
 from tests.support.world import Notebook, Server, World, until
 
@@ -22,24 +24,36 @@ def story(world: World, notebook: Notebook) -> list[str]:
         return [line.reason for line in client.story(world.lease(notebook.kernel_id).lease_id).lines]
 
 
-def past_its_cap(world: World, server: Server, breach: str) -> Notebook:
+def past_its_cap(world: World, server: Server, breach: str) -> tuple[Notebook, str]:
+    """A notebook that has more than its cap, and what that cell showed."""
     world.configure(f"c.GPUBroker.pools = {{'default': {{'breach': {breach!r}, 'idle_after': 'on-demand'}}}}")
     (name,) = world.install(250)
     notebook = server.start(name)
-    assert notebook.must(PAST).status == "ok"
-    return notebook
+    return notebook, str(notebook.must(PAST).data)
+
+
+def heard(notebook: Notebook, words: str, before: str = "") -> str:
+    """The first of what was shown before and of the messages that has these words; fails when nothing comes any more."""
+    came = [before]
+    while words not in came[-1]:
+        try:
+            came.append(str(json.loads(notebook.socket.recv())["content"]))
+        except websocket.WebSocketTimeoutException:
+            pytest.fail(f"the notebook does not show {words!r}, but {came}")
+    return came[-1]
 
 
 def test_it_is_warned(world: World, server: Server) -> None:
-    notebook = past_its_cap(world, server, "warn")
+    notebook, shown = past_its_cap(world, server, "warn")
     until(lambda: "breach.warn" in story(world, notebook), "the breach is noted")
-    while "more than its cap of 256 MiB" not in str(notebook.socket.recv()):
-        pass  # until the notebook shows it, or nothing comes any more, which is an error
+    assert "432 MiB" in heard(
+        notebook, "more than its cap of 256 MiB", shown
+    )  # the context's memory is the kernel's, too
     assert world.lease(notebook.kernel_id).suspends == 0
 
 
 def test_it_is_suspended_and_comes_back_with_all_it_had(world: World, server: Server) -> None:
-    notebook = past_its_cap(world, server, "suspend")
+    notebook, _ = past_its_cap(world, server, "suspend")
     lease = world.await_state(notebook.kernel_id, "suspended")
     assert lease.saved_mib >= 400
     assert "suspend.breach" in story(world, notebook)
@@ -47,7 +61,7 @@ def test_it_is_suspended_and_comes_back_with_all_it_had(world: World, server: Se
 
 
 def test_it_is_ended_and_the_next_kernel_says_why(world: World, server: Server) -> None:
-    notebook = past_its_cap(world, server, "kill")
+    notebook, _ = past_its_cap(world, server, "kill")
     pid = world.lease(notebook.kernel_id).pid
 
     def restarted() -> bool:
@@ -56,9 +70,10 @@ def test_it_is_ended_and_the_next_kernel_says_why(world: World, server: Server) 
     until(restarted, "the server starts the kernel anew")
     anew = server.connect(notebook.kernel_id)
     anew.send("1")
-    # Above that cell, or beneath it when the broker's word comes later: the socket's timeout ends the waiting.
-    while "more than its cap" not in str(json.loads(anew.socket.recv())["content"]):
-        pass
+    # Above that cell, or beneath it when the broker's word comes later.
+    assert "256 MiB" in heard(anew, "more than its cap")
+    assert pid is not None
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.parametrize("refused", [False, True])

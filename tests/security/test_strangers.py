@@ -1,21 +1,25 @@
 """Who is slow, silent or greedy is cut off after a stated time or told which limit there is, and everybody else is served meanwhile."""
 
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from provisioner.broker import api, handler, limiter, service
+from provisioner.broker.rates import Rates
+from provisioner.broker.status import host_status
 from provisioner.client import BrokerClient
 from provisioner.protocol import limits
-from provisioner.protocol.errors import TooManyRequestsError
+from provisioner.protocol.errors import BrokerUnavailableError, TooManyRequestsError
 from provisioner.protocol.messages import GateVerb
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 from tests.support.world import until
@@ -53,66 +57,92 @@ def trickle(line: socket.socket, text: bytes) -> bytes:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
-    """A broker whose patience is short."""
+    """A broker that waits for requests for a moment only."""
     monkeypatch.setattr(api, "IDLE_S", SOON_S)
     monkeypatch.setattr(api, "BODY_S", SOON_S)
+    with live_broker() as live:
+        yield live
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
+    """A broker whose replies must be taken at once."""
     monkeypatch.setattr(handler, "TAKEN_S", SOON_S)
     with live_broker() as live:
         yield live
 
 
+def serves(live: LiveBroker) -> bool:
+    """Whether others are served; where the machine is slow, a question may come too late for so hasty a broker."""
+
+    def ask() -> bool:
+        try:
+            with BrokerClient(live.socket) as client:
+                return client.ping().pid == os.getpid()
+        except BrokerUnavailableError:
+            return False
+
+    return until(ask, "others are served")
+
+
 def test_a_head_that_comes_byte_by_byte_is_cut_off_and_holds_nobody_up(hasty: LiveBroker) -> None:
     with connected(hasty) as line:
         assert trickle(line, PING + b"X-Slow: " + b"x" * 8000) == b""
-        assert hasty.is_alive()
+        assert serves(hasty)
 
 
 def test_a_body_that_comes_byte_by_byte_is_cut_off(hasty: LiveBroker) -> None:
     with connected(hasty) as line:
         line.sendall(b"POST /v1/leases HTTP/1.1\r\nHost: b\r\nContent-Length: 9000\r\n\r\n")
         assert trickle(line, b" " * 9000) == b""
-        assert hasty.is_alive()
+        assert serves(hasty)
 
 
 def test_a_connection_that_says_nothing_is_closed(hasty: LiveBroker) -> None:
     with connected(hasty) as line:
-        assert hasty.is_alive()
+        assert serves(hasty)
         assert line.recv(1) == b""
 
 
 def test_a_connection_that_is_kept_and_not_used_is_closed(hasty: LiveBroker) -> None:
-    with connected(hasty) as line:
-        line.sendall(PING + b"\r\n")
-        assert line.recv(65536).startswith(b"HTTP/1.1 200 ")
-        assert line.recv(1) == b""
+    answer = b""
+    while not answer:  # too late a question is not answered
+        with connected(hasty) as line, suppress(BrokenPipeError, ConnectionResetError):
+            line.sendall(PING + b"\r\n")
+            answer = line.recv(65536)
+            assert line.recv(1) == b""
+    assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-def test_who_asks_and_never_reads_is_cut_off(hasty: LiveBroker) -> None:
+def test_who_asks_and_never_reads_is_cut_off(unread: LiveBroker) -> None:
     def ask_for_ever(line: socket.socket) -> None:
         while True:  # the replies fill the line, then our questions do; then the broker's patience ends, or ours
             line.sendall((PING + b"\r\n") * 100)
 
-    with connected(hasty) as line, pytest.raises((BrokenPipeError, ConnectionResetError)):
+    with connected(unread) as line, pytest.raises((BrokenPipeError, ConnectionResetError)):
         ask_for_ever(line)
-    assert hasty.is_alive()
+    assert serves(unread)
 
 
-def test_a_follower_who_never_reads_is_cut_off(hasty: LiveBroker) -> None:
-    for _ in range(250):
-        hasty.lease(label="x" * 200, kernel_id="k" * 200)
-    size = len(json.dumps(hasty.call("GET", "/v1/status").body))
-    assert size > 250_000, "more than a line holds that nobody reads"
-    with connected(hasty) as line:
+def test_a_follower_who_never_reads_is_cut_off(unread: LiveBroker) -> None:
+    for _ in range(300):
+        unread.lease(label="x" * 200, kernel_id="k" * 200)
+
+    async def line_size() -> int:
+        return len(msgspec.json.encode(host_status(unread.broker, unread.socket, None)))
+
+    assert unread.on_loop(line_size) > 250_000, "more than a connection holds that nobody reads"
+    with connected(unread) as line:
         line.sendall(b"GET /v1/events HTTP/1.1\r\nHost: b\r\n\r\n")
-        application: Any = hasty.server.request_callback
+        application: Any = unread.server.request_callback
         feed = application.settings["feed"]
         until(lambda: feed._followers == 1, "it follows")
         until(lambda: feed._followers == 0, "it is cut off")
 
 
-def test_a_gate_that_never_reads_is_cut_off_and_its_lease_lives_on(hasty: LiveBroker) -> None:
-    lease = hasty.lease()
-    kernel = hasty.broker.kernels[lease.lease_id]
+def test_a_gate_that_never_reads_is_cut_off_and_its_lease_lives_on(unread: LiveBroker) -> None:
+    lease = unread.lease()
+    kernel = unread.broker.kernels[lease.lease_id]
     hello = json.dumps({"version": "1", "open": False, "busy": False}).encode()
     head = f"POST /v1/leases/{lease.lease_id}/gate HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {lease.token}\r\n"
 
@@ -121,12 +151,12 @@ def test_a_gate_that_never_reads_is_cut_off_and_its_lease_lives_on(hasty: LiveBr
         for _ in range(60):
             kernel.link.send(GateVerb.NOTICE, sentence="x" * 10_000)
 
-    with connected(hasty) as line:
+    with connected(unread) as line:
         line.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(hello) + hello)
         until(lambda: kernel.link is not None, "the gate is connected")
-        hasty.on_loop(talk)
+        unread.on_loop(talk)
         until(lambda: kernel.link is None, "it is cut off")
-    assert hasty.state(lease.lease_id) == "unattached"
+    assert unread.state(lease.lease_id) == "unattached"
 
 
 # -- many ------------------------------------------------------------------------------------------------------------------------
@@ -165,6 +195,7 @@ def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_adm
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("provisioner.broker.server.resource.getrlimit", lambda _: (16, 16))
+    monkeypatch.setattr(api, "IDLE_S", 600.0)
     with live_broker() as live, ExitStack() as stack:
         first = stack.enter_context(holding(live, "nobody", 5))
         assert first["error"]["code"] == "too-many"
@@ -190,6 +221,7 @@ def test_who_asks_too_often_is_told_when_to_ask_again(strict: LiveBroker) -> Non
     assert (refused.status, refused.error["reason"]) == (429, "too-many-requests")
     assert re.search(r"asks the broker too often; .* 20 at once; ask again in 3\d{3} s", refused.error["message"])
     assert strict.call("GET", "/nowhere").status == 429, "routes that are none count, too"
+    assert strict.call("GET", "/v1/ping", Authorization="Basic x").status == 429, "and so does what is refused anyway"
     assert b"\r\nRetry-After: 3" in strict.raw(PING + b"Connection: close\r\n\r\n")
     with BrokerClient(strict.socket, timeout_s=1) as client, pytest.raises(TooManyRequestsError):
         client.ping()
@@ -216,10 +248,11 @@ def test_our_client_waits_as_long_as_it_is_told_and_goes_on(monkeypatch: pytest.
 
 def test_nobody_pushes_what_matters_out_of_the_log(live: LiveBroker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    for _ in range(300):
+    application: Any = live.server.request_callback
+    application.settings["limiter"]._lines = Rates(1 / 3600, burst=10)
+    for _ in range(30):
         live.call("GET", "/v1/leases/nobody")
-    refused = [record for record in caplog.records if "refused" in record.message]
-    assert 0 < len(refused) < 150
+    assert sum("refused" in record.message for record in caplog.records) == 10
 
 
 def test_the_leases_of_all_users_have_a_limit(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
