@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import inspect
 import os
+import time
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hub_spawner.below import Below
 from hub_spawner.errors import spawn_error, spawn_error_of
 from hub_spawner.form import gpu_form
 from hub_spawner.link import BrokerLink
+from hub_spawner.metrics import SEAT_WAIT, spawn_ended, spawn_failed
 from hub_spawner.options import FIELD, KEYS, Choice, OptionsError, options_of_form, parse_options
 from hub_spawner.progress import ProgressLog
 from provisioner.core.units import format_duration, format_fraction
@@ -215,7 +217,13 @@ class FractionalGPUMixin(Below):
                 await self._gpu_take(choice)
             await self.gpu_prepare()
             self._gpu_progress.add(80, "Starting the server")
-            return await super().start()
+            started = await super().start()
+        except BaseException as error:
+            spawn_failed(error)
+            raise
+        else:
+            spawn_ended("without" if choice.without else "gpu")
+            return started
         finally:
             self._gpu_progress.close()
 
@@ -223,12 +231,14 @@ class FractionalGPUMixin(Below):
         request = await self._gpu_request(choice)
         wanted = f"{format_fraction(request.fraction_milli)} GPU of pool {request.pool}"
         self._gpu_progress.add(5, f"Asking for {wanted}")
+        asked_s = time.monotonic()
         try:
             async with contextlib.aclosing(self._gpu_link.take(request)) as lines:
                 async for line in lines:
                     if line.kind == ProgressKind.REFUSED:
                         raise spawn_error(line.sentence, reason=line.reason, hint=await self._gpu_hint())
                     if line.kind == ProgressKind.GRANTED:
+                        SEAT_WAIT.labels(pool=request.pool).observe(time.monotonic() - asked_s)
                         self._gpu_keep(request, line)
                         self._gpu_progress.add(70, f"Your server has {wanted}")
                         return

@@ -3,13 +3,20 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from hub_spawner.metrics import HUB_METRICS
 from provisioner.broker.metrics import COUNTED, PREFIX, Metric
 from provisioner.broker.metrics_view import SEEN
 
 __all__ = ["PAGE", "names", "written"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-_TABLES = {"broker": (*COUNTED, *SEEN)}
+_TABLES = {
+    "broker": (*COUNTED, *SEEN),
+    "hub": tuple(
+        Metric(kind, name.removeprefix(PREFIX).removesuffix("_total"), text, labels)
+        for kind, name, labels, text in HUB_METRICS
+    ),
+}
 
 
 def _table(metrics: Iterable[Metric]) -> str:

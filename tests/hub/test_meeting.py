@@ -3,14 +3,16 @@
 import json
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.hub.pages import Visitor
 from tests.support.hub import HubServer, HubWorld, Refused, new_hub
-from tests.support.world import Notebook, new_world, until
+from tests.support.world import DEADLINE_S, Notebook, new_world, until
 
 CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))
 POOLS: dict[str, Any] = {
@@ -278,3 +280,16 @@ def _with_token(server: HubServer, token: str) -> HubServer:
 def seats(hub: HubWorld) -> list[Any]:
     with hub.seats() as client:
         return client.seats().seats
+
+
+def test_the_hubs_metrics_have_the_spawns_and_the_waits_for_seats(hub: HubWorld, ada: HubServer) -> None:
+    assert ada is not None  # a server with a GPU was started
+    with pytest.raises(Refused):
+        hub.server("eve", pool="staff", fraction="1/4")
+    request = urllib.request.Request(f"{hub.url}hub/metrics", headers={"Authorization": f"token {hub.token}"})  # noqa: S310
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:  # noqa: S310 - loopback
+        families = list(text_string_to_metric_families(reply.read().decode()))
+    found = {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+    assert found["jupyter_gpu_hub_spawns_total", ("outcome", "gpu"), ("reason", "")] >= 1
+    assert found["jupyter_gpu_hub_spawns_total", ("outcome", "refused"), ("reason", "pool-group")] >= 1
+    assert found["jupyter_gpu_hub_seat_wait_seconds_count", ("pool", "default")] >= 1

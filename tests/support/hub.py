@@ -42,6 +42,7 @@ c.JupyterHub.load_groups = {name: {"users": users} for name, users in given["gro
 c.JupyterHub.services.append({"name": "test", "api_token": given["token"]})
 c.JupyterHub.load_roles = [
     {"name": "test", "services": ["test"], "scopes": ["admin:users", "admin:servers", "admin:groups", "tokens", "access:servers"]},
+    {"name": "prometheus", "services": ["test"], "scopes": ["read:metrics"]},
 ]
 c.SimpleLocalProcessSpawner.home_dir_template = given["homes"] + "/{username}"
 c.Spawner.environment = given["environment"]

@@ -1,0 +1,79 @@
+"""What a hub says of its GPUs: spawns by what became of them, and the waits for seats; once, however often it is loaded."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from tornado import web
+
+from hub_spawner import metrics
+from tests.broker.live import LiveBroker, live_broker
+from tests.hub.test_mixin import Mixed, hub_starts, hub_stops, spawner
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveBroker]:
+    with live_broker(seats_required=True, pools={"default": {"wait_bound": "100%", "oversubscription": 1}}) as live:
+        yield live
+
+
+def spawns(outcome: str, reason: str = "") -> float:
+    labels = {"outcome": outcome, "reason": reason}
+    return REGISTRY.get_sample_value("jupyter_gpu_hub_spawns_total", labels) or 0.0
+
+
+def waits(pool: str) -> float:
+    return REGISTRY.get_sample_value("jupyter_gpu_hub_seat_wait_seconds_count", {"pool": pool}) or 0.0
+
+
+async def moved_by(one: Mixed, *, outcome: str, reason: str = "", **options: Any) -> float:  # noqa: ANN401
+    """Start a server, whatever comes of it; return by how much the counter moved."""
+    before = spawns(outcome, reason)
+    try:
+        await hub_starts(one, **options)
+    except (web.HTTPError, RuntimeError):
+        pass
+    finally:
+        await hub_stops(one)
+    return spawns(outcome, reason) - before
+
+
+async def test_a_spawn_is_counted_by_what_became_of_it(live: LiveBroker) -> None:
+    waited = waits("default")
+    assert await moved_by(spawner(live), outcome="gpu", pool="default", fraction="1/4") == 1
+    assert waits("default") == waited + 1
+    assert await moved_by(spawner(live), outcome="without", fraction="none") == 1
+    refused = moved_by(spawner(live), outcome="refused", reason="unknown-pool", pool="secret-pool", fraction="1/4")
+    assert await refused == 1
+    assert waits("default") == waited + 1
+    assert waits("secret-pool") == 0, "what users write is no label"
+
+
+async def test_a_server_that_does_not_start_is_a_failure(live: LiveBroker) -> None:
+    one = spawner(live)
+    one.broken = True
+    assert await moved_by(one, outcome="failed", reason="RuntimeError", pool="default", fraction="1/4") == 1
+
+
+async def test_a_broker_that_does_not_answer_is_a_refusal_of_its_own(live: LiveBroker) -> None:
+    one = spawner(live)
+    one.gpu_socket = "/nowhere/broker.sock"
+    assert await moved_by(one, outcome="refused", reason="broker", pool="default", fraction="1/4") == 1
+
+
+def test_it_is_registered_once_however_often_it_is_loaded() -> None:
+    before, spawned = metrics.SPAWNS, spawns("gpu")
+    again = importlib.reload(metrics)
+    again.spawn_ended("gpu")
+    assert again.SPAWNS is before
+    assert spawns("gpu") == spawned + 1
+
+
+def test_there_are_only_so_many_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_reasons", {f"known-{number}" for number in range(64)})
+    before = spawns("refused", "other")
+    metrics.spawn_ended("refused", "one more")
+    assert spawns("refused", "other") == before + 1
+    assert spawns("refused", "one more") == 0
