@@ -116,11 +116,13 @@ def run_load(size: Size, plan: Plan) -> Result:
                 crowd = Crowd(world, size, plan.seed)
                 try:
                     _go_through(world, crowd, result, plan)
+                except BaseException:
+                    print(f"the servers' exit codes: {[one.process.poll() for one in crowd.servers]}", file=sys.stderr)
+                    raise
                 finally:
                     crowd.close()
             except BaseException:
-                for name, text in world.logs().items():
-                    print(f"--- {name} ---\n{text}", file=sys.stderr)
+                _show_trouble(world)
                 raise
         _check_nothing_left(world, temporary)
     finally:
@@ -159,6 +161,17 @@ def _go_through(world: World, crowd: Crowd, result: Result, plan: Plan) -> None:
     until(lambda: released(world) or None, "every lease and every reservation is gone")
     left = [str(path) for path in (world.folder / "run").rglob("*.token")]
     assert not left, f"tokens of kernels that were shut down: {left}"
+
+
+def _show_trouble(world: World) -> None:
+    """Print what is no everyday line of anybody's log: the logs of a crowd are long."""
+    run = world.folder / "run"
+    for file in (run / "broker.log", run / "broker.err", world.folder / "server.err"):
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        trouble = [
+            line for line in lines if " INFO " not in line and not line.startswith(("[I ", "[IPKernelApp] WARNING"))
+        ]
+        print(f"--- {file.name}, without what is ordinary ---", *trouble[-200:], sep="\n", file=sys.stderr)
 
 
 def _at_rest(world: World) -> Footprint:
