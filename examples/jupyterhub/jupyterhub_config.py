@@ -2,6 +2,7 @@
 # The hub runs as root: it starts servers as the users of the machine and runs the broker that moves their kernels' memory.
 
 from hub_spawner import configure
+from hub_spawner.service import add_page
 
 c = get_config()  # noqa
 
@@ -40,3 +41,6 @@ c.JupyterHub.services.append(
         "command": ["python3", "-m", "jupyterhub_idle_culler", "--timeout=43200"],  # 12 hours
     }
 )
+
+# The page about the GPUs, /services/gpu/: students see and steer what is theirs, teachers everything.
+add_page(c, admin_groups=["teachers"])

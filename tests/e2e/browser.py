@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.labextension.conftest import enable
 from tests.labextension.rebuild import PREBUILT
 from tests.support.world import Server, World
 
-__all__ = ["SCREENSHOTS", "Lab", "opened_lab"]
+__all__ = ["SCREENSHOTS", "Lab", "new_page", "opened_browser", "opened_lab"]
 
 DEADLINE_MS = 90_000
 SCREENSHOTS = os.environ.get("JUPYTER_GPU_SCREENSHOTS")  # a folder; where they are kept is examples/screenshots
@@ -90,6 +90,28 @@ _PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
 
 
 @contextmanager
+def opened_browser() -> Iterator[Browser]:
+    """Chromium, for the block."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert chromium, "these tests need Chromium (Debian and Ubuntu: apt-get install chromium)"
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
+        expect.set_options(timeout=DEADLINE_MS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def new_page(browser: Browser) -> Page:
+    """A page of somebody who has cookies of their own."""
+    page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme="light")
+    page.set_default_timeout(DEADLINE_MS)
+    return page
+
+
+@contextmanager
 def opened_lab(world: World) -> Iterator[Lab]:
     """JupyterLab in a browser, at the launcher, for the block."""
     enable(world)
@@ -99,14 +121,8 @@ def opened_lab(world: World) -> Iterator[Lab]:
     settings = world.folder / "config" / "labconfig"
     settings.mkdir()
     (settings / "page_config.json").write_text(json.dumps(_QUIET))
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert chromium, "these tests need Chromium (Debian and Ubuntu: apt-get install chromium)"
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with Server(world, extensions=_EXTENSIONS) as server, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=sandbox)
-        page = browser.new_page(viewport={"width": 1200, "height": 700}, color_scheme="light")
-        page.set_default_timeout(DEADLINE_MS)
-        expect.set_options(timeout=DEADLINE_MS)
+    with Server(world, extensions=_EXTENSIONS) as server, opened_browser() as browser:
+        page = new_page(browser)
         try:
             page.goto(f"{server.url}lab?token={server.token}")
             expect(page.locator(".jp-LauncherCard").first).to_be_visible()
@@ -114,5 +130,3 @@ def opened_lab(world: World) -> Iterator[Lab]:
         except AssertionError:
             lab.picture("failed")
             raise
-        finally:
-            browser.close()

@@ -11,6 +11,7 @@ from traitlets.config import Config
 
 from provisioner.config import load
 from provisioner.core.model import DeviceSpec
+from provisioner.discovery import SYSTEM_SOCKET
 from provisioner.protocol.seats import ProgressKind, SeatRequest
 from provisioner.seat_client import SeatClient
 from tests.broker.live import live_broker
@@ -39,10 +40,12 @@ def test_its_hub_runs_the_broker_with_these_pools(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hub_spawner.configuration._is_root", lambda: True)
     monkeypatch.setattr("hub_spawner.configuration._answers", lambda _: False)
     exec(compile(here, "jupyterhub_config.py", "exec"), {"get_config": lambda: c})  # noqa: S102 - as the hub does
-    broker, culler = c.JupyterHub.services.get_value([])
+    broker, culler, page = c.JupyterHub.services.get_value([])
     assert broker["name"] == "gpu-broker"
     assert broker["command"][-2:] == ["--config", str(EXAMPLE / "jupyter_gpu_config.py")]
     assert culler["name"] == "idle-culler"
+    assert page["command"][-2:] == ["--socket", SYSTEM_SOCKET]
+    assert [role["name"] for role in c.JupyterHub.load_roles] == ["idle-culler", "gpu-admin"]
     assert c.JupyterHub.spawner_class == "fractional-gpu-local"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -52,6 +53,9 @@ c.Spawner.poll_interval = 1
 c.Spawner.http_timeout = 120
 c.FractionalGPUMixin.gpu_wait = given["wait"]
 c.JupyterHub.log_level = "INFO"
+if given["page"] is not None:
+    from hub_spawner.service import add_page
+    add_page(c, **given["page"])
 """
 
 
@@ -71,7 +75,7 @@ class HubWorld:
         self.world = world
         self.token = secrets.token_hex(16)
         self.password = secrets.token_hex(8)
-        port, api_port, hub_port = _free_ports(3)
+        port, api_port, hub_port, page_port = _free_ports(4)
         self.url = f"http://127.0.0.1:{port}/"
         self._proxy_token = secrets.token_hex(16)
         self._proxy_ports = port, api_port
@@ -100,9 +104,12 @@ class HubWorld:
                 "--ServerApp.tornado_settings={'ws_ping_interval': 0}",
             ],
             "wait": 60,
+            "page": None,  # what `add_page` is given, the port aside; None: no page about the GPUs
             "environment": {name: world.environment[name] for name in kept},
             **more,
         }
+        if self._given["page"] is not None:
+            self._given["page"] = {"port": page_port, **self._given["page"]}
         self.config = world.folder / "jupyterhub_config.py"
         self.config.write_text(_CONFIG)
         self.proxy: subprocess.Popen[bytes] | None = None
@@ -325,14 +332,15 @@ def new_hub(
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports below those that the system gives away by itself: between now and their use only another hub of a test could take one."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(lowest // 3, lowest)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
 
 
 def _listens(port: int) -> bool:

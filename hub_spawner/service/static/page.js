@@ -1,0 +1,303 @@
+// The page's life: news as they come, written into the tables row by row, and what may be done about a row.
+// Text only ever becomes text (textContent): what a user calls a notebook stays a name.
+"use strict";
+
+const { prefix, xsrf } = document.body.dataset;
+const byId = (id) => document.getElementById(id);
+const RETRY_MS = 1000;
+let view = null;
+let doing = new Set(); // "row act": asked for, and not answered yet
+
+// -- what is shown ------------------------------------------------------------------------------------------------
+
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function made(kind, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(kind), properties);
+  node.append(...children);
+  return node;
+}
+
+function fillCell(cell, row, { field, note, meter }) {
+  if (!cell.firstElementChild) {
+    cell.replaceChildren(made("span"), ...(meter ? [made("meter", { min: 0, max: 100, ariaHidden: "true" })] : []), made("small"));
+  }
+  setText(cell.querySelector("span"), String(row[field] ?? ""));
+  if (meter) cell.querySelector("meter").value = row[meter];
+  const small = cell.querySelector("small");
+  setText(small, note ? String(row[note] ?? "") : "");
+  small.hidden = !small.textContent;
+}
+
+function fillActions(cell, kind, row) {
+  const acts = row.actions ?? [];
+  const wanted = acts.join(" ");
+  if (cell.dataset.acts !== wanted) {
+    cell.dataset.acts = wanted;
+    const focused = cell.contains(document.activeElement) ? document.activeElement.dataset.act : null;
+    cell.replaceChildren(...acts.map((act) => {
+      const button = made("button", { type: "button", textContent: ACTS[act].label });
+      button.dataset.act = act;
+      button.setAttribute("aria-label", `${ACTS[act].label} ${row.name}${row.owner ? ` of ${row.owner}` : ""}`);
+      if (act === "evict") button.className = "danger";
+      button.addEventListener("click", () => begin(kind, cell.parentElement.dataset.id, act));
+      return button;
+    }));
+    if (focused) (cell.querySelector(`[data-act="${focused}"]`) ?? cell.querySelector("button"))?.focus();
+  }
+  for (const button of cell.querySelectorAll("button")) button.disabled = doing.has(`${row.id} ${button.dataset.act}`);
+}
+
+function fillTable(table, rows) {
+  const columns = [...table.tHead.rows[0].cells].map((head) => ({ ...head.dataset, actions: "actions" in head.dataset }));
+  const body = table.tBodies[0];
+  const there = new Map([...body.rows].filter((tr) => tr.dataset.id && tr.dataset.live).map((tr) => [tr.dataset.id, tr]));
+  const wanted = rows.map((row) => {
+    const tr = there.get(row.id) ?? made("tr", {}, ...columns.map(() => made("td")));
+    tr.dataset.id = row.id;
+    tr.dataset.live = "yes";
+    tr.dataset.phase = row.waits ? "waiting" : row.phase ?? row.state ?? "";
+    columns.forEach((column, at) => (column.actions ? fillActions(tr.cells[at], table.id, row) : fillCell(tr.cells[at], row, column)));
+    return tr;
+  });
+  if (!wanted.length) {
+    const cell = made("td", { colSpan: columns.length, textContent: table.dataset.empty });
+    wanted.push(made("tr", { className: "empty" }, cell));
+    if (body.rows.length === 1 && body.rows[0].className === "empty") return;
+  }
+  if (wanted.length !== body.rows.length || wanted.some((tr, at) => body.rows[at] !== tr)) {
+    const focused = document.activeElement; // moving a row takes the focus off its buttons
+    body.replaceChildren(...wanted);
+    if (focused !== document.activeElement && body.contains(focused)) focused.focus();
+  }
+}
+
+function show(fresh) {
+  const told = view ? changes(view, fresh) : "";
+  view = fresh;
+  byId("simulated").hidden = !view.simulated;
+  setProblem(view.problem);
+  setText(byId("summary"), view.summary);
+  for (const kind of ["devices", "kernels", "seats", "pools"]) fillTable(byId(kind), view[kind]);
+  if (told) say(told);
+}
+
+function setProblem(sentence) {
+  const problem = byId("problem");
+  const text = sentence ? `What is shown may be out of date: ${sentence}.` : "";
+  if (problem.textContent !== text) problem.textContent = text;
+  problem.hidden = !text;
+  document.body.classList.toggle("stale", Boolean(text));
+}
+
+// What a person who does not see the tables should hear: kernels whose state is another one now, devices that are emptied.
+function changes(old, fresh) {
+  const before = new Map([...old.kernels, ...old.devices].map((row) => [row.id, row]));
+  const told = [];
+  for (const row of [...fresh.kernels, ...fresh.devices]) {
+    const was = before.get(row.id);
+    if (was && (was.phase !== row.phase || was.waits !== row.waits || (!row.phase && was.state !== row.state))) {
+      told.push(`${row.name}${row.owner ? ` of ${row.owner}` : ""}: ${row.state}`);
+    }
+  }
+  return told.length > 4 ? `${told.length} kernels changed their state` : told.join("; ");
+}
+
+function say(sentence) {
+  setText(byId("said"), sentence);
+}
+
+// -- what is done -------------------------------------------------------------------------------------------------
+
+class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function call(path, body) {
+  const options = { headers: { "X-XSRFToken": xsrf }, cache: "no-store" };
+  if (body !== undefined) {
+    options.method = "POST";
+    options.headers["Content-Type"] = "application/json";
+    options.body = JSON.stringify(body);
+  }
+  const reply = await fetch(`${prefix}api/${path}`, options);
+  const said = await reply.json().catch(() => ({}));
+  if (!reply.ok) throw new Refused(reply.status, said.error?.message ?? `the service answered ${reply.status}`);
+  return said;
+}
+
+const lease = (act, body = () => ({})) => (row, fields) => call(`leases/${row.id}/${act}`, body(fields));
+const device = (act, body = () => ({})) => (row, fields) => call(`devices/${encodeURIComponent(row.id)}/${act}`, body(fields));
+
+const ACTS = {
+  suspend: { label: "Suspend", done: "suspended", run: lease("suspend") },
+  resume: { label: "Resume", done: "back on the GPU", run: lease("resume") },
+  unpin: { label: "Unpin", done: "no longer pinned", run: lease("unpin") },
+  pin: {
+    label: "Pin…", done: "pinned", button: "Pin",
+    text: () => "The kernel stays on its GPU for so long, even while others wait.",
+    fields: () => [field("minutes", "Minutes", made("input", { type: "number", min: 1, max: 10080, value: 30, required: true }))],
+    run: lease("pin", ({ minutes }) => ({ minutes: Number(minutes.value) })),
+  },
+  move: {
+    label: "Move…", done: "moved", button: "Move",
+    text: () => "The kernel's GPU memory goes through host memory to the other GPU, with every variable. It must be idle; a pin ends.",
+    fields: (row) => {
+      const there = view.devices.filter((one) => one.pool === row.pool && one.name !== row.where && !one.draining);
+      const options = [["", "Any other of its pool"], ...there.map((one) => [one.id, `${one.name} (${one.memory})`])];
+      return [field("device", "To", made("select", {}, ...options.map(([value, text]) => made("option", { value, textContent: text }))))];
+    },
+    run: lease("move", ({ device: chosen }) => ({ device: chosen.value || null })),
+  },
+  evict: {
+    label: "Evict…", done: "ended", button: "End the kernel", danger: true,
+    text: (row) => `This ends the kernel ${row.name} of ${row.owner}. All its variables are lost, for good. ` +
+      "Suspending it frees the GPU just as well, and loses nothing.",
+    run: lease("evict", () => ({ confirm: true })),
+  },
+  story: {
+    label: "Why?", button: "Close", tells: true,
+    text: (row) => `What happened to ${row.name}, and why; the newest last.`,
+    fields: async (row) => {
+      const { lines, omitted } = await call(`leases/${row.id}/story`);
+      const items = lines.map((line) => made("li", {}, made("time", { textContent: new Date(line.at_ms).toLocaleTimeString() }), ` ${line.sentence}`));
+      if (omitted) items.unshift(made("li", { textContent: `${omitted} older lines are left out` }));
+      return [made("ol", { className: "story", tabIndex: 0 }, ...items)];
+    },
+  },
+  drain: {
+    label: "Drain…", done: "being emptied", button: "Drain",
+    text: (row) => `${row.name} lets nobody in any more; idle kernels on it are suspended, and come back on another GPU where they can.`,
+    fields: () => [field("busy", "Suspend kernels that run a cell, too", made("input", { type: "checkbox" }))],
+    run: device("drain", ({ busy }) => ({ evict_busy: busy.checked })),
+  },
+  undrain: { label: "Undrain", done: "in service again", run: device("undrain") },
+  edit: {
+    label: "Edit…", done: "changed", button: "Change",
+    text: (row) => `A change of pool ${row.name} holds at once, and until the broker is started again.`,
+    fields: (row) => {
+      const written = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+      const keys = made("select", {}, ...Object.keys(row.keys).sort().map((key) => made("option", { value: key, textContent: key })));
+      const value = made("input", { type: "text", value: written(row.keys[keys.value]) ?? "", spellcheck: false });
+      keys.addEventListener("change", () => { value.value = written(row.keys[keys.value]); });
+      return [field("key", "Key", keys), field("value", "Value", value)];
+    },
+    run: (row, { key, value }) => call(`pools/${encodeURIComponent(row.id)}`, { keys: { [key.value]: read(value.value) } }),
+  },
+};
+
+function read(text) {
+  try { return JSON.parse(text); } catch { return text; }
+}
+
+function field(name, label, input) {
+  input.name = name;
+  return made("label", {}, made("span", { textContent: label }), input);
+}
+
+async function begin(kind, id, act) {
+  const row = view[kind].find((one) => one.id === id);
+  if (!row) return;
+  if (ACTS[act].button) await ask(row, act);
+  else await perform(row, act, {}).catch((error) => say(`${row.name} was not changed: ${error.message}.`));
+}
+
+async function perform(row, act, fields) {
+  const key = `${row.id} ${act}`;
+  doing.add(key);
+  say(`${row.name}: asked to ${ACTS[act].label.replace("…", "").toLowerCase()} …`);
+  show(view);
+  try {
+    await ACTS[act].run(row, fields);
+    say(`${row.name}: ${ACTS[act].done}.`);
+  } finally {
+    doing.delete(key);
+    show(view);
+  }
+}
+
+async function ask(row, act) {
+  const { label, button, danger, tells, text, fields } = ACTS[act];
+  const dialog = byId("ask"), problem = byId("ask-problem"), yes = byId("ask-yes");
+  setText(byId("ask-title"), `${label.replace("…", "")} ${row.name}`);
+  setText(byId("ask-text"), text(row));
+  setText(problem, "");
+  setText(yes, button);
+  yes.className = danger ? "danger main" : "main";
+  yes.disabled = false;
+  byId("ask-no").hidden = Boolean(tells);
+  byId("ask-fields").replaceChildren();
+  dialog.showModal();
+  if (fields) {
+    try { byId("ask-fields").replaceChildren(...await fields(row)); } catch (error) { setText(problem, error.message); }
+  }
+  (dialog.querySelector("#ask-fields input, #ask-fields select") ?? byId(tells || !danger ? "ask-yes" : "ask-no")).focus();
+  yes.onclick = async () => {
+    if (tells) return dialog.close();
+    const inputs = Object.fromEntries([...dialog.querySelectorAll("input, select")].map((input) => [input.name, input]));
+    yes.disabled = true;
+    setText(problem, "");
+    try {
+      await perform(row, act, inputs);
+      dialog.close();
+    } catch (error) {
+      setText(problem, `${error.message}.`);
+      say("");
+    } finally {
+      yes.disabled = false;
+    }
+  };
+}
+
+byId("ask-no").addEventListener("click", () => byId("ask").close());
+byId("ask").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && event.target.tagName === "INPUT") byId("ask-yes").click();
+});
+
+// -- the news -----------------------------------------------------------------------------------------------------
+
+// Not an EventSource: that cannot show the XSRF token, and tells nothing of why it was refused.
+async function follow() {
+  const reply = await fetch(`${prefix}api/events`, { headers: { "X-XSRFToken": xsrf, Accept: "text/event-stream" }, cache: "no-store" });
+  if (reply.status === 401 || reply.status === 403) return again();
+  if (!reply.ok) throw new Refused(reply.status, (await reply.json()).error.message);
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let kept = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return undefined;
+    const events = (kept + value).split("\n\n");
+    kept = events.pop();
+    const news = events.filter((event) => event.startsWith("data: ")).pop();
+    if (news) {
+      sessionStorage.removeItem("again");
+      show(JSON.parse(news.slice(6)));
+    }
+  }
+}
+
+// Logged out, or the service is a new process: a page view goes through the hub's login. Once; then a person decides.
+function again() {
+  if (sessionStorage.getItem("again")) throw new Refused(403, "you are logged out, or may not see this page any more; load it again");
+  sessionStorage.setItem("again", "yes");
+  location.reload();
+  return new Promise(() => {});
+}
+
+async function live() {
+  for (;;) {
+    try {
+      await follow();
+    } catch (error) {
+      setProblem(error instanceof Refused ? error.message.replace(/\.$/, "") : "the page's service does not answer");
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+live();

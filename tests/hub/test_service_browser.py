@@ -1,0 +1,121 @@
+"""What people see at a hub: the spawn page, and the page about the GPUs, in a real browser while kernels take turns."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.e2e.browser import SCREENSHOTS, new_page, opened_browser
+from tests.support.hub import HubWorld, new_hub
+from tests.support.service_page import PAGE, Member
+from tests.support.stories import CHECK, fill
+from tests.support.world import new_world, until
+
+POOLS = {
+    "default": {"devices": [0], "oversubscription": 4, "wait_bound": "100%", "price": "0.80 EUR"},
+    "teaching": {"devices": [1], "fractions": ["1/8"], "hours": "Mon-Fri 08:00-18:00"},
+}
+BUSY = """
+import pathlib, time
+while not pathlib.Path({go!r}).exists():
+    time.sleep(0.05)
+print("finished")
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[HubWorld]:
+    with new_world("2x1GiB") as world:
+        world.install(750)
+        with new_hub(world, {"pools": POOLS}, page={"admins": ["grace"]}) as hub:
+            until(lambda: world.broker_pid() is not None, "the hub's broker serves")
+            yield hub
+
+
+def picture(page: Page, name: str) -> None:
+    if SCREENSHOTS:
+        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", animations="disabled")
+
+
+def logged_in(browser: Browser, hub: HubWorld, name: str) -> Page:
+    page = new_page(browser)
+    page.goto(f"{hub.url}hub/login")
+    page.get_by_label("Username").fill(name)
+    page.get_by_label("Password").fill(hub.password)
+    page.get_by_role("button", name="Sign in").click()
+    page.wait_for_url(lambda url: "/login" not in url)
+    return page
+
+
+@pytest.mark.timeout(600)
+def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_turns(
+    hub: HubWorld, tmp_path: Path
+) -> None:
+    Member(hub, "grace")  # the service is up, and she is a user of the hub
+    with opened_browser() as browser:
+        ada = logged_in(browser, hub, "ada")
+        ada.goto(f"{hub.url}hub/spawn")
+        ada.get_by_label("3/4 GPU, 768 MiB").check()
+        picture(ada, "hub-spawn")
+        ada.get_by_role("button", name=re.compile("Start", re.IGNORECASE)).click()
+        hub.await_server("ada")
+        first = hub.connect("ada").start("fractional-gpu-default-750")
+        first.must(fill(1, 32))
+
+        grace = logged_in(browser, hub, "grace")
+        grace.goto(hub.url + PAGE)
+        grace.set_viewport_size({"width": 1360, "height": 980})
+        kernels, devices = grace.locator("#kernels"), grace.locator("#devices")
+        row = kernels.get_by_role("row").filter(has_text="ada")
+        expect(row).to_contain_text("idle on the GPU")
+        expect(row).to_contain_text("of 768 MiB on the GPU")
+
+        second = hub.server("bob", pool="default", fraction="3/4").start("fractional-gpu-default-750")
+        go = tmp_path / "go"
+        running = second.send(fill(2, 32) + BUSY.format(go=str(go)))
+        expect(row).to_contain_text("suspended")  # live: nobody loads the page again
+        expect(row).to_contain_text("in host memory")
+        expect(kernels.get_by_role("row").filter(has_text="bob")).to_contain_text("in use")
+        waiting = first.send(CHECK)
+        expect(row).to_contain_text("waits, place 1")
+        picture(grace, "hub-page")
+
+        user = logged_in(browser, hub, "ada")
+        user.goto(hub.url + PAGE)
+        expect(user.locator("#kernels")).to_contain_text("waits, place 1")
+        expect(user.locator("#devices")).to_contain_text("1 of others with 768 MiB")
+        expect(user.locator("body")).not_to_contain_text("bob")
+        expect(user.get_by_role("button", name=re.compile("Drain|Evict|Move|Edit"))).to_have_count(0)
+
+        go.touch()
+        assert second.wait(running).text == "finished\n"
+        assert first.wait(waiting).text == "intact\n"
+        expect(row).to_contain_text("idle on the GPU")
+        row.get_by_role("button", name=re.compile("^Suspend")).click()
+        expect(row).to_contain_text("suspended")
+        expect(grace.get_by_role("status")).to_contain_text("suspended")
+        row.get_by_role("button", name=re.compile("^Why")).click()
+        expect(grace.get_by_role("dialog")).to_contain_text("somebody asked for it")
+        grace.keyboard.press("Escape")
+        expect(grace.get_by_role("dialog")).to_be_hidden()
+
+        first_device = devices.get_by_role("row").filter(has_text="GPU 0")
+        first_device.get_by_role("button", name="Drain… GPU 0").click()
+        grace.get_by_role("dialog").get_by_role("button", name="Drain").click()
+        expect(first_device).to_contain_text("empt")
+        grace.emulate_media(color_scheme="dark")
+        row.get_by_role("button", name=re.compile("^Evict")).click()
+        expect(grace.get_by_role("dialog")).to_contain_text("All its variables are lost, for good")
+        expect(grace.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
+        picture(grace, "hub-page-dark")
+        grace.keyboard.press("Escape")
+        first_device.get_by_role("button", name="Undrain GPU 0").click()
+        expect(first_device).to_contain_text("in service")
+        assert first.must(CHECK).text == "intact\n"
+
+        hub.world.kill_broker()
+        expect(grace.locator("#problem")).to_contain_text("may be out of date")
+        expect(grace.locator("#problem")).to_be_hidden()  # the hub has started another one
+        expect(row).to_contain_text("ada")

@@ -1,0 +1,77 @@
+"""`add_page` adds the page to a hub: the service, its scopes, and the roles that hold them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyterhub.app import JupyterHub
+from traitlets.config import Config
+
+from hub_spawner import configure
+from hub_spawner.service import ADMIN_SCOPE, READ_SCOPE, add_page
+from provisioner.config import ConfigError
+from provisioner.discovery import SYSTEM_SOCKET
+
+
+def listed(lazy: Any) -> list[Any]:  # noqa: ANN401 - traitlets' own
+    return list(lazy.get_value([]))
+
+
+def test_the_page_is_a_service_beside_the_broker_and_follows_its_socket(tmp_path: Path) -> None:
+    c, socket = Config(), str(tmp_path / "broker.sock")
+    configure(c, socket=socket, pools={"default": {}})
+    add_page(c, admins=["grace"], admin_groups=["operators"])
+    _, page = listed(c.JupyterHub.services)
+    assert page["command"] == [sys.executable, "-P", "-m", "hub_spawner.service", "--socket", socket]
+    assert page["oauth_client_allowed_scopes"] == [READ_SCOPE, ADMIN_SCOPE]
+    assert page["url"].startswith("http://127.0.0.1:")
+    scopes = c.JupyterHub.custom_scopes.get_value({})
+    assert set(scopes) == {READ_SCOPE, ADMIN_SCOPE}
+    (admin,) = listed(c.JupyterHub.load_roles)
+    assert (admin["users"], admin["groups"]) == (["grace"], ["operators"])
+    assert ADMIN_SCOPE in admin["scopes"]
+    assert c.JupyterHub.extra_user_scopes.get_value(set()) == {READ_SCOPE, "access:services!service=gpu"}
+
+
+def test_a_hub_of_version_5_names_the_users_role_anew_with_all_that_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(JupyterHub, "extra_user_scopes")
+    c = Config()
+    add_page(c)
+    _, user = listed(c.JupyterHub.load_roles)
+    assert user["name"] == "user"
+    assert {"self", READ_SCOPE, "access:services!service=gpu"} <= set(user["scopes"])
+    assert ADMIN_SCOPE not in user["scopes"]
+
+
+def test_nobody_gets_in_who_was_not_named_where_the_page_is_not_for_everybody() -> None:
+    c = Config()
+    add_page(c, admins=["grace"], everybody=False)
+    assert [role["name"] for role in listed(c.JupyterHub.load_roles)] == ["gpu-admin"]
+    assert "extra_user_scopes" not in c.JupyterHub
+    (page,) = listed(c.JupyterHub.services)
+    assert page["command"][-1] == SYSTEM_SOCKET
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"admins": "grace"}, r"add_page\(admins='grace'\): allowed: a list of names, such as \['grace'\]"),
+        ({"admin_groups": "staff"}, "allowed: a list of names"),
+        ({"port": 0}, "allowed: 1 to 65535"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_is_allowed(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        add_page(Config(), **given)
+
+
+def test_started_by_hand_it_says_who_starts_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTERHUB_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "hub_spawner.service"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "is not set: this is started by JupyterHub" in done.stderr

@@ -1,0 +1,140 @@
+"""What the page shows, from what the broker says: in words, and of others only sums."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hub_spawner.service.views import Viewer, is_own, view_of
+from hub_spawner.service.watch import Picture
+from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Stranger
+from provisioner.protocol.seats import PoolKeys, PoolList, SeatList, SeatStatus
+
+ADA = Viewer(name="ada", admin=False)
+GRACE = Viewer(name="grace", admin=True)
+DEVICE = DeviceStatus(
+    device_id="GPU-1", index=0, name="H", pool="default", memory_mib=81_920, leasable_mib=80_000, used_mib=21_504,
+    reserved_mib=40_960, stranger_mib=1024, over_committed=False, lost=False, strangers=[Stranger(pid=7, user="carol", used_mib=1024)],
+)  # fmt: skip
+
+
+def lease(name: str, owner: str, **fields: Any) -> LeaseStatus:  # noqa: ANN401 - LeaseStatus' own
+    given: dict[str, Any] = {
+        "lease_id": name * 6, "state": "resident", "pool": "default", "owner": owner, "label": f"{owner}'s notebook",
+        "kernel_id": "k", "pid": 1, "fraction_milli": 250, "reserve_mib": 20_480, "used_mib": 4096, "saved_mib": 0,
+        "device_id": "GPU-1", "device_name": "H", "simulated": False, "busy": False, "gated": True, "age_ms": 0,
+        "reason": "", "sentence": "", "device_ids": ["GPU-1"], "reserved_mib": 20_480, "seat": f"seat-{owner}",
+    }  # fmt: skip
+    return LeaseStatus(**(given | fields))
+
+
+def seat(owner: str) -> SeatStatus:
+    return SeatStatus(
+        seat_id=f"seat-{owner}", owner=owner, server="", group="", pool="default", fraction_milli=250, memory_mib=20_480,
+        device_id="GPU-1", priority=0, weight=100, max_kernels=4, uid=None, kernels=1, used_milli=250, confirmed=True,
+        age_ms=0, expires_ms=None,
+    )  # fmt: skip
+
+
+def picture(*leases: LeaseStatus, **fields: Any) -> Picture:  # noqa: ANN401 - Picture's own
+    status = HostStatus(
+        version="1", pid=1, simulated=False, socket="s", host_budget_mib=1000, host_saved_mib=0,
+        devices=[DEVICE], leases=list(leases), pools={"default": [250, 500]},
+    )  # fmt: skip
+    seats = SeatList(seats=[seat("ada"), seat("bob")])
+    pools = PoolList(pools=[PoolKeys(pool="default", devices=["GPU-1"], keys={"idle_after": "5m"}, changed=[])])
+    return replace(Picture(status=status, seats=seats, pools=pools, problem=""), **fields)
+
+
+def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
+    shown = view_of(picture(lease("aaaa", "ada"), lease("bbbb", "bob")), ADA)
+    text = json.dumps(shown)
+    for secret in ("bob", "bbbb", "carol", "idle_after"):
+        assert secret not in text
+    assert shown["devices"][0]["kernels"] == "1 of yours, 1 of others with 20 GiB"
+    assert "other programs hold 1 GiB" in shown["devices"][0]["note"]
+    assert [row["id"] for row in shown["kernels"]] == ["aaaa" * 6]
+    assert "evict" not in shown["kernels"][0]["actions"]
+
+
+def test_an_administrator_sees_all_and_by_whom() -> None:
+    shown = view_of(picture(lease("aaaa", "ada"), lease("bbbb", "bob")), GRACE)
+    assert {row["owner"] for row in shown["kernels"]} == {"ada", "bob"}
+    assert "carol" in shown["devices"][0]["note"]
+    assert shown["pools"][0]["keys"] == {"idle_after": "5m"}
+    assert shown["kernels"][0]["actions"] == ["suspend", "pin", "move", "evict", "story"]
+
+
+def test_a_kernel_of_a_machines_user_is_not_that_of_the_hubs_user_of_the_same_name() -> None:
+    stray = lease("cccc", "ada", seat="")
+    assert not is_own(stray, ADA)
+    assert view_of(picture(stray), ADA)["kernels"] == []
+    assert view_of(picture(stray), GRACE)["kernels"][0]["owner"] == "ada (not of a server)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "state", "memory", "where"),
+    [
+        ({"busy": True}, "in use", "4 GiB of 20 GiB on the GPU", "GPU 0"),
+        ({}, "idle on the GPU", "4 GiB of 20 GiB on the GPU", "GPU 0"),
+        ({"pinned_ms": 90_500}, "idle on the GPU, pinned for 1 min", "4 GiB of 20 GiB on the GPU", "GPU 0"),
+        ({"working": True}, "works in the background", "4 GiB of 20 GiB on the GPU", "GPU 0"),
+        (
+            {"state": "suspended", "saved_mib": 4096, "device_ids": [], "reserved_mib": 0},
+            "suspended",
+            "4 GiB in host memory",
+            "host memory",
+        ),
+        (
+            {"state": "suspended", "saved_mib": 4096, "device_ids": [], "reserved_mib": 0, "position": 2},
+            "waits, place 2",
+            "4 GiB in host memory",
+            "host memory",
+        ),
+        ({"state": "unarmed", "device_ids": [], "reserved_mib": 0}, "has not used the GPU", "none of 20 GiB", "none"),
+    ],
+)
+def test_a_kernels_state_in_words(fields: dict[str, Any], state: str, memory: str, where: str) -> None:
+    (row,) = view_of(picture(lease("aaaa", "ada", **fields)), ADA)["kernels"]
+    assert (row["state"], row["memory"], row["where"]) == (state, memory, where)
+
+
+def test_why_somebody_waits_is_a_sentence_with_its_forecast() -> None:
+    waits = lease(
+        "aaaa", "ada", state="suspended", position=1, sentence="idle kernels make room", expected_ms=12_000, low_ms=4000, high_ms=70_000,
+        device_ids=[], reserved_mib=0,
+    )  # fmt: skip
+    (row,) = view_of(picture(waits), ADA)["kernels"]
+    assert row["note"] == "Idle kernels make room. About 12 s more (4 s to 1 min)."
+
+
+def test_who_waits_comes_first_in_their_order() -> None:
+    rows = view_of(
+        picture(lease("aaaa", "ada"), lease("bbbb", "bob", position=2), lease("cccc", "ada", position=1)), GRACE
+    )["kernels"]
+    assert [row["short"] for row in rows] == ["cccccccc", "bbbbbbbb", "aaaaaaaa"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "state", "action"),
+    [
+        ({}, "in service", "drain"),
+        ({"draining": True}, "being emptied", "undrain"),
+        ({"draining": True, "reserved_mib": 0}, "emptied", "undrain"),
+        ({"lost": True}, "lost", "drain"),
+        ({"over_committed": True}, "over-committed", "drain"),
+    ],
+)
+def test_a_devices_state_in_words(fields: dict[str, Any], state: str, action: str) -> None:
+    made = picture()
+    assert made.status is not None
+    changed = replace(made, status=replace(made.status, devices=[replace(DEVICE, **fields)]))
+    (row,) = view_of(changed, GRACE)["devices"]
+    assert (row["state"], row["actions"]) == (state, [action])
+
+
+def test_a_broker_that_has_not_answered_yet_is_a_page_with_a_sentence() -> None:
+    shown = view_of(Picture(), ADA)
+    assert shown["problem"] == "the GPU broker has not answered yet"
+    assert (shown["devices"], shown["kernels"], shown["pools"]) == ([], [], [])
