@@ -18,8 +18,9 @@ _GROUP = "jupyter_client.kernel_provisioners"
 
 @contextmanager
 def entry_points_installed() -> Iterator[None]:
-    """Make the project's own entry points visible to this process and those it starts, where an installation has not."""
-    pyproject = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    """Make the project and its entry points visible to this process and those it starts, where an installation has not."""
+    root = Path(__file__).resolve().parents[2]
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     wanted: dict[str, str] = pyproject["project"]["entry-points"][_GROUP]
     if set(wanted) <= {entry.name for entry in metadata.entry_points(group=_GROUP)}:
         yield
@@ -33,7 +34,7 @@ def entry_points_installed() -> Iterator[None]:
         (info / "entry_points.txt").write_text(f"[{_GROUP}]\n{lines}")
         before = os.environ.get("PYTHONPATH")
         sys.path.insert(0, folder)
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *([before] if before else [])])
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(root), *([before] if before else [])])
         try:
             yield
         finally:

@@ -145,12 +145,6 @@ class Lab:
             return client.ping().pid
         return None
 
-    def kill_broker(self) -> None:
-        """SIGKILL the broker and return when it is gone."""
-        pid = self.broker_pid()
-        assert pid is not None, "no broker runs"
-        wait_for_end(pid, signal.SIGKILL)
-
     def status(self) -> HostStatus:
         """What the broker says of the host."""
         with self.client() as client:

@@ -34,6 +34,19 @@ def test_a_thread_that_computes_keeps_its_kernel_on_the_device(lab: Lab, saw: No
         assert second.is_intact()
 
 
+def test_a_thread_that_computes_stands_still_for_a_suspend_that_somebody_asked_for(lab: Lab, saw: Note) -> None:
+    with Kernel(lab, lab.install(3)) as kernel:
+        kernel.must(lab.cells.fill(5, lab.unit_mib))
+        kernel.must(lab.cells.work_in_background())
+        begun = time.perf_counter()
+        assert kernel.suspend().state == "suspended"
+        saw("suspend_s", round(time.perf_counter() - begun, 3))
+        assert lab.used_by(kernel.pid) == 0
+        assert kernel.resume().state == "resident"
+        assert kernel.is_intact()
+        kernel.must("assert thread.is_alive(); stop.set(); thread.join(60); assert not thread.is_alive()")
+
+
 def test_how_long_a_kernel_counts_as_busy_after_its_cell(lab: Lab, saw: Note) -> None:
     with Kernel(lab, lab.install(2)) as kernel:
         kernel.must(lab.cells.fill(3, 64))
