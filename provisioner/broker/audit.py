@@ -102,6 +102,7 @@ class AuditLog:
         self._files = settings.audit_files
         self._keep_s = None if settings.audit_keep_ms is None else settings.audit_keep_ms / 1000
         self._required = settings.audit_required
+        self._closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="audit")
 
     @asynccontextmanager
@@ -146,7 +147,8 @@ class AuditLog:
             log.warning("old files of the audit log %s could not be removed: %s", self.path, error)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for what is being written. What ends after this is written all the same, and the loop waits for it."""
+        self._closed = True
         self._thread.shutdown()
 
     async def _noted(self, act: Act, outcome: str) -> None:
@@ -157,9 +159,12 @@ class AuditLog:
             log.error("%s", error)  # noqa: TRY400 - a full disk is no defect of ours
 
     async def _tell(self, act: Act, outcome: str, what_is: str) -> None:
-        writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, act.line(outcome))
         try:
-            await asyncio.shield(writing)
+            if self._closed:  # the broker is ending, and this act with it
+                self._write(act.line(outcome))
+            else:
+                loop = asyncio.get_running_loop()
+                await asyncio.shield(loop.run_in_executor(self._thread, self._write, act.line(outcome)))
         except OSError as error:
             line = act.line(outcome).decode().strip()
             if not self._required:

@@ -103,14 +103,14 @@ class View(Collector):
         broker, pools = self._service.broker, sorted(self._service.broker.arbiter.pools())
         states = Counter((view.spec.pool, view.state) for view in broker.arbiter.leases())
         waiting = broker.arbiter.queue_lengths()
-        seats = self._service.seats.listing()
-        taken = Counter(seat.pool for seat in seats.seats)
+        seats = self._service.seats.waiting()
+        taken = Counter(seat.pool for seat in self._service.seats.live())
         living = [state for state in LeaseState if state is not LeaseState.ENDED]
         return {
             "leases": [((pool, state.value), states[pool, state]) for pool in pools for state in living],
             "queue_length": [((pool,), waiting.get(pool, 0)) for pool in pools],
             "seats": [((pool,), taken[pool]) for pool in pools],
-            "seats_waiting": [((pool,), seats.waiting.get(pool, 0)) for pool in pools],
+            "seats_waiting": [((pool,), seats.get(pool, 0)) for pool in pools],
         }
 
     def _forecasts(self) -> dict[str, list[_Sample]]:

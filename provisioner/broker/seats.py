@@ -101,8 +101,12 @@ class Seats:
         """Return all seats as messages."""
         return SeatList(
             seats=[self.status(seat) for seat in self._seats.values()],
-            waiting={pool: len(line) for pool, line in sorted(self._waiting.items()) if line},
+            waiting=self.waiting(),
         )
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many wait for a seat in each pool where somebody does."""
+        return {pool: len(line) for pool, line in sorted(self._waiting.items()) if line}
 
     def status(self, seat: SeatRecord) -> SeatStatus:
         """Return one seat as a message."""

@@ -267,6 +267,13 @@ async def test_however_an_act_ends_it_is_written(
     assert (last["outcome"], last["reason"]) == (outcome, reason)
 
 
+async def test_an_act_that_the_brokers_end_cuts_short_is_written_too(log: AuditLog) -> None:
+    async with log.act("suspend", "lease", ROOT, {}) as act:
+        log.close()
+        act.refused("stopping", "the broker ends")
+    assert [one["outcome"] for one in lines(log.path)] == ["asked", "refused"]
+
+
 # -- files -------------------------------------------------------------------------------------------------------------------
 
 

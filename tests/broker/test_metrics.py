@@ -3,8 +3,7 @@
 import asyncio
 import re
 import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from provisioner.core.arbiter import Arbiter
 from provisioner.core.effects import CapBreached, LeaseRefused, Resume, StateChanged, Suspend
 from provisioner.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, Tick
 from provisioner.core.model import Breach, LeaseState
-from provisioner.protocol.messages import AcquireRequest, DrainRequest
+from provisioner.protocol.messages import AcquireRequest, DrainRequest, ProgressKind
 from provisioner.protocol.seats import SeatRequest
 from provisioner.seat_client import SeatClient
 from tests.broker.live import DEADLINE_S, LiveBroker, _Connection, live_broker, started_for
@@ -110,20 +109,14 @@ class started_for_lease:  # noqa: N801 - a context manager
 def test_who_waits_is_in_the_queue_and_who_gives_up_is_counted(fresh: LiveBroker) -> None:
     fresh.call("POST", "/v1/devices/0/drain", {})
     with started_for_lease(fresh) as (lease_id, client):
-        waiting = threading.Event()
-
-        def wait() -> None:
-            for _ in client.acquire(lease_id, AcquireRequest(wait_ms=1500)):
-                waiting.set()
-
-        asking = threading.Thread(target=wait)
-        asking.start()
-        assert waiting.wait(DEADLINE_S)
+        lines = client.acquire(lease_id, AcquireRequest(wait_ms=600_000))
+        assert next(lines).kind == ProgressKind.WAITING
         during = values_of(text_of(fresh))
         assert value(during, "queue_length", pool="default") == 1
         assert device(during, "device_draining") == 1
         assert device(during, "device_free_bytes") == 0
-        asking.join(DEADLINE_S)
+        assert isinstance(lines, Generator)
+        lines.close()  # hangs up
         until(lambda: value(values_of(text_of(fresh)), "queue_length", pool="default") == 0, "its ticket is withdrawn")
     after = values_of(text_of(fresh))
     assert value(after, "waits_abandoned_total", pool="default") == 1
