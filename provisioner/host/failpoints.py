@@ -8,8 +8,10 @@
   counted there, over all processes that are given the variable; whoever removes that file has them counted from one again.
 """
 
+import errno
 import fcntl
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -35,14 +37,22 @@ def reach(name: str) -> bool:
         times = os.pread(record, os.fstat(record).st_size, 0).split(b"\n").count(name.encode())
         path = Path(_file)
         try:
-            wanted, time, action = path.read_text().split()
+            wanted, time, kills = _parsed(path.read_bytes())
         except FileNotFoundError:
             return False
-        if wanted != name or int(time) != times:
+        if wanted != name or time != times:
             return False
         path.unlink()
-        if action == "kill":
+        if kills:
             os.kill(os.getpid(), signal.SIGKILL)
     finally:
         os.close(record)
     return True
+
+
+def _parsed(line: bytes) -> tuple[str, int, bool]:
+    """Return the point, which time, and whether to die there. Raises OSError for anything else: a test that asks for nothing is none."""
+    words = line.decode("ascii", "replace").split()
+    if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "fail"):
+        raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill` or `NAME TIME fail`, not {line[:200]!r}")
+    return words[0], int(words[1]), words[2] == "kill"

@@ -12,9 +12,11 @@ from provisioner.protocol.messages import (
     AcquireRequest,
     AttachRequest,
     Done,
+    EvictRequest,
     GateAnswer,
     GateHello,
     LeaseRequest,
+    MoveRequest,
     PinRequest,
     ResizeRequest,
 )
@@ -33,6 +35,8 @@ ROUTES: Mapping[str, type[Any]] = {
     "/pin": PinRequest,
     "/unpin": Done,
     "/resize": ResizeRequest,
+    "/move": MoveRequest,
+    "/evict": EvictRequest,
 }
 SCALARS = st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | st.text()
 JSON = st.recursive(

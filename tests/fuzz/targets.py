@@ -21,7 +21,7 @@ from provisioner.client import BrokerClient
 from provisioner.config import hours, values
 from provisioner.core.forecasts import Forecasts
 from provisioner.gpu import worker, worker_link
-from provisioner.host import process
+from provisioner.host import claims, failpoints, process
 from provisioner.kernel_config import parse_kernel_config
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, LedgerError
@@ -37,11 +37,13 @@ from provisioner.protocol.messages import (
     AttachRequest,
     Done,
     DrainRequest,
+    EvictRequest,
     GateAnswer,
     GateCommand,
     GateHello,
     HostStatus,
     LeaseRequest,
+    MoveRequest,
     PinRequest,
     Pong,
     ResizeRequest,
@@ -60,6 +62,8 @@ REQUESTS = (
     PinRequest,
     ResizeRequest,
     DrainRequest,
+    MoveRequest,
+    EvictRequest,
     Done,
     SeatRequest,
     OfferRequest,
@@ -85,7 +89,7 @@ SETTINGS: tuple[Callable[[object], object], ...] = (
     values.state_dir,
     hours.parse_hours,
 )
-ANSWER_S = 60.0
+LONG = 100_000  # characters of an error about a name that the caller gave
 
 
 def _is_short(error: Exception, most: int) -> None:
@@ -329,11 +333,25 @@ def proc(data: bytes) -> None:
     assert (stat.pid, stat.ppid, stat.session, stat.start_time) == (7, 1, 3, 99)
 
 
+def names(data: bytes) -> None:
+    """A failpoint's line, and a device's id that is to be claimed."""
+    try:
+        point, time, _ = failpoints._parsed(data)
+        assert point
+        assert time >= 0
+    except OSError as error:
+        _is_short(error, 1000)
+    try:
+        assert len(claims._address(data.decode("utf-8", "surrogatepass"))) <= 107
+    except ValueError as error:
+        _is_short(error, LONG)
+
+
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
     function.__name__: function
     for function in (
         request, reply, stream, status, iopub, connection, worker_request, worker_reply, ledger, learnt, settings, kernelspec,
-        headers, proc,
+        headers, proc, names,
     )
 }  # fmt: skip
 
@@ -373,4 +391,5 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     yield "settings", b'\x0a{"gpus":2}'
     yield "kernelspec", b'{"pool":"p","fraction":"1/4","memory":"20GiB","devices":1,"priority":0}'
     yield "headers", b"0.1.0; protocol=1"
+    yield "names", b"ledger.begin.before 2 kill"
     yield "proc", b"7 (x) S 1 2 3 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 99 0"
