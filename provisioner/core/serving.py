@@ -23,7 +23,7 @@ from provisioner.core.units import format_duration, format_memory
 
 __all__ = ["Serving"]
 
-_MOST_PASSES = 4  # over the queue in one event; a second one is rare
+_SPARE_PASSES = 4  # over the queue in one event, beside two for everybody who waits; a second one is rare
 
 
 class Serving:
@@ -49,7 +49,10 @@ class Serving:
         if self._books.draining:
             self.draining.serve()
         self._hint_ms = None
-        for _ in range(_MOST_PASSES):
+        most = (
+            _SPARE_PASSES + 2 * self._books.waiting
+        )  # each further one follows a ticket that was served, or needs more
+        for _ in range(most):
             if not self._books.waiting:
                 break
             one = Pass(self._changes, self.resizing)

@@ -6,10 +6,12 @@ import pytest
 
 from provisioner.core.effects import Declined, Effect, Resized
 from provisioner.core.events import (
+    Attached,
     HostMemorySeen,
     LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
+    LeaseRequested,
     PoolConfigured,
     ProcessExited,
     ResizeRequested,
@@ -311,3 +313,29 @@ def test_a_kernel_that_leaves_while_it_waits_to_grow_may_come_back_urgently() ->
     hand.want("a", urgent=True)
     hand.saved(effects)
     assert hand.ticket("a").urgent
+
+
+def test_claims_that_make_room_for_each_other_are_all_served_however_many_wait_in_the_wrong_order() -> None:
+    hand = Hand(device(memory_mib=910), pools=[dataclasses.replace(pool(), user_limits=Limits(resident_milli=800))])
+    hand.send(LeaseRequested(at_ms=0, spec=dataclasses.replace(spec("full", 10), owner="bob")))
+    hand.send(Attached(at_ms=0, lease_id="full", gated=True))
+    hand.want("full")
+    hand.work("full")
+    sizes = [
+        (200, 100, 190, 110),
+        (100, 300, 110, 280),
+        (200, 100, 180, 120),
+        (100, 300, 120, 270),
+        (200, 100, 170, 130),
+    ]
+    for number, (milli, mib, _, _) in enumerate(sizes):
+        hand.start(f"k{number}", mib)
+        _resize(hand, f"k{number}", mib, milli=milli)
+        hand.want(f"k{number}")
+        hand.work(f"k{number}")
+    for number, (_, _, milli, mib) in reversed(
+        [*enumerate(sizes)]
+    ):  # each gives what the one before it in the line lacks
+        assert _sizes(_resize(hand, f"k{number}", mib, milli=milli)) == []
+    grown = _sizes(hand.send(LeaseReleased(at_ms=0, lease_id="full")))
+    assert grown == [(f"k{number}", mib, mib) for number, (_, _, _, mib) in enumerate(sizes)]
