@@ -26,6 +26,7 @@ _WATCHED = {  # by package: where the function may be found, and what a person c
     "cupy": (("cupy.cuda", "cupy.cuda.memory"), "malloc_managed", "CuPy's managed memory"),
     "numba.cuda": (("numba.cuda", "numba.cuda.api"), "managed_array", "numba's managed arrays"),
 }
+_MARK = "__noted_by_jupyter_gpu__"  # that a function is wrapped already: numba's has a wrapper of numba's own
 _MOST_RESOURCES = 20  # of a chain of rmm's
 
 
@@ -97,7 +98,7 @@ class ManagedMemory:
         for name in modules:
             module = sys.modules.get(name)
             original = getattr(module, function, None)
-            if module is not None and callable(original) and not hasattr(original, "__wrapped__"):
+            if module is not None and callable(original) and not hasattr(original, _MARK):
                 setattr(module, function, self._noting(original, what))
 
     def _noting(self, original: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -108,6 +109,7 @@ class ManagedMemory:
                 self._tell(self.seen)
             return original(*args, **kwargs)
 
+        setattr(allocate, _MARK, True)
         return allocate
 
 

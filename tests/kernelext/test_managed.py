@@ -53,11 +53,24 @@ def test_cupy_s_managed_memory_is_told_of_once_when_it_is_allocated(packages: Pa
     assert managed.reason() == told[0]
 
 
+NUMBA_API = """
+import functools
+def require_context(function):
+    @functools.wraps(function)
+    def within(*args):
+        return function(*args)
+    return within
+@require_context
+def managed_array(shape):
+    return shape
+"""
+
+
 def test_numba_s_managed_arrays_are_seen(packages: Path) -> None:
     (packages / "numba" / "cuda").mkdir(parents=True)
     (packages / "numba" / "__init__.py").write_text("")
     (packages / "numba" / "cuda" / "__init__.py").write_text("from numba.cuda.api import managed_array\n")
-    (packages / "numba" / "cuda" / "api.py").write_text("def managed_array(shape):\n    return shape\n")
+    (packages / "numba" / "cuda" / "api.py").write_text(NUMBA_API)
     managed = ManagedMemory(lambda _: None)
     managed.install()
     cuda = importlib.import_module("numba.cuda")
