@@ -19,6 +19,7 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -269,12 +270,21 @@ def _take_turn(lock: int, socket: str, ready: TextIO | None) -> str | None:
         return ""
 
 
+class _PrivateLog(logging.handlers.RotatingFileHandler):
+    """A log for its owner only, each new file of it, too; what an earlier broker left is made so."""
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.baseFilename, flags, 0o600)
+        os.fchmod(descriptor, 0o600)
+        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
+
+
 def _set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
     handler: logging.Handler = logging.StreamHandler()
     if to_file:
         path = Path(socket).with_name("broker.log")
-        handler = logging.handlers.RotatingFileHandler(path, maxBytes=10_000_000, backupCount=3)
-        path.chmod(0o600)
+        handler = _PrivateLog(path, maxBytes=10_000_000, backupCount=3)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

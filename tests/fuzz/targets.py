@@ -87,6 +87,7 @@ SETTINGS: tuple[Callable[[object], object], ...] = (
     values.device_references,
     values.log_level,
     values.state_dir,
+    values.metrics_address,
     hours.parse_hours,
 )
 LONG = 100_000  # characters of an error about a name that the caller gave

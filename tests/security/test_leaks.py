@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from provisioner import kernel_lease, seat
 from provisioner.broker import checks, iopub
+from provisioner.broker.app import _PrivateLog
 from provisioner.ledger import records
 from provisioner.protocol import messages, seats
 from provisioner.protocol.messages import LeaseRequest
@@ -190,6 +192,25 @@ def test_text_of_strangers_makes_no_lines_in_the_log(world: World) -> None:
     assert all(line.isprintable() for line in log.splitlines())
     assert shown.label.isprintable()
     assert shown.kernel_id.isprintable()
+
+
+def test_a_log_that_is_begun_anew_is_private_too(tmp_path: Path) -> None:
+    path = tmp_path / "broker.log"
+    path.write_text("of an earlier broker\n")
+    path.chmod(0o644)
+    handler = _PrivateLog(path, maxBytes=100, backupCount=2)
+    for number in range(9):
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, f"line {number}: \ud800 " + "x" * 40, None, None))
+    handler.close()
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {
+        "broker.log": 0o600,
+        "broker.log.1": 0o600,
+        "broker.log.2": 0o600,
+    }
+    link = tmp_path / "link.log"
+    link.symlink_to(path)
+    with pytest.raises(OSError, match="symbolic link"):
+        _PrivateLog(link)
 
 
 def test_what_lies_about_is_for_its_owner_only(world: World) -> None:
