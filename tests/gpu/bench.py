@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,19 @@ def main() -> int:
     except RuntimeError as error:
         sys.stderr.write(f"bench: {error}\n")
         return 1
+
+    def keep(part: str, measured: dict[str, Any]) -> None:
+        """Write what there is: a long run that ends early has not been for nothing."""
+        found[part] = measured
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
     sizes = options.sizes or (SIMULATED_SIZES_MIB if simulated else SIZES_MIB)
     blocks, cells, work = (4, 10, 100) if simulated else (25, 40, 2000)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "phases": lambda: measure_phases(sizes, times=options.times, simulated=simulated, say=say),
+        "phases": lambda: measure_phases(
+            sizes, times=options.times, simulated=simulated, say=say, keep=partial(keep, "phases")
+        ),
         "cells": lambda: _with_lab(
             lambda lab: measure_cells(lab, blocks=blocks, cells=cells, say=say), simulated=simulated
         ),
@@ -91,9 +101,7 @@ def main() -> int:
     }
     with entry_points_installed():
         for part in options.only or PARTS:
-            found[part] = parts[part]()
-            if options.json is not None:  # after each part: a long run that ends early has not been for nothing
-                options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            keep(part, parts[part]())
     if simulated:
         sys.stdout.write("On a simulated device: these numbers say nothing about GPUs.\n\n")
     if "phases" in found:

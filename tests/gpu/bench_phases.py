@@ -40,15 +40,23 @@ _ROOT: Final = str(Path(__file__).resolve().parents[2])
 
 
 def measure_phases(
-    sizes_mib: Sequence[int], *, times: int, simulated: bool, say: Callable[[str], None]
+    sizes_mib: Sequence[int],
+    *,
+    times: int,
+    simulated: bool,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Return the copies' speeds and a row for each size, with and without shrinking. Sizes in MiB, times in seconds."""
+    """Return the copies' speeds and a row for each size, with and without shrinking. Sizes in MiB, times in seconds.
+
+    `keep` is given what there is so far after each size: the largest takes minutes, and may be the one at which the run is stopped.
+    """
     with _backend(simulated=simulated) as (backend, monitor):
         device = min(monitor.devices(), key=lambda one: one.index)
         with DeviceClaim.claim(device.device_id):
             before_mib = monitor.use(device.device_id).used_mib
             bench = _Bench(backend=backend, monitor=monitor, device=device, before_mib=before_mib)
-            return asyncio.run(_measure(bench, sizes_mib, times, say))
+            return asyncio.run(_measure(bench, sizes_mib, times, say, keep))
 
 
 @contextmanager
@@ -63,13 +71,20 @@ def _backend(*, simulated: bool) -> Iterator[tuple[str, Monitor]]:
         yield name, stack.enter_context(closing(open_monitor(name)))
 
 
-async def _measure(bench: "_Bench", sizes_mib: Sequence[int], times: int, say: Callable[[str], None]) -> dict[str, Any]:
+async def _measure(
+    bench: "_Bench",
+    sizes_mib: Sequence[int],
+    times: int,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     async with _holder(bench.monitor, bench.device) as holder, _worker(bench.backend) as worker:
         copy_mib = min(1024, bench.device.memory_mib // 8)
         seconds = await holder.ask(do="copy", mib=copy_mib)
         speeds = {name.removesuffix("_s"): _speed(copy_mib, value) for name, value in seconds.items()}
         say(f"pinned copies: {speeds['to_device']:.1f} GB/s to the device, {speeds['to_host']:.1f} GB/s to the host")
         rows: list[dict[str, Any]] = []
+        found = {"pinned_copies_gb_per_s": speeds, "sizes": rows}
         for mib in sizes_mib:
             why_not = bench.why_not(holder.identity, mib)
             if why_not:
@@ -79,7 +94,8 @@ async def _measure(bench: "_Bench", sizes_mib: Sequence[int], times: int, say: C
             for shrinking in (False, True):
                 rows.append(await _size(bench, holder, worker, mib=mib, times=times, shrinking=shrinking))
                 say(f"{mib} MiB: {json.dumps(rows[-1])}")
-        return {"pinned_copies_gb_per_s": speeds, "sizes": rows}
+                keep(found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
