@@ -1,5 +1,6 @@
 """Reading the simulated devices: the `Monitor` of the simulated host."""
 
+import math
 import sqlite3
 import time
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from provisioner.gpu.interface import (
     GPUErrorCode,
     ProcessUse,
 )
-from provisioner.gpu.simulated.processes import WORK, processes_of, reap, settle_if_abandoned
+from provisioner.gpu.simulated.processes import WORK, current_key, processes_of, reap, settle_if_abandoned
 from provisioner.gpu.simulated.store import MIB, SimulatedHostError, Store
 
 __all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
 
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work has begun the next one by then
+_REAP_S: Final = 1.0
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
 
@@ -49,6 +51,7 @@ class SimulatedMonitor:
 
     def __init__(self, directory: str | Path) -> None:
         self._store = open_store(directory)
+        self._reaped_s = -math.inf
 
     @property
     def kind(self) -> str:
@@ -80,9 +83,11 @@ class SimulatedMonitor:
         now_us = time.time_ns() // 1000
         worked_us = {}
         for process in translated(lambda: processes_of(self._store)):
+            if process.holds != device_id:
+                continue
             with suppress(FileNotFoundError):  # it ended
                 until_us = (self._store.process_folder(process.key) / WORK).stat().st_mtime_ns // 1000
-                if process.holds == device_id and until_us > since_us:
+                if until_us > since_us:
                     worked_us[process.pid] = min(until_us, now_us)
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
 
@@ -109,7 +114,7 @@ class SimulatedMonitor:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
         if found[0].lost:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")
-        reap(self._store)
+        self._reap(device_id)
         for process in processes_of(self._store):
             if process.phase in ("saving", "restoring"):
                 settle_if_abandoned(self._store, process.key)
@@ -119,6 +124,14 @@ class SimulatedMonitor:
             used_mib=_mib(sum(process.n_bytes for process in holding)),
             processes=tuple(ProcessUse(pid=process.pid, used_mib=_mib(process.n_bytes)) for process in holding),
         )
+
+    def _reap(self, device_id: str) -> None:
+        """Give back what the dead hold on this device; what they hold elsewhere, once a second: devices are read one after another."""
+        now_s = time.monotonic()
+        holding = [process for process in processes_of(self._store) if process.holds == device_id]
+        if now_s - self._reaped_s >= _REAP_S or any(current_key(process.pid) != process.key for process in holding):
+            self._reaped_s = now_s
+            reap(self._store)
 
 
 def _mib(n_bytes: int) -> int:
