@@ -6,6 +6,7 @@
 `python -m hub_spawner.service` is the process that the hub then runs.
 """
 
-from hub_spawner.service.configuration import ADMIN_SCOPE, READ_SCOPE, add_page
+from hub_spawner.service.configuration import add_page
+from hub_spawner.service.scopes import ADMIN_SCOPE, READ_SCOPE
 
 __all__ = ["ADMIN_SCOPE", "READ_SCOPE", "add_page"]

@@ -1,20 +1,16 @@
 """The service as a process of the hub's.
 
 The hub says by the environment where to serve and how to ask it who somebody is. The process ends with SIGTERM, and by itself when the hub
-that started it is gone: the next hub starts its own. That one waits a little for the port, which the older may still hold.
+that started it is gone: the next hub starts its own.
 """
 
-import argparse
 import asyncio
-import errno
 import logging
 import os
 import secrets
 import signal
-import sys
-import time
+import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import jinja2
 from jupyterhub.services.auth import HubOAuth
@@ -25,54 +21,32 @@ from tornado.log import enable_pretty_logging
 from hub_spawner.service.acts import Acts
 from hub_spawner.service.handlers import TRUST_S, Missing, routes
 from hub_spawner.service.watch import Watch
-from provisioner.discovery import socket_path
 
-__all__ = ["main"]
+__all__ = ["serve"]
 
 log = logging.getLogger("hub_spawner.service")
 _HERE = Path(__file__).parent
-_PORT_PATIENCE_S = 30.0
-_PAUSE_S = 0.2
+_LOOK_S = 0.5  # how often it is looked whether the hub is still there
 _MOST_BODY = 64 * 1024
 _BODY_S = 10.0
 _IDLE_S = 60.0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serve until told to stop. Returns the exit status; what is missing is said on stderr."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hub_spawner.service",
-        description="The hub's page about its GPUs. JupyterHub starts it: see hub_spawner.service.add_page.",
-    )
-    parser.add_argument("--socket", help="the GPU broker's socket (default: where `jupyter gpu` finds it)")
-    options = parser.parse_args(argv)
-    missing = [
-        name
-        for name in ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_SERVICE_URL", "JUPYTERHUB_API_TOKEN")
-        if not os.environ.get(name)
-    ]
-    if missing:
-        sys.stderr.write(
-            f"hub_spawner.service: {', '.join(missing)} is not set: this is started by JupyterHub; add it to jupyterhub_config.py "
-            "with hub_spawner.service.add_page(c)\n"
-        )
-        return 2
+def serve(broker: str, listener: socket.socket, *, hub: int) -> None:
+    """Serve on the listening socket until told to stop or `hub`, the process that started this one, is gone.
+
+    `broker` is the GPU broker's socket.
+    """
     enable_pretty_logging()
-    try:
-        asyncio.run(_serve(options.socket or socket_path()))
-    except OSError as error:
-        sys.stderr.write(f"hub_spawner.service: cannot serve on {os.environ['JUPYTERHUB_SERVICE_URL']}: {error}\n")
-        return 1
-    return 0
+    asyncio.run(_serve(broker, listener, hub))
 
 
-async def _serve(socket: str) -> None:
-    parent, stop = os.getppid(), asyncio.Event()
-    loop = asyncio.get_running_loop()
+async def _serve(broker: str, listener: socket.socket, hub: int) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     HubOAuth.instance(cache_max_age=TRUST_S)
-    watch, acts = Watch(socket), Acts(socket)
+    watch, acts = Watch(broker), Acts(broker)
     server = HTTPServer(
         _application(watch, acts),
         xheaders=True,
@@ -80,13 +54,13 @@ async def _serve(socket: str) -> None:
         body_timeout=_BODY_S,
         idle_connection_timeout=_IDLE_S,
     )
-    await _listen(server, stop)
+    server.add_socket(listener)
     watch.start()
     log.info("the page about the GPUs is at %s", os.environ["JUPYTERHUB_SERVICE_PREFIX"])
     try:
-        while not stop.is_set() and os.getppid() == parent:
+        while not stop.is_set() and os.getppid() == hub:
             try:
-                await asyncio.wait_for(stop.wait(), 1.0)
+                await asyncio.wait_for(stop.wait(), _LOOK_S)
             except TimeoutError:
                 continue
     finally:
@@ -109,21 +83,6 @@ def _application(watch: Watch, acts: Acts) -> web.Application:
         default_handler_args={"watch": watch, "acts": acts, "streams": {}},
         log_function=_log_request,
     )
-
-
-async def _listen(server: HTTPServer, stop: asyncio.Event) -> None:
-    """Listen where the hub says. Raises OSError if somebody else does so for too long."""
-    url = urlsplit(os.environ["JUPYTERHUB_SERVICE_URL"])
-    deadline_s = time.monotonic() + _PORT_PATIENCE_S
-    while not stop.is_set():
-        try:
-            server.listen(url.port or 80, url.hostname or "127.0.0.1")
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
-                raise
-            await asyncio.sleep(_PAUSE_S)
-        else:
-            return
 
 
 def _log_request(handler: web.RequestHandler) -> None:

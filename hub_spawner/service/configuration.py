@@ -9,17 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jupyterhub.app import JupyterHub
-from jupyterhub.roles import get_default_roles
 from traitlets.config import Config
 
+from hub_spawner.service.scopes import ADMIN_SCOPE, READ_SCOPE
 from provisioner.config import ConfigError
 from provisioner.discovery import SYSTEM_SOCKET
 
 __all__ = ["ADMIN_SCOPE", "READ_SCOPE", "add_page"]
 
-READ_SCOPE = "custom:fractional-gpu:read"
-ADMIN_SCOPE = "custom:fractional-gpu:admin"
 _WHERE = "jupyterhub_config.py"
 _SCOPES = {
     READ_SCOPE: {"description": "See the GPUs and one's own kernels on them, and suspend, resume and pin these"},
@@ -62,13 +59,24 @@ def add_page(
             "groups": list(admin_groups),
         }
     ]
-    if everybody and hasattr(JupyterHub, "extra_user_scopes"):
-        c.JupyterHub.extra_user_scopes.update({READ_SCOPE, access})
-    elif everybody:  # JupyterHub 5: the role that all users have is named anew, with what it holds anyway
-        (user,) = [role for role in get_default_roles() if role["name"] == "user"]
-        roles.append({"name": "user", "scopes": [*user["scopes"], READ_SCOPE, access]})
+    if everybody:
+        roles += _for_everybody(c, access)
     for role in roles:
         c.JupyterHub.load_roles.append(role)
+
+
+def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
+    """Give all users their scopes; return the roles that this takes beside the others."""
+    # Here and not above: the service's own process, which the hub waits for, needs nothing of the hub's application.
+    from jupyterhub.app import JupyterHub  # noqa: PLC0415
+    from jupyterhub.roles import get_default_roles  # noqa: PLC0415
+
+    if hasattr(JupyterHub, "extra_user_scopes"):
+        c.JupyterHub.extra_user_scopes.update({READ_SCOPE, access})
+        return []
+    # JupyterHub 5: the role that all users have is named anew, with what it holds anyway
+    (user,) = [role for role in get_default_roles() if role["name"] == "user"]
+    return [{"name": "user", "scopes": [*user["scopes"], READ_SCOPE, access]}]
 
 
 def _service(name: str, port: int, socket: str) -> dict[str, Any]:

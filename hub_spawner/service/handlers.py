@@ -30,7 +30,7 @@ from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
 from tornado import iostream, web
 
 from hub_spawner.service.acts import Acts
-from hub_spawner.service.configuration import ADMIN_SCOPE, READ_SCOPE
+from hub_spawner.service.scopes import ADMIN_SCOPE, READ_SCOPE
 from hub_spawner.service.views import Viewer, view_of
 from hub_spawner.service.watch import Watch
 from provisioner.protocol.errors import BadRequestError, FractionalGPUError

@@ -235,7 +235,7 @@ def _seat(seat: SeatStatus, names: dict[str, str]) -> dict[str, Any]:
         "owner": seat.owner,
         "server": seat.server or "default server",
         "pool": seat.pool,
-        "group": seat.group or "none",
+        "group": seat.group,
         "share": f"{format_fraction(seat.fraction_milli)} GPU, {format_memory(seat.memory_mib)}",
         "use": f"{kernels} with {format_fraction(seat.used_milli)} GPU" if seat.used_milli else kernels,
         "where": names.get(seat.device_id or "", "any"),

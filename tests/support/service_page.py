@@ -44,7 +44,7 @@ class Member(Visitor):
 
     def _opened(self) -> Page | None:
         page = self.get(PAGE)
-        return None if page.status in (404, 503) else page  # the hub has not started the service yet
+        return None if page.status in (404, 425, 503) else page  # the service is not ready yet
 
     @property
     def xsrf(self) -> str:
