@@ -271,6 +271,7 @@ class Pass:
             if not self._changes.channel_free:
                 break
             mine = "suspend.user-limit", f"idle, and its user needs its share for lease {lease.lease_id[:8]}"
+            self.again |= victim.grows
             self._changes.begin_suspend(victim, *(mine if victim in own else _why_it_leaves(victim, lease)))
             self._room.changed(victim.device_ids)
 
@@ -335,6 +336,7 @@ class Pass:
             for victim in self._room.gather(device_id, need_mib, lease):
                 if self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib:
                     why = f"idle, and {format_memory(need_mib)} are gathered for lease {lease.lease_id[:8]}"
+                    self.again |= victim.grows
                     self._changes.begin_suspend(victim, "suspend.needed-by", why)
                     self._room.changed(victim.device_ids)
 

@@ -48,11 +48,16 @@ class Serving:
         self._suspend_breaching()
         if self._books.draining:
             self.draining.serve()
+        self._serve_tickets()
+        self._relief.relieve()
+        if self._suspend_idle():
+            self._serve_tickets()
+        self._deadlines.renew(at_end=True)
+
+    def _serve_tickets(self) -> None:
         self._hint_ms = None
-        most = (
-            _SPARE_PASSES + 2 * self._books.waiting
-        )  # each further one follows a ticket that was served, or needs more
-        for _ in range(most):
+        # each further pass follows a ticket that was served, or that needs more than it said
+        for _ in range(_SPARE_PASSES + 2 * self._books.waiting):
             if not self._books.waiting:
                 break
             one = Pass(self._changes, self.resizing)
@@ -60,9 +65,6 @@ class Serving:
             self._hint_ms, self._books.counted_on = one.hint_ms, one.counted_on
             if not one.again:
                 break
-        self._relief.relieve()
-        self._suspend_idle()
-        self._deadlines.renew(at_end=True)
 
     def wake_ms(self) -> int | None:
         """Return when to serve again though nothing happens, or None. What waits for an answer needs no alarm."""
@@ -136,11 +138,12 @@ class Serving:
         need, left = format_memory(need_mib), format_memory(max(0, left_mib))
         return Wait("host-memory", f"saving it takes up to {need} of host memory, of which {left} are left")
 
-    def _suspend_idle(self) -> None:
-        now_ms = self._changes.now_ms
+    def _suspend_idle(self) -> bool:
+        """Suspend who has idled for long enough. Returns whether room was kept for one of them, to grow where it was."""
+        now_ms, kept = self._changes.now_ms, False
         for lease in list(self._deadlines.ripe.values()):
             if not self._changes.channel_free:
-                return
+                break
             if lease.state is LeaseState.ENDED or lease.host_need_mib > self._books.host_left_mib:
                 continue
             if self._makes_room_to_grow(lease):
@@ -148,7 +151,9 @@ class Serving:
             due_ms = idle_due_ms(self._books, lease)
             if due_ms is not None and due_ms <= now_ms:
                 idle = format_duration(now_ms - lease.last_active_ms)
+                kept |= lease.grows
                 self._changes.begin_suspend(lease, "suspend.idle", f"idle for {idle}")
+        return kept
 
     def _makes_room_to_grow(self, lease: Lease) -> bool:
         """Whether neighbours are stepping aside so that it can grow where it is: if it left now, they would have done so in vain."""

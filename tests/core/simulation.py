@@ -26,6 +26,7 @@ from provisioner.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    MoveRequested,
     PinRequested,
     PoolConfigured,
     ProcessExited,
@@ -327,6 +328,11 @@ def _resized(world: World, at_ms: int, name: str) -> Event:
     )
 
 
+def _move_asked(world: World, at_ms: int, name: str) -> Event:
+    device = world.random.choice(world.devices).device_id if world.random.random() < 0.5 else None
+    return MoveRequested(at_ms=at_ms, lease_id=name, device_id=device)
+
+
 def _named(make: Callable[[World, int, str], Event], *states: LeaseState) -> Callable[[World, int], Event]:
     """Return a maker of events about a lease: mostly one of these states, sometimes any, or none that exists."""
 
@@ -366,6 +372,7 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     ),
     (3, _named(lambda world, at, name: LeaseMeasured(at_ms=at, lease_id=name, used_mib=world.random.randrange(500)))),
     (3, _named(lambda _, at, name: SuspendRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
+    (2, _named(_move_asked, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED)),
     (
         1,
         _named(

@@ -339,3 +339,16 @@ def test_claims_that_make_room_for_each_other_are_all_served_however_many_wait_i
         assert _sizes(_resize(hand, f"k{number}", mib, milli=milli)) == []
     grown = _sizes(hand.send(LeaseReleased(at_ms=0, lease_id="full")))
     assert grown == [(f"k{number}", mib, mib) for number, (_, _, _, mib) in enumerate(sizes)]
+
+
+def test_room_that_was_kept_for_an_idle_kernel_to_grow_serves_others_as_soon_as_it_leaves() -> None:
+    hand = Hand(pools=[pool(idle_after_ms=60_000, max_passed_over=0)])
+    hand.run("x", 700)
+    hand.idle("a", 100)
+    _resize(hand, "a", 350)
+    hand.start("b", 60)
+    hand.want("b")
+    assert hand.ticket("b").reason == "wait.older-ticket"
+    effects = hand.wait(60_000)
+    assert hand.suspends(effects) == ["a"]
+    assert hand.granted(effects) == [("b", "d0")]
