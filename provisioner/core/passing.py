@@ -27,6 +27,7 @@ __all__ = ["Pass"]
 
 _MOST_PLANS = 2  # while no swap can begin anyway: room is promised to so many tickets ahead
 _MOVED_FIRST = Wait("wait.swap-channel", "other kernels are being moved first, one after another")
+_IDLE_MAKES_ROOM = "an idle kernel is being suspended to make room"
 _OWED_AT_A_TIME = 8  # keep room before it is looked whether there is any left
 _BEFORE_SHARES = 4  # of what makes a turn: the rest is virtual time and age
 _Turn = tuple[tuple[int, ...], int, Bucket]
@@ -196,7 +197,7 @@ class Pass:
             if not self._changes.channel_free:
                 self._say(lease, Wait("wait.swap-channel", "it is being moved; another kernel is moved before it"))
                 return True
-            self._changes.grant(lease, targets)
+            self._grant(lease, targets)
             for device_id in targets:  # what was kept for it, it has
                 self._unkeep(lease, device_id)
             self._room.changed(targets)
@@ -244,11 +245,16 @@ class Pass:
                 self.again = True
                 return True
         else:
-            self._changes.grant(lease, chosen)
+            self._grant(lease, chosen)
         self._room.changed(chosen)
         if lease.held_mib > held_mib:
             self._pass_over(lease, ticket, chosen, urgent=urgent)
         return True
+
+    def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
+        """Whoever keeps room, but has as much as may be from now on because of this one, keeps it no more."""
+        self.again |= bool(self._kept) and lease.bucket is not None and bool(lease.bucket.key.milli)
+        self._changes.grant(lease, device_ids)
 
     def _within_limits(self, bucket: Bucket, lease: Lease, over: Wait) -> None:
         """Its user (group) has as much as may be: have its own idle leases step aside, if it fits then."""
@@ -290,11 +296,7 @@ class Pass:
             if not self._moving.aside(victim, lease):
                 self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease))
             self._room.begun(victim)
-        what = (
-            "a busy kernel has to make room"
-            if any(one.busy for one in plan.victims)
-            else "an idle kernel is being suspended to make room"
-        )
+        what = "a busy kernel has to make room" if any(one.busy for one in plan.victims) else _IDLE_MAKES_ROOM
         self._say(lease, Wait("wait.making-room", what, victims))
 
     def _say(self, lease: Lease, wait: Wait | None, devices: tuple[str, ...] = ()) -> None:
@@ -330,6 +332,7 @@ class Pass:
         if len(ticket.kept_on) < lease.count or not self._changes.channel_free:
             return
         need_mib = _needs(lease)
+        victims: list[str] = []
         for device_id in ticket.kept_on:
             if not self._room.could_serve(device_id, need_mib, lease):
                 continue
@@ -339,6 +342,9 @@ class Pass:
                     self.again |= victim.grows
                     self._changes.begin_suspend(victim, "suspend.needed-by", why)
                     self._room.changed(victim.device_ids)
+                    victims.append(victim.lease_id)
+        if victims:
+            self._say(lease, Wait("wait.making-room", _IDLE_MAKES_ROOM, tuple(victims)))
 
     def _pass_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> None:
         """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""

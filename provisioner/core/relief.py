@@ -1,6 +1,6 @@
 """Bringing saved leases back before anybody asks, because host memory is short and a device has room.
 
-Only while nobody waits for room (a ticket comes first), one after another, those first whose own control group is short, then
+Only while nobody waits for room (a ticket comes first), no more than host memory lacks, those first whose own control group is short, then
 whoever was active last: it is likely to be the next to run. What was brought back is not saved again before host memory allows it.
 """
 
@@ -22,18 +22,25 @@ class Relief:
         self._books = changes.books
 
     def relieve(self) -> None:
-        """Begin one early resume if host memory is short and somebody fits on a device."""
+        """Begin early resumes, as far as swap channels are free, while host memory is short and somebody fits on a device."""
         books = self._books
-        excess_mib = books.host_saved_mib - books.host_budget_mib
-        if books.waiting or not self._changes.channel_free or (excess_mib <= 0 and not books.pressed):
-            return
+        while not books.waiting and self._changes.channel_free:
+            excess_mib = books.host_saved_mib - books.host_budget_mib
+            if excess_mib > 0:  # what is on its way back leaves soon
+                excess_mib -= sum(lease.saved_mib for lease in books.by_state[LeaseState.RESUMING].values())
+            if (excess_mib <= 0 and not books.pressed) or not self._begin(excess_mib):
+                return
+
+    def _begin(self, excess_mib: int) -> bool:
+        """Begin one, if there is one."""
         for lease in self._order(anybody=excess_mib > 0):
             device_ids = self._devices_for(lease)
             if device_ids and over_limit(self._books, lease, lease.milli) is None:
                 why = "where its saved state lies" if lease.pressed else f"by {format_memory(excess_mib)}"
                 sentence = f"host memory is short {why}, and a device has room: it comes back early"
                 self._changes.resume_early(lease, device_ids, sentence)
-                return
+                return True
+        return False
 
     def _order(self, *, anybody: bool) -> list[Lease]:
         now_ms = self._changes.now_ms

@@ -126,11 +126,14 @@ class Resizing:
         return changed
 
     def configured(self, pool: str) -> None:
-        """A pool's policy changed: leases that hold less than it wants them to ask for the rest."""
+        """A pool's policy changed: leases that hold less than it wants them to ask for the rest, and claims follow it."""
         for state in (LeaseState.RESIDENT, LeaseState.UNATTACHED):
             for lease in list(self._books.by_state[state].values()):
-                if lease.spec.pool == pool:
-                    self.ask_rest(lease)
+                if lease.spec.pool != pool:
+                    continue
+                if lease.held_mib and lease.ticket is not None and lease.ticket.grow is not None:
+                    self._set_extra(lease, lease.ticket, lease.ticket.grow)
+                self.ask_rest(lease)
 
     def ask_rest(self, lease: Lease) -> None:
         """A lease that holds less than its pool wants it to (by now) asks for the rest."""

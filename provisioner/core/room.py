@@ -153,10 +153,11 @@ class Room:
         """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case."""
         plans: dict[str, tuple[Lease, ...]] = {}
         costs: dict[str, int] = {}
+        host_mib = self._host_left_mib - sum(victim.host_need_mib for victim in also)
         for short_mib, device_id in self._shortages(lease, devices, need_mib, also):
             if len(plans) >= count + _ENOUGH:
                 break
-            victims = self._victims.choose(device_id, short_mib, lease, self.planned, also)
+            victims = self._victims.choose(device_id, short_mib, lease, self.planned, also, host_mib=host_mib)
             if victims is not None:
                 plans[device_id] = victims
                 costs[device_id] = sum(map(self._victims.cost, victims))
@@ -204,13 +205,17 @@ class Room:
             return home if all(device_id in plans for device_id in home) else None
         return self._alike(plans, count, lambda device_id: costs[device_id] + len(plans[device_id]))
 
+    @property
+    def _host_left_mib(self) -> int:
+        return self._books.host_left_mib - self._planned_host_mib
+
     def short_of_host(self, plan: Plan) -> Wait | None:
         """Say that there is too little host memory for what the plan would save, or return None."""
         victims = plan.victims
         if not victims:
             return None
         host_mib = sum(victim.host_need_mib for victim in victims)
-        left_mib = self._books.host_left_mib - self._planned_host_mib
+        left_mib = self._host_left_mib
         if host_mib <= left_mib:
             return None
         self.wished.update(victim.lease_id for victim in victims)

@@ -69,27 +69,40 @@ class Victims:
     # -- choice ----------------------------------------------------------------------------------------------------------
 
     def choose(
-        self, device_id: str, short_mib: int, beneficiary: Lease, taken: set[str], also: Sequence[Lease] = ()
+        self,
+        device_id: str,
+        short_mib: int,
+        beneficiary: Lease,
+        taken: set[str],
+        also: Sequence[Lease] = (),
+        *,
+        host_mib: int | None = None,
     ) -> tuple[Lease, ...] | None:
-        """Return leases whose room covers the shortage, none of them in vain; None if there are not enough."""
+        """Return leases whose room covers the shortage, none of them in vain; None if there are not enough.
+
+        Of who rests, those for which `host_mib` of host memory suffice, if there are enough of them; else the others, too.
+        """
         if short_mib <= 0:
             return ()
         chosen: list[Lease] = []
-        room = 0
+        room, left_mib, too_large = 0, host_mib, False
         for other in self._candidates(device_id, beneficiary):
             if other.lease_id in taken or other is beneficiary or other in also:
                 continue
+            if too_large and other.busy:
+                break  # nobody is preempted because the host has no memory for one who rests
+            if left_mib is not None:
+                if other.host_need_mib > left_mib:
+                    too_large = True
+                    continue
+                left_mib -= other.host_need_mib
             chosen.append(other)
             room += other.held_mib
             if room >= short_mib:
                 break
         if room < short_mib:
-            return None
-        for other in list(reversed(chosen)):
-            if room - other.held_mib >= short_mib:
-                chosen.remove(other)
-                room -= other.held_mib
-        return tuple(chosen)
+            return self.choose(device_id, short_mib, beneficiary, taken, also) if too_large else None
+        return tuple(_none_in_vain(chosen, room - short_mib))
 
     def _candidates(self, device_id: str, beneficiary: Lease) -> Iterator[Lease]:
         for lease in self.willing(device_id):
@@ -151,3 +164,14 @@ def _step(cost: int) -> int:
     """Return a number that is the same for costs within about a third of each other."""
     bits = cost.bit_length()
     return 2 * bits + (cost >> (bits - 2) & 1) if bits > 1 else bits
+
+
+def _none_in_vain(chosen: list[Lease], spare_mib: int) -> list[Lease]:
+    """Return the leases without those, last ones first, whose room is not needed: so much is to spare."""
+    needed = []
+    for lease in reversed(chosen):
+        if lease.held_mib <= spare_mib:
+            spare_mib -= lease.held_mib
+        else:
+            needed.append(lease)
+    return needed[::-1]

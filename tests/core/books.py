@@ -64,8 +64,14 @@ class Seen:
     def waits(self) -> bool:
         """Whether room is all it waits for."""
         return self.asked >= 0 and (
-            self.state in {S.UNARMED, S.SUSPENDED} or (self.state is S.UNATTACHED and not self.spec.gated)
+            self.state in {S.UNARMED, S.SUSPENDED}
+            or (self.state is S.UNATTACHED and not self.spec.gated and not self.held)
         )
+
+    @property
+    def here(self) -> bool:
+        """Whether it has room on its devices to use: what it may wait for is more of it there. Before its start it may have it, too."""
+        return self.state is S.RESIDENT or (self.state is S.UNATTACHED and self.held > 0)
 
 
 @dataclass(slots=True)

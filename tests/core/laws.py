@@ -167,7 +167,7 @@ class Laws:
 
         The one that leaves may have had room kept for it, which is free at once.
         """
-        if seen.state is not S.RESIDENT or device not in seen.devices:
+        if not seen.here or device not in seen.devices:
             return False
         grown = [one.reserved_mib for one in later if isinstance(one, Resized) and one.lease_id == seen.lease_id]
         ticket = self._arbiter.ticket(seen.lease_id)
@@ -254,7 +254,7 @@ class Laws:
         line.sort(key=lambda item: item[0])
         for place, (_, seen, view) in enumerate(line):
             places = set(world.allowed(seen)) - world.whole
-            grows = seen.state is S.RESIDENT and set(seen.devices) <= places
+            grows = seen.here and set(seen.devices) <= places
             if view.need_mib > roomiest or not (seen.waits or grows):
                 continue
             if seen.state is S.SUSPENDED and (not channel_free or view.reason == "wait.retry"):
@@ -272,7 +272,7 @@ class Laws:
     def _nobody_blocks_each_other(self, line: list[tuple[Seen, TicketView]]) -> None:
         """Room is kept for those who do not fit: if everybody who waits would fit by himself, somebody must have been served."""
         kept = [(seen, view) for seen, view in line if view.kept_on or view.reason in _KEEPING]
-        if any(view.reason == "wait.retry" or seen.state is S.RESIDENT for seen, view in kept):
+        if any(view.reason == "wait.retry" or seen.here for seen, view in kept):
             return  # room is kept for one that pauses, or that waits to grow
         waiting = [(seen, view) for seen, view in line if view.reason != "wait.retry" and seen.waits]
         fits = [self._world.fits(seen, view.need_mib) and self._world.within_limits(seen) for seen, view in waiting]
@@ -282,11 +282,11 @@ class Laws:
         world, kept = self._world, dict[str, int]()
         for other in ahead:
             holder = world.leases[other.lease_id]
-            for device in holder.devices if holder.state is S.RESIDENT else world.allowed(holder):
+            for device in holder.devices if holder.here else world.allowed(holder):
                 if device in other.kept_on or other.reason in _KEEPING:
                     kept[device] = kept.get(device, 0) + other.need_mib
         fits = world.fits(seen, view.need_mib, kept)
-        if seen.state is S.RESIDENT:
+        if seen.here:
             fits = all(world.free(device) - kept.get(device, 0) >= view.need_mib for device in seen.devices)
         broken = fits and world.within_limits(seen)
         law(7, not broken, view, "fits where this is kept:", kept, "of", {d: world.free(d) for d in world.leasable})

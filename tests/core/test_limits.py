@@ -145,3 +145,20 @@ def test_a_share_that_shrinks_while_its_memory_grows_lets_the_user_s_next_kernel
     )
     assert hand.view("a").reserved_mib == 600
     assert hand.granted(effects) == [("b", "d0")]
+
+
+def test_who_may_not_come_any_more_because_another_one_did_keeps_no_room() -> None:
+    limited = dataclasses.replace(_pool(group=Limits(resident_milli=500)), devices=("d0", "d1"))
+    hand = Hand(device(), device("d1"), pools=[limited])
+    hand.run("x", 600)
+    hand.run("y", 400)
+    hand.run("z", 400)
+    hand.run("w", 100)  # d0 has x and y, d1 has z and w
+    _start(hand, "large", 990, group="students", milli=500)
+    hand.want("large")  # keeps what is free
+    _start(hand, "small", 400, group="students")
+    hand.want("small")
+    hand.start("free", 450)
+    hand.want("free")
+    assert hand.granted(hand.send(LeaseReleased(at_ms=0, lease_id="y"))) == [("small", "d0"), ("free", "d1")]
+    assert hand.ticket("large").reason == "wait.group-limit"

@@ -507,3 +507,13 @@ def test_after_a_move_that_was_lost_its_home_is_where_it_was_saved() -> None:
     resume = _one(hand.send(truth), Resume)
     assert isinstance(resume, Resume)
     assert resume.from_device_id == "d0"
+
+
+def test_of_those_who_could_make_room_one_goes_whom_the_host_has_memory_for() -> None:
+    hand = Hand(host_mib=350)
+    hand.idle("large", 600)
+    hand.now += 7_200_000
+    hand.idle("small", 300)
+    hand.wait(10_000)
+    hand.start("a", 300)
+    assert hand.suspends(hand.want("a")) == ["small"], "though the other has rested for longer"

@@ -82,3 +82,10 @@ def test_a_resume_that_could_not_start_is_tried_again_later() -> None:
     assert hand.resumes(effects) == []
     hand.now += 120_000
     assert short(hand, 1) == [("a", "d0")]
+
+
+def test_as_many_come_back_at_once_as_there_are_swap_channels_but_no_more_than_is_lacking() -> None:
+    hand = Hand(parallel_swaps=3)
+    saved(hand, "a", "b", "c")
+    effects = hand.send(HostMemorySeen(at_ms=hand.now, budget_mib=150))
+    assert hand.resumes(effects) == [("c", "d0"), ("b", "d0")]

@@ -194,3 +194,14 @@ def test_a_kernel_whose_headroom_finds_no_place_beside_a_stranger_waits_for_the_
         assert hand.ticket("a").reason == "wait.stranger"
     hand.send(DeviceSeen(at_ms=0, device=device()))
     assert hand.state("a") is LeaseState.RESUMING
+
+
+def test_a_claim_is_as_large_as_its_pool_wants_it_by_now() -> None:
+    hand = Hand(pools=[pool()])
+    _runs(hand, "a", 50, 100)
+    _uses(hand, "a", 50)
+    _runs(hand, "x", 900, 900)
+    hand.send(ResizeRequested(at_ms=hand.now, lease_id="a", fraction_milli=250, reserve_mib=125, request_mib=50))
+    assert hand.ticket("a").need_mib == 25
+    effects = hand.send(PoolConfigured(at_ms=hand.now, pool=_pool(headroom_mib=50)))
+    assert _sizes(effects) == [("a", 100)], "what it uses and the headroom, which it has"

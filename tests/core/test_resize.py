@@ -352,3 +352,16 @@ def test_room_that_was_kept_for_an_idle_kernel_to_grow_serves_others_as_soon_as_
     effects = hand.wait(60_000)
     assert hand.suspends(effects) == ["a"]
     assert hand.granted(effects) == [("b", "d0")]
+
+
+def test_a_kernel_for_which_room_is_gathered_is_not_suspended_for_idling_meanwhile() -> None:
+    hand = Hand(pools=[pool(idle_after_ms=60_000, max_passed_over=0)], parallel_swaps=2, host_mib=0)
+    hand.idle("a", 300)
+    hand.now += 1
+    hand.idle("b", 300)
+    hand.run("x", 300)
+    _resize(hand, "a", 900)
+    hand.wait(60_001)  # both have idled for so long
+    effects = hand.send(HostMemorySeen(at_ms=hand.now, budget_mib=10_000))
+    assert hand.suspends(effects) == ["b"], "a is to grow where it is, as soon as x is idle, too"
+    assert hand.ticket("a").reason == "wait.making-room"
