@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import jupyterhub
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,6 +23,7 @@ POOLS: dict[str, Any] = {
     "full": {"devices": [3], "oversubscription": 1, "when_full": "refuse", "fractions": ["1"]},
 }
 GROUPS = {"staff": ["grace"], "students": ["ada", "bob"]}
+_SHOWN_WITH_200 = jupyterhub.version_info[0] < 6  # its page with the form and the error is no failure to JupyterHub 5
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_the_page_refuses_with_the_same_reason_and_offers_the_choice_again(
     hub: HubWorld, user: str, chosen: str, sentence: str
 ) -> None:
     page = Visitor(hub, user).post("hub/spawn", gpu=chosen)
-    assert 400 <= page.status < 600
+    assert 400 <= page.status < 600 or _SHOWN_WITH_200
     assert sentence in page.error
     assert "<b>x</b>" not in page.html
     assert page.choices, "the form is there again"
@@ -138,7 +140,7 @@ def test_a_full_pool_refuses_on_the_page_and_by_the_api_and_says_what_is_free(hu
     assert "has promised 256 MiB of the 256 MiB that it may promise" in caught.value.message
     visitor = Visitor(hub, "bob")
     page = visitor.post("hub/spawn", gpu="full/1000")
-    assert page.status == 503
+    assert page.status == (200 if _SHOWN_WITH_200 else 503)
     assert "has promised 256 MiB" in page.error
     assert "What you can have now: 1/8 GPU of pool default, 1/4 GPU of pool default" in page.error
     assert "full now" in visitor.get("hub/spawn").text
