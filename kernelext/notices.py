@@ -1,8 +1,8 @@
 """Sentences of the broker for the person at the notebook.
 
-While a cell runs, or before the first one, a sentence is kept and shown once above the next cell's output. While the kernel idles, it
-is shown at once beneath the last cell (a warning before an idle suspension would come too late otherwise), and is blank again
-when the next cell begins. Showing one makes no kernel busy: it is output, not a request.
+Before the first cell a sentence is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it.
+While the kernel idles, it is shown at once beneath the last cell (a warning before an idle suspension would come too late
+otherwise), and is blank again when the next cell begins. Showing one makes no kernel busy: it is output, not a request.
 """
 
 import contextvars
@@ -35,7 +35,7 @@ class Notices:
         self._shell.events.unregister("post_run_cell", self._after_cell)
 
     def add(self, sentence: str) -> None:
-        """Show a sentence now beneath the last cell, or keep it for the next one."""
+        """Show a sentence now beneath the last cell, or keep it until the running one ends or the first one begins."""
         if not sentence:
             return
         with self._lock:
@@ -59,8 +59,15 @@ class Notices:
         if cell is not None:
             for line in shown:
                 cell.copy().run(line.blank)
-        for sentence in kept:
-            publish(self._shell, Sentence(sentence))
+        self._publish(kept)
 
     def _after_cell(self, _result: object) -> None:
-        self._last_cell = contextvars.copy_context()
+        with self._lock:
+            self._last_cell = contextvars.copy_context()
+            kept, self._kept = self._kept, []
+        self._publish(kept)
+
+    def _publish(self, sentences: list[str]) -> None:
+        """Show them in the cell that begins or ends now, where they stay."""
+        for sentence in sentences:
+            publish(self._shell, Sentence(sentence))

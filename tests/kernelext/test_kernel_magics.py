@@ -8,6 +8,7 @@ from provisioner.protocol.errors import ConflictError, ForbiddenError, InternalB
 from provisioner.protocol.messages import GateCommand, GateVerb
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
+from tests.support.fake_broker import DEADLINE_S
 
 
 def test_status_shows_the_share_in_plain_words(kernel: RunningKernel, broker: ScriptedBroker) -> None:
@@ -257,6 +258,21 @@ def test_a_notice_is_shown_once_above_the_next_cell(kernel: RunningKernel, broke
     assert kernel.run("1", silent=True).shown == []
     assert kernel.run("1").shown[0] == "[gpu] This lease is moved to another device tonight."
     assert kernel.run("'again'").shown == []
+
+
+def test_a_notice_that_comes_while_a_cell_runs_is_shown_beneath_it_and_stays(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.grant_at_once = True
+    gate = broker.stream("gate")
+    request = kernel.send("print(input())", allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=DEADLINE_S)
+    gate.send(GateCommand(verb=GateVerb.NOTICE, number=1, sentence="This kernel uses more than its cap."))
+    assert broker.answer_to(1) == "done"
+    kernel.client.input("typed")
+    outcome = kernel.finish(request)
+    assert (outcome.printed, outcome.shown) == ("typed\n", ["[gpu] This kernel uses more than its cap."])
+    assert kernel.run("2").shown == []
 
 
 def test_a_message_to_a_widget_waits_too(kernel: RunningKernel, broker: ScriptedBroker) -> None:
