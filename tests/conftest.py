@@ -52,7 +52,7 @@ def own_ports() -> Iterator[None]:
             port = next(numbers)
             with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as tried:
                 tried.bind((ip, port))
-                return port
+                return int(port)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalPortCache, "find_available_port", free_port)

@@ -112,6 +112,7 @@ class Broker:
         self._tickets = None
         for effect in effects:
             self._carry_out(effect)
+        self.arbiter.reflect()
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)
         failpoints.reach(f"{point}.after")

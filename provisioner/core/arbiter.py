@@ -156,6 +156,7 @@ class Arbiter:
 
     def handle(self, event: Event) -> list[Effect]:
         """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for what can be no event."""
+        self.reflect()
         changes = self._changes
         changes.now_ms = max(changes.now_ms, event.at_ms)
         matters = self._take(event)
@@ -164,11 +165,18 @@ class Arbiter:
             self._set_wake(anew=isinstance(event, Tick))
         elif isinstance(event, Tick):
             self._set_wake(anew=True)
-        changes.foresight.foresee()
         if self._check:
             check_devices(self._books, changes.touched)
         changes.touched.clear()
         return changes.take_effects()
+
+    def reflect(self) -> None:
+        """Learn from the last event, and foresee the waits that began in it.
+
+        Nothing of it changes what that event decided, so it is for after its effects are on their way; the next `handle` does it first
+        where nobody has. Decisions are the same either way.
+        """
+        self._changes.foresight.reflect()
 
     def _set_wake(self, *, anew: bool) -> None:
         """A tick uses the alarm up, however early it came."""

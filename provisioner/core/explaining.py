@@ -8,7 +8,7 @@ from provisioner.core.scheduling import candidates
 from provisioner.core.state import Books
 from provisioner.core.units import format_memory
 
-__all__ = ["cause", "explain", "not_yet", "why"]
+__all__ = ["cause", "destinations", "explain", "not_yet", "why"]
 
 
 def explain(books: Books, lease: Lease, ticket: Ticket) -> Wait:
@@ -26,12 +26,18 @@ def explain(books: Books, lease: Lease, ticket: Ticket) -> Wait:
 
 
 def destinations(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices on which its ticket can be served."""
+    """Return the devices on which its ticket can be served: the same for all in one bucket, but for those that grow where they are."""
     if lease.grows:
         there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
         admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
         return lease.device_ids if admits else ()
-    return candidates(books, books.policy(lease), lease)
+    if lease.bucket is None:
+        return candidates(books, books.policy(lease), lease)
+    key = (lease.bucket.key.pool, lease.bucket.key.where)
+    known = books.destinations.get(key)
+    if known is None:
+        known = books.destinations[key] = candidates(books, books.policy(lease), lease)
+    return known
 
 
 def not_yet(lease: Lease) -> Wait:

@@ -1,7 +1,8 @@
 """Has the forecasts learn from what happens to leases, and writes down what was foreseen when a ticket was filed.
 
-One method per thing that happens; `changes`, `lifecycle` and `answers` call them. A ticket's wait is foreseen once, at the end of the event
-that filed it, if it still waits then; what is shown to people is worked out anew whenever they ask.
+One method per thing that happens; `changes`, `lifecycle` and `answers` call them. What takes long and changes no effect of the event it
+belongs to is put off until the effects are out: the times of swaps are learnt, and a ticket's wait is foreseen once, if it still waits
+after the event that filed it. What is shown to people is worked out anew whenever they ask.
 """
 
 from provisioner.core.forecasts import Forecasts
@@ -20,6 +21,7 @@ class Foresight:
         self.waits = Waits(books, forecasts, parallel_swaps=parallel_swaps)
         self._books = books
         self._filed: list[Lease] = []
+        self._swaps: list[tuple[str, str, int, int]] = []  # what `swap_finished` is to be told
 
     def ran(self, lease: Lease, *, busy: bool) -> None:
         """The lease began or ended to run something."""
@@ -37,7 +39,7 @@ class Foresight:
         """The lease's operation ended as it should; it moved so many MiB."""
         device = self._books.devices.get((lease.home_id if kind == "suspend" else lease.device_id) or "")
         if device is not None and mib > 0:
-            self.forecasts.swap_finished(kind, device.spec.name, mib, self._books.now_ms - lease.began_ms)
+            self._swaps.append((kind, device.spec.name, mib, self._books.now_ms - lease.began_ms))
 
     def filed(self, lease: Lease) -> None:
         """The lease has a new ticket."""
@@ -53,8 +55,11 @@ class Foresight:
         """The lease is over."""
         self.forecasts.forget(lease.lease_id)
 
-    def foresee(self) -> None:
-        """The event is dealt with: foresee the waits of those who asked in it and still wait."""
+    def reflect(self) -> None:
+        """The event is dealt with: learn from its swaps, and foresee the waits of those who asked in it and still wait."""
+        for swap in self._swaps:
+            self.forecasts.swap_finished(*swap)
+        self._swaps.clear()
         for lease in self._filed:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.waits.one(lease)

@@ -90,7 +90,7 @@ class Pass:
         for lease in self._overdue.values():
             self._queue.rebucket(lease)
             if lease.bucket is not None:
-                self._stays(lease, _ticket(lease), self._where(lease.bucket, lease))
+                self._stays(lease, _ticket(lease), destinations(self._books, lease))
         self._hint_crossing()
         self._tell_fresh()
 
@@ -154,7 +154,7 @@ class Pass:
     def _visit(self, bucket: Bucket, lease: Lease) -> bool:
         """Serve one ticket as far as it can be now. Returns whether to go on with the bucket."""
         ticket, key = _ticket(lease), bucket.key
-        devices = self._where(bucket, lease)
+        devices = destinations(self._books, lease)
         over = over_limit(self._books, lease, key.milli) if key.milli else None
         if key.targets:
             return self._arrives(lease, ticket, key.targets, over)
@@ -163,18 +163,23 @@ class Pass:
             return False
         if key.paused or key.need_mib >= self._hopeless.get(key.family, key.need_mib + 1):
             return self._stays(lease, ticket, devices)
-        chosen = self._pick(lease, devices, key.need_mib)
+        full = not self._room.any_free(devices)
+        chosen = self._pick(lease, devices, key.need_mib) if not full or not key.need_mib else None
         if chosen is not None:
             return self._fits(lease, ticket, chosen)
+        if not self._changes.channel_free and (full or self._plans >= _MOST_PLANS):
+            return self._comes_later(bucket, lease, ticket, devices)
         return self._is_short(bucket, lease, ticket, devices)
+
+    def _comes_later(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
+        """Nothing can be begun for the ticket before other swaps have ended. Returns whether to go on with the bucket."""
+        if self._room.has_hope(devices, bucket.key.need_mib):
+            bucket.wait, bucket.passes = _MOVED_FIRST, self._books.passes
+        return self._stays(lease, ticket, devices)
 
     def _is_short(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
         """The ticket fits nowhere now: have room made for it, if that helps. Returns whether to go on with the bucket."""
         key = bucket.key
-        if not self._changes.channel_free and (self._plans >= _MOST_PLANS or not self._room.any_free(devices)):
-            if self._room.has_hope(devices, key.need_mib):
-                bucket.wait, bucket.passes = _MOVED_FIRST, self._books.passes
-            return self._stays(lease, ticket, devices)
         plan = self._room.plan(lease, devices, key.need_mib, key.many)
         if plan is None and not lease.grows:
             plan = self._moving.plan_busy(lease, devices, key.need_mib)
@@ -209,20 +214,11 @@ class Pass:
         self._anew = True
         return True
 
-    def _where(self, bucket: Bucket, lease: Lease) -> tuple[str, ...]:
-        key, known = (bucket.key.pool, bucket.key.where), self._books.destinations
-        devices = known.get(key)
-        if devices is None:
-            devices = destinations(self._books, lease)
-            if not isinstance(bucket.key.where, str):
-                known[key] = devices
-        return devices
-
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
         """Return where the need fits now; saved state goes home if it can. Who grows by nothing but its share needs no room."""
         if lease.grows:
             return devices if devices and (not need_mib or self._room.fits(devices, need_mib)) else None
-        home = lease.home_ids if lease.state is LeaseState.SUSPENDED else ()
+        home = lease.home_ids if lease.state is LeaseState.SUSPENDED and len(devices) > 1 else ()
         if home and set(home) <= set(devices) and self._room.fits(home, need_mib):
             return home
         return self._room.pick(devices, need_mib, lease.count)
@@ -262,7 +258,7 @@ class Pass:
         self._say(lease, over)
         own, devices, key = (
             makers_of_room(self._books, lease, bucket.key.milli, self._victims.hint),
-            self._where(bucket, lease),
+            destinations(self._books, lease),
             bucket.key,
         )
         if not own or key.paused:
@@ -350,7 +346,7 @@ class Pass:
         """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""
         behind: list[Lease] = []
         for bucket in self._deprived(winner, device_ids):
-            devices = self._where(bucket, bucket.members[0])
+            devices = destinations(self._books, bucket.members[0])
             for lease in bucket.members:
                 if not self._came_before(bucket, lease, winner, winning):
                     break
@@ -376,7 +372,7 @@ class Pass:
                 continue
             if key.milli and over_limit(self._books, bucket.members[0], key.milli) is not None:
                 continue
-            devices = self._where(bucket, bucket.members[0])
+            devices = destinations(self._books, bucket.members[0])
             if any(one in devices and left_mib[one] < key.need_mib for one in device_ids):
                 found.append(bucket)
         return found

@@ -92,11 +92,17 @@ class Room:
 
     def any_free(self, devices: Iterable[str]) -> bool:
         """Whether anything at all is free and not kept on these devices."""
-        return any(self._spots[device_id].free_mib > 0 for device_id in devices)
+        for device_id in devices:  # noqa: SIM110 - asked for every ticket
+            if self._spots[device_id].free_mib > 0:
+                return True
+        return False
 
     def has_hope(self, devices: Iterable[str], need_mib: int) -> bool:
         """Whether idle leases could make room somewhere."""
-        return any(self._spots[device_id].most_mib(busy=False) >= need_mib for device_id in devices)
+        for device_id in devices:  # noqa: SIM110 - as above
+            if self._spots[device_id].most_mib(busy=False) >= need_mib:
+                return True
+        return False
 
     def serves(self, device_id: str, need_mib: int) -> bool:
         """Whether the device could ever have room for the need."""
@@ -152,7 +158,6 @@ class Room:
     ) -> Plan | Wait | None:
         """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case."""
         plans: dict[str, tuple[Lease, ...]] = {}
-        costs: dict[str, int] = {}
         host_mib = self._host_left_mib - sum(victim.host_need_mib for victim in also)
         for short_mib, device_id in self._shortages(lease, devices, need_mib, also):
             if len(plans) >= count + _ENOUGH:
@@ -160,12 +165,11 @@ class Room:
             victims = self._victims.choose(device_id, short_mib, lease, self.planned, also, host_mib=host_mib)
             if victims is not None:
                 plans[device_id] = victims
-                costs[device_id] = sum(map(self._victims.cost, victims))
         short_of_host: Wait | None = None
         while plans:
             bound = lease.state is LeaseState.SUSPENDED or lease.grows
             home = (lease.home_ids or lease.device_ids) if bound and len(devices) == count else ()
-            chosen = self._cheapest(plans, costs, count, home)
+            chosen = self._cheapest(plans, count, home)
             if chosen is None:
                 return short_of_host
             victims = tuple(dict.fromkeys([*also, *(victim for device_id in chosen for victim in plans[device_id])]))
@@ -191,19 +195,22 @@ class Room:
         return found
 
     def _cheapest(
-        self, plans: dict[str, tuple[Lease, ...]], costs: dict[str, int], count: int, home: tuple[str, ...]
+        self, plans: dict[str, tuple[Lease, ...]], count: int, home: tuple[str, ...]
     ) -> tuple[str, ...] | None:
+        def swaps(device_id: str) -> int:
+            return sum(map(self._victims.cost, plans[device_id]))
+
         def cost(device_id: str) -> tuple[int, int, int, int]:
             victims = plans[device_id]
             busy = sum(victim.busy for victim in victims)
             latest = max((victim.last_active_ms for victim in victims), default=0)
-            return (busy, costs[device_id], len(victims), latest)
+            return (busy, swaps(device_id), len(victims), latest)
 
         if count == 1:
-            return (min(plans, key=cost),)
+            return (next(iter(plans)) if len(plans) == 1 else min(plans, key=cost),)
         if home:  # all of them or none, whatever kind they are
             return home if all(device_id in plans for device_id in home) else None
-        return self._alike(plans, count, lambda device_id: costs[device_id] + len(plans[device_id]))
+        return self._alike(plans, count, lambda device_id: swaps(device_id) + len(plans[device_id]))
 
     @property
     def _host_left_mib(self) -> int:

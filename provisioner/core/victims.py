@@ -124,8 +124,8 @@ class Victims:
     def _find_willing(self, device: Device) -> list[Lease]:
         now_ms, soonest_ms = self._books.now_ms, None
         willing = []
-        for lease in device.holders.values():
-            if lease.footing is not Footing.RESTING or is_lost(self._books, lease):
+        for lease in () if device.lost else device.holders.values():
+            if lease.footing is not Footing.RESTING or (len(lease.device_ids) > 1 and is_lost(self._books, lease)):
                 continue
             from_ms = willing_from_ms(self._books.policy(lease), lease)
             if from_ms is None:

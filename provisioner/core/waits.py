@@ -225,9 +225,7 @@ class _Play:
 
     def _richest(self, lease: Lease) -> Sequence[str]:
         """Return the devices that have most to give without anybody busy, of those the ticket can be served on."""
-        bucket, books = lease.bucket, self._books
-        known = books.destinations.get((bucket.key.pool, bucket.key.where)) if bucket is not None else None
-        devices = known if known is not None else destinations(books, lease)
+        devices = destinations(self._books, lease)
         most = max(MOST_DEVICES, lease.count)
         if len(devices) <= most:
             return devices

@@ -80,7 +80,8 @@ def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
         "buffer = cuda.allocate(1 << 20); buffer.write(b'kept')",
         "print('read back:', buffer.read(4))",
     ]
-    patience = f"--ZMQTerminalInteractiveShell.kernel_is_complete_timeout={DEADLINE_S}"  # else it gives up after a second
+    # It gives up asking the kernel after a second, and takes all lines for one cell from then on.
+    patience = f"--ZMQTerminalInteractiveShell.kernel_is_complete_timeout={DEADLINE_S}"
     console = subprocess.Popen(
         [sys.executable, "-m", "jupyter", "console", "--simple-prompt", patience, "--kernel", name],
         env=world.environment,
