@@ -35,11 +35,13 @@ from provisioner.protocol.messages import GateVerb, Stranger
 if TYPE_CHECKING:
     from provisioner.broker.broker import Broker
 
-__all__ = ["PATIENCE_S", "Backstop"]
+__all__ = ["PATIENCE_S", "Backstop", "Owner"]
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 5.0
+Owner = tuple[str, ProcessIdentity]
+"""The lease that a process belongs to, and which process it was when that was seen."""
 _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
@@ -56,16 +58,17 @@ class Backstop:
         self._asked: set[ProcessIdentity] = set()  # those that were asked to end
         self._beyond: set[ProcessIdentity] = set()  # those that we may not end
 
-    def see(self, uses: Mapping[str, DeviceUse | None], lease_of: Mapping[int, str]) -> None:
-        """Take in who uses which device, and whose processes these are."""
+    def see(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
+        """Take in who uses which device, and by pid whose processes these are."""
         self._users = {}
         unwanted: dict[ProcessIdentity, float] = {}
         for device_id, use in uses.items():
             processes = use.processes if use is not None else ()
             for process in processes:
-                if process.pid in lease_of and (identity := _known(process.pid)) is not None:
-                    self._users.setdefault(lease_of[process.pid], set()).add(identity)
-            strangers = [process for process in processes if process.pid not in lease_of]
+                if process.pid in owners:
+                    lease_id, identity = owners[process.pid]
+                    self._users.setdefault(lease_id, set()).add(identity)
+            strangers = [process for process in processes if process.pid not in owners]
             self.strangers[device_id] = [_described(process) for process in strangers]
             if strangers and self._refuses(device_id):
                 for identity in self._foreign(strangers):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from provisioner.broker.backstop import Owner
 from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.pressure import pressed_leases
@@ -118,8 +119,8 @@ class Watcher:
 
     def _tell(self, sample: _Sample) -> None:
         broker = self._broker
-        lease_of = self._lease_of(sample.snapshot)
-        broker.backstop.see(sample.uses, lease_of)
+        owners = self._owners(sample.snapshot)
+        broker.backstop.see(sample.uses, owners)
         broker.sensors = sample.sensors
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
@@ -128,7 +129,8 @@ class Watcher:
                 continue
             broker.used_mib[device_id] = use.used_mib
             for process in use.processes:
-                key = (lease_of.get(process.pid, ""), device_id)
+                owner = owners.get(process.pid)
+                key = ("" if owner is None else owner[0], device_id)
                 on_device[key] = on_device.get(key, 0) + process.used_mib
         used: dict[str, dict[str, int]] = {}
         for (lease_id, device_id), mib in on_device.items():
@@ -141,15 +143,15 @@ class Watcher:
                 self._tell_stranger(device_id, charged - self._covered(device_id, on_device))
         self._tell_pressure(sample.pressed)
 
-    def _lease_of(self, snapshot: Snapshot | None) -> dict[int, str]:
-        lease_of: dict[int, str] = {}
+    def _owners(self, snapshot: Snapshot | None) -> dict[int, Owner]:
+        owners: dict[int, Owner] = {}
         roots = self._broker.roots()
         for kernel, identity in self._live():
             if snapshot is not None:
                 for member in snapshot.tree(identity, (LEASE_VARIABLE, kernel.lease_id), apart=roots):
-                    lease_of[member.pid] = kernel.lease_id
-            lease_of[identity.pid] = kernel.lease_id
-        return lease_of
+                    owners[member.pid] = kernel.lease_id, member
+            owners[identity.pid] = kernel.lease_id, identity
+        return owners
 
     def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
         """What leases use within their reservations; what goes past one counts as a stranger's, because nothing else covers it."""

@@ -47,7 +47,7 @@ from provisioner.core.invariants import check_devices, validate
 from provisioner.core.lifecycle import Lifecycle
 from provisioner.core.model import DeviceView, LeaseState, LeaseView, PoolSpec, TicketView
 from provisioner.core.serving import Serving
-from provisioner.core.state import Device
+from provisioner.core.state import Device, Lease
 from provisioner.core.staying import note_all
 from provisioner.core.views import device_views, lease_view, ticket_view, ticket_views
 
@@ -95,17 +95,23 @@ class Arbiter:
         self._answers = Answers(self._changes, self._lifecycle, self._serving.resizing)
         self._wake_ms: int | None = None
         self._check = check
+        self._events = 0  # so many were handled, and reflected on: what was seen before is out of date
 
     # -- what others may read -----------------------------------------------------------------------------------------
 
     def lease(self, lease_id: str) -> LeaseView | None:
         """Return one lease, or None if there is none such (any more)."""
         lease = self._books.leases.get(lease_id)
-        return None if lease is None else lease_view(lease, self._changes.foresight)
+        return None if lease is None else self._view(lease)
 
     def leases(self) -> list[LeaseView]:
-        """Return every living lease, oldest first."""
-        return [lease_view(lease, self._changes.foresight) for lease in self._books.leases.values()]
+        """Return every living lease, oldest first. Cheap while nothing happens."""
+        return [self._view(lease) for lease in self._books.leases.values()]
+
+    def _view(self, lease: Lease) -> LeaseView:
+        if lease.view is None or lease.view_of != self._events:
+            lease.view, lease.view_of = lease_view(lease, self._changes.foresight), self._events
+        return lease.view
 
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue, or None if it does not wait."""
@@ -157,6 +163,7 @@ class Arbiter:
     def handle(self, event: Event) -> list[Effect]:
         """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for what can be no event."""
         self.reflect()
+        self._events += 1
         changes = self._changes
         changes.now_ms = max(changes.now_ms, event.at_ms)
         matters = self._take(event)
@@ -176,7 +183,7 @@ class Arbiter:
         Nothing of it changes what that event decided, so it is for after its effects are on their way; the next `handle` does it first
         where nobody has. Decisions are the same either way.
         """
-        self._changes.foresight.reflect()
+        self._events += self._changes.foresight.reflect()
 
     def _set_wake(self, *, anew: bool) -> None:
         """A tick uses the alarm up, however early it came."""

@@ -55,8 +55,12 @@ class Foresight:
         """The lease is over."""
         self.forecasts.forget(lease.lease_id)
 
-    def reflect(self) -> None:
-        """The event is dealt with: learn from its swaps, and foresee the waits of those who asked in it and still wait."""
+    def reflect(self) -> bool:
+        """The event is dealt with: learn from its swaps, and foresee the waits of those who asked in it and still wait.
+
+        Returns whether anything was learnt.
+        """
+        learns = bool(self._swaps)
         for swap in self._swaps:
             self.forecasts.swap_finished(*swap)
         self._swaps.clear()
@@ -64,6 +68,7 @@ class Foresight:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.waits.one(lease)
         self._filed.clear()
+        return learns
 
     def resume_ms(self, lease: Lease) -> int | None:
         """Return how long bringing a suspended lease back is expected to take, ms; None for any other."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, Span
+from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, Span
 
 __all__ = ["Account", "Bucket", "Device", "Footing", "Key", "Lease", "Operation", "Ticket", "Wait"]
 
@@ -168,6 +168,8 @@ class Lease:
     cost: int = 0  # of suspending it (`victims`)
     cost_until_ms: int = 0  # it is to be worked out anew then
     due_ms: int | None = None  # when time alone changes something for it (see `deadlines`)
+    view: LeaseView | None = None  # what others saw of it last,
+    view_of: int = 0  # as of this event
 
     @property
     def staying(self) -> bool:

@@ -16,6 +16,7 @@ from provisioner.broker.gate import GateLink
 from provisioner.core.effects import CapBreached
 from provisioner.core.model import Breach, PoolSpec, Strangers
 from provisioner.gpu.interface import DeviceUse, ProcessKind, ProcessUse
+from provisioner.host.process import identify
 from tests.broker.driver import DEVICE
 from tests.broker.live import started_for
 from tests.broker.test_watch import LEASE, World
@@ -47,7 +48,8 @@ class Guarded(World):
 
     def see(self, *pids: int, kind: ProcessKind = ProcessKind.COMPUTE, lease_of: dict[int, str] | None = None) -> None:
         processes = tuple(ProcessUse(pid=pid, used_mib=100, kind=kind) for pid in pids)
-        self.backstop.see({DEVICE: DeviceUse(device_id=DEVICE, used_mib=0, processes=processes)}, lease_of or {})
+        owners = {pid: (lease, identify(pid)) for pid, lease in (lease_of or {}).items()}
+        self.backstop.see({DEVICE: DeviceUse(device_id=DEVICE, used_mib=0, processes=processes)}, owners)
 
     def passes(self, seconds: float, *pids: int, kind: ProcessKind = ProcessKind.COMPUTE) -> None:
         self.now_s += seconds

@@ -1,18 +1,24 @@
 """Holds bytes on the simulated GPU for a kernel of another language: `holder.py SEED MIB QUESTIONS ANSWERS` (two named pipes).
 
-Each line written to QUESTIONS is answered with one line on ANSWERS: whether every byte is still there.
+Each line written to QUESTIONS is answered with one line on ANSWERS: whether every byte is still there. It ends with the shell that
+started it: one that is killed tells its jobs nothing.
 """
 
+import ctypes
 import hashlib
 import random
+import signal
 import sys
 from pathlib import Path
 
 from provisioner.gpu.simulated import cuda
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def main(seed: str, mib: str, questions: str, answers: str) -> None:
     """Serve until the pipes are gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     data = random.Random(int(seed)).randbytes(1 << 20) * int(mib)
     buffer = cuda.allocate(len(data))
     buffer.write(data)
