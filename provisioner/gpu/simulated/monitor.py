@@ -17,7 +17,7 @@ from provisioner.gpu.interface import (
     GPUErrorCode,
     ProcessUse,
 )
-from provisioner.gpu.simulated.processes import WORK, current_key, processes_of, reap, settle_if_abandoned
+from provisioner.gpu.simulated.processes import WORK, current_key, reap, settle_if_abandoned, swapping, users_of
 from provisioner.gpu.simulated.store import MIB, SimulatedHostError, Store
 
 __all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
@@ -82,9 +82,7 @@ class SimulatedMonitor:
         """Return which processes had work on the device since then. Raises GPUError OPERATING_SYSTEM."""
         now_us = time.time_ns() // 1000
         worked_us = {}
-        for process in translated(lambda: processes_of(self._store)):
-            if process.holds != device_id:
-                continue
+        for process in translated(lambda: users_of(self._store, device_id)):
             with suppress(FileNotFoundError):  # it ended
                 until_us = (self._store.process_folder(process.key) / WORK).stat().st_mtime_ns // 1000
                 if until_us > since_us:
@@ -115,10 +113,9 @@ class SimulatedMonitor:
         if found[0].lost:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")
         self._reap(device_id)
-        for process in processes_of(self._store):
-            if process.phase in ("saving", "restoring"):
-                settle_if_abandoned(self._store, process.key)
-        holding = [process for process in processes_of(self._store) if process.holds == device_id]
+        for process in swapping(self._store):
+            settle_if_abandoned(self._store, process.key)
+        holding = users_of(self._store, device_id)
         return DeviceUse(
             device_id=device_id,
             used_mib=_mib(sum(process.n_bytes for process in holding)),
@@ -128,7 +125,7 @@ class SimulatedMonitor:
     def _reap(self, device_id: str) -> None:
         """Give back what the dead hold on this device; what they hold elsewhere, once a second: devices are read one after another."""
         now_s = time.monotonic()
-        holding = [process for process in processes_of(self._store) if process.holds == device_id]
+        holding = users_of(self._store, device_id)
         if now_s - self._reaped_s >= _REAP_S or any(current_key(process.pid) != process.key for process in holding):
             self._reaped_s = now_s
             reap(self._store)

@@ -41,6 +41,8 @@ __all__ = [
     "reap",
     "settle",
     "settle_if_abandoned",
+    "swapping",
+    "users_of",
     "write_gate",
 ]
 
@@ -66,13 +68,6 @@ class Process:
     phase: str
     n_bytes: int
     fatal: str
-
-    @property
-    def holds(self) -> str | None:
-        """The device that its bytes count on now, if any."""
-        if self.phase in ("device", "saving"):
-            return self.device
-        return self.target if self.phase == "restoring" else None
 
 
 _COLUMNS: Final = "SELECT key, pid, lease, device, target, phase, bytes, fatal FROM processes"
@@ -110,6 +105,16 @@ def find_process(store: Store, key: str) -> Process | None:
 def processes_of(store: Store) -> list[Process]:
     """Return every process with a context."""
     return [_process(row) for row in store.query(_COLUMNS)]
+
+
+def users_of(store: Store, device_id: str) -> list[Process]:
+    """Return the processes whose bytes count on the device now."""
+    return [_process(row) for row in store.query(f"{_COLUMNS} WHERE {ON_DEVICE}", device_id)]
+
+
+def swapping(store: Store) -> list[Process]:
+    """Return the processes whose bytes are being saved or restored."""
+    return [_process(row) for row in store.query(f"{_COLUMNS} WHERE phase IN ('saving', 'restoring')")]
 
 
 def read_gate(folder: Path) -> bytes:
