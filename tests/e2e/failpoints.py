@@ -42,7 +42,10 @@ def _is_write(point: str) -> bool:
 def run(
     kind: type[Story], only: tuple[str, ...], *, full_disk: bool, keeps: bool, told: set[str], figures: Figures
 ) -> None:
-    """Tell the story again and again in one world; points that were told before are left out. Adds those that it reaches to `told`."""
+    """Tell the story again and again in one world; where somebody dies, points that were told before are left out.
+
+    A point is the place in the code and the state of the lease, such as `event.Wanted@suspended.before`. Adds those reached to `told`.
+    """
     with new_world(kind.simulate) as world:
         story = kind(world, keeps=keeps)
         try:
@@ -50,9 +53,7 @@ def run(
             cases = [
                 (point, number)
                 for point, times in sorted(reached.items())
-                if point.startswith(only)
-                and point.startswith(_SERVERS) is keeps
-                and (not full_disk or _is_write(point))
+                if _is_wanted(kind, point, only, keeps=keeps) and (_is_write(point) if full_disk else point not in told)
                 for number in (range(1, times + 1) if full_disk else sorted({1, times}))
             ]
             for place, (point, number) in enumerate(cases, 1):
@@ -68,7 +69,7 @@ def run(
             raise
         finally:
             story.close()
-    told |= {plain(point) for point in reached if keeps is point.startswith(_SERVERS)}
+    told |= {point for point in reached if keeps is point.startswith(_SERVERS)}
 
 
 def _is_wanted(kind: type[Story], point: str, only: tuple[str, ...], *, keeps: bool) -> bool:
@@ -94,7 +95,7 @@ def main() -> int:
     print(f"{figures.struck} {what}, no byte lost; {figures.missed} points were not reached again")
     if "" not in only or options.full_disk:
         return 0
-    unreached = sorted(known_points() - told)
+    unreached = sorted(known_points() - {plain(point) for point in told})
     print(f"{len(unreached)} points that no story reaches: {', '.join(unreached) or 'none'}")
     return 1 if unreached else 0
 
