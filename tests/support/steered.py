@@ -25,7 +25,7 @@ from provisioner.protocol.seats import OfferRequest, SeatRequest
 from provisioner.seat_client import SeatClient
 from tests.support.dying import Life, Story
 from tests.support.stories import CHECK
-from tests.support.victims import await_held, brokers, held_up, kill_all
+from tests.support.victims import await_held, brokers, held_up, is_held, kill_all
 from tests.support.world import until
 
 __all__ = ["SteeredStory"]
@@ -141,13 +141,25 @@ class SteeredStory(Story):
     def _truth_is_looked_for(self, life: Life) -> None:
         """The broker dies in a checkpoint that its worker goes on with: the next one cannot know what is true before that is over."""
         with held_up(self.world, "checkpoint", "hang"):
-            cell = life.line().send("%gpu suspend")
-            await_held(self.world)
+            cell = self._suspended_until_held(life)
             kill_all(brokers(self.world))
             self.start_broker()
             self._await(lambda client: self._lease(client, life).state == "quarantined", "nobody knows what is true")
         life.line().wait(cell)
         life.live()
+
+    def _suspended_until_held(self, life: Life) -> str:
+        """Have a cell ask for the suspend, and wait until that is held up; ask once more if the broker died before. Returns the cell."""
+        armed = self.file.exists()
+        cell = life.line().send("%gpu suspend")
+        until(
+            lambda: is_held(self.world) or (armed and not self.file.exists()), "the suspend begins, or the broker dies"
+        )
+        if not is_held(self.world):
+            life.line().wait(cell)
+            cell = life.line().send("%gpu suspend")
+            await_held(self.world)
+        return cell
 
     def _other_device_is_lost(self, life: Life) -> None:
         home = self._on(life)

@@ -19,6 +19,7 @@ __all__ = [
     "await_held",
     "brokers",
     "held_up",
+    "is_held",
     "is_settled",
     "kill_all",
     "new_broker",
@@ -101,7 +102,12 @@ def held_up(world: World, operation: str, fault: str) -> Iterator[None]:
 
 def await_held(world: World) -> None:
     """Wait until a fault holds an operation up."""
-    until(lambda: any(fault.taken for fault in faults.listed(world.simulated_folder)), "the operation is held up")
+    until(lambda: is_held(world), "the operation is held up")
+
+
+def is_held(world: World) -> bool:
+    """Whether a fault holds an operation up."""
+    return any(fault.taken for fault in faults.listed(world.simulated_folder))
 
 
 def settled(world: World) -> HostStatus:
