@@ -1,6 +1,7 @@
 """What people and administrators do to a kernel and to devices, told while somebody dies: see `tests.support.dying`."""
 
 import signal
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -26,7 +27,7 @@ from provisioner.seat_client import SeatClient
 from tests.support.dying import Life, Story
 from tests.support.stories import CHECK
 from tests.support.victims import await_held, brokers, held_up, is_held, kill_all
-from tests.support.world import until
+from tests.support.world import DEADLINE_S, until
 
 __all__ = ["SteeredStory"]
 
@@ -202,6 +203,7 @@ class SteeredStory(Story):
     def _starts_anew(self, life: Life) -> None:
         """An orderly stop, and a start that finds the kernel."""
         self.must(lambda client: next(iter(client.events())))
+        self.must(_scraped)
         pid = self.world.broker_pid()
         if pid is not None:  # else it has died just now
             self.world.end(pid, signal.SIGTERM)
@@ -209,6 +211,21 @@ class SteeredStory(Story):
         life.live()
         life.restart()
         life.live()
+
+
+def _scraped(client: SeatClient) -> bytes:
+    """Read the broker's metrics as Prometheus does. Raises BrokerUnavailableError if it hangs up before they are all there."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(DEADLINE_S)
+        try:
+            line.connect(client.socket_path)
+            line.sendall(b"GET /v1/metrics HTTP/1.0\r\nHost: broker\r\n\r\n")
+            page = b"".join(iter(lambda: line.recv(1 << 16), b""))
+        except OSError as error:
+            raise BrokerUnavailableError(f"the broker hung up: {error}") from error
+    if b"\njupyter_gpu_" not in page:
+        raise BrokerUnavailableError(f"the broker hung up after {len(page)} bytes")
+    return page
 
 
 def _is_lost(client: SeatClient, *, device_id: str, lost: bool) -> bool:
