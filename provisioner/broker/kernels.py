@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ class Kernel:
     identity: ProcessIdentity | None = None
     gated: bool = False  # its extension is expected to connect
     homes: tuple[str, ...] = ()  # the devices its processes last had their memory on: what a checkpoint is of
-    checkpointed_mib: int = 0  # what the last checkpoint that was begun was to save
+    checkpointed: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that our last suspend was to save
     reserved_on_disk: tuple[str, ...] = ()  # the devices whose reservation the ledger holds for certain
     unreserved_saves: int = 0  # how often the ledger was told that there is none
     save_due: bool = False  # the ledger could not be written and is tried again
@@ -73,6 +73,11 @@ class Kernel:
         """Return the arbiter's last refusal (reason, sentence) once."""
         declined, self.declined = self.declined, None
         return declined
+
+    @property
+    def checkpointed_mib(self) -> int:
+        """What the last suspend was to save, MiB; 0 if it saved nothing, or was an earlier broker's."""
+        return sum(self.checkpointed.values())
 
     @property
     def home(self) -> str | None:

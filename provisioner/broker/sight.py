@@ -38,6 +38,11 @@ class Scene:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} is not there")
         return self.memory_mib[device_id] - self.uses[device_id].used_mib
 
+    def is_alone(self, pids: Collection[int], device_id: str) -> bool:
+        """Return whether nobody but these processes uses the device. Raises GPUError if there is no such device."""
+        self.free_mib(device_id)
+        return all(one.pid in pids for one in self.uses[device_id].processes)
+
     def homes(self, pids: Collection[int]) -> tuple[str, ...]:
         """Return the devices that hold memory of these processes, the one that holds most first."""
         mine = {

@@ -125,6 +125,7 @@ class Swaps:
     ) -> tuple[SuspendOutcome, int, str]:
         """Return the outcome, the MiB saved and a sentence. Cancellation may leave locks behind: only at the broker's end."""
         touched: list[ProcessIdentity] = []
+        kernel.checkpointed = {}
         try:
             gated = await (self._shut_gate(kernel) if preempt else self._close_gate(kernel))
             use = await self._sight.use(kernel)
@@ -142,7 +143,7 @@ class Swaps:
             await journal("locking", use, 0)
             await self._lock_all(use, touched)
             use = await self._look_again(kernel, touched, may_be_busy=preempt) or use
-            kernel.checkpointed_mib = sum(use.values())
+            kernel.checkpointed = use
             await journal("checkpointing", use, kernel.checkpointed_mib)
         except StepError as error:
             return await self._rolled_back(touched, error.outcome, str(error))
@@ -406,21 +407,43 @@ class Swaps:
         device_id: str | None,
         saved_mib: int,
     ) -> None:
-        """Some processes of the tree are saved and some are not: bring them all back, if the devices have the room for certain."""
+        """Some processes of the tree are saved and some are not: bring them all back, if the devices have the room for certain.
+
+        Raises GPUError.
+        """
         homes = kernel.homes or ((device_id,) if device_id is not None else ())
         known = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
         if not set(states.values()) <= known or not homes:
             return
+        scene = await self._sight.scene()  # what was free a moment ago may be another's, who was brought back since
         # Where the others are: they may have been on the way to another device.
         there = self._where(kernel, scene)
         targets = homes if len(homes) > 1 or there is None else (there,)
-        if _lacking(scene, targets, saved_mib, saved_mib):
+        if lacking := self._lacking_rest(kernel, scene, states, targets, saved_mib):
+            log.warning("lease %s: a part of it is saved and stays so: %s", kernel.lease_id, lacking)
             return
         moves = _moves(homes, targets)
         for identity, state in states.items():
             if state is ProcessState.CHECKPOINTED:
                 await self._worker.restore(identity, moves, self._times.checkpoint_s)
         await self._unlocked(kernel)
+
+    def _lacking_rest(
+        self,
+        kernel: Kernel,
+        scene: Scene,
+        states: dict[ProcessIdentity, ProcessState],
+        targets: Sequence[str],
+        saved_mib: int,
+    ) -> str:
+        """Return why what is saved of the tree cannot be brought back to the rest of it, a sentence, or "". Raises GPUError."""
+        rest_mib = _rest_mib(kernel, scene, states, saved_mib)
+        if rest_mib > 0:
+            return _lacking(scene, targets, rest_mib, rest_mib)
+        pids = {identity.pid for identity in self._sight.tree(kernel, scene)}
+        if all(scene.is_alone(pids, device_id) for device_id in targets):
+            return ""  # no device will ever have more room
+        return "how much was saved is not known, and others use its device"
 
     def _where(self, kernel: Kernel, scene: Scene) -> str | None:
         """Return the device that holds most of the kernel's memory; of one with several devices, its first one."""
@@ -442,6 +465,19 @@ def _lacking(scene: Scene, device_ids: Sequence[str], saved_mib: int, reserve_mi
         if free_mib < need_mib:
             return f"the device has {format_memory(free_mib)} free, {format_memory(need_mib)} are needed"
     return ""
+
+
+def _rest_mib(kernel: Kernel, scene: Scene, states: dict[ProcessIdentity, ProcessState], saved_mib: int) -> int:
+    """Return what the saved processes of a half-saved tree need on its devices, MiB; 0: nobody knows.
+
+    The broker that saved them knows it of each. A later one knows the sum, and takes off what is locked: that has what it had then. What
+    runs is not taken off: it may have grown, or come since.
+    """
+    if kernel.checkpointed:
+        saved = [kernel.checkpointed.get(one, 0) for one, state in states.items() if state is ProcessState.CHECKPOINTED]
+        return sum(saved) if all(saved) else 0
+    locked_mib = sum(scene.used_mib(one.pid) for one, state in states.items() if state is ProcessState.LOCKED)
+    return max(0, saved_mib - locked_mib)
 
 
 def _moves(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str] | None:

@@ -151,6 +151,34 @@ async def test_an_operation_that_was_under_way_is_closed_with_what_was_found(tmp
         assert ledger.open_operations() == []
 
 
+@pytest.mark.parametrize("quarantined", [False, True])
+@pytest.mark.parametrize(("left_mib", "state"), [(299, L.QUARANTINED), (300, L.RESIDENT)])
+async def test_what_an_earlier_broker_left_half_saved_comes_back_only_if_it_has_room(
+    tmp_path: Path, left_mib: int, state: LeaseState, *, quarantined: bool
+) -> None:
+    """What was to be saved is in the open operation, and in the lease once the operation is over."""
+    driver = Driver()
+    with started_for(LEASE) as process, started_for(LEASE) as other:
+        driver.has_context(process["pid"], S.CHECKPOINTED, 300)
+        driver.has_context(other["pid"], S.LOCKED, 300)
+        driver.others_mib = 1000 - 300 - left_mib
+        operation = OperationRecord(
+            operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
+            begun_ms=1, pids="[]", saved_mib=600,
+        )  # fmt: skip
+        if quarantined:
+            record, operations = record_of(process, L.QUARANTINED, saved_mib=600), []
+        else:
+            record, operations = record_of(process, L.SUSPENDING), [operation]
+        async with recovered(tmp_path, driver, record, operations=operations) as broker:
+            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
+            assert view is not None
+            assert view.state is state
+            again = broker.record(kernel)
+            assert again is not None
+            assert again.saved_mib == (600 if state is L.QUARANTINED else 0), "the broker after this one needs it, too"
+
+
 @pytest.mark.parametrize("connection", ["{}", "[]", "not JSON", '{"ip": "10.0.0.1", "iopub_port": 1, "shell_port": 1}'])
 async def test_a_kernel_whose_line_cannot_be_listened_to_is_kept_and_counts_as_busy(
     tmp_path: Path, connection: str
