@@ -97,16 +97,28 @@ class MemoryLimits:
             self._told_mib = 0  # stale: looked at again before each cell
 
     def refresh(self) -> None:
-        """Apply a changed cap to what is loaded. For the thread that runs cells, when `is_stale` says so."""
+        """Apply a changed cap to what is loaded. For the thread that runs cells, when `is_stale` says so.
+
+        Raises nothing of CUDA's (a device-side assert spoils the context for good): cells go on, and `is_stale` stays.
+        """
+        try:
+            is_told = self._tell_loaded()
+        except (RuntimeError, AttributeError):  # CUDA's errors; a module that is still being imported
+            return
+        if is_told:
+            self._told_mib = self._cap_mib
+
+    def _tell_loaded(self) -> bool:
+        """Return whether everything that is loaded has been told, or will be. Raises what CUDA raises."""
         torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
         if torch is not None and not _is_half_imported(torch):
             if torch.cuda.is_initialized():
                 self._limit(torch)
             elif not hasattr(torch.cuda, "_lazy_call"):
-                return  # there is nothing that would limit it later: look again before the next cell
+                return False  # there is nothing that would limit it later: look again before the next cell
         if cupy is not None and self._told_mib and not _is_half_imported(cupy):
             self._limit_cupy(cupy)
-        self._told_mib = self._cap_mib
+        return True
 
     def _limit(self, torch: ModuleType) -> None:
         cap = self.cap_mib

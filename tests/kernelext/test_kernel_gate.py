@@ -302,6 +302,23 @@ def test_a_new_limit_reaches_torch_on_the_idle_main_loop_and_raising_it_does_not
     assert kernel.run("print(calls)").printed == "[50, 25]\n"
 
 
+def test_cells_run_although_their_new_limit_cannot_be_told(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    open_gate(kernel, broker)
+    kernel.run(
+        "import sys, types\n"
+        "def spoilt(fraction, device): raise RuntimeError('CUDA error: device-side assert triggered')\n"
+        "torch = types.ModuleType('torch'); torch.cuda = types.SimpleNamespace(\n"
+        "    _lazy_call=None, is_initialized=lambda: True, device_count=lambda: 1,\n"
+        "    get_device_properties=lambda _: types.SimpleNamespace(total_memory=100 * 2**30),\n"
+        "    set_per_process_memory_fraction=spoilt)\n"
+        "sys.modules['torch'] = torch"
+    )
+    broker.stream("gate").command(GateVerb.LIMIT, 1, JUPYTER_GPU_MEMORY_MIB="4096")
+    assert broker.answer_to(1) == "done"
+    assert kernel.run("print('ran')").printed == "ran\n"
+    assert kernel.run("import asyncio; await asyncio.sleep(0); print('awaited')").printed == "awaited\n"
+
+
 def test_where_the_pool_allows_it_a_cell_overlaps_with_the_resume_and_its_ticket_stays(
     kernel: RunningKernel, broker: ScriptedBroker
 ) -> None:

@@ -141,6 +141,35 @@ def test_cupy_that_is_loaded_is_told_unless_the_user_set_a_limit(monkeypatch: py
     assert len(told) == 1
 
 
+def spoilt(*_: object, **__: object) -> None:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.usefixtures("torch_on_path")
+def test_a_spoilt_cuda_context_is_left_for_the_next_cell_to_look_at_again(
+    limits: MemoryLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits.install()
+    torch = import_torch()
+    torch.cuda.init()
+    limits.bind({"JUPYTER_GPU_MEMORY_MIB": "40960"})
+    with monkeypatch.context() as context:
+        context.setattr(torch.cuda, "set_per_process_memory_fraction", spoilt)
+        limits.refresh()
+    assert limits.is_stale
+    limits.refresh()
+    assert (torch.calls[-1], limits.is_stale) == ((40960 - CONTEXT_MIB, 0), False)
+
+
+def test_a_cupy_that_cannot_be_told_stays_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SimpleNamespace(set_limit=spoilt)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool))
+    limits = MemoryLimits({"JUPYTER_GPU_MEMORY_MIB": "20480"})
+    limits.bind({"JUPYTER_GPU_MEMORY_MIB": "40960"})
+    limits.refresh()
+    assert limits.is_stale
+
+
 def test_a_missing_torch_is_still_reported_as_missing(limits: MemoryLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     limits.install()
     monkeypatch.setattr(sys, "path", [])
