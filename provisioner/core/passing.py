@@ -339,6 +339,9 @@ class Pass:
                     self._changes.begin_suspend(victim, "suspend.needed-by", why)
                     self._room.changed(victim.device_ids)
                     victims.append(victim.lease_id)
+            if lease.grows and (leaving := self._room.leaving(device_id)):
+                self._room.spare(lease)
+                victims += [lease_id for lease_id in leaving if lease_id not in victims]
         if victims:
             self._say(lease, Wait("wait.making-room", _IDLE_MAKES_ROOM, tuple(victims)))
 

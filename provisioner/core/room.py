@@ -261,6 +261,11 @@ class Room:
                 lack_mib -= other.held_mib
         return chosen
 
+    def leaving(self, device_id: str) -> list[str]:
+        """Return the leases whose suspend is under way there."""
+        holders = self._spots[device_id].device.holders.values()
+        return [lease.lease_id for lease in holders if lease.footing is Footing.LEAVING]
+
     def promise(self, plan: Plan, need_mib: int, *, firm: bool) -> None:
         """Give a ticket the room that its plan makes, and of what is free only what it needs beside.
 

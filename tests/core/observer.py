@@ -257,6 +257,7 @@ class Observer:
                     self._found(seen, device, seen.held)
                 if old is S.RESUMING:
                     seen.used = seen.saved
+                    seen.asked = -1  # it has what it asked for; a claim to more comes after everybody's
                 seen.saved = seen.host = 0
                 seen.home = ()
                 seen.ran = seen.busy if old is not S.SUSPENDING else seen.ran

@@ -7,6 +7,7 @@ import pytest
 from provisioner.core.effects import Declined, Effect, Resized
 from provisioner.core.events import (
     Attached,
+    DeviceSeen,
     HostMemorySeen,
     LeaseMeasured,
     LeaseRecovered,
@@ -364,4 +365,24 @@ def test_a_kernel_for_which_room_is_gathered_is_not_suspended_for_idling_meanwhi
     hand.wait(60_001)  # both have idled for so long
     effects = hand.send(HostMemorySeen(at_ms=hand.now, budget_mib=10_000))
     assert hand.suspends(effects) == ["b"], "a is to grow where it is, as soon as x is idle, too"
+    assert hand.ticket("a").reason == "wait.making-room"
+
+
+def test_a_kernel_for_which_room_is_gathered_steps_aside_for_nobody_behind_it() -> None:
+    rules = dataclasses.replace(pool(max_passed_over=0), preempt_priorities=True)
+    hand = Hand(device("d0", 2000), pools=[rules], parallel_swaps=2, host_mib=0)
+    for name, reserve_mib in (("a", 400), ("b", 600)):
+        hand.start(name, reserve_mib, priority=1)
+        hand.want(name)
+        hand.work(name)
+        hand.rest(name)
+        hand.now += 1
+    hand.run("x", 700)
+    _resize(hand, "a", 990)
+    hand.start("behind", 50, priority=1)
+    hand.want("behind")
+    hand.send(DeviceSeen(at_ms=hand.now, device=device("d0", 1000)))
+    effects = hand.send(HostMemorySeen(at_ms=hand.now, budget_mib=10_000))
+    assert hand.suspends(effects)[0] == "b"
+    assert "a" not in hand.suspends(effects), "b has left for it"
     assert hand.ticket("a").reason == "wait.making-room"
