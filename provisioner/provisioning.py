@@ -406,16 +406,17 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return self._notice
 
     def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
-        """Attach the process that was just started (in a thread)."""
+        """Attach the process that was just started (in a thread). Raises FractionalGPUError, also for one that has ended already."""
         process = self.process
-        code = None if process is None else process.poll()
-        if process is None or code is not None:
-            raise FractionalGPUError(
-                f"the kernel's process ended right after its start (exit code {code}); see the server's log"
-            )
+        if process is None or process.poll() is not None:
+            raise _ended_at_once(process)
         language = self.kernel_spec.language or ""
         ipykernel = self._plan.is_ipykernel
-        lease.attach(attach_request(process.pid, dict(connection), language=language, ipykernel=ipykernel))
+        try:
+            request = attach_request(process.pid, dict(connection), language=language, ipykernel=ipykernel)
+        except ProcessGoneError as error:  # it has ended since
+            raise _ended_at_once(process) from error
+        lease.attach(request)
 
     async def _undo_launch(self) -> None:
         """Kill a process that the broker did not take; a first start leaves no lease behind."""
@@ -446,6 +447,12 @@ class FractionalGPUProvisioner(LocalProvisioner):
 def _has_gpu() -> bool:
     """Whether the machine has NVIDIA devices that a kernel without a lease could get at."""
     return any(Path(sign).exists() for sign in _SIGNS_OF_NVIDIA)
+
+
+def _ended_at_once(process: Popen[bytes] | AdoptedProcess | None) -> FractionalGPUError:
+    code = None if process is None else process.poll()
+    how = "" if code is None else f" (exit code {code})"
+    return FractionalGPUError(f"the kernel's process ended right after its start{how}; see the server's log")
 
 
 def _sentence(error: FractionalGPUError) -> str:

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import KernelManager
 
+from provisioner import provisioning
+from provisioner.kernel_process import ProcessGoneError
 from provisioner.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError, NoRoomError
+from provisioner.protocol.messages import AttachRequest
 from provisioner.provisioning import FractionalGPUProvisioner
 from tests.provisioning.conftest import Places
 from tests.support.fake_broker import FakeBroker
@@ -126,6 +129,34 @@ def test_a_restart_whose_attach_fails_starts_without_a_gpu(places: Places, broke
         with talking_to(manager) as client:
             assert "the pid is not yours" in evaluate(client, "__import__('os').environ['JUPYTER_GPU_NOTICE']")
     assert broker.leases["lease-1"].state == "ended"
+
+
+def ends_meanwhile(pid: int, *_: object, **__: object) -> AttachRequest:
+    """In place of `attach_request`: the process was there when it was looked for, and has ended since."""
+    raise ProcessGoneError(f"process {pid} has ended")
+
+
+def test_a_restart_whose_process_ends_at_once_starts_without_a_gpu(
+    places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_kernel(places.write_gpu_spec()) as manager:
+        monkeypatch.setattr(provisioning, "attach_request", ends_meanwhile)
+        manager.restart_kernel(now=True)
+        with talking_to(manager) as client:
+            notice = evaluate(client, "__import__('os').environ['JUPYTER_GPU_NOTICE']")
+            assert "without a GPU: the kernel's process ended right after its start" in notice
+    assert broker.leases["lease-1"].state == "ended"
+
+
+def test_a_process_that_ends_at_once_is_one_sentence_at_the_first_start_and_leaves_nothing(
+    places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provisioning, "attach_request", ends_meanwhile)
+    manager = KernelManager(kernel_name=places.write_gpu_spec())
+    with pytest.raises(FractionalGPUError, match=r"ended right after its start; see the server's log$"):
+        manager.start_kernel()
+    assert broker.leases["lease-1"].state == "ended"
+    assert token_files(places) == []
 
 
 def test_a_restart_while_the_broker_is_away_starts_without_a_gpu(places: Places, broker: FakeBroker) -> None:
