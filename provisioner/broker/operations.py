@@ -3,7 +3,7 @@
 - Each begins with its intent in the ledger, and each is answered, whatever happens: an operation without an answer would hold the
   swap channel for ever.
 - An end that could not be written down (a full disk) is written before the lease's next beginning: the ledger has one open operation
-  a lease, and an old one would be in its way for ever.
+  a lease, and an old one would be in its way for ever. What could not be begun has no end.
 - An operation in hand is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
 """
 
@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 
 from provisioner.broker.clock import now_ms, wall_ms
@@ -82,13 +83,14 @@ class Operations:
 
     async def _suspend(self, effect: Suspend) -> None:
         outcome, saved_mib, sentence = SuspendOutcome.UNKNOWN, 0, _BROKEN
-        begun_s = time.monotonic()
+        written, begun_s = False, time.monotonic()
         try:
             kernel = self._kernels().get(effect.lease_id)
             if kernel is None:
                 outcome, sentence = SuspendOutcome.ABORTED, "the lease is gone"
                 return
             await self._begin(effect, "suspend", 0)
+            written = True
             step = partial(self._step, effect.operation_id)
             outcome, saved_mib, sentence = await self._swaps.suspend(kernel, step, preempt=effect.preempt)
         except LedgerError as error:
@@ -107,19 +109,21 @@ class Operations:
                     sentence=sentence,
                 )
             )
-            self._finish(effect, outcome)
+            if written:
+                self._finish(effect, outcome)
             if (kernel := self._kernels().get(effect.lease_id)) is not None:
                 self._finished(kernel)  # it may have become busy meanwhile
 
     async def _resume(self, effect: Resume) -> None:
         outcome, sentence = ResumeOutcome.UNKNOWN, _BROKEN
-        begun_s = time.monotonic()
+        written, begun_s = False, time.monotonic()
         try:
             kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
             if kernel is None or view is None:
                 outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
                 return
             await self._begin(effect, "resume", view.saved_mib)
+            written = True
             step = partial(self._step, effect.operation_id)
             outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step)
             if outcome is ResumeOutcome.NOT_STARTED:
@@ -140,7 +144,8 @@ class Operations:
                     sentence=sentence,
                 )
             )
-            self._finish(effect, outcome)
+            if written:
+                self._finish(effect, outcome)
 
     async def _look_again(self, effect: LookAgain) -> None:
         """Look until the truth is known or the lease has moved on."""
@@ -172,6 +177,7 @@ class Operations:
             return
 
     async def _begin(self, effect: Suspend | Resume, kind: str, saved_mib: int) -> None:
+        """Write the intent down, after the end of what was before. Raises LedgerError: then nothing was begun."""
         record = OperationRecord(
             operation_id=effect.operation_id,
             lease_id=effect.lease_id,
@@ -184,8 +190,9 @@ class Operations:
             saved_mib=saved_mib,
         )
         if (end := self._unwritten.get(effect.lease_id)) is not None:
-            await self._writer.run(end)
-            del self._unwritten[effect.lease_id]
+            with suppress(RecordError):  # it is over already
+                await self._writer.run(end)
+            self._unwritten.pop(effect.lease_id, None)
         await self._writer.run(partial(self._writer.ledger.begin, record))
 
     async def _step(self, operation_id: int, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int) -> None:
