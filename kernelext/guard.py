@@ -91,9 +91,11 @@ class Guard:
                     self._limits.refresh()
                 return await _within_cell("gpu", original(raw_cell, *args, **kwargs))
             finally:
-                if self._bursts is not None:
-                    self._bursts.end(mark, silent=silent)
-                self._gate.leave(mark)
+                try:
+                    if self._bursts is not None:
+                        self._bursts.end(mark, silent=silent)
+                finally:  # an interrupt may strike above: a mark that stays would keep the kernel on the GPU for ever
+                    self._gate.leave(mark)
 
         return run_cell_async
 
