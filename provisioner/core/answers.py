@@ -36,7 +36,7 @@ class Answers:
         match event.outcome:
             case SuspendOutcome.SAVED:
                 changes.foresight.swapped(SUSPEND, lease, event.saved_mib)
-                lease.used_mib = lease.aborted_suspends = 0
+                lease.used_mib = lease.aborted_suspends = lease.retry_ms = 0
                 books.save_on_host(lease, saved_mib=max(0, event.saved_mib))
                 books.hold(lease, lease.device_ids)
                 came_back = self._come_back(lease)
@@ -44,6 +44,7 @@ class Answers:
                 self._tell(lease, came_back)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 lease.used_mib, lease.home_ids = 0, ()
+                lease.aborted_suspends = lease.retry_ms = 0
                 books.save_on_host(lease)
                 books.hold(lease, lease.device_ids)
                 books.set_target(lease, ())

@@ -156,6 +156,20 @@ def test_an_idle_kernel_that_could_not_be_suspended_rests_before_the_next_try() 
     assert hand.suspends(hand.wait(1)) == ["a"]
 
 
+@pytest.mark.parametrize("outcome", [SuspendOutcome.SAVED, SuspendOutcome.NOTHING_TO_SAVE])
+def test_a_refusal_is_forgotten_when_the_kernel_could_be_suspended_after_all(outcome: SuspendOutcome) -> None:
+    hand = Hand(pools=[pool(idle_after_ms=1_000)])
+    hand.idle("a")
+    hand.saved(hand.wait(1_000), SuspendOutcome.REFUSED)
+    hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")), outcome)
+    effects = hand.want("a")
+    if outcome is SuspendOutcome.SAVED:
+        hand.restored(effects)
+    hand.work("a")
+    hand.rest("a")
+    assert hand.suspends(hand.wait(1_000)) == ["a"]
+
+
 def test_a_kernel_without_a_context_gives_its_reservation_back() -> None:
     hand = Hand(pools=[pool(idle_after_ms=1_000)])
     hand.idle("a")
