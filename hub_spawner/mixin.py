@@ -30,7 +30,7 @@ from hub_spawner.options import FIELD, KEYS, Choice, OptionsError, options_of_fo
 from hub_spawner.progress import ProgressLog
 from provisioner.core.units import format_duration, format_fraction
 from provisioner.discovery import socket_path
-from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError, NotFoundError
+from provisioner.protocol.errors import FractionalGPUError, NotFoundError
 from provisioner.protocol.seats import OfferRequest, Offers, ProgressKind, SeatProgress, SeatRequest
 from provisioner.seat import SEAT_FILE_VARIABLE, Seat, write_seat
 
@@ -319,7 +319,7 @@ class FractionalGPUMixin(Below):
             ) from error
 
     async def poll(self) -> int | None:
-        """Poll the server, and confirm its seat once the hub has saved it."""
+        """Poll the server, and confirm its seat once the hub has saved it. Raises nothing of the broker's: a later poll tries again."""
         status: int | None = await super().poll()
         if status is None and self._gpu_seat is not None and not self._gpu_confirmed and self._gpu_is_saved():
             await self._gpu_confirm()
@@ -339,7 +339,7 @@ class FractionalGPUMixin(Below):
                 "The seat of %s is gone at the broker: its kernels get no GPU until it is restarted", self._log_name
             )
             self._gpu_confirmed = True
-        except BrokerUnavailableError as error:
+        except FractionalGPUError as error:  # a hub that starts takes a poll that raises for a server that has ended
             self.log.warning("The seat of %s will be confirmed later: %s", self._log_name, error)
         else:
             self._gpu_confirmed = True

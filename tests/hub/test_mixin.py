@@ -18,6 +18,13 @@ from tornado import web
 
 from hub_spawner.mixin import FractionalGPUMixin
 from provisioner.broker.seats import Seats
+from provisioner.protocol.errors import (
+    BrokerUnavailableError,
+    ForbiddenError,
+    FractionalGPUError,
+    InternalBrokerError,
+    TooManyRequestsError,
+)
 from provisioner.protocol.seats import SeatRequest
 from provisioner.seat import SEAT_FILE_VARIABLE, read_seat
 from provisioner.seat_client import SeatClient
@@ -182,6 +189,35 @@ async def test_the_next_hub_takes_over_confirms_and_gives_back(live: LiveBroker)
         assert client.seats().seats[0].confirmed
     await hub_stops(second)
     assert seats(live) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BrokerUnavailableError("nobody serves"),
+        ForbiddenError("this hub is no administrator any more"),
+        TooManyRequestsError("too much at once"),
+        InternalBrokerError("its log says why"),
+    ],
+    ids=lambda error: error.code,
+)
+async def test_a_seat_that_cannot_be_confirmed_now_ends_no_server_and_is_confirmed_later(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch, error: FractionalGPUError
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    one = spawner(live)
+    await hub_starts(one, pool="default", fraction="1/4")
+    hub_saves(one)
+    with monkeypatch.context() as context:
+        context.setattr(SeatClient, "confirm_seat", fail)
+        assert await one.poll() is None
+    with SeatClient(live.socket) as client:
+        assert not client.seats().seats[0].confirmed
+        assert await one.poll() is None
+        assert client.seats().seats[0].confirmed
+    await hub_stops(one)
 
 
 async def test_a_server_that_does_not_start_gives_its_seat_back(live: LiveBroker) -> None:
