@@ -8,6 +8,11 @@ main shell is idle. A broken connection and a kernel that says that it starts br
 a sound, each shell that is said to be busy is probed in the same way, in case an idle was lost. A shell answers in order, so its
 answer clears what it was said to be busy with, and nothing of another shell. A probe waits in the queue of a busy shell, and costs
 its user time there when it gets its turn: probes are repeated ever more rarely.
+
+A kernel is its user's: it may say as much as it likes, and the broker must serve everybody else meanwhile. Everything else gets a turn
+between two messages, what is too long for a status is not even verified, and few messages of a bounded size wait to be taken in (what
+is beyond them waits in the kernel, which loses it in the end). One frame over `_LONGEST_FRAME` breaks the connection: a kernel that
+publishes images of such a size is in doubt, thus busy, until it is next idle.
 """
 
 import asyncio
@@ -27,6 +32,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 __all__ = ["USES", "Connection", "IOPubWatch", "connection_from_json"]
 
@@ -44,6 +50,10 @@ _SILENCE_S = 60.0  # busy without a message for this long: ask, and then after t
 _LONGEST_PATIENCE_S = 3600.0
 _MOST_BUSY = 10_000  # parents kept; more than this is doubt, not memory
 _LONGEST_ID = 200
+_LONGEST_STATUS = 2**20  # bytes; a status has two headers and a word
+_LONGEST_FRAME = 16 * 2**20  # bytes
+_MOST_WAITING = 16  # messages
+_REJOIN_S = 0.2
 _LONGEST_PATH = 100  # bytes; UNIX sockets allow 107
 
 
@@ -164,7 +174,9 @@ class IOPubWatch:
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
         # Our kernelspecs run ipykernel, whose topics tell status from output; what other kernels call theirs is unknown.
         self._iopub.subscribe(b"kernel." if ipykernel else b"")
-        self._breaks: zmq.asyncio.Socket = self._iopub.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._breaks: zmq.asyncio.Socket = self._iopub.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
         self._iopub.connect(connection.iopub)
         self._shell: zmq.asyncio.Socket = self._socket(context, zmq.DEALER)
         self._shell.connect(connection.shell)
@@ -192,15 +204,23 @@ class IOPubWatch:
     def _socket(self, context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
         socket = context.socket(kind)
         socket.linger = 0
+        socket.rcvhwm, socket.maxmsgsize = _MOST_WAITING, _LONGEST_FRAME
         socket.ipv6 = "[" in self._connection.iopub
         if self._connection.curve is not None:
             public, secret = self._connection.curve
             socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
         return socket
 
+    @staticmethod
+    async def _next(socket: zmq.asyncio.Socket) -> list[bytes]:
+        """Wait for a message. Others get their turn first even if one is there; nothing is lost if this is cancelled then."""
+        await asyncio.sleep(0)
+        frames: list[bytes] = await socket.recv_multipart()
+        return frames
+
     async def _listen(self) -> None:
         while True:
-            frames = await self._iopub.recv_multipart()
+            frames = await self._next(self._iopub)
             before = (self.busy, self.executing)
             self._take(frames)
             self._heard.set()
@@ -210,16 +230,22 @@ class IOPubWatch:
     async def _see_breaks(self) -> None:
         """What was said while the connection was broken is not known."""
         while True:
-            await self._breaks.recv_multipart()
+            if parse_monitor_message(await self._next(self._breaks))["event"] != zmq.EVENT_DISCONNECTED:
+                continue
             was_certain, self._certain = self._certain, False
             self._heard.set()
             if was_certain:
                 self._changed()
+            if not await self._breaks.poll(1000 * _REJOIN_S):  # ZeroMQ does not: a frame was too long for it
+                self._iopub.disconnect(self._connection.iopub)
+                self._iopub.connect(self._connection.iopub)
 
     def _take(self, frames: list[bytes]) -> None:
-        """Learn from one IOPub message; what cannot be read or is not signed with the kernel's key teaches nothing."""
+        """Learn from one IOPub message; what is too long, cannot be read or is not signed with the kernel's key teaches nothing."""
         with suppress(ValueError, msgspec.DecodeError, RecursionError):
             signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]
+            if sum(map(len, parts)) > _LONGEST_STATUS:
+                return
             if self._connection.key and not hmac.compare_digest(signature, self._sign(parts)):
                 return
             header, parent, _metadata, content = parts
@@ -305,4 +331,4 @@ class IOPubWatch:
     async def _drain(self) -> None:
         """Throw the shell replies away; IOPub tells what matters."""
         while True:
-            await self._shell.recv_multipart()
+            await self._next(self._shell)

@@ -214,6 +214,78 @@ async def test_more_busy_messages_than_can_be_remembered_are_doubt(
     await watched.until(lambda: not watched.watch.busy)
 
 
+async def test_a_kernel_that_talks_without_a_pause_leaves_everybody_else_a_turn(
+    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await watched.settle()
+    turns, at = 0, list[int]()
+    take = watched.watch._take
+
+    def taken(frames: list[bytes]) -> None:
+        at.append(turns)
+        take(frames)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(watched.watch, "_take", taken)
+    task = asyncio.create_task(others())
+    for number in range(500):
+        await line.say("idle", {"msg_id": f"{number}", "msg_type": "execute_request"})
+    await watched.has_heard_all()
+    task.cancel()
+    assert len(at) >= 500
+    assert len(set(at)) == len(at), "messages were taken in while nobody else had a turn"
+
+
+async def test_a_kernel_that_answers_without_a_pause_leaves_everybody_else_a_turn(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers that the broker throws away are as many as the kernel likes."""
+    answers, turned = iter(range(1000)), asyncio.Event()
+
+    async def answer_at_once() -> list[bytes]:
+        if next(answers, None) is None:
+            await asyncio.Event().wait()
+        return []
+
+    async def other() -> None:
+        turned.set()
+
+    monkeypatch.setattr(watched.watch._shell, "recv_multipart", answer_at_once)
+    tasks = [asyncio.create_task(watched.watch._drain()), asyncio.create_task(other())]
+    await turned.wait()
+    assert next(answers, None) is not None, "all were thrown away before anybody else had a turn"
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_message_that_is_too_long_breaks_the_line_and_the_kernel_is_heard_again(
+    line: KernelLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iopub, "_LONGEST_FRAME", 10_000)
+    monkeypatch.setattr(iopub, "_REJOIN_S", 0.01)
+    async with Watched(line) as watched:
+        await watched.settle()
+        await line.busy("x" * 10_000)
+        await watched.until(lambda: watched.watch.busy)
+        assert not watched.watch.executing
+        assert await line.iopub.recv() == b"\0kernel.", "the line was not broken"
+        assert await line.subscribed() == b"kernel."
+        await line.answer(await line.asked())
+        await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_what_is_too_long_for_a_status_teaches_nothing(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    await line.busy("long", padding="x" * iopub._LONGEST_STATUS)
+    await watched.has_heard_all()
+    assert not watched.watch.busy
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 async def test_an_encrypted_kernel_is_heard_on_either_loopback(host: str) -> None:
     line = KernelLine(host, zmq.curve_keypair())
