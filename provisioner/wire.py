@@ -49,7 +49,7 @@ class Connection:
     """One connection to the broker. Not for two threads at once; `abort` alone may be called from another thread.
 
     `timeout_s` bounds each wait for the broker in seconds; None waits for ever. Raises BrokerUnavailableError when
-    nobody listens at `path`.
+    nobody listens at `path`, or no socket can be had.
     """
 
     def __init__(self, path: str, timeout_s: float | None) -> None:
@@ -278,9 +278,14 @@ class Connection:
 def _connect(path: str, timeout_s: float | None) -> socket.socket:
     """Return a connected socket.
 
-    A full backlog (EAGAIN on UNIX sockets, where TCP would wait) is waited out until the timeout.
+    A full backlog (EAGAIN on UNIX sockets, where TCP would wait) is waited out until the timeout. Raises BrokerUnavailableError,
+    with the reason "no-descriptor" where it is this process that cannot have a socket: that says nothing of the broker.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        why = f"this process can open no socket to the GPU broker at {path}: {error.strerror}"
+        raise BrokerUnavailableError(why, reason="no-descriptor") from error
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         sock.settimeout(timeout_s)

@@ -10,6 +10,7 @@ import pytest
 from provisioner import wire
 from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError, InternalBrokerError
+from tests.support.descriptors import no_free_descriptors
 
 PONG = b'{"version":"1","protocol":1,"pid":5,"simulated":false}'
 
@@ -108,3 +109,13 @@ def test_a_socket_that_may_not_be_opened_says_so(short_path: Path) -> None:
     error = wire._why_no_connection(str(short_path), PermissionError(13, "Permission denied"))
     assert "may not be opened by this user" in error
     assert "cannot be reached: Some reason" in wire._why_no_connection("p", OSError(99, "Some reason"))
+
+
+def test_a_process_that_can_open_nothing_more_is_told_so_and_not_that_nobody_serves(short_path: Path) -> None:
+    with (
+        no_free_descriptors(),
+        BrokerClient(str(short_path / "s")) as client,
+        pytest.raises(BrokerUnavailableError, match=r"no socket to the GPU broker .*: Too many open files") as caught,
+    ):
+        client.ping()
+    assert caught.value.reason == "no-descriptor", "who is told that nobody serves starts a broker"

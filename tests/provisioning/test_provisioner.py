@@ -16,6 +16,7 @@ from provisioner.protocol.errors import BadRequestError, BrokerUnavailableError,
 from provisioner.protocol.messages import AttachRequest
 from provisioner.provisioning import FractionalGPUProvisioner
 from tests.provisioning.conftest import Places
+from tests.support.descriptors import no_free_descriptors
 from tests.support.fake_broker import FakeBroker
 from tests.support.kernels import KERNEL_DEADLINE_S, evaluate, running_kernel, talking_to
 
@@ -249,6 +250,22 @@ def test_a_suspended_kernel_is_killed_at_once_when_it_does_not_go(places: Places
         lease.state = "suspended"
         manager._send_kernel_sigterm()
         assert process.wait(KERNEL_DEADLINE_S) == -signal.SIGKILL
+
+
+async def test_a_server_that_can_open_nothing_more_ends_its_kernels_all_the_same(
+    places: Places, broker: FakeBroker
+) -> None:
+    manager = KernelManager(kernel_name=places.write_gpu_spec())
+    await manager._async_start_kernel()
+    process = provisioner_of(manager).process
+    assert process is not None
+    try:
+        with no_free_descriptors():
+            await provisioner_of(manager).terminate()
+        assert process.wait(KERNEL_DEADLINE_S) is not None
+    finally:
+        await manager._async_shutdown_kernel(now=True)
+    assert broker.leases["lease-1"].state == "ended"
 
 
 def test_a_kernel_without_the_extension_asks_for_its_reservation_at_once(places: Places, broker: FakeBroker) -> None:
