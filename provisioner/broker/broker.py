@@ -334,7 +334,7 @@ class Broker:
             self.want_for(kernel)
 
     async def measure(self, kernel: Kernel) -> None:
-        """Tell the arbiter what the kernel uses at this moment. Raises GPUError, OSError."""
+        """Tell the arbiter what the kernel uses at this moment. Raises GPUError."""
         used_mib = await self._swaps.used_mib(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.UNARMED):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import count
 
 from provisioner.broker.clock import now_ms, wall_ms
 from provisioner.broker.kernels import Kernel
@@ -149,15 +150,17 @@ class Operations:
 
     async def _look_again(self, effect: LookAgain) -> None:
         """Look until the truth is known or the lease has moved on."""
-        attempt = 0
-        while True:
-            await self._swaps.until_alone()
+        for attempt in count():
             await asyncio.sleep(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)])
-            attempt += 1
-            kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
-            if kernel is None or view is None or view.generation != effect.generation:
-                return
-            truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
+            try:
+                await self._swaps.until_alone()
+                kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
+                if kernel is None or view is None or view.generation != effect.generation:
+                    return
+                truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
+            except OSError as error:  # short of descriptors or memory: the next look may do better
+                log.error("lease %s could not be looked at: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says
+                continue
             if truth is None:
                 continue
             state, device_id = truth.state, truth.device_id

@@ -62,8 +62,12 @@ class Sight:
         self.off = ""  # why the driver cannot be asked, a sentence: what the devices say is what there is
 
     async def scene(self) -> Scene:
-        """Look at the whole machine. Raises GPUError, OSError."""
-        return await asyncio.to_thread(self._scene)
+        """Look at the whole machine. Raises GPUError, also where the system is short of what a look takes."""
+        try:
+            return await asyncio.to_thread(self._scene)
+        except (OSError, RuntimeError) as error:  # descriptors, memory, threads: a step that failed, with its way back
+            sentence = f"the machine could not be looked at: {error}"
+            raise GPUError(GPUErrorCode.OPERATING_SYSTEM, sentence) from error
 
     def _scene(self) -> Scene:
         snapshot = scan(LEASE_VARIABLE)

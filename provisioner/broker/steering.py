@@ -144,7 +144,7 @@ class Steering:
         """Have the kernel's use looked at now: a smaller size must hold it. Raises ConflictError if it cannot be seen."""
         try:
             await self._broker.measure(kernel)
-        except (GPUError, OSError) as error:
+        except GPUError as error:
             raise ConflictError(
                 f"what the kernel uses cannot be seen just now ({error}); try again in a moment", reason="not-measured"
             ) from error

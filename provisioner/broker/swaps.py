@@ -106,11 +106,11 @@ class Swaps:
         self._sight.off = sentence
 
     async def scene(self) -> Scene:
-        """Look at the machine once, for `truth` of several kernels. Raises GPUError, OSError."""
+        """Look at the machine once, for `truth` of several kernels. Raises GPUError."""
         return await self._sight.scene()
 
     async def used_mib(self, kernel: Kernel) -> int:
-        """Return what the kernel's processes have on all devices now. Raises GPUError, OSError."""
+        """Return what the kernel's processes have on all devices now. Raises GPUError."""
         scene = await self._sight.scene()
         return sum(scene.used_mib(identity.pid) for identity in self._sight.tree(kernel, scene))
 
@@ -152,6 +152,9 @@ class Swaps:
         except GPUError as error:
             outcome = before_checkpoint(error.code)
             return await self._rolled_back(touched, outcome, f"the driver refused before anything was saved: {error}")
+        except OSError as error:
+            sentence = f"the kernel's processes could not be looked at: {error}"
+            return await self._rolled_back(touched, SuspendOutcome.REFUSED, sentence)
         return await self._checkpoint_all(touched, kernel.checkpointed_mib)
 
     async def _close_gate(self, kernel: Kernel) -> bool:
@@ -197,7 +200,11 @@ class Swaps:
                 # A context always costs something. Where the count is missing (a container with pids of its own, say), nobody
                 # can tell what room the state needs on the host, or to come back.
                 raise StepError(SuspendOutcome.REFUSED, f"no device tells how much memory process {identity.pid} uses")
-            room = await asyncio.to_thread(headroom, identity.pid)
+            try:
+                room = await asyncio.to_thread(headroom, identity.pid)
+            except (OSError, ValueError) as error:
+                sentence = f"how much host memory is left could not be read: {error}"
+                raise StepError(SuspendOutcome.REFUSED, sentence) from error
             if room.mib < used_mib + _HOST_MARGIN_MIB:
                 raise StepError(
                     SuspendOutcome.REFUSED,
@@ -360,15 +367,15 @@ class Swaps:
 
         A scene that was taken a moment ago saves the first look.
         """
-        if kernel.identity is None or not is_alive(kernel.identity):
-            return Truth(state=LeaseState.UNATTACHED)
         try:
+            if kernel.identity is None or not is_alive(kernel.identity):
+                return Truth(state=LeaseState.UNATTACHED)
             scene = scene or await self._sight.scene()
             states = await self._sight.states(kernel, scene)
             if await self._undone(kernel, scene, states, device_id, saved_mib):
                 scene = await self._sight.scene()
                 states = await self._sight.states(kernel, scene)
-        except GPUError as error:
+        except (GPUError, OSError) as error:
             log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
             return None
         kinds = set(states.values())

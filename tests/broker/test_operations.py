@@ -1,6 +1,7 @@
-"""Operations are begun and ended in the ledger, and a full disk stops no lease for good."""
+"""Operations are begun and ended in the ledger, and neither a full disk nor a look that fails stops a lease for good."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +12,18 @@ import pytest
 from provisioner.broker import operations as operations_module
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.operations import Operations
-from provisioner.broker.swaps import Swaps
+from provisioner.broker.swaps import Swaps, Truth
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Resume, Suspend
-from provisioner.core.events import Event, ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome
+from provisioner.core.effects import LookAgain, Resume, Suspend
+from provisioner.core.events import (
+    Event,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    TruthFound,
+)
 from provisioner.core.model import LeaseSpec, LeaseState, LeaseView
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, LedgerError
@@ -43,6 +51,7 @@ class Stage:
     writer: LedgerWriter
     disk: Disk
     full_after: int = -1
+    failing_looks: list[str] = field(default_factory=list)  # which step of each fails, in order
     events: list[Event] = field(default_factory=list)
     operations: Operations = field(init=False)
 
@@ -74,6 +83,18 @@ class Stage:
         self._worked()
         return ResumeOutcome.RESTORED, ""
 
+    async def until_alone(self) -> None:
+        self._look("until_alone")
+
+    async def truth(self, *_arguments: object) -> Truth:
+        self._look("truth")
+        return Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
+
+    def _look(self, step: str) -> None:
+        if self.failing_looks[:1] == [step]:
+            del self.failing_looks[0]
+            raise OSError(errno.EMFILE, "Too many open files")
+
     def _worked(self) -> None:
         self.full_after -= 1
         self.disk.full = self.disk.full or self.full_after == 0
@@ -93,6 +114,7 @@ class Stage:
 @pytest.fixture
 async def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     monkeypatch.setattr(operations_module, "_FAILED_RESUME_PAUSE_S", 0)
+    monkeypatch.setattr(operations_module, "_LOOK_AGAIN_S", (0,))
     disk = Disk.open(tmp_path / "state" / "ledger.sqlite")
     disk.save_lease(
         LeaseRecord(
@@ -158,3 +180,12 @@ async def test_the_operation_of_a_lease_that_is_gone_is_not_written_down(
     assert await stage.carry_out(suspend(1)) is SuspendOutcome.ABORTED
     assert await stage.carry_out(resume(2)) is ResumeOutcome.NOT_STARTED
     assert not [record for record in caplog.records if "not written" in record.getMessage()]
+
+
+async def test_a_lease_is_looked_at_until_the_machine_can_be_looked_at(stage: Stage) -> None:
+    stage.failing_looks = ["truth", "until_alone", "truth"]
+    stage.operations.start(LookAgain(lease_id=LEASE, generation=1))
+    await asyncio.gather(*stage.operations._looking)
+    (found,) = stage.events
+    assert isinstance(found, TruthFound)
+    assert (found.state, stage.failing_looks) == (LeaseState.RESIDENT, [])

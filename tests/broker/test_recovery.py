@@ -1,5 +1,6 @@
 """A new broker believes the driver and /proc, not the ledger; what cannot be known is neither dead nor free."""
 
+import errno
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -218,6 +219,22 @@ async def test_all_leases_are_found_with_one_look_at_the_machine(
         async with recovered(tmp_path, driver, *records) as broker:
             assert {view.state for view in broker.arbiter.leases()} == {L.RESIDENT}
             assert len(looks) == 1
+
+
+async def test_leases_are_found_though_the_first_look_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, looks = Driver(), list[str]()
+
+    def scan(name: str) -> Snapshot:
+        looks.append(name)
+        if len(looks) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real_scan(name)
+
+    monkeypatch.setattr(sight, "scan", scan)
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.RUNNING, 300)
+        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT)) as broker:
+            assert [view.state for view in broker.arbiter.leases()] == [L.RESIDENT]
 
 
 async def test_a_lease_of_several_devices_comes_back_on_all_of_them(tmp_path: Path) -> None:

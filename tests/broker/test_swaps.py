@@ -1,6 +1,7 @@
 """Suspend and resume take every step in order, and from each failure go back to where they can prove to be."""
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from provisioner.core.events import ResumeOutcome, SuspendOutcome
 from provisioner.core.model import LeaseState
 from provisioner.gpu.interface import GPUErrorCode, ProcessState
 from provisioner.host.memory import Headroom
+from provisioner.host.process import ProcessIdentity
+from provisioner.host.process import is_alive as really_alive
 from provisioner.host.tree import Snapshot
 from provisioner.host.tree import scan as real_scan
 from provisioner.ledger.records import LedgerError
@@ -163,6 +166,72 @@ async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytes
     assert outcome is SuspendOutcome.REFUSED
     assert "300 MiB would have to be saved" in sentence
     assert "200 MiB are left (limited by the group of the notebook server)" in sentence
+    assert driver.calls == []
+
+
+SHORT = [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
+
+
+def fails_to_look(monkeypatch: pytest.MonkeyPatch, error: Exception, at: Collection[int]) -> None:
+    """Have these looks at the machine fail, counted from one."""
+    looks = 0
+
+    def scan(name: str) -> Snapshot:
+        nonlocal looks
+        looks += 1
+        if looks in at:
+            raise error
+        return real_scan(name)
+
+    monkeypatch.setattr(sight, "scan", scan)
+
+
+@pytest.mark.parametrize("error", SHORT, ids=str)
+@pytest.mark.parametrize("look", [1, 2], ids=["before-the-lock", "after-the-lock"])
+async def test_a_machine_that_cannot_be_looked_at_leaves_nobody_locked(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, look: int
+) -> None:
+    fails_to_look(monkeypatch, error, {look})
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+    assert outcome is SuspendOutcome.REFUSED
+    assert f"could not be looked at: {error}" in sentence
+    assert [name for name, _ in driver.calls] == (["lock", "lock", "unlock", "unlock"] if look == 2 else [])
+    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+
+
+async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+
+    def is_alive(identity: ProcessIdentity) -> bool:
+        if driver.calls:
+            raise SHORT[0]
+        return really_alive(identity)
+
+    monkeypatch.setattr(swaps_module, "is_alive", is_alive)
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        assert (outcome, "Too many open files" in sentence) == (SuspendOutcome.REFUSED, True), sentence
+        assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+        assert await swaps_of(driver).truth(kernel, DEVICE, 0) is None
+
+
+@pytest.mark.parametrize("error", [SHORT[0], ValueError("no MemAvailable")], ids=str)
+async def test_host_memory_that_cannot_be_read_is_not_counted_on(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def headroom(_pid: int) -> Headroom:
+        raise error
+
+    monkeypatch.setattr(swaps_module, "headroom", headroom)
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+    assert (outcome, str(error) in sentence) == (SuspendOutcome.REFUSED, True), sentence
     assert driver.calls == []
 
 
@@ -332,6 +401,24 @@ async def test_a_restore_that_fails_is_tried_again_only_if_all_is_still_saved(
     assert "restore failed as told" in sentence
 
 
+@pytest.mark.parametrize(
+    ("looks", "outcome"),
+    [({1}, ResumeOutcome.NOT_STARTED), ({2}, ResumeOutcome.UNKNOWN), ({2, 3}, ResumeOutcome.UNKNOWN)],
+    ids=str,
+)
+async def test_a_resume_says_what_it_knows_when_the_machine_cannot_be_looked_at(
+    monkeypatch: pytest.MonkeyPatch, looks: set[int], outcome: ResumeOutcome
+) -> None:
+    fails_to_look(monkeypatch, SHORT[0], looks)
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        assert (await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([])))[0] is outcome
+        found = await swaps_of(driver).truth(kernel, DEVICE, 600)
+        assert found is not None
+        assert found.state is (LeaseState.SUSPENDED if looks == {1} else LeaseState.RESIDENT)
+
+
 # -- truth -------------------------------------------------------------------------------------------------------------------
 
 
@@ -475,6 +562,19 @@ async def test_room_is_looked_for_anew_before_a_half_saved_kernel_is_brought_bac
         driver.others_mib = 500
         assert await swaps.truth(kernel, DEVICE, 600, scene) is None
         assert driver.calls == []
+
+
+@pytest.mark.parametrize("error", SHORT, ids=str)
+async def test_a_machine_that_cannot_be_looked_at_tells_no_truth(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    fails_to_look(monkeypatch, error, {1, 3})
+    driver = Driver()
+    async with kernel_of() as (kernel, _, pids):
+        driver.has_context(pids[0], S.LOCKED, 300)
+        swaps = swaps_of(driver)
+        assert [await swaps.truth(kernel, DEVICE, 0) for _ in range(2)] == [None, None]
+        assert await swaps.truth(kernel, DEVICE, 0) == Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
 
 
 async def test_a_driver_that_does_not_answer_tells_no_truth() -> None:
