@@ -161,6 +161,7 @@ class Broker:
         kernel = self.kernels.get(change.lease_id)
         if kernel is None:
             return
+        kernel.changes += 1
         if change.new is LeaseState.SUSPENDED and change.old is LeaseState.SUSPENDING:
             kernel.suspends += 1
         elif change.new is LeaseState.RESIDENT and change.old is LeaseState.RESUMING:

@@ -25,6 +25,7 @@ class Kernel:
     created_ms: int = 0  # wall clock
     suspends: int = 0
     resumes: int = 0
+    changes: int = 0  # of its state, as far as this broker saw them
     identity: ProcessIdentity | None = None
     gated: bool = False  # its extension is expected to connect
     homes: tuple[str, ...] = ()  # the devices its processes last had their memory on: what a checkpoint is of

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 _BUSY_INTERVAL_S = 2.0
 _QUIET_INTERVAL_S = 10.0
 _STEP_S = 0.5
+_LOOKS = 3  # for one sample, while changes overtake them
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
 _SILENCE_S = 2.5 * PULSE_S  # an extension that has not pulsed for this long: its Python does not run
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
@@ -70,14 +71,19 @@ class Watcher:
             log.error("the devices and the machine could not be looked at: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
-        """Look once and tell the arbiter what changed; a look that a state change overtook is thrown away."""
+        """Look once and tell the arbiter what changed. A look that a state change overtook is thrown away, but no three running.
+
+        Whoever changes a lease of theirs without end would blind the broker. The third look is told but for the use of the leases that
+        changed during it; what they have given back since counts as a stranger's until the next sample, so nobody is let in too early.
+        """
         self._tell_host_budget()
-        for _attempt in range(3):
+        for left in reversed(range(_LOOKS)):
             before = self._broker.changes
+            seen = {kernel: kernel.changes for kernel in self._broker.kernels.values()}
             known = {identity.pid for _, identity in self._live()}
             sample = await asyncio.to_thread(self._look, known, self._saved())
-            if self._broker.changes == before:
-                self._tell(sample)
+            if self._broker.changes == before or not left:
+                self._tell(sample, {kernel for kernel, changes in seen.items() if kernel.changes == changes})
                 return
 
     def _live(self) -> list[tuple[Kernel, ProcessIdentity]]:
@@ -117,7 +123,7 @@ class Watcher:
             log.debug("the sensors of device %s could not be read: %s", device_id, error)
             return DeviceSensors()
 
-    def _tell(self, sample: _Sample) -> None:
+    def _tell(self, sample: _Sample, unchanged: set[Kernel]) -> None:
         broker = self._broker
         owners = self._owners(sample.snapshot)
         broker.backstop.see(sample.uses, owners)
@@ -135,7 +141,7 @@ class Watcher:
         used: dict[str, dict[str, int]] = {}
         for (lease_id, device_id), mib in on_device.items():
             used.setdefault(lease_id, {})[device_id] = mib
-        for kernel in list(broker.kernels.values()):
+        for kernel in [one for one in broker.kernels.values() if one in unchanged]:
             self._tell_lease(kernel, used.get(kernel.lease_id, {}))
         for device_id, use in sample.uses.items():
             if use is not None:

@@ -337,3 +337,14 @@ def test_a_watch_is_made_of_what_an_attach_accepted(live: LiveBroker) -> None:
         kernel = live.broker.kernels[lease.lease_id]
         assert isinstance(kernel.watch, IOPubWatch)
         assert kernel.busy
+
+
+def test_the_changes_of_a_lease_are_counted_for_it_and_for_no_other(live: LiveBroker) -> None:
+    lease, other = live.lease(), live.lease()
+    kernels, before = live.broker.kernels, live.broker.changes
+    own, others = kernels[lease.lease_id].changes, kernels[other.lease_id].changes
+    with started_for(lease.lease_id) as fields:
+        assert attach(live, lease.lease_id, lease.token, fields).status == 200
+    assert kernels[lease.lease_id].changes > own
+    assert live.broker.changes > before
+    assert kernels[other.lease_id].changes == others

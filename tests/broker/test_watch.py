@@ -152,6 +152,49 @@ async def test_a_look_that_a_change_overtook_is_thrown_away(monkeypatch: pytest.
     assert (looks, world.used_mib) == (2, {DEVICE: 2})
 
 
+@pytest.mark.parametrize("its_own", [False, True], ids=["another's", "its own"])
+async def test_changes_without_end_blind_nobody_but_to_the_lease_that_changes(
+    monkeypatch: pytest.MonkeyPatch, its_own: bool
+) -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    world.monitor.has_context(STRANGER, ProcessState.RUNNING, 0)
+    real = world.monitor.use
+
+    def overtaken(device_id: str) -> object:
+        world.changes += 1
+        world.kernel.changes += its_own
+        world.monitor.mib[STRANGER] += 10
+        return real(device_id)
+
+    monkeypatch.setattr(world.monitor, "use", overtaken)
+    for looks in (3, 6):
+        events = await world.told()
+        assert strangers(events) == [10 * looks]
+    assert world.changes == 6
+    measured = [event.used_mib for event in events if isinstance(event, LeaseMeasured)]
+    assert (world.view.used_mib, measured) == (0 if its_own else 300, [])
+
+
+async def test_a_lease_that_came_during_a_look_is_measured_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    world.kernels.clear()
+    real, looks = world.monitor.use, 0
+
+    def overtaken(device_id: str) -> object:
+        nonlocal looks
+        looks += 1
+        world.changes += looks <= 3
+        if looks == 3:
+            world.kernels[LEASE] = world.kernel
+        return real(device_id)
+
+    monkeypatch.setattr(world.monitor, "use", overtaken)
+    assert [event for event in await world.told() if isinstance(event, LeaseMeasured)] == []
+    assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
+
+
 async def test_small_changes_of_the_host_budget_are_not_told() -> None:
     world = World()
     await world.told()
