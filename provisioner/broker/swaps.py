@@ -209,7 +209,7 @@ class Swaps:
                 raise StepError(
                     SuspendOutcome.REFUSED,
                     f"{format_memory(used_mib)} would have to be saved in host memory, "
-                    f"where {format_memory(max(0, room.mib))} are left (limited by {room.limited_by})",
+                    f"where {format_memory(max(0, room.mib))} are left (limited by {printable(room.limited_by)})",
                 )
 
     async def _shrink(self, kernel: Kernel) -> None:

@@ -79,6 +79,9 @@ class LedgerWriter:
                 failures = await loop.run_in_executor(self._thread, self._write, [write.act for write in group])
             except LedgerError as error:
                 failures = [error] * len(group)
+            except Exception as error:  # whoever waits must hear of it, and the next group must be written
+                log.critical("the broker failed while it wrote the ledger", exc_info=error)
+                failures = [LedgerError(f"the broker failed while it wrote the ledger: {error!r}")] * len(group)
             self.wrote(time.monotonic() - begun_s)
             for write, failure in zip(group, failures, strict=True):
                 if write.done.cancelled():

@@ -166,12 +166,14 @@ class Ledger:
     # Leases
 
     def save_lease(self, record: LeaseRecord) -> None:
-        """Insert the lease or replace what is recorded of it. Raises RecordError for one that has ended."""
+        """Insert the lease or replace what is recorded of it. Raises RecordError for one that has ended, and for what is no text."""
         lease_id = record.spec.lease_id
         if record.state is LeaseState.ENDED:
             raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
         row = {name: getattr(record, name) for name in LeaseRecord.__dataclass_fields__}
-        row |= {"lease_id": lease_id, "spec": msgspec.json.encode(record.spec).decode(), "state": record.state.value}
+        with self._explained():
+            spec = msgspec.json.encode(record.spec).decode()
+        row |= {"lease_id": lease_id, "spec": spec, "state": record.state.value}
         row |= {name: json.dumps(row[name]) for name in _LISTS}
         with self.transaction():
             if self._write(_SAVE_LEASE, row) == 0:
@@ -324,7 +326,7 @@ class Ledger:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.IntegrityError, OverflowError) as error:
+        except (sqlite3.IntegrityError, OverflowError, UnicodeEncodeError) as error:
             raise RecordError(str(error)) from error
         except sqlite3.Error as error:
             remedy = "nothing of this change was kept; check the disk and its free room, then start the broker again"

@@ -169,6 +169,16 @@ async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytes
     assert driver.calls == []
 
 
+async def test_a_control_group_with_an_odd_name_does_not_spoil_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swaps_module, "headroom", lambda _pid: Headroom(200, "group a\udcff\x1b[2J"))
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+    assert outcome is SuspendOutcome.REFUSED
+    assert "(limited by group a??[2J)" in sentence
+
+
 SHORT = [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
 
 

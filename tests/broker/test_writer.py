@@ -93,6 +93,42 @@ async def test_a_full_disk_fails_the_whole_group_and_the_next_one_is_tried(ledge
     await writer.close()
 
 
+async def test_a_text_that_cannot_be_written_fails_alone(ledger: Ledger) -> None:
+    writer = LedgerWriter(ledger)
+    writer.submit(note(ledger, "before"))
+    bad = asyncio.create_task(writer.run(note(ledger, "of control group u\udcff")))
+    last = writer.submit(note(ledger, "after"))
+    async with asyncio.timeout(30):
+        with pytest.raises(RecordError, match="surrogates not allowed"):
+            await bad
+        await last
+    assert told(ledger) == ["before", "after"]
+    await writer.close()
+
+
+async def test_a_write_that_fails_as_nobody_expected_fails_its_group_and_the_next_one_is_tried(
+    ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = LedgerWriter(ledger)
+
+    def broken() -> None:
+        raise TypeError("what nobody expected")
+
+    lost = asyncio.create_task(writer.run(note(ledger, "lost")))
+    await asyncio.sleep(0)
+    failed = writer.submit(broken)
+    async with asyncio.timeout(30):
+        for one in (lost, failed):
+            with pytest.raises(LedgerError, match="what nobody expected") as caught:
+                await one
+            assert not isinstance(caught.value, RecordError), "the file is sound, but nothing of the group is in it"
+        await writer.flushed()
+        await writer.run(note(ledger, "kept"))
+    assert told(ledger) == ["kept"]
+    assert [record.exc_info for record in caplog.records if record.levelno == logging.CRITICAL]
+    await writer.close()
+
+
 async def test_a_write_goes_on_when_whoever_waited_for_it_is_cancelled(ledger: Ledger) -> None:
     writer = LedgerWriter(ledger)
     waiting = asyncio.create_task(writer.run(note(ledger, "kept")))

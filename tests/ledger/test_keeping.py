@@ -25,6 +25,17 @@ def test_leases_survive_a_restart_field_for_field(path: Path, make_lease: MakeLe
         assert ledger.live_leases() == [bare, resident]
 
 
+def test_a_text_that_is_no_text_is_refused_and_the_rest_stands(ledger: Ledger, make_lease: MakeLease) -> None:
+    lease = make_lease()
+    with ledger.transaction():
+        ledger.save_lease(lease)
+        with pytest.raises(RecordError, match="surrogates not allowed"):
+            ledger.record("a", 1, "suspend.refused", "limited by u\udcff")
+        with pytest.raises(RecordError, match="surrogates not allowed"):
+            ledger.save_lease(replace(lease, spec=replace(lease.spec, owner="u\udcff")))
+    assert ledger.live_leases() == [lease]
+
+
 def test_saving_again_replaces_every_field(ledger: Ledger, make_lease: MakeLease) -> None:
     ledger.save_lease(make_lease())
     changed = LeaseRecord(
