@@ -1,8 +1,9 @@
-"""The listening socket of a broker that may run out of descriptors: it pauses, and whoever knocks waits in the backlog.
+"""The listening sockets of a broker that may run out of descriptors: they pause, and whoever knocks waits in the backlog.
 
 The event loop's own way is to fail, be called again at once because somebody still knocks, and fail: a full core and a full log.
 """
 
+import asyncio
 import errno
 import logging
 import socket
@@ -10,7 +11,9 @@ from typing import Any, Self
 
 from tornado.ioloop import IOLoop
 
-__all__ = ["PatientListener"]
+from provisioner.host.claims import DeviceClaim
+
+__all__ = ["PatientListener", "keep_drained"]
 
 log = logging.getLogger(__name__)
 
@@ -48,3 +51,18 @@ class PatientListener(socket.socket):
             IOLoop.current().remove_timeout(self._paused)
             self._paused = None
         super().close()
+
+
+def keep_drained(claim: DeviceClaim) -> None:
+    """Forget whoever asks who holds the device, for as long as the running loop lives; the claim must be held until then."""
+    loop = asyncio.get_running_loop()
+
+    def drain() -> None:
+        try:
+            claim.drain()
+        except OSError as error:
+            log.error("who asks about a device cannot be heard: %s; again in %g s", error, _PAUSE_S)  # noqa: TRY400 - nothing failed
+            loop.remove_reader(claim.fileno())
+            loop.call_later(_PAUSE_S, keep_drained, claim)
+
+    loop.add_reader(claim.fileno(), drain)

@@ -18,7 +18,7 @@ from provisioner.broker.audit import AuditLog
 from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.learning import keep_learning, keep_learnt, learnt
-from provisioner.broker.listener import PatientListener
+from provisioner.broker.listener import PatientListener, keep_drained
 from provisioner.broker.metrics_api import listen
 from provisioner.broker.pressure import HostBudget
 from provisioner.broker.recovery import recover
@@ -109,7 +109,7 @@ class Run:
             loop.add_signal_handler(number, self._stop.set)
         loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started us may go
         for claim in self._claims:
-            loop.add_reader(claim.fileno(), claim.drain)
+            keep_drained(claim)
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
         worker = WorkerLink(self._backend.name, claim=turn)
         off = await self._open(worker)

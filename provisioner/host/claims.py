@@ -25,6 +25,7 @@ __all__ = ["DeviceClaim", "DeviceClaimedError"]
 _PREFIX: Final = "\0jupyter-gpu-device-"
 _MAX_NAME_BYTES: Final = 107  # sun_path without room for a terminating zero
 _BACKLOG: Final = 1024
+_MOST_AT_ONCE: Final = 64
 
 
 class DeviceClaimedError(Exception):
@@ -66,17 +67,19 @@ class DeviceClaim:
         return cls(device_id, listener)
 
     def fileno(self) -> int:
-        """Return the listener's descriptor: readable when somebody asked who holds the device; then call `drain`."""
+        """Return the listener's descriptor: readable while somebody has asked who holds the device; then call `drain`."""
         return self._listener.fileno()
 
     def drain(self) -> int:
-        """Forget those who asked who holds the device, and return how many they were. Never blocks.
+        """Forget 64 of those who asked who holds the device, and return how many they were. Never blocks.
 
-        Unless it is called now and then, a claimant that comes after a thousand others is not told who the holder is.
+        Anybody may ask, as often as they like: whoever is left keeps the descriptor readable, and others get a turn meanwhile. Unless it
+        is called now and then, a claimant that comes after a thousand others is not told who the holder is.
+        Raises OSError when no descriptor is free; then call it later.
         """
         asked = 0
         with contextlib.suppress(BlockingIOError):
-            while True:
+            while asked < _MOST_AT_ONCE:
                 self._listener.accept()[0].close()
                 asked += 1
         return asked

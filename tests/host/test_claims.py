@@ -14,6 +14,7 @@ import pytest
 from provisioner.host import claims
 from provisioner.host.claims import DeviceClaim, DeviceClaimedError
 from provisioner.host.peers import peer_credentials, peer_groups
+from tests.support.descriptors import no_free_descriptors
 
 HOLDER = """
 import sys
@@ -95,6 +96,23 @@ def test_too_many_curious_claimants_are_refused_without_blocking_until_they_are_
         assert claim.drain() == 1
         assert claim.drain() == 0
         assert claim.fileno() >= 0
+
+
+def test_no_crowd_of_curious_claimants_keeps_the_holder_from_its_work(device_id: str) -> None:
+    with DeviceClaim.claim(device_id) as claim:
+        for _ in range(100):
+            with pytest.raises(DeviceClaimedError):
+                DeviceClaim.claim(device_id)
+        assert [claim.drain(), claim.drain(), claim.drain()] == [64, 36, 0]
+
+
+def test_a_holder_that_can_open_nothing_is_told_so_and_forgets_those_who_asked_later(device_id: str) -> None:
+    with DeviceClaim.claim(device_id) as claim:
+        with pytest.raises(DeviceClaimedError):
+            DeviceClaim.claim(device_id)
+        with no_free_descriptors(), pytest.raises(OSError, match="Too many open files"):
+            claim.drain()
+        assert claim.drain() == 1
 
 
 def test_a_name_that_is_taken_but_not_listened_on_counts_as_claimed(device_id: str) -> None:
