@@ -10,6 +10,7 @@ The rules:
 import asyncio
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -36,19 +37,20 @@ class WorkerClaim:
         return self._descriptor
 
     def take(self) -> bool:
-        """Take the claim if it is free, and say whether it is held now. Never blocks."""
+        """Take the claim if it is free, and say whether it is held now. Never blocks. Raises OSError if nobody can take any."""
         if not self._held:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
             self._held = True
+            with suppress(OSError):  # a full disk; the pid is for people only
+                os.ftruncate(self._descriptor, 0)
+                os.pwrite(self._descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         return True
 
     async def wait(self) -> None:
-        """Return when the claim is held. Cancellation leaves it as it is."""
+        """Return when the claim is held. Raises as `take`. Cancellation leaves it as it is."""
         while not self.take():  # noqa: ASYNC110 - another process frees it
             await asyncio.sleep(_POLL_S)
 

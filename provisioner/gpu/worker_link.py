@@ -7,6 +7,7 @@ The rules:
   its state. The next call starts a new worker.
 - Cancelling a call that waits for its turn withdraws it. Cancelling one that the worker has begun only stops
   the waiting: the operation goes on, its reply is consumed, and calls behind it wait for it as before.
+- Whatever else fails in a call, the worker is killed and the call raises WORKER_DIED: no call waits for ever.
 - Where there is a claim, no worker is started before it is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
   while the worker of an earlier broker is still at work.
 - The worker is in a session of its own, so an interrupt at the terminal does not reach it.
@@ -14,6 +15,7 @@ The rules:
 
 import asyncio
 import json
+import logging
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -28,6 +30,8 @@ from provisioner.host import failpoints
 from provisioner.host.process import ProcessIdentity
 
 __all__ = ["WorkerLink"]
+
+log = logging.getLogger(__name__)
 
 START_S: Final = 60.0  # initialising a driver takes seconds
 _KILL_S: Final = 5.0
@@ -169,7 +173,7 @@ class WorkerLink:
             if call.answer.done():
                 continue  # withdrawn while it waited
             try:
-                reply = await self._serve(call)
+                reply = await self._served(call)
             except GPUError as error:
                 if not call.answer.done():
                     call.answer.set_exception(error)
@@ -180,6 +184,18 @@ class WorkerLink:
             else:
                 if not call.answer.done():
                     call.answer.set_result(reply)
+
+    async def _served(self, call: _Call) -> dict[str, Any]:
+        """Serve the call. Raises GPUError, whatever fails: whoever waits must hear of it, and the next call must be served."""
+        try:
+            return await self._serve(call)
+        except GPUError:
+            raise
+        except Exception as error:
+            log.critical("the link to the checkpoint worker failed in %s", call.what, exc_info=error)
+            await self._kill()
+            sentence = f"the checkpoint worker could not be asked for {call.what}: {error!r}"
+            raise GPUError(GPUErrorCode.WORKER_DIED, sentence) from error
 
     async def _serve(self, call: _Call) -> dict[str, Any]:
         process = self._process
@@ -221,7 +237,7 @@ class WorkerLink:
                 start_new_session=True,
                 pass_fds=() if self._claim is None else (self._claim.fileno(),),
             )
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
         greeting = await self._exchange(self._process, b"", self._start_s, f"opening {self.backend}")
         if "fatal" in greeting:

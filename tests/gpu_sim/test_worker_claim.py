@@ -1,6 +1,8 @@
 """One worker at a time, also when the broker of the first one was killed."""
 
 import asyncio
+import errno
+import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -75,6 +77,19 @@ async def test_a_replaced_worker_of_the_same_broker_needs_no_new_claim(
     assert first.pid not in (None, hung)
     with pytest.raises(GPUError, match="still at work"):
         await second.state(target)
+
+
+def test_a_full_disk_keeps_nobody_from_the_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    ours, others = (WorkerClaim.open(tmp_path / "worker.lock") for _ in range(2))
+    assert [ours.take(), ours.take(), others.take()] == [True, True, False]
+    assert others.holder() == "an earlier broker"
+    ours.close()
+    assert others.take()
+    others.close()
 
 
 def test_a_worker_without_a_broker_ends_itself_at_the_deadline(simulated: host.SimulatedHost, kernel: Kernel) -> None:

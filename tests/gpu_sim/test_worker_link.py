@@ -1,15 +1,19 @@
 """The broker's end: deadlines, replacement, order and cancellation."""
 
 import asyncio
+import errno
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from provisioner.gpu import worker_link
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.gpu.simulated import faults, host
+from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel
@@ -142,6 +146,60 @@ async def test_a_missing_interpreter_is_an_error(simulated: host.SimulatedHost) 
         await link.start()
     assert caught.value.code is C.WORKER_DIED
     await link.close()
+
+
+def fails_once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, but for its first call, which fails."""
+    errors = [error]
+
+    def function(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever it takes and gives
+        if errors:
+            raise errors.pop()
+        return then(*args, **kwargs)
+
+    return function
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), TypeError("nobody expected")], ids=str)
+async def test_a_claim_that_cannot_be_taken_fails_one_call_and_not_the_next(
+    simulated: host.SimulatedHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    claim = WorkerClaim.open(tmp_path / "worker.lock")
+    monkeypatch.setattr(claim, "take", fails_once(error, claim.take))
+    link = WorkerLink(f"simulated:{simulated.directory}", claim=claim)
+    async with asyncio.timeout(30):
+        with pytest.raises(GPUError, match="could not be asked") as caught:
+            await link.start()
+        assert caught.value.code is C.WORKER_DIED
+        await link.start()
+    await link.close()
+    claim.close()
+
+
+async def test_a_worker_for_which_there_is_no_thread_fails_one_call_and_not_the_next(
+    link: WorkerLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = fails_once(RuntimeError("can't start new thread"), asyncio.create_subprocess_exec)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    async with asyncio.timeout(30):
+        with pytest.raises(GPUError, match="cannot be started: can't start new thread") as caught:
+            await link.start()
+        assert caught.value.code is C.WORKER_DIED
+        await link.start()
+
+
+async def test_a_worker_is_replaced_when_its_link_fails_in_the_middle(
+    link: WorkerLink, target: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await link.start()
+    before = link.pid
+    monkeypatch.setattr(worker_link, "_is_reply", fails_once(TypeError("nobody expected"), worker_link._is_reply))
+    async with asyncio.timeout(30):
+        with pytest.raises(GPUError, match="nobody expected") as caught:
+            await link.lock(target, 1000)
+        assert caught.value.code is C.WORKER_DIED
+        assert not lives(before)
+        assert await link.state(target) is S.LOCKED
 
 
 async def test_something_else_than_a_worker_is_an_error(simulated: host.SimulatedHost, tmp_path: Path) -> None:
