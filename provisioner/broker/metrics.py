@@ -31,7 +31,6 @@ from provisioner.core.effects import (
 )
 from provisioner.core.events import (
     Event,
-    LeaseRequested,
     ProcessExited,
     ResumeFinished,
     ResumeOutcome,
@@ -116,8 +115,6 @@ class Metrics:
                 self._wanted_s.setdefault(lease_id, now_s)
             case Unwanted(lease_id=lease_id) | ProcessExited(lease_id=lease_id):
                 self._abandoned(lease_id)
-            case LeaseRequested(spec=spec):
-                self._pools[spec.lease_id] = spec.pool
             case SuspendFinished():
                 self._finished(
                     event.operation_id, event.outcome, event.outcome is SuspendOutcome.SAVED, event.saved_mib, now_s
@@ -170,7 +167,7 @@ class Metrics:
 
     def _pool_of(self, lease_id: str) -> str:
         pool = self._pools.get(lease_id)
-        if pool is None:  # an earlier broker's
+        if pool is None:  # new, or an earlier broker's
             view = self._arbiter.lease(lease_id)
             pool = self._pools[lease_id] = view.spec.pool if view is not None else ""
         return pool

@@ -16,8 +16,19 @@ from provisioner.broker.metrics_view import SEEN
 from provisioner.client import BrokerClient
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.effects import CapBreached, LeaseRefused, Resume, StateChanged, Suspend
-from provisioner.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, Tick
-from provisioner.core.model import Breach, LeaseState
+from provisioner.core.events import (
+    DeviceSeen,
+    Event,
+    LeaseReleased,
+    LeaseRequested,
+    PoolConfigured,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    Tick,
+)
+from provisioner.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from provisioner.protocol.messages import AcquireRequest, DrainRequest, ProgressKind
 from provisioner.protocol.seats import SeatRequest
 from provisioner.seat_client import SeatClient
@@ -233,6 +244,28 @@ def test_a_label_has_only_so_many_values() -> None:
     }
     assert len(found) == 65
     assert found["other"] == 1000 - 64
+
+
+def test_nothing_is_kept_of_leases_that_were_refused_or_are_over() -> None:
+    arbiter = Arbiter()
+    metrics = Metrics(arbiter)
+
+    def happens(event: Event) -> None:
+        metrics.saw(event, arbiter.handle(event))
+
+    def request(lease_id: str, pool: str) -> None:
+        spec = LeaseSpec(lease_id=lease_id, pool=pool, owner="me", fraction_milli=250, reserve_mib=10)
+        happens(LeaseRequested(at_ms=0, spec=spec, needs_reservation=True))
+
+    happens(DeviceSeen(at_ms=0, device=DeviceSpec(device_id="d", name="G", memory_mib=1000)))
+    happens(PoolConfigured(at_ms=0, pool=PoolSpec(name="p", devices=("d",))))
+    request("refused", "no such pool")
+    request("admitted", "p")
+    assert metrics._pools == {"admitted": "p"}
+    happens(LeaseReleased(at_ms=0, lease_id="admitted"))
+    assert (metrics._pools, metrics._wanted_s) == ({}, {})
+    values = values_of(generate_latest(metrics.registry).decode())
+    assert [value(values, f"{name}_total", pool="p") for name in ("leases_admitted", "grants")] == [1, 1]
 
 
 async def test_a_loop_that_is_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
