@@ -2,8 +2,8 @@
 
 - It takes the broker's place for the time: the same lock, the same claims on the devices, the same turn of the checkpoint worker.
 - The driver says what is true, as in a recovery; what was half done is undone first.
-- A restore without room kills its process. What the ledger says was saved must be free; where there is no ledger to be read,
-  the device must be empty.
+- A restore without room kills its process. What the ledger says was saved must be free; where there is no ledger to be read, or
+  nothing of it in the ledger, the device must be empty.
 - What cannot be brought back now stays as it is: saved, and there for another try.
 """
 
@@ -230,7 +230,7 @@ async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str,
     device_id = one.device_id or _only_device(backend)
     if device_id is None:
         return "no-room", "on which of the devices it was is not known; with one device only it could be restored there"
-    if one.saved_mib is None and backend.monitor.use(device_id).processes:
+    if not one.saved_mib and backend.monitor.use(device_id).processes:
         return (
             "no-room",
             "how much it needs is not known, so its device must be empty: shut other kernels down and try again",
@@ -246,7 +246,7 @@ async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str,
     outcome, sentence = await swaps.resume(one.kernel, effect, one.saved_mib or 0, _no_journal)
     match outcome:
         case ResumeOutcome.RESTORED:
-            size = "its memory" if one.saved_mib is None else format_memory(one.saved_mib)
+            size = format_memory(one.saved_mib) if one.saved_mib else "its memory"
             return "restored", f"{size} is on the device again"
         case ResumeOutcome.NOT_STARTED:
             return "no-room", sentence

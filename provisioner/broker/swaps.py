@@ -317,7 +317,8 @@ class Swaps:
         try:
             scene = await self._sight.scene()
             states = await self._sight.states(kernel, scene)
-            lacking = _lacking(scene, device_ids, saved_mib, effect.reserve_mib)
+            # What somebody else saved is not known: as much as is reserved for it must be free.
+            lacking = _lacking(scene, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib)
         except GPUError as error:
             return ResumeOutcome.NOT_STARTED, f"the driver does not answer: {error}"
         if lacking:

@@ -341,6 +341,17 @@ async def test_a_restore_is_never_tried_to_find_out_whether_there_is_room() -> N
     assert driver.calls == []
 
 
+async def test_what_nobody_wrote_down_needs_what_is_reserved_for_it() -> None:
+    """All its processes were saved by somebody else."""
+    driver = Driver()
+    driver.others_mib = 500
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        outcome, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 0, journal([]))
+    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert driver.calls == []
+
+
 async def test_each_of_several_devices_goes_to_its_counterpart() -> None:
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
