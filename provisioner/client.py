@@ -7,7 +7,7 @@ Rules:
 - A client may be used by several threads at once. Each call has its own connection while it lasts; finished ones are
   kept and used again.
 - A kept connection that the broker has closed meanwhile is noticed before use; if it breaks under an idempotent
-  call, the call is made once more.
+  call, the call is made once more. A call that `close` gave up sends nothing more, whatever it was at.
 - An interrupt (KeyboardInterrupt, a generator that is closed) closes the connection it interrupts: the broker sees
   the hang-up, and withdraws a ticket.
 - After a fork the child makes connections of its own and leaves its parent's alone.
@@ -20,7 +20,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import MISSING, fields
 from typing import Any, Self
 from urllib.parse import quote
@@ -60,7 +60,7 @@ from provisioner.protocol.messages import (
 )
 from provisioner.protocol.versions import OWN, hint
 from provisioner.replies import decode_message
-from provisioner.wire import Connection, decode_json
+from provisioner.wire import Call, Connection, decode_json
 
 __all__ = ["BrokerClient", "spoken_fields"]
 
@@ -87,7 +87,7 @@ class BrokerClient:
         self.timeout_s = timeout_s
         self.acting_for = acting_for
         self._idle: deque[Connection] = deque()  # append and pop are atomic: no lock that a fork could leave locked
-        self._active: set[Connection] = set()
+        self._active: set[Call] = set()
         self._headers = {} if acting_for is None else {ACTING_FOR: to_header(acting_for)}
 
     def __enter__(self) -> Self:
@@ -252,12 +252,12 @@ class BrokerClient:
         self._call("POST", _route(lease_id, "answer"), _spoken(answer))
 
     def close(self) -> None:
-        """Close kept connections and wake every call that is under way (it raises BrokerUnavailableError).
+        """Close kept connections and give up every call that is under way: it raises BrokerUnavailableError, and is not repeated.
 
         The client may be used again.
         """
-        for connection in list(self._active):
-            connection.abort()
+        for call in list(self._active):
+            call.give_up()
         self._close_kept()
 
     def _call(
@@ -274,35 +274,55 @@ class BrokerClient:
             body = _NO_BODY
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                return self._attempt(method, target, body, timeout_s=timeout_s, idempotent=idempotent)
-            except TooManyRequestsError as error:
-                _pause(error, deadline_s)
+        with self._under_way() as call:
+            while True:
+                try:
+                    return self._attempt(call, method, target, body, timeout_s=timeout_s, idempotent=idempotent)
+                except TooManyRequestsError as error:
+                    _pause(call, error, deadline_s)
+
+    @contextmanager
+    def _under_way(self) -> Iterator[Call]:
+        """One call, which `close` gives up."""
+        call = Call()
+        self._active.add(call)
+        try:
+            yield call
+        finally:
+            self._active.discard(call)
 
     def _attempt(
-        self, method: str, target: str, body: Mapping[str, Any] | None, *, timeout_s: float, idempotent: bool
+        self,
+        call: Call,
+        method: str,
+        target: str,
+        body: Mapping[str, Any] | None,
+        *,
+        timeout_s: float,
+        idempotent: bool,
     ) -> object:
         """Make the call on a kept connection, or on a new one if there is none or it broke."""
         kept = self._idle_connection()
         if kept is not None:
             kept.set_timeout(timeout_s)
             try:
-                return self._exchange(kept, method, target, body)
+                return self._exchange(call, kept, method, target, body)
             except BrokerUnavailableError as error:
-                if kept.answered or error.reason == "timeout" or not idempotent:
+                if kept.answered or error.reason == "timeout" or not idempotent or call.is_given_up:
                     raise
-        return self._exchange(Connection(self.socket_path, timeout_s), method, target, body)
+        return self._exchange(call, Connection(self.socket_path, timeout_s), method, target, body)
 
-    def _exchange(self, connection: Connection, method: str, target: str, body: Mapping[str, Any] | None) -> object:
+    def _exchange(
+        self, call: Call, connection: Connection, method: str, target: str, body: Mapping[str, Any] | None
+    ) -> object:
         reusable = False
-        self._active.add(connection)
         try:
+            call.use(connection)
             self._send(connection, method, target, body)
             payload = _payload(connection)
             reusable = connection.keeps_alive
         finally:  # whatever interrupts, a half-used connection does not survive
-            self._active.discard(connection)
+            call.use(None)
             if reusable and len(self._idle) < _KEPT_CONNECTIONS:
                 self._idle.append(connection)
             else:
@@ -316,20 +336,21 @@ class BrokerClient:
     ) -> Generator[object, None, None]:
         """Yield the decoded lines of a streamed reply."""
         deadline_s = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                yield from self._stream_once(target, body, timeout_s, method)
-            except TooManyRequestsError as error:  # comes before the first line only
-                _pause(error, deadline_s)
-            else:
-                return
+        with self._under_way() as call:
+            while True:
+                try:
+                    yield from self._stream_once(call, target, body, timeout_s, method)
+                except TooManyRequestsError as error:  # comes before the first line only
+                    _pause(call, error, deadline_s)
+                else:
+                    return
 
     def _stream_once(
-        self, target: str, body: Mapping[str, Any] | None, timeout_s: float | None, method: str
+        self, call: Call, target: str, body: Mapping[str, Any] | None, timeout_s: float | None, method: str
     ) -> Generator[object, None, None]:
         connection = Connection(self.socket_path, self.timeout_s)
-        self._active.add(connection)
         try:
+            call.use(connection)
             self._send(connection, method, target, body)
             connection.set_timeout(timeout_s)
             connection.read_head()
@@ -341,7 +362,7 @@ class BrokerClient:
                     raise error_from_reply(payload, 500)
                 yield payload
         finally:
-            self._active.discard(connection)
+            call.use(None)
             connection.close()
 
     def _send(self, connection: Connection, method: str, target: str, body: Mapping[str, Any] | None) -> None:
@@ -366,11 +387,14 @@ class BrokerClient:
         return None
 
 
-def _pause(error: TooManyRequestsError, deadline_s: float) -> None:
-    """Wait as long as the broker said. Raises the error if that is past the deadline."""
+def _pause(call: Call, error: TooManyRequestsError, deadline_s: float) -> None:
+    """Wait as long as the broker said.
+
+    Raises the error if that is past the deadline, and BrokerUnavailableError if the call is given up.
+    """
     if time.monotonic() + error.retry_s > deadline_s:
         raise error
-    time.sleep(error.retry_s)  # the broker said how long; nothing else signals it
+    call.pause(error.retry_s)
 
 
 def _error(payload: object, connection: Connection) -> FractionalGPUError:

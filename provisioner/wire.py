@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -25,7 +26,7 @@ from provisioner.protocol.errors import (
 from provisioner.protocol.limits import IDLE_S, MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING, VERSION_HEADER
 from provisioner.protocol.versions import OWN, Version, from_header
 
-__all__ = ["Connection", "decode_json"]
+__all__ = ["Call", "Connection", "decode_json"]
 
 MAX_REPLY_BYTES = 32 * 1024 * 1024  # a whole host's status
 MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: a whole host again
@@ -273,6 +274,42 @@ class Connection:
             )
         what = f": {error.strerror}" if error is not None and error.strerror else ""
         return BrokerUnavailableError(f"the GPU broker at {self.path} closed the connection{what}", reason="hung-up")
+
+
+class Call:
+    """One call, on whichever connections it is made. `give_up` may be called from another thread."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()  # the lock of an event may be held when a child is forked
+        self._given_up = threading.Event()
+        self._connection: Connection | None = None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody wants its answer any more."""
+        return self._given_up.is_set()
+
+    def use(self, connection: Connection | None) -> None:
+        """Go on on this connection (None: on none). Raises BrokerUnavailableError if the call is given up."""
+        self._connection = connection
+        if connection is not None:
+            self._check()
+
+    def pause(self, seconds: float) -> None:
+        """Wait. Raises BrokerUnavailableError, at once, if the call is given up."""
+        self._given_up.wait(seconds)
+        self._check()
+
+    def give_up(self) -> None:
+        """Wake it, whatever it waits for: it raises BrokerUnavailableError, and sends nothing more."""
+        if self._pid == os.getpid():
+            self._given_up.set()  # first: a connection that is taken from now on is looked at by `use`
+            if (connection := self._connection) is not None:
+                connection.abort()
+
+    def _check(self) -> None:
+        if self.is_given_up:
+            raise BrokerUnavailableError("the call to the GPU broker was given up", reason="hung-up")
 
 
 def _connect(path: str, timeout_s: float | None) -> socket.socket:

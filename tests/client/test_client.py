@@ -23,6 +23,7 @@ from provisioner.protocol.errors import (
     NoRoomError,
     NotFoundError,
     RequestTooLargeError,
+    TooManyRequestsError,
     UnauthorizedError,
 )
 from provisioner.protocol.messages import (
@@ -38,6 +39,7 @@ from provisioner.protocol.messages import (
     StoryLine,
     UsagePoint,
 )
+from provisioner.wire import Call, Connection
 from tests.support.fake_broker import DEADLINE_S, FakeBroker
 
 REQUEST = LeaseRequest(fraction_milli=250, kernel_id="k", label="notebook.ipynb")
@@ -304,6 +306,77 @@ def test_close_wakes_a_thread_that_waits_at_the_gate(broker: FakeBroker, client:
     thread.join(DEADLINE_S)
     assert len(outcome) == 1
     broker.wait_for(lambda: broker.hung_up == ["gate"])
+
+
+def resuming(client: BrokerClient) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that resumes, and what it raised."""
+    raised = list[BaseException]()
+
+    def resume() -> None:
+        try:
+            client.resume("lease-1")
+        except FractionalGPUError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=resume)
+    thread.start()
+    return thread, raised
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(DEADLINE_S)
+    return not thread.is_alive()
+
+
+def test_close_gives_up_a_call_on_a_kept_connection_and_it_is_not_made_again(
+    broker: FakeBroker, client: BrokerClient
+) -> None:
+    client.create_lease(REQUEST)
+    broker.held["resume"] = threading.Event()
+    thread, raised = resuming(client)
+    broker.wait_for(lambda: "resume" in broker.routes())
+    client.close()
+    assert ended(thread)
+    assert [type(error) for error in raised] == [BrokerUnavailableError]
+    broker.held["resume"].set()
+    assert client.ping().pid == os.getpid(), "it may be used again"
+    assert broker.routes().count("resume") == 1
+
+
+def test_close_gives_up_a_call_that_pauses_because_the_broker_has_too_much_to_do(
+    broker: FakeBroker, client: BrokerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.create_lease(REQUEST)
+    broker.fail["resume"] = TooManyRequestsError("later")
+    pauses, wait = threading.Event(), Call.pause
+
+    def pause(call: Call, _seconds: float) -> None:
+        pauses.set()
+        wait(call, DEADLINE_S)
+
+    monkeypatch.setattr(Call, "pause", pause)
+    thread, raised = resuming(client)
+    assert pauses.wait(DEADLINE_S)
+    client.close()
+    assert ended(thread)
+    assert [type(error) for error in raised] == [BrokerUnavailableError]
+    assert broker.routes().count("resume") == 1
+
+
+def test_close_gives_up_a_call_that_is_just_connecting(
+    broker: FakeBroker, client: BrokerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(path: str, timeout_s: float | None) -> Connection:
+        client.close()
+        return Connection(path, timeout_s)
+
+    with monkeypatch.context() as context:
+        context.setattr("provisioner.client.Connection", connect)
+        with pytest.raises(BrokerUnavailableError, match="given up"):
+            client.ping()
+        with pytest.raises(BrokerUnavailableError, match="given up"):
+            next(client.events())
+    assert broker.routes() == []
 
 
 def test_importing_the_client_loads_nothing_that_a_kernel_has_not() -> None:
