@@ -3,6 +3,9 @@
 Before the first cell a sentence is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it.
 While the kernel idles, it is shown at once beneath the last cell (a warning before an idle suspension would come too late
 otherwise), and is blank again when the next cell begins. Showing one makes no kernel busy: it is output, not a request.
+
+A cell, here, is one that goes into the history. What runs within another (`%%capture`, `run_cell`), or for a client's own use, does not,
+and nobody looks at its output.
 """
 
 import contextvars
@@ -48,9 +51,9 @@ class Notices:
             self._shown.append(line)
             cell.copy().run(line.show, sentence)
 
-    def _before_cell(self, _info: object) -> None:
+    def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         """`pre_run_cell`, which fires for what a person runs and not for silent requests."""
-        if self._last_cell is None and not self._kept:
+        if not info.store_history or (self._last_cell is None and not self._kept):
             return
         with self._lock:
             cell, self._last_cell = self._last_cell, None
@@ -61,7 +64,10 @@ class Notices:
                 cell.copy().run(line.blank)
         self._publish(kept)
 
-    def _after_cell(self, _result: object) -> None:
+    def _after_cell(self, result: Any) -> None:  # noqa: ANN401 - as above
+        """`post_run_cell`; without a result for a cell that was cancelled."""
+        if result is not None and not result.info.store_history:
+            return
         with self._lock:
             self._last_cell = contextvars.copy_context()
             kept, self._kept = self._kept, []

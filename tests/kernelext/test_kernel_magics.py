@@ -3,6 +3,8 @@
 import threading
 from pathlib import Path
 
+import pytest
+
 from kernelext.commands import COMMANDS
 from provisioner.protocol.errors import ConflictError, ForbiddenError, InternalBrokerError, NoRoomError, NotFoundError
 from provisioner.protocol.messages import GateCommand, GateVerb
@@ -273,6 +275,36 @@ def test_a_notice_that_comes_while_a_cell_runs_is_shown_beneath_it_and_stays(
     outcome = kernel.finish(request)
     assert (outcome.printed, outcome.shown) == ("typed\n", ["[gpu] This kernel uses more than its cap."])
     assert kernel.run("2").shown == []
+
+
+@pytest.mark.parametrize(
+    "cell", ["%%capture\nprint(input())", "get_ipython().run_cell('1')\nprint(input())"], ids=["captured", "nested"]
+)
+def test_a_notice_is_not_lost_to_a_cell_within_the_cell(
+    kernel: RunningKernel, broker: ScriptedBroker, cell: str
+) -> None:
+    broker.grant_at_once = True
+    gate = broker.stream("gate")
+    request = kernel.send(cell, allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=DEADLINE_S)
+    gate.send(GateCommand(verb=GateVerb.NOTICE, number=1, sentence="This kernel uses more than its cap."))
+    assert broker.answer_to(1) == "done"
+    kernel.client.input("typed")
+    assert kernel.finish(request).shown == ["[gpu] This kernel uses more than its cap."]
+    assert kernel.run("2").shown == []
+    kinds = [message["msg_type"] for message in kernel.until_published(request, lambda _: True)]
+    assert "update_display_data" not in kinds, "it stays"
+
+
+def test_what_a_client_runs_for_itself_takes_no_notice_from_the_next_cell(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.grant_at_once = True
+    notice = GateCommand(verb=GateVerb.NOTICE, number=1, sentence="This lease is moved to another device tonight.")
+    broker.stream("gate").send(notice)
+    assert broker.answer_to(1) == "done"
+    assert kernel.run("1", store_history=False).shown == []
+    assert kernel.run("1").shown == ["[gpu] This lease is moved to another device tonight."]
 
 
 def test_a_message_to_a_widget_waits_too(kernel: RunningKernel, broker: ScriptedBroker) -> None:
