@@ -114,6 +114,8 @@ class Guard:
             return None
         line = LiveLine(self._shell)
         shown = None if silent else line
+        # Above the line of a cell within another stands what the outer one has printed so far: that is not to go with it.
+        take_away = line.blank if _within.get() else line.remove
         try:
             if burst is not None:
                 self._bursts = self._bursts or self._make_bursts()
@@ -125,7 +127,7 @@ class Guard:
         except KeyboardInterrupt:
             return _rendered(KeyboardInterrupt("interrupted while it waited for the GPU; this cell did not run"))
         finally:
-            line.remove()
+            take_away()
         return None
 
     def _before_message(self) -> None:

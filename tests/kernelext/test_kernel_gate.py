@@ -271,6 +271,27 @@ def test_a_preempted_cell_runs_on_and_the_next_one_asks(
     assert kernel.finish(following).printed == "next\n"
 
 
+@pytest.mark.parametrize(
+    "cell", ["get_ipython().run_cell('print(2)')", "get_ipython().run_cell_magic('gpu', '1/4', 'print(2)')"]
+)
+def test_a_cell_within_a_cell_waits_without_clearing_what_the_outer_one_has_printed(
+    kernel: RunningKernel, broker: ScriptedBroker, cell: str
+) -> None:
+    open_gate(kernel, broker)
+    request = kernel.send(f"print(1); input(); {cell}", allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=60)
+    broker.stream("gate").command(GateVerb.PREEMPT, 5)
+    assert broker.answer_to(5) == "closed"
+    kernel.client.input("")
+    stream = broker.stream("acquire", 2)
+    stream.waiting("lease-2 runs a cell on the only GPU.")
+    kernel.until_shown(request, "lease-2 runs a cell on the only GPU.")
+    stream.granted()
+    outcome = kernel.finish(request)
+    assert (outcome.status, outcome.printed, outcome.shown[-1]) == ("ok", "1\n2\n", "")
+    assert "clear_output" not in outcome.kinds
+
+
 def test_a_new_limit_reaches_torch_on_the_idle_main_loop_and_raising_it_does_not_wait_for_a_cell(
     kernel: RunningKernel, broker: ScriptedBroker
 ) -> None:
