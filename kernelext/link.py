@@ -2,8 +2,9 @@
 
 Two daemon threads, started a moment after the kernel so that they take nothing from its start: one reads the stream of commands and
 obeys at once what needs no round trip; the other sends the answers on a second connection, and a pulse every `PULSE_S` seconds while
-the gate is not open, which proves that Python runs. A broken stream is tried again with growing pauses. This line never starts a
-broker: a kernel that nobody uses needs none, and a cell that waits starts one itself.
+the gate is not open, which proves that Python runs. A broken stream is tried again with growing pauses, and what a process short of
+threads or descriptors cannot do is answered with "busy": without this line the kernel would be deaf. It never starts a broker: a kernel
+that nobody uses needs none, and a cell that waits starts one itself.
 """
 
 import threading
@@ -101,8 +102,8 @@ class Link:
             try:
                 heard = self._listen()
                 pause = FIRST_PAUSE_S if heard else pause
-            except BrokerUnavailableError:
-                pass  # nobody there, or gone: try again
+            except (BrokerUnavailableError, RuntimeError, OSError):
+                pass  # nobody there, or gone, or this process is out of threads or descriptors: try again
             except FractionalGPUError:
                 longest = LONGEST_PAUSE_UNKNOWN_S
             self._stop.wait(pause)
@@ -122,13 +123,20 @@ class Link:
             )
             for command in client.gate(self._settings.lease_id, hello):
                 heard = True
-                self._obey(command)
+                self._try_to_obey(command)
         except BrokerUnavailableError:
             if not heard:
                 raise
         finally:
             self._hang_up(client)
         return heard
+
+    def _try_to_obey(self, command: "GateCommand") -> None:
+        """Obey; a process that is out of threads or descriptors, or whose main loop is closed, says so instead."""
+        try:
+            self._obey(command)
+        except (RuntimeError, OSError) as error:
+            self._answer(command.number, "busy", f"this kernel could not do it: {error}"[:200])
 
     def _obey(self, command: "GateCommand") -> None:
         from provisioner.protocol.messages import GateVerb  # noqa: PLC0415 - off the kernel's start
