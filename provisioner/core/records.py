@@ -170,16 +170,16 @@ class Lease:
     due_ms: int | None = None  # when time alone changes something for it (see `deadlines`)
     view: LeaseView | None = None  # what others saw of it last,
     view_of: int = 0  # as of this event
+    lease_id: str = field(init=False)  # its spec's, at hand
+
+    def __post_init__(self) -> None:
+        """Take over what never changes."""
+        self.lease_id = self.spec.lease_id
 
     @property
     def staying(self) -> bool:
         """Whether it cannot be suspended: it has something that cannot be saved, or may have it at any moment."""
         return bool(self.stays) and (self.used_mib > 0 or not self.spec.gated)
-
-    @property
-    def lease_id(self) -> str:
-        """The lease's id."""
-        return self.spec.lease_id
 
     @property
     def device_id(self) -> str | None:

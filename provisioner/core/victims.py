@@ -35,8 +35,9 @@ class Victims:
         pool = self._books.policy(lease)
         if lease.grows:
             return False
-        lowest = min(self._books.accounts.priorities[lease.spec.pool])
-        return pool.preempt_equals or (pool.preempt_priorities and lease.spec.priority > lowest)
+        if pool.preempt_equals or not pool.preempt_priorities:
+            return pool.preempt_equals
+        return lease.spec.priority > min(self._books.accounts.priorities[lease.spec.pool])
 
     def never_leaves(self, lease: Lease) -> bool:
         """Whether the lease does not step aside for anybody, idle or not."""
