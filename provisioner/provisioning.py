@@ -8,8 +8,8 @@ Rules:
   the kernel as idle for ever): the kernel then starts without a GPU, and says why at its first cell.
 - The process is attached to its lease in `launch_kernel`, before jupyter_client watches the process: when that fails
   at a first start, the process is killed and nothing restarts it.
-- A lease ends in `cleanup(restart=False)` only, which may be called twice, or never: the broker sees processes end by
-  itself.
+- A lease ends, and the kernel's ports (`provisioner.kernel_ports`) are let go, in `cleanup(restart=False)` only, which may be called
+  twice, or never: the broker sees processes end by itself.
 - Where the server keeps its kernels (`provisioner.keeping`), each is started so that it outlives the server, with a record from which
   the next one takes it over.
 - As the default provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) it also gets kernelspecs that never asked for a GPU:
@@ -27,7 +27,7 @@ from string import Template
 from subprocess import Popen
 from typing import Any
 
-from jupyter_client.connect import KernelConnectionInfo, LocalPortCache
+from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Float, Unicode, default
 
@@ -43,6 +43,7 @@ from provisioner.kernel_lease import (
     renew_lease,
     take_lease,
 )
+from provisioner.kernel_ports import KernelPorts
 from provisioner.kernel_process import AdoptedProcess, ProcessGoneError, identity_of
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from provisioner.protocol.limits import MAX_NAME
@@ -106,6 +107,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._frozen_at_shutdown = False
         self._unblocking: threading.Thread | None = None
         self._record: KeptRecord | None = None
+        self._ports = KernelPorts(self.log)
 
     @default("default_pool")
     def _default_pool_default(self) -> str:
@@ -145,9 +147,12 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if managed and self._plan.gated and EXTENSION_ARGUMENT not in self.kernel_spec.argv:
             kwargs["extra_arguments"] = [*kwargs.get("extra_arguments", ()), EXTENSION_ARGUMENT]
         try:
+            if self.parent is not None and self._ports.secure(self.parent):
+                self.ports_cached = True  # or jupyter_client would choose others
             launch = await super().pre_launch(**kwargs)
         except BaseException:
             if not self._is_restart:
+                self.ports_cached = False  # or `cleanup` would look for them in a connection that was not made
                 await self._give_back()
             raise
         if managed and self._plan.gated:
@@ -262,19 +267,16 @@ class FractionalGPUProvisioner(LocalProvisioner):
     def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: KeptRecord) -> None:
         """Take over a kernel that an earlier server left; the record is this provisioner's from then on. Raises ProcessGoneError."""
         self.pid, self.pgid, self.ip = info["pid"], info["pgid"], info["ip"]
+        self.connection_info = connection
+        self.ports_cached = True  # its next process has the same
         self._adopt(info)
         self._record = record
-        self.connection_info = connection
-        # Its ports are in use: nobody else gets them, and its next process has them again.
-        LocalPortCache.instance().currently_used_ports.update(
-            connection[name] for name in ("shell_port", "iopub_port", "stdin_port", "hb_port", "control_port")
-        )
-        self.ports_cached = True
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
         """Raises ProcessGoneError."""
         if (identity := info.get("gpu_process")) is not None:
             self.process = AdoptedProcess(identity)
+        self._ports.adopt(self.connection_info)
         if (lease := info.get("gpu_lease")) is None:
             return
         try:
@@ -300,6 +302,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if self._record is not None:
             self._record.close()
             self._record = None
+        self._ports.release()
         self.process = self._lease = None
 
     def _write_launch(self, lease: KernelLease) -> None:
@@ -427,7 +430,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await self._give_back()
 
     async def _give_back(self) -> None:
-        """End the lease, if one is held; a second call finds none."""
+        """Let the ports go and end the lease, if one is held; a second call finds none."""
+        self._ports.release()
         lease, self._lease, self._launching = self._lease, None, None
         if lease is not None:
             try:

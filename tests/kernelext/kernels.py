@@ -12,6 +12,7 @@ from jupyter_client.manager import KernelManager
 
 from tests.kernelext.scripted_broker import LEASE, TOKEN
 from tests.support.fake_broker import DEADLINE_S
+from tests.support.kernels import plain_manager
 
 __all__ = ["Outcome", "RunningKernel", "kernel_environment", "running_kernel"]
 
@@ -127,7 +128,7 @@ def kernel_environment(folder: Path, socket: str) -> dict[str, str]:
 @contextmanager
 def running_kernel(environment: dict[str, str], *, extension: bool = True) -> Iterator[RunningKernel]:
     """Start a kernel and shut it down."""
-    manager = KernelManager(kernel_name="python3")
+    manager = plain_manager("python3")
     arguments = ["--IPKernelApp.extra_extensions=kernelext"] if extension else []
     manager.start_kernel(extra_arguments=arguments, env=environment)
     client = manager.client()

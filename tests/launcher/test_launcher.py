@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from jupyter_client.connect import write_connection_file
-from jupyter_client.manager import KernelManager
 
 from provisioner.kernelspecs import install
 from provisioner.launcher import main
+from tests.support.kernels import plain_manager
 from tests.support.managed import client_of, entered, must
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, Server, World, new_world, until
@@ -60,7 +60,7 @@ def tokens(world: World) -> set[Path]:
 def test_two_launched_kernels_take_turns_and_keep_every_byte(world: World) -> None:
     name = installed(world, 750)
     with entered(world):
-        managers = [KernelManager(kernel_name=name) for _ in range(2)]
+        managers = [plain_manager(name) for _ in range(2)]
         for manager in managers:
             manager.start_kernel(cwd=str(world.notebooks))
         try:
@@ -151,7 +151,7 @@ def test_a_command_without_a_connection_file_is_refused_before_anything_is_asked
 def test_an_interrupt_means_what_it_always_means(world: World) -> None:
     name = installed(world, 250)
     with entered(world):
-        manager = KernelManager(kernel_name=name)
+        manager = plain_manager(name)
         manager.start_kernel(cwd=str(world.notebooks))
 
         def interrupt(message: dict[str, Any]) -> None:

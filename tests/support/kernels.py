@@ -1,5 +1,7 @@
 """Talking to real kernels in tests."""
 
+import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,7 +9,9 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-__all__ = ["KERNEL_DEADLINE_S", "evaluate", "running_kernel", "talking_to"]
+from provisioner.kernel_ports import KernelPorts
+
+__all__ = ["KERNEL_DEADLINE_S", "evaluate", "plain_manager", "running_kernel", "talking_to"]
 
 KERNEL_DEADLINE_S = 60.0
 
@@ -33,6 +37,15 @@ def talking_to(manager: KernelManager) -> Iterator[BlockingKernelClient]:
         yield client
     finally:
         client.stop_channels()
+
+
+def plain_manager(name: str) -> KernelManager:
+    """The manager of a kernel that jupyter_client's own provisioner is to start: its ports are held as ours holds them."""
+    manager, ports = KernelManager(kernel_name=name), KernelPorts(logging.getLogger(__name__))
+    assert ports.secure(manager)
+    manager.cache_ports = False  # or jupyter_client would choose others
+    weakref.finalize(manager, ports.release)
+    return manager
 
 
 def evaluate(client: BlockingKernelClient, expression: str) -> str:
