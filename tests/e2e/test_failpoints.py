@@ -65,13 +65,20 @@ def test_nothing_is_lost_when_a_server_dies_that_keeps_its_kernels(keeping_story
     assert keeping_story.tell(point), "the server was to die there"
 
 
-def test_nothing_is_lost_when_the_broker_dies_while_a_device_is_emptied() -> None:
+@pytest.fixture(scope="module")
+def steered_story() -> Iterator[SteeredStory]:
     with new_world(SteeredStory.simulate) as world:
-        story = SteeredStory(world)
-        try:
-            assert story.tell("ledger.set_drained.after"), "the broker was to die there"
-        finally:
-            story.close()
+        made = SteeredStory(world)
+        yield made
+        made.close()
+
+
+def test_nothing_is_lost_when_the_broker_dies_while_a_device_is_emptied(steered_story: SteeredStory) -> None:
+    assert steered_story.tell("ledger.set_drained.after"), "the broker was to die there"
+
+
+def test_a_suspend_that_a_full_disk_had_refused_is_done_when_it_is_asked_for_again(steered_story: SteeredStory) -> None:
+    assert steered_story.tell("ledger.begin.unfinished", action="fail"), "the write was to fail there"
 
 
 @pytest.mark.parametrize("write", ["save_lease", "begin", "step", "finish"])

@@ -27,12 +27,18 @@ class KernelDiedError(Exception):
     """The server said that it starts a kernel again, or another process than before answered."""
 
 
+class WithoutGPUError(Exception):
+    """The kernel was started again without a GPU, and its first cell said so."""
+
+
 # What a client sees of the end of a broker, of a kernel and of a server, by the first word of a point.
 _EXCUSED: dict[str, tuple[type[Exception], ...]] = {
     "kernel": (KernelDiedError, urllib.error.HTTPError),
     "server": (KernelDiedError, OSError, http.client.HTTPException, websocket.WebSocketException),
 }
-_EXCUSED_OF_BROKERS = (urllib.error.HTTPError,)
+_EXCUSED_OF_BROKERS: tuple[type[Exception], ...] = (urllib.error.HTTPError,)
+_EXCUSED_OF_FULL_DISKS = (*_EXCUSED_OF_BROKERS, WithoutGPUError)
+_WITHOUT_GPU = "This kernel was started without a GPU"
 
 
 class Story:
@@ -48,6 +54,7 @@ class Story:
         self.world = world
         self.keeps = keeps
         self.file = world.folder / "failpoint"
+        self.disk_is_full = False  # nobody dies: the broker goes on after a write that failed
         self._excused: tuple[type[Exception], ...] = ()
         self._lives: list[Life] = []
         world.environment[VARIABLE] = str(self.file)
@@ -107,7 +114,9 @@ class Story:
 
     def _begin(self, point: str, time: int, action: str) -> None:
         who = point.partition(".")[0]
-        self._excused = _EXCUSED.get(who, _EXCUSED_OF_BROKERS) if point else ()
+        self.disk_is_full = action == "fail"
+        excused = _EXCUSED_OF_FULL_DISKS if self.disk_is_full else _EXCUSED.get(who, _EXCUSED_OF_BROKERS)
+        self._excused = excused if point else ()
         if who not in _EXCUSED:
             self.world.kill_broker()  # so that the times are counted from its start
         self.reached.unlink(missing_ok=True)
@@ -188,7 +197,7 @@ class Life:
     def _live(self) -> None:
         notebook = self.line()
         if not self._pid:
-            _must(notebook, fill(self._seed, MIB))
+            self._fill(notebook)
             self._pid = self._pid_now(notebook)
             self._changing = False
         reply = _run(notebook, CHECK)
@@ -196,6 +205,14 @@ class Life:
             self._pid = ""
             raise KernelDiedError
         assert reply.text == "intact\n", f"{reply.status} {reply.error}\n{reply.text}"
+
+    def _fill(self, notebook: Notebook) -> None:
+        """Put its bytes on the device. A kernel that says that it has none is restarted, as it advises, and that is to be excused."""
+        reply = _run(notebook, fill(self._seed, MIB))
+        if reply.status != "ok" and any(_WITHOUT_GPU in shown.get("text/plain", "") for shown in reply.data):
+            self._restart()
+            raise WithoutGPUError
+        assert reply.status == "ok", f"the kernel got no bytes: {reply.error}\n{reply.text}\n{reply.data}"
 
     def suspend(self) -> None:
         """Suspend it by hand."""
@@ -205,14 +222,13 @@ class Life:
         """Restart it; its bytes are new from then on."""
         self._seed += 10
         self._changing = True
+        self._story.insist(self._restart)
 
-        def restart() -> None:
-            notebook = self.line()
-            self._pid = ""
-            notebook.restart()
-            self.reconnect({notebook.kernel_id})  # the old line may miss the new process's first words
-
-        self._story.insist(restart)
+    def _restart(self) -> None:
+        notebook = self.line()
+        self._pid = ""
+        notebook.restart()
+        self.reconnect({notebook.kernel_id})  # the old line may miss the new process's first words
 
     def begin_anew(self) -> None:
         """Take note that its process was ended on purpose, and that Jupyter has started another one."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 from provisioner.gpu.simulated.host import lose_device, return_device
 from provisioner.protocol.errors import (
     BrokerUnavailableError,
+    ConflictError,
     FractionalGPUError,
     InternalBrokerError,
 )
@@ -26,7 +27,15 @@ from provisioner.protocol.seats import OfferRequest, SeatRequest
 from provisioner.seat_client import SeatClient
 from tests.support.dying import Life, Story
 from tests.support.stories import CHECK
-from tests.support.victims import await_held, brokers, held_up, is_held, kill_all
+from tests.support.victims import (
+    await_held,
+    brokers,
+    held_up,
+    is_held,
+    is_settled,
+    kill_all,
+    runs_without_gpu,
+)
 from tests.support.world import DEADLINE_S, until
 
 __all__ = ["SteeredStory"]
@@ -56,7 +65,10 @@ class SteeredStory(Story):
         life.end()
 
     def steer(self, act: Callable[[SeatClient], T], *, ended: bool = False) -> T | None:
-        """Do it; if somebody died meanwhile, once more, which must succeed. With `ended`, a lease that is over then is as good."""
+        """Do it; if somebody died meanwhile, once more, which must succeed. With `ended`, a lease that is over then is as good.
+
+        On a full disk what takes an operation (a suspend, a move, another size) is refused, and asked for again at rest.
+        """
         for attempt in range(_ATTEMPTS):
             try:
                 with SeatClient(self.world.socket) as client:
@@ -65,11 +77,13 @@ class SteeredStory(Story):
                 if self.file.exists():  # nobody has died
                     raise
                 self.start_broker()
-            except FractionalGPUError:
-                if not (ended and attempt):
+            except FractionalGPUError as error:
+                if ended and attempt:
+                    return None
+                if not isinstance(error, ConflictError) or not self.disk_is_full or self.file.exists():
                     raise
-                return None
-        raise AssertionError("it failed again and again, though only one was to die")
+                until(lambda: all(map(is_settled, self.world.status().leases)), f"all are at rest after: {error}")
+        raise AssertionError("it failed again and again, though only one was to die, or one write to fail")
 
     def must(self, act: Callable[[SeatClient], T]) -> T:
         """The same for what gives an answer."""
@@ -175,9 +189,12 @@ class SteeredStory(Story):
         old = self.must(lambda client: self._lease(client, life)).lease_id
         self.steer(lambda client: client.evict(old, EvictRequest(confirm=True)), ended=True)
         self._await(
-            lambda client: any(
-                one.kernel_id == life.kernel_id and one.lease_id != old and one.pid is not None
-                for one in client.status().leases
+            lambda client: (
+                any(
+                    one.kernel_id == life.kernel_id and one.lease_id != old and one.pid is not None
+                    for one in client.status().leases
+                )
+                or (self.disk_is_full and runs_without_gpu(self.world, life.kernel_id))
             ),
             "Jupyter starts the kernel again",
         )

@@ -24,6 +24,7 @@ __all__ = [
     "kill_all",
     "new_broker",
     "released",
+    "runs_without_gpu",
     "settled",
     "wait_for_end",
     "workers",
@@ -45,6 +46,15 @@ def anybody(world: World) -> list[int]:
     return [
         pid for pid in _pids() if f"JUPYTER_GPU_SOCKET={world.socket}".encode() in _read(pid, "environ").split(b"\0")
     ]
+
+
+def runs_without_gpu(world: World, kernel_id: str) -> bool:
+    """Whether a process of the kernel runs that was told at its start that it has no GPU."""
+    return any(
+        word.startswith(b"JUPYTER_GPU_NOTICE=")
+        for pid in _with_words(f"kernel-{kernel_id}.json", str(world.folder))
+        for word in _read(pid, "environ").split(b"\0")
+    )
 
 
 def _with_words(*words: str) -> list[int]:
