@@ -1,10 +1,11 @@
 """The kernel's line to the broker: commands in, answers and pulses out.
 
 Two daemon threads, started a moment after the kernel so that they take nothing from its start: one reads the stream of commands and
-obeys at once what needs no round trip; the other sends the answers on a second connection, and a pulse every `PULSE_S` seconds while
-the gate is not open, which proves that Python runs. A broken stream is tried again with growing pauses, and what a process short of
-threads or descriptors cannot do is answered with "busy": without this line the kernel would be deaf. It never starts a broker: a kernel
-that nobody uses needs none, and a cell that waits starts one itself.
+obeys at once what needs no round trip; the other sends the answers on a second connection. While the gate is not open it sends a pulse
+every `PULSE_S` seconds, too, which proves that Python runs, to a broker that does not hear by itself whether its stream is read. A
+broken stream is tried again with growing pauses, and what a process short of threads or descriptors cannot do is answered with "busy":
+without this line the kernel would be deaf. It never starts a broker: a kernel that nobody uses needs none, and a cell that waits starts
+one itself.
 """
 
 import threading
@@ -55,6 +56,7 @@ class Link:
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
+        self._heard = False  # the broker knows by itself that Python runs
 
     def start(self) -> None:
         """Start both threads; returns at once."""
@@ -121,14 +123,20 @@ class Link:
             hello = GateHello(
                 version=__version__, open=self._gate.is_open, busy=self._gate.is_busy, managed=self._managed()
             )
-            for command in client.gate(self._settings.lease_id, hello):
-                heard = True
+            for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
+                heard = heard or bool(
+                    number or command.verb
+                )  # not its greeting: whoever says no more may be gone at once
+                self._heard = self._heard or command.hears
                 self._try_to_obey(command)
         except BrokerUnavailableError:
             if not heard:
                 raise
         finally:
             self._hang_up(client)
+            if self._heard:  # the next one may be another version
+                self._heard = False
+                self._answers.put(None)
         return heard
 
     def _try_to_obey(self, command: "GateCommand") -> None:
@@ -176,7 +184,7 @@ class Link:
         client: BrokerClient | None = None
         while not self._stop.is_set():
             try:
-                answer = self._answers.get(timeout=PULSE_S)
+                answer = self._answers.get(timeout=None if self._heard else PULSE_S)
             except Empty:
                 answer = None if self._gate.is_open else (0, "pulse", "")
             if answer is None:

@@ -236,14 +236,15 @@ class BrokerClient:
         )
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
-        """Yield the broker's commands for this kernel's gate; between them it blocks without limit.
+        """Yield the broker's commands for this kernel's gate; between them it blocks, for as long as the broker keeps it alive.
 
-        Keep-alives have an empty verb.
+        Keep-alives have an empty verb. That one was read tells the broker that Python runs in this process: with a
+        timeout, however long, Python polls and reads in a further step; without one the system does it alone.
 
         Ends when the broker ends the stream. `close` from another thread wakes it: it then raises
         BrokerUnavailableError.
         """
-        with closing(self._stream(_route(lease_id, "gate"), _spoken(hello), None)) as stream:
+        with closing(self._stream(_route(lease_id, "gate"), _spoken(hello), MAX_WAIT_S)) as stream:
             for payload in stream:
                 yield decode_message(GateCommand, payload)
 

@@ -5,7 +5,9 @@ import logging
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 from tornado import httputil, web
 
 from provisioner.broker.feed import Feed
@@ -16,14 +18,24 @@ from provisioner.broker.policy_api import POLICY_ROUTES
 from provisioner.broker.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
 from provisioner.broker.service import Service
 from provisioner.broker.status import host_status
+from provisioner.host.peers import tells_unread, unread
 from provisioner.protocol.errors import NotFoundError
-from provisioner.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, PULSE_S
-from provisioner.protocol.messages import AcquireRequest, AttachRequest, Done, GateAnswer, GateHello, LeaseRequest
+from provisioner.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
+from provisioner.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    Done,
+    GateAnswer,
+    GateCommand,
+    GateHello,
+    LeaseRequest,
+)
 
 __all__ = ["make_server"]
 
 log = logging.getLogger(__name__)
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
+_KEEP_ALIVE = msgspec.json.encode(GateCommand()) + b"\n"
 
 
 class _Missing(Handler):
@@ -133,14 +145,32 @@ class _Gate(Stream):
         link = self.service.connect_gate(kernel, self.take(GateHello))
 
         async def work() -> None:
-            await self.flush()  # the extension learns at once that it is connected
-            while (command := await link.next(PULSE_S)) is not None:
+            # The extension learns at once that it is connected, and whether it has to pulse.
+            await self.line(GateCommand(hears=self.settings["hears"]))
+            link.stream = self
+            while (command := await link.next()) is not None:
                 await self.line(command)
 
         try:
             await self.run(asyncio.create_task(work()))
         finally:
             self.service.disconnect_gate(kernel, link)
+
+    def keep_alive(self) -> bool:
+        """Write an empty command if nothing else is being written: the line after it would never learn that it is taken."""
+        connection: Any = self.request.connection
+        if connection.stream.closed() or connection.stream.writing():
+            return False
+        self.write(_KEEP_ALIVE)
+        self.flush()
+        return True
+
+    def is_read(self) -> bool | None:
+        """Whether the extension has read all that was written; None where the system does not tell."""
+        connection: Any = self.request.connection
+        if not self.settings["hears"] or connection.stream.socket is None:
+            return None
+        return not (connection.stream.writing() or unread(connection.stream.socket))
 
 
 class _Answer(Handler):
@@ -174,6 +204,7 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
         default_handler_args=shared,
         feed=Feed(service.broker, socket_path),
         limiter=Limiter(service.broker),
+        hears=tells_unread(),
         log_function=_log_request,
     )
     server = Server(

@@ -35,6 +35,8 @@ class Feed:
         self._followers = 0
         self._looking: asyncio.Task[None] | None = None
         self._latest: HostStatus | None = None
+        self._lasting: HostStatus | None = None  # the same without what changes by itself
+        self._edition = 0  # of what lasts
         self._news = asyncio.Event()
 
     async def follow(self, uid: int | None, seat: str | None = None) -> AsyncGenerator[HostStatus | None, None]:
@@ -46,14 +48,16 @@ class Feed:
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._look())
         told: HostStatus | None = None
+        edition = 0
         try:
             while True:
                 news, latest = self._news, self._latest
-                status = None if latest is None else _seen_by(latest, self._broker, uid, seat)
-                if status is not None and (told is None or _lasting(status) != told):
-                    told = _lasting(status)
-                    yield status
-                    continue
+                if latest is not None and edition != self._edition:
+                    edition, status = self._edition, _seen_by(latest, self._broker, uid, seat)
+                    if (lasting := _lasting(status)) != told:
+                        told = lasting
+                        yield status
+                        continue
                 if not await _within(news, PULSE_S):
                     if self._looking.done():
                         self._looking.result()
@@ -62,14 +66,17 @@ class Feed:
             self._followers -= 1
             if self._followers == 0:
                 self._looking.cancel()
-                self._looking = self._latest = None
+                self._looking = self._latest = self._lasting = None
 
     async def _look(self) -> None:
         while True:
             stirred, begun_s = self._broker.stirred, time.monotonic()
             self._latest = host_status(self._broker, self._socket_path, None)
-            self._news.set()
-            self._news = asyncio.Event()
+            if (lasting := _lasting(self._latest)) != self._lasting:
+                self._lasting = lasting
+                self._edition += 1
+                self._news.set()
+                self._news = asyncio.Event()
             await asyncio.sleep(max(RATE_S, _SHARE * (time.monotonic() - begun_s)))
             await _within(
                 stirred, PULSE_S

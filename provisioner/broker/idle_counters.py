@@ -105,12 +105,12 @@ class IdleCounters:
         activities, snapshot = await asyncio.to_thread(self._read, devices, since_us, known)
         for kernel, identity, device_id in watched:
             activity = activities.get(device_id)
-            if kernel.identity != identity or kernel.idle_us is None:
+            if kernel.identity is not identity or kernel.idle_us is None:
                 continue  # it was restarted or runs a cell meanwhile
             if activity is None:
                 self._conclude(kernel, working=False)
-                continue
-            self._judge(kernel, identity, activity, snapshot)
+            elif activity.worked_us or kernel.working:  # else it stays quiet
+                self._judge(kernel, identity, activity, snapshot)
 
     def _read(
         self, device_ids: list[str], since_us: int, known: Collection[int]

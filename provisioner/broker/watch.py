@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from provisioner.broker.backstop import Owner
 from provisioner.broker.broker import Broker, devices_of, now_ms
+from provisioner.broker.gate import OPEN_LINE_S
 from provisioner.broker.kernels import Kernel
-from provisioner.broker.pressure import pressed_leases
+from provisioner.broker.pressure import Pressure
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
@@ -28,7 +29,7 @@ _QUIET_INTERVAL_S = 10.0
 _STEP_S = 0.5
 _LOOKS = 3  # for one sample, while changes overtake them
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
-_SILENCE_S = 2.5 * PULSE_S  # an extension that has not pulsed for this long: its Python does not run
+_SILENCE_S = 2.5 * PULSE_S  # an extension that has not been heard of for this long: its Python does not run
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
 
 
@@ -49,6 +50,7 @@ class Watcher:
         self._host_budget = host_budget
         self._strangers: dict[str, int | None] = {}
         self._measured: dict[str, tuple[int, bool]] = {}
+        self._pressure = Pressure()
         self._pressed: set[str] = set()
         self._budget_mib: int | None = None
 
@@ -60,6 +62,7 @@ class Watcher:
             if time.monotonic() - sampled_s >= interval_s:
                 await self._sample_if_possible()
                 sampled_s = time.monotonic()
+            self.look_at_lines()
             self.relieve_silent()
             await asyncio.sleep(_STEP_S)  # in steps: kernels may come, and one may fall silent, just after a sample
 
@@ -112,7 +115,7 @@ class Watcher:
         return _Sample(
             uses=uses,
             snapshot=scan(LEASE_VARIABLE) if others else None,
-            pressed=pressed_leases(saved),
+            pressed=self._pressure(saved, time.monotonic()),
             sensors={device_id: self._sensors(device_id) for device_id, use in uses.items() if use is not None},
         )
 
@@ -205,17 +208,31 @@ class Watcher:
             self._budget_mib = budget_mib
             self._broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=budget_mib))
 
+    def look_at_lines(self) -> None:
+        """Find out whose Python runs."""
+        now_s = time.monotonic()
+        for kernel in self._broker.kernels.values():
+            if kernel.link is not None:
+                view = self._broker.arbiter.lease(kernel.lease_id)
+                is_open = view is not None and view.state is LeaseState.RESIDENT
+                kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
+
     def relieve_silent(self) -> None:
         """A kernel that needs the GPU and cannot say so gets a ticket: nobody is left blocked, or without a reservation, for ever."""
         now_s = time.monotonic()
-        for kernel, view in self._broker.views():
-            if not kernel.waiting and self._needs_voice(kernel, view, now_s):
+        for kernel in list(self._broker.kernels.values()):
+            link, since_s = kernel.link, kernel.executing_since_s
+            silent = link is not None and now_s - link.last_pulse_s > _SILENCE_S
+            if kernel.waiting or (since_s is None and not silent):
+                continue  # almost everybody, almost always
+            view = self._broker.arbiter.lease(kernel.lease_id)
+            busy_s = 0.0 if since_s is None else now_s - since_s
+            if view is not None and self._needs_voice(kernel, view, busy_s, silent=silent):
                 self._broker.want_for(kernel)
 
     @staticmethod
-    def _needs_voice(kernel: Kernel, view: LeaseView, now_s: float) -> bool:
+    def _needs_voice(kernel: Kernel, view: LeaseView, busy_s: float, *, silent: bool) -> bool:
         link = kernel.link
-        busy_s = now_s - kernel.executing_since_s if kernel.executing_since_s is not None else 0.0
         if view.state is LeaseState.UNARMED:
             # The extension that should have asked never came: it may have failed to load.
             return link is None and busy_s > _MOMENT_S
@@ -223,4 +240,4 @@ class Watcher:
             return False
         if link is None:
             return busy_s > _MOMENT_S
-        return now_s - link.last_pulse_s > _SILENCE_S or (busy_s > _MOMENT_S and not link.exempt)
+        return silent or (busy_s > _MOMENT_S and not link.exempt)

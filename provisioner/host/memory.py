@@ -27,6 +27,7 @@ __all__ = ["Headroom", "Look", "headroom", "system_headroom"]
 _MIB: Final = 1024 * 1024
 _MARGIN_PARTS: Final = 50  # 2 %: page tables and what the process allocates meanwhile
 _MARGIN_LEAST_MIB: Final = 64
+_TOLD: Final = re.compile(rb"^(MemTotal|MemAvailable):[ \t]*(\d+) kB$", re.MULTILINE)
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 
@@ -46,13 +47,10 @@ class _Mount(NamedTuple):
 
 def system_headroom(*, proc: Path = PROC) -> Headroom:
     """Return the room in the system's memory. Raises OSError, and ValueError for an unexpected /proc/meminfo."""
-    fields = {}
-    for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        fields[name] = value.split()
+    found = dict(_TOLD.findall((proc / "meminfo").read_bytes()))
     try:
-        total, available = (int(fields[name][0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    except (KeyError, IndexError, ValueError) as error:
+        total, available = (int(found[name]) * 1024 for name in (b"MemTotal", b"MemAvailable"))
+    except KeyError as error:
         raise ValueError(f"{proc}/meminfo does not tell MemTotal and MemAvailable in kB") from error
     return _room(total, available, "the system's memory")
 

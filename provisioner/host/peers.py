@@ -6,13 +6,16 @@ identified.
 """
 
 import errno
+import fcntl
 import socket
 import struct
+import termios
 from typing import Final, NamedTuple
 
-__all__ = ["PeerCredentials", "peer_credentials", "peer_groups"]
+__all__ = ["PeerCredentials", "peer_credentials", "peer_groups", "tells_unread", "unread"]
 
 _UCRED: Final = struct.Struct("iII")
+_INT: Final = struct.Struct("i")
 _SO_PEERGROUPS: Final = 59  # not among the names of Python's socket module
 _GROUPS_BYTES: Final = 1024  # the most that Python's getsockopt takes: 256 groups
 
@@ -47,3 +50,27 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
             raise
         return frozenset({gid})
     return frozenset({gid, *struct.unpack(f"{len(raw) // 4}I", raw)})
+
+
+def unread(sock: socket.socket) -> bool:
+    """Return whether something that was written into this UNIX socket has not been read by its peer yet. Raises OSError if closed.
+
+    A thread that is blocked in a read takes what comes without a further step of its program; one that polls first does not.
+    """
+    n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
+    return n_bytes > 0
+
+
+def tells_unread() -> bool:
+    """Return whether `unread` can be trusted here: Linux tells it of UNIX sockets, and not everything that passes for Linux does."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            seen = [unread(ours)]
+            ours.send(b"x")
+            seen.append(unread(ours))
+            theirs.recv(1)
+            seen.append(unread(ours))
+        except OSError:
+            return False
+    return seen == [False, True, False]

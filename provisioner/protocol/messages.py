@@ -303,12 +303,16 @@ class GateVerb(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateCommand:
-    """A line of the gate stream. A command with `number` wants an answer that repeats it; an empty verb is a keep-alive."""
+    """A line of the gate stream. A command with `number` wants an answer that repeats it; an empty verb is a keep-alive.
+
+    `hears`, in any line: the broker sees by itself whether this stream is read, so the extension need not pulse.
+    """
 
     verb: str = ""
     number: int = 0
     sentence: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    hears: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,8 +329,8 @@ class GateHello:
 class GateAnswer:
     """The extension's answer. `word`: closed, busy, done, managed, open or pulse.
 
-    `number` 0 answers no command: `pulse` proves that Python runs, `exempt` says that the running cell does not use the GPU, and
-    `done` that it is over. `managed` says that the process cannot be checkpointed, and `detail` why.
+    `number` 0 answers no command: `pulse` proves that Python runs (for brokers that do not hear it otherwise), `exempt` says that the
+    running cell does not use the GPU, and `done` that it is over. `managed` says that the process cannot be checkpointed, and `detail` why.
     """
 
     number: int

@@ -168,7 +168,7 @@ async def kernel_of(
 
 
 async def _extension(link: GateLink, answers: Mapping[str, str]) -> None:
-    while (command := await link.next(30)) is not None:
+    while (command := await link.next()) is not None:
         word = answers.get(str(command.verb))
         if word == "hang up":
             link.close()

@@ -119,7 +119,7 @@ async def test_a_kernel_over_its_cap_is_told() -> None:
     world = Guarded()
     world.kernel.link = GateLink(0)
     world.backstop.breached(breach(Breach.WARN))
-    command = await world.kernel.link.next(1)
+    command = await world.kernel.link.next()
     assert command is not None
     assert (command.verb, command.sentence) == ("notice", "more than its cap")
 

@@ -107,7 +107,7 @@ def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed_module, "PULSE_S", 0.05)
-    looks = 0
+    looks = followers_asked = 0
 
     def counted(*arguments: object) -> HostStatus:
         nonlocal looks
@@ -115,7 +115,14 @@ def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
         status: HostStatus = host_status(*arguments)  # type: ignore[arg-type]
         return replace(status, leases=[replace(lease, age_ms=looks) for lease in status.leases])
 
+    def shown(*arguments: object) -> HostStatus:
+        nonlocal followers_asked
+        followers_asked += 1
+        return seen_by(*arguments)  # type: ignore[arg-type]
+
+    seen_by = feed_module._seen_by
     monkeypatch.setattr(feed_module, "host_status", counted)
+    monkeypatch.setattr(feed_module, "_seen_by", shown)
     lease = live.lease()
     feed = Feed(live.broker, live.socket)
 
@@ -124,6 +131,7 @@ def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
             assert (await anext(news)) is not None
             while looks < 3:  # a lease that only becomes older is no news
                 assert (await anext(news)) is None
+        assert followers_asked == 1, "what is no news is not looked at for each follower"
         assert feed._looking is None
 
     live.on_loop(story)

@@ -1,11 +1,21 @@
 """The line to a kernel's extension: every question gets an answer or "", in time, and a line that is lost stays lost."""
 
 import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 import pytest
 
-from provisioner.broker.gate import GateLink
+from provisioner.broker.gate import OPEN_LINE_S, GateLink
+from provisioner.protocol.limits import PULSE_S
 from provisioner.protocol.messages import GateAnswer, GateCommand, GateVerb
+from tests.broker.live import LiveBroker
+from tests.support.world import until
 
 LONG_S = 30.0
 
@@ -17,7 +27,7 @@ def answer(number: int, word: str) -> GateAnswer:
 async def asked(link: GateLink) -> tuple[asyncio.Task[str], GateCommand]:
     """Ask, and return the question under way and the command that the extension reads."""
     question = asyncio.create_task(link.ask(GateVerb.CLOSE, LONG_S))
-    command = await link.next(LONG_S)
+    command = await link.next()
     assert command is not None
     return question, command
 
@@ -48,7 +58,7 @@ async def test_answers_to_what_nobody_asked_are_ignored(number: int) -> None:
 async def test_a_question_without_an_answer_ends_in_time() -> None:
     link = GateLink(0.0)
     assert await link.ask(GateVerb.CLOSE, 0.01) == ""
-    command = await link.next(LONG_S)
+    command = await link.next()
     assert command is not None
     link.take(answer(command.number, "closed"), 1.0)  # too late: nobody waits for it
     assert link._answers == {}
@@ -71,18 +81,18 @@ async def test_a_line_that_closes_answers_all_questions_and_takes_no_more() -> N
     assert await question == ""
     assert await link.ask(GateVerb.SHRINK, LONG_S) == ""
     link.send(GateVerb.OPEN)
-    assert await link.next(LONG_S) is None
-    assert await link.next(LONG_S) is None
+    assert await link.next() is None
+    assert await link.next() is None
 
 
 async def test_what_was_said_before_a_line_closed_is_still_read() -> None:
     link = GateLink(0.0)
     link.send(GateVerb.NOTICE, sentence="first")
     link.close()
-    command = await link.next(LONG_S)
+    command = await link.next()
     assert command is not None
     assert command.sentence == "first"
-    assert await link.next(LONG_S) is None
+    assert await link.next() is None
 
 
 async def test_an_extension_that_reads_nothing_has_lost_the_line() -> None:
@@ -91,12 +101,80 @@ async def test_an_extension_that_reads_nothing_has_lost_the_line() -> None:
     while not link.closed:
         link.send(GateVerb.NOTICE, sentence="again")
     assert await question == ""
-    read = [await link.next(LONG_S) for _ in range(link._queue.qsize())]
+    read = [await link.next() for _ in range(link._queue.qsize())]
     assert read[-1] is None, "the reader learns that it is over"
 
 
-async def test_silence_is_kept_alive() -> None:
-    assert await GateLink(0.0).next(0.01) == GateCommand()
+class Wire:
+    """Plays the stream; the test says whether the extension has read it, and whether it takes another line."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self.read: bool | None = True
+        self.free = True
+
+    def keep_alive(self) -> bool:
+        self.lines += self.free
+        return self.free
+
+    def is_read(self) -> bool | None:
+        return self.read
+
+
+def on_a_wire() -> tuple[GateLink, Wire]:
+    link, wire = GateLink(0.0), Wire()
+    link.stream = wire
+    return link, wire
+
+
+def test_an_extension_that_reads_is_alive_and_is_written_to_now_and_then() -> None:
+    link, wire = on_a_wire()
+    for step in range(1, 201):
+        now_s = step / 2
+        link.look(now_s)
+        assert now_s - link.last_pulse_s <= PULSE_S + 0.5
+    assert wire.lines == 100 / PULSE_S
+
+
+def test_an_open_gate_is_kept_alive_more_rarely() -> None:
+    link, wire = on_a_wire()
+    for step in range(1, 201):
+        link.look(step / 2, OPEN_LINE_S)
+    assert wire.lines == 100 // OPEN_LINE_S
+
+
+def test_an_extension_that_does_not_read_falls_silent_and_gets_no_further_line() -> None:
+    link, wire = on_a_wire()
+    wire.read = False
+    for step in range(1, 101):
+        link.look(step)
+    assert (wire.lines, link.last_pulse_s) == (1, 0.0)
+    wire.read = True
+    link.look(200.0)
+    link.look(201.0)
+    assert (wire.lines, link.last_pulse_s) == (2, 200.0)
+
+
+def test_where_nobody_knows_who_reads_only_pulses_prove_anything() -> None:
+    link, wire = on_a_wire()
+    wire.read = None
+    for step in range(1, 101):
+        link.look(step)
+    assert (wire.lines, link.last_pulse_s) == (100 // PULSE_S, 0.0)
+    link.take(answer(0, "pulse"), 100.0)
+    assert link.last_pulse_s == 100.0
+
+
+def test_while_something_is_being_written_nothing_is_put_between() -> None:
+    link, wire = on_a_wire()
+    wire.free = False
+    link.look(PULSE_S)
+    link.look(PULSE_S + 1)
+    assert (wire.lines, link.last_pulse_s) == (0, 0.0)
+    link.close()
+    wire.free = True
+    link.look(100.0)
+    assert wire.lines == 0, "the line is closed"
 
 
 async def test_a_cell_is_exempt_from_when_it_says_so_until_another_answer_that_is_no_pulse() -> None:
@@ -105,3 +183,113 @@ async def test_a_cell_is_exempt_from_when_it_says_so_until_another_answer_that_i
         link.take(answer(0, word), 1.0)
         exempt.append(link.exempt)
     assert exempt == [False, True, True, False, False]
+
+
+def settings_of(live: LiveBroker) -> dict[str, Any]:
+    application: Any = live.server.request_callback
+    settings: dict[str, Any] = application.settings
+    return settings
+
+
+@contextmanager
+def connected(live: LiveBroker) -> Iterator[tuple[GateLink, BinaryIO]]:
+    """A line as an extension opens it, and the lines that come down it."""
+    lease = live.lease()
+    hello = json.dumps({"version": "1", "open": False, "busy": False}).encode()
+    head = f"POST /v1/leases/{lease.lease_id}/gate HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {lease.token}\r\n"
+    with socket.socket(socket.AF_UNIX) as line, line.makefile("rb") as lines:
+        line.settimeout(LONG_S)
+        line.connect(live.socket)
+        line.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(hello) + hello)
+        while lines.readline().strip():
+            pass
+        greeting = next_line(lines)
+        assert (greeting["verb"], greeting["hears"]) == ("", settings_of(live)["hears"])
+        link = live.broker.kernels[lease.lease_id].link
+        assert link is not None
+        until(lambda: link.stream is not None, "the line carries commands")
+        link.last_pulse_s = link._line_s = 0.0  # when it was opened
+        yield link, lines
+    live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
+def next_line(lines: BinaryIO) -> dict[str, Any]:
+    size = int(lines.readline(), 16)
+    line: dict[str, Any] = json.loads(lines.read(size))
+    assert lines.readline() == b"\r\n"
+    return line
+
+
+def looked(live: LiveBroker, link: GateLink, *times_s: float) -> float:
+    """Look at these moments; return when Python was known to run."""
+
+    async def look() -> float:
+        for time_s in times_s:
+            link.look(time_s)
+        return link.last_pulse_s
+
+    return live.on_loop(look)
+
+
+def test_a_kernel_that_reads_its_line_needs_no_pulse(live: LiveBroker) -> None:
+    with connected(live) as (link, lines):
+        for number in range(1, 4):
+            looked(live, link, number * PULSE_S)
+            assert next_line(lines)["verb"] == ""
+            assert looked(live, link, number * PULSE_S + 1) == number * PULSE_S
+
+
+def test_a_kernel_that_does_not_read_its_line_is_silent(live: LiveBroker) -> None:
+    with connected(live) as (link, lines):
+        assert looked(live, link, *(step * PULSE_S for step in range(1, 10))) == 0
+        assert next_line(lines)["verb"] == ""
+        link.send(GateVerb.NOTICE, sentence="the next")
+        assert next_line(lines)["sentence"] == "the next", "what is not read is not written to again"
+
+
+def test_where_the_system_does_not_tell_who_reads_kernels_are_told_to_pulse(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(settings_of(live), "hears", False)
+    with connected(live) as (link, lines):
+        for number in range(1, 4):
+            assert looked(live, link, number * PULSE_S) == 0
+            assert next_line(lines)["verb"] == "", "it is kept alive all the same"
+
+
+STUCK = """
+import ctypes, sys, threading
+from provisioner.client import BrokerClient
+from provisioner.protocol.messages import GateHello
+client = BrokerClient(sys.argv[1], token=sys.argv[2])
+lines = client.gate(sys.argv[3], GateHello(version="1", open=False, busy=False))
+threading.Thread(target=list, args=(lines,), daemon=True).start()
+while sys.stdin.readline():
+    ctypes.PyDLL(None).system(b"echo stuck; read line")  # without giving the GIL back
+"""
+
+
+def test_a_process_whose_python_does_not_run_reads_nothing(live: LiveBroker) -> None:
+    lease = live.lease()
+    kernel = live.broker.kernels[lease.lease_id]
+    argv = [sys.executable, "-c", STUCK, live.socket, lease.token, lease.lease_id]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        until(lambda: kernel.link is not None and kernel.link.stream is not None, "the line carries commands")
+        link = kernel.link
+        assert link is not None
+        link.last_pulse_s = link._line_s = 0.0
+
+        def is_heard(line_s: float) -> bool:
+            return looked(live, link, line_s) == line_s
+
+        until(lambda: is_heard(PULSE_S), "it is heard")
+        process.stdin.write("be stuck\n")
+        assert process.stdout.readline() == "stuck\n"
+        with pytest.raises(AssertionError, match="it is heard"):
+            until(lambda: is_heard(2 * PULSE_S), "it is heard", deadline_s=0.5)
+        process.stdin.write("go on\n")
+        until(lambda: is_heard(2 * PULSE_S), "it is heard again")
+        process.stdin.close()
+    live.call("DELETE", f"/v1/leases/{lease.lease_id}")

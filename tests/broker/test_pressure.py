@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from provisioner.broker import watch as watch_module
-from provisioner.broker.pressure import HostBudget, pressed_leases
+from provisioner.broker.pressure import HostBudget, Pressure
 from provisioner.core.events import HostPressureSeen
 from provisioner.core.model import LeaseState
 from provisioner.host.memory import Headroom
@@ -40,7 +39,7 @@ def rooms(**mib: int) -> set[str]:
             raise ProcessLookupError
         return Headroom(left[pid], "a group")
 
-    return pressed_leases(pids, room, lambda: Headroom(10_000, "the system's memory"))
+    return Pressure(room, lambda: Headroom(10_000, "the system's memory"))(pids, 0.0)
 
 
 def test_who_has_no_room_in_its_group_is_pressed() -> None:
@@ -49,12 +48,47 @@ def test_who_has_no_room_in_its_group_is_pressed() -> None:
 
 def test_where_the_machine_is_full_nobody_s_group_is_to_blame() -> None:
     full = Headroom(0, "the system's memory")
-    assert pressed_leases({"a": 1}, lambda _pid: full, lambda: full) == set()
+    assert Pressure(lambda _pid: full, lambda: full)({"a": 1}, 0.0) == set()
 
 
 def test_who_is_gone_or_saved_nothing_is_not_asked_for() -> None:
-    assert pressed_leases({os.getpid().__str__(): os.getpid()}) in (set(), {str(os.getpid())})
-    assert pressed_leases({}, system=lambda: pytest.fail("asked")) == set()
+    assert Pressure()({"me": os.getpid()}, 0.0) in (set(), {"me"})
+    assert Pressure(system=lambda: pytest.fail("asked"))({}, 0.0) == set()
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "looks_s"),
+    [
+        (0, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),  # until it is over
+        (1_000, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
+        (5_000, [0, 6, 12, 18]),
+        (500_000, [0, 10, 20]),
+    ],
+)
+def test_the_more_room_there_is_the_more_rarely_it_is_looked_at(room_mib: int, looks_s: list[int]) -> None:
+    looks: list[int] = []
+
+    def room(_pid: int) -> Headroom:
+        looks.append(now_s)
+        return Headroom(room_mib, "a group")
+
+    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    for now_s in range(0, 22, 2):
+        assert pressure({"a": 1}, now_s) == ({"a"} if room_mib == 0 else set())
+    assert looks == looks_s
+
+
+def test_who_is_new_or_has_another_process_is_looked_at_at_once() -> None:
+    looks: list[int] = []
+
+    def room(pid: int) -> Headroom:
+        looks.append(pid)
+        return Headroom(500_000, "a group")
+
+    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    for now_s, pids in enumerate(({"a": 1}, {"a": 1, "b": 2}, {"a": 3, "b": 2}, {"b": 2}, {"a": 3, "b": 2})):
+        pressure(pids, now_s)
+    assert looks == [1, 2, 3, 3], "one that was resident meanwhile is new again"
 
 
 @pytest.mark.parametrize(("state", "told"), [(LeaseState.SUSPENDED, [True, False]), (LeaseState.RESIDENT, [])])
@@ -64,7 +98,7 @@ async def test_pressure_is_told_when_it_comes_and_when_it_goes(
     world = World(state)
     seen: list[bool] = []
     for short in (False, True, True, False):
-        monkeypatch.setattr(watch_module, "pressed_leases", lambda pids, short=short: set(pids) if short else set())
+        monkeypatch.setattr(world.watcher, "_pressure", lambda pids, _now_s, short=short: set(pids) if short else set())
         events = [event for event in await world.told() if isinstance(event, HostPressureSeen)]
         assert all(event.lease_id == LEASE for event in events)
         seen += [event.pressed for event in events]

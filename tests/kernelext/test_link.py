@@ -13,7 +13,8 @@ from kernelext.link import Link
 from kernelext.settings import Settings
 from kernelext.shrink import Shrinker
 from provisioner.client import BrokerClient
-from provisioner.protocol.messages import GateVerb
+from provisioner.protocol import limits
+from provisioner.protocol.messages import GateCommand, GateVerb
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 from tests.support.fake_broker import DEADLINE_S
 
@@ -77,3 +78,24 @@ def test_a_line_that_cannot_be_opened_is_tried_again(
         broker.stream("gate").command(GateVerb.CLOSE, 1)
         assert broker.answer_to(1) == "closed"
     assert errors == []
+
+
+def test_a_broker_that_hears_by_itself_that_python_runs_gets_no_pulse(
+    settings: Settings, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PULSE_S", 0.05)
+    with a_line(settings):
+        stream = broker.stream("gate")
+        broker.wait_for(lambda: len(broker.words()) >= 3)
+        stream.send(GateCommand(hears=True))
+        stream.command(GateVerb.CLOSE, 1)
+        assert broker.answer_to(1) == "closed"
+        so_far = len(broker.words())
+        for number in range(2, 12):  # for as long as several pulses would take
+            threading.Event().wait(limits.PULSE_S)
+            stream.command(GateVerb.CLOSE, number)
+            assert broker.answer_to(number) == "closed"
+        assert len(broker.words()) <= so_far + 1, "the one that was under way"
+        stream.break_off()
+        broker.stream("gate", 2)
+        broker.wait_for(lambda: len(broker.words()) >= so_far + 3)  # this one has not said so

@@ -1,6 +1,7 @@
 """Reading the simulated devices: the `Monitor` of the simulated host."""
 
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -17,13 +18,21 @@ from provisioner.gpu.interface import (
     GPUErrorCode,
     ProcessUse,
 )
-from provisioner.gpu.simulated.processes import WORK, current_key, reap, settle_if_abandoned, swapping, users_of
+from provisioner.gpu.simulated.processes import (
+    WORK,
+    Process,
+    current_key,
+    reap,
+    settle_if_abandoned,
+    swapping,
+    users_of,
+)
 from provisioner.gpu.simulated.store import MIB, SimulatedHostError, Store
 
 __all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
 
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work has begun the next one by then
-_REAP_S: Final = 1.0
+_REAP_S: Final = 10.0
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
 
@@ -84,7 +93,9 @@ class SimulatedMonitor:
         worked_us = {}
         for process in translated(lambda: users_of(self._store, device_id)):
             with suppress(FileNotFoundError):  # it ended
-                until_us = (self._store.process_folder(process.key) / WORK).stat().st_mtime_ns // 1000
+                # Every second, of many processes: without a Path for each.
+                work = os.stat(f"{self._store.memory}/{process.key}/{WORK}")  # noqa: PTH116
+                until_us = work.st_mtime_ns // 1000
                 if until_us > since_us:
                     worked_us[process.pid] = min(until_us, now_us)
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
@@ -107,28 +118,33 @@ class SimulatedMonitor:
         self._store.close()
 
     def _use(self, device_id: str) -> DeviceUse:
-        found = [device for device in self._store.devices() if device.device_id == device_id]
+        found = self._store.query("SELECT lost FROM devices WHERE id=?", device_id)
         if not found:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
-        if found[0].lost:
+        if found[0][0]:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")
-        self._reap(device_id)
-        for process in swapping(self._store):
-            settle_if_abandoned(self._store, process.key)
         holding = users_of(self._store, device_id)
+        reaped = self._reap(holding)
+        abandoned = swapping(self._store)
+        for process in abandoned:
+            settle_if_abandoned(self._store, process.key)
+        if reaped or abandoned:
+            holding = users_of(self._store, device_id)
         return DeviceUse(
             device_id=device_id,
             used_mib=_mib(sum(process.n_bytes for process in holding)),
             processes=tuple(ProcessUse(pid=process.pid, used_mib=_mib(process.n_bytes)) for process in holding),
         )
 
-    def _reap(self, device_id: str) -> None:
-        """Give back what the dead hold on this device; what they hold elsewhere, once a second: devices are read one after another."""
+    def _reap(self, holding: list[Process]) -> bool:
+        """Give back what the dead hold if one of these is dead; now and then whoever is. Returns whether anybody was looked for."""
         now_s = time.monotonic()
-        holding = users_of(self._store, device_id)
-        if now_s - self._reaped_s >= _REAP_S or any(current_key(process.pid) != process.key for process in holding):
+        due = now_s - self._reaped_s >= _REAP_S
+        if due or any(current_key(process.pid) != process.key for process in holding):
             self._reaped_s = now_s
             reap(self._store)
+            return True
+        return False
 
 
 def _mib(n_bytes: int) -> int:

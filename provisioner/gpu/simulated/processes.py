@@ -53,6 +53,7 @@ CLOSED: Final = b"C"  # locked or anything beyond, failed included: held calls l
 ON_DEVICE: Final = "((device=?1 AND phase IN ('device', 'saving')) OR (target=?1 AND phase='restoring'))"
 
 _POLL_S: Final = 0.002
+_STAT_BYTES: Final = 4096  # more than /proc ever says of a process
 _boot = ""
 
 
@@ -86,7 +87,7 @@ def current_key(pid: int) -> str | None:
     if not _boot:
         _boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
     try:
-        raw = Path(f"/proc/{pid}/stat").read_bytes()
+        raw = _read(f"/proc/{pid}/stat")
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = raw[raw.rindex(b")") + 1 :].split()
@@ -94,6 +95,15 @@ def current_key(pid: int) -> str | None:
     if fields[0] in (b"Z", b"X", b"x") and int(fields[17]) <= 1:
         return None
     return f"{pid}-{int(fields[19])}-{_boot}"
+
+
+def _read(path: str) -> bytes:
+    """Read a short file of /proc with no more steps than that takes: every process's is read again and again."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, _STAT_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def find_process(store: Store, key: str) -> Process | None:
