@@ -42,7 +42,8 @@ class Accounts:
         self._is_fair = is_fair
         self.owners: dict[tuple[str, str], Account] = {}
         self.groups: dict[tuple[str, str], Account] = {}
-        self.priorities: dict[str, dict[int, int]] = {}  # by pool: how many leases have each
+        self.lowest_priority: dict[str, int] = {}  # by pool, of its leases
+        self._priorities: dict[str, dict[int, int]] = {}  # by pool: how many leases have each
         self.promised_mib: dict[str, int] = {}  # by pool: what was guaranteed
         self._contending: dict[str, dict[str, Account]] = {}  # by pool, then owner
         self._floors: dict[str, int] = {}  # by pool: virtual time that nobody who comes back is below
@@ -77,8 +78,9 @@ class Accounts:
         for account in self._both(spec):
             account.leases += 1
         self.owners[key].weight = max(1, spec.owner_weight)
-        counts = self.priorities.setdefault(spec.pool, {})
+        counts = self._priorities.setdefault(spec.pool, {})
         counts[spec.priority] = counts.get(spec.priority, 0) + 1
+        self.lowest_priority[spec.pool] = min(counts)
         self._promise(spec, 1)
 
     def close(self, lease: Lease, now_ms: int) -> None:
@@ -89,12 +91,14 @@ class Accounts:
             account.leases -= 1
         if spec.group and not self.groups[spec.pool, spec.group].leases:
             del self.groups[spec.pool, spec.group]
-        counts = self.priorities[spec.pool]
+        counts = self._priorities[spec.pool]
         counts[spec.priority] -= 1
         if not counts[spec.priority]:
             del counts[spec.priority]
-        if not counts:
-            del self.priorities[spec.pool]
+        if counts:
+            self.lowest_priority[spec.pool] = min(counts)
+        else:
+            del self._priorities[spec.pool], self.lowest_priority[spec.pool]
         key = (spec.pool, spec.owner)
         account = self.owners[key]
         if not account.leases:

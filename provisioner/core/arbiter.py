@@ -95,6 +95,7 @@ class Arbiter:
         self._answers = Answers(self._changes, self._lifecycle, self._serving.resizing)
         self._wake_ms: int | None = None
         self._check = check
+        self._reflected = True
         self._events = 0  # so many were handled, and reflected on: what was seen before is out of date
 
     # -- what others may read -----------------------------------------------------------------------------------------
@@ -163,6 +164,7 @@ class Arbiter:
     def handle(self, event: Event) -> list[Effect]:
         """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for what can be no event."""
         self.reflect()
+        self._reflected = False
         self._events += 1
         changes = self._changes
         changes.now_ms = max(changes.now_ms, event.at_ms)
@@ -178,12 +180,15 @@ class Arbiter:
         return changes.take_effects()
 
     def reflect(self) -> None:
-        """Learn from the last event, and foresee the waits that began in it.
+        """Learn from the last event, foresee the waits that began in it, and prepare for the next.
 
         Nothing of it changes what that event decided, so it is for after its effects are on their way; the next `handle` does it first
         where nobody has. Decisions are the same either way.
         """
-        self._events += self._changes.foresight.reflect()
+        if not self._reflected:
+            self._reflected = True
+            self._events += self._changes.foresight.reflect()
+            self._serving.reflect()
 
     def _set_wake(self, *, anew: bool) -> None:
         """A tick uses the alarm up, however early it came."""

@@ -27,16 +27,20 @@ def explain(books: Books, lease: Lease, ticket: Ticket) -> Wait:
 
 def destinations(books: Books, lease: Lease) -> tuple[str, ...]:
     """Return the devices on which its ticket can be served: the same for all in one bucket, but for those that grow where they are."""
+    bucket = lease.bucket
+    if bucket is not None and bucket.devices is not None:
+        return bucket.devices
     if lease.grows:
         there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
         admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
         return lease.device_ids if admits else ()
-    if lease.bucket is None:
+    if bucket is None:
         return candidates(books, books.policy(lease), lease)
-    key = (lease.bucket.key.pool, lease.bucket.key.where)
+    key = (bucket.key.pool, bucket.key.where)
     known = books.destinations.get(key)
     if known is None:
         known = books.destinations[key] = candidates(books, books.policy(lease), lease)
+    bucket.devices = known
     return known
 
 
@@ -61,15 +65,21 @@ def cause(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> 
     """Return the code of the reason why a ticket that fits nowhere, and that nobody idle can make room for, waits."""
     if not devices:
         return _nowhere(books, lease)
-    there = [books.devices[device_id] for device_id in devices]
-    free = sum(device.free_mib >= need_mib for device in there)
-    if free >= lease.count:
+    free = possible = strangers = working = 0
+    for device_id in devices:
+        device = books.devices[device_id]
+        free += device.free_mib >= need_mib
+        possible += device.roomiest_mib >= need_mib
+        strangers += device.stranger_mib > 0
+        working += device.footing_count[Footing.WORKING]
+    count = lease.count
+    if free >= count:
         return "wait.older-ticket"
-    if sum(device.roomiest_mib >= need_mib for device in there) < lease.count:
-        return "wait.stranger" if any(device.stranger_mib for device in there) else "wait.too-large"
-    if any(device.footing_count[Footing.WORKING] for device in there):
+    if possible < count:
+        return "wait.stranger" if strangers else "wait.too-large"
+    if working:
         return "wait.busy-neighbour"
-    holders = [other for device in there for other in device.holders.values()]
+    holders = [other for device_id in devices for other in books.devices[device_id].holders.values()]
     if holders and all(other.staying for other in holders):
         return "wait.cannot-be-suspended"
     return "wait.unwilling-neighbour"
@@ -88,11 +98,11 @@ def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Wa
     reason, need = cause(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
-    there = [books.devices[device_id] for device_id in devices]
-    free_mib = max((device.free_mib for device in there), default=0)
+    free_mib = max([books.devices[device_id].free_mib for device_id in devices], default=0)
     short = f"{need} are needed, {format_memory(max(0, free_mib))} are free on the roomiest device"
-    holders = list(dict.fromkeys(other for device in there for other in device.holders.values() if other is not lease))
-    blockers = tuple(other.lease_id for other in holders)
+    holders = {other: None for device_id in devices for other in books.devices[device_id].holders.values()}
+    holders.pop(lease, None)
+    blockers = tuple([other.lease_id for other in holders])
     match reason:
         case "wait.no-pool":
             sentence = f"pool {lease.spec.pool!r} is not configured any more: ask the administrator"
@@ -108,11 +118,11 @@ def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Wa
         case "wait.too-large":
             sentence, blockers = f"{need} are needed, more than any device that this kernel may use has", ()
         case "wait.busy-neighbour":
-            blockers = tuple(other.lease_id for other in holders if other.busy)
+            blockers = tuple([other.lease_id for other in holders if other.busy])
             kernels = "1 kernel is" if len(blockers) == 1 else f"{len(blockers)} kernels are"
             sentence = f"{short}; {kernels} running a cell"
         case "wait.cannot-be-suspended":
-            stays = holders[0].stays if holders else ""
+            stays = next((other.stays for other in holders), "")
             sentence = f"{short}; the kernels there cannot be suspended ({stays}): it waits until one ends"
         case _:
             sentence = f"{short}; the kernels there are idle but cannot be suspended just now"

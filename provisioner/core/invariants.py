@@ -1,7 +1,9 @@
 """What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
 
 from provisioner.core.model import HOLDING, LeaseState, ReserveBy
-from provisioner.core.state import Books, Lease, Operation
+from provisioner.core.ranking import device_willing_from_ms
+from provisioner.core.scheduling import candidates
+from provisioner.core.state import Books, Device, Lease, Operation
 
 __all__ = ["InvariantError", "check_devices", "validate"]
 
@@ -35,6 +37,7 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 def validate(books: Books, operations: dict[int, Operation]) -> None:
     """Check the whole state. Raises InvariantError."""
     broken = [*_totals(books), *_leases(books), *_queue(books), *_moves(books), *_operations(books, operations)]
+    broken += [*_kept_ready(books), *(line for device in books.devices.values() for line in _ranks(books, device))]
     if broken:
         raise InvariantError("; ".join(broken))
 
@@ -137,6 +140,38 @@ def _moves(books: Books) -> list[str]:
                 f"lease {lease.lease_id} ({lease.state}) is on its way to {lease.target_ids} and waits for nothing"
             )
     return broken
+
+
+def _kept_ready(books: Books) -> list[str]:
+    """What is worked out once and kept says the same as if it were worked out now."""
+    broken = []
+    for bucket in books.queue.buckets.values():
+        for lease in bucket.members if bucket.devices is not None else ():
+            now = candidates(books, books.policy(lease), lease)
+            if now != bucket.devices:
+                broken.append(f"lease {lease.lease_id} may go to {now}, its bucket says {bucket.devices}")
+    lowest: dict[str, int] = {}
+    for lease in books.leases.values():
+        lowest[lease.spec.pool] = min(lease.spec.priority, lowest.get(lease.spec.pool, lease.spec.priority))
+    if lowest != books.accounts.lowest_priority:
+        broken.append(f"the lowest priorities are {lowest}, not {books.accounts.lowest_priority}")
+    return broken
+
+
+def _ranks(books: Books, device: Device) -> list[str]:
+    ranks, broken = device.ranks, []
+    if ranks is None:
+        return []
+    ranked = {lease_id for *_, lease_id, _ in ranks.ranked}
+    for lease_id, lease in device.holders.items():
+        if lease_id in ranks.stale:
+            continue
+        from_ms = device_willing_from_ms(books, device, lease)
+        kept_ms = 0 if lease_id in ranked else ranks.later[lease_id][0] if lease_id in ranks.later else None
+        if kept_ms != from_ms and (kept_ms is None or from_ms is None or max(kept_ms, from_ms) > books.now_ms):
+            broken.append(f"lease {lease_id} may be suspended from {from_ms}, it was ranked for {kept_ms}")
+    strangers = {*ranked, *ranks.later} - {*device.holders, *ranks.stale}
+    return broken + [f"lease {lease_id} is ranked on a device where it is not" for lease_id in sorted(strangers)]
 
 
 def _may_wait(lease: Lease) -> bool:

@@ -74,7 +74,8 @@ class Pass:
             if cursor >= len(bucket.members):
                 continue
             lease = bucket.members[cursor]
-            self._note_turn(bucket, lease)
+            if bucket.key.fair:
+                self._by_share.append((self._turn_now[:_BEFORE_SHARES], lease))
             goes_on = lease.lease_id in self._visited or self._visit(bucket, lease)
             if not self._anew:
                 self._visited.add(lease.lease_id)
@@ -87,16 +88,15 @@ class Pass:
                 bucket.closed = self._books.passes
             elif cursor < len(bucket.members):
                 heappush(turns, (self._turn(bucket, bucket.members[cursor]), cursor, bucket))
+        self._rebucket_overdue()
+        self._hint_crossing()
+        self._tell_fresh()
+
+    def _rebucket_overdue(self) -> None:
         for lease in self._overdue.values():
             self._queue.rebucket(lease)
             if lease.bucket is not None:
                 self._stays(lease, _ticket(lease), destinations(self._books, lease))
-        self._hint_crossing()
-        self._tell_fresh()
-
-    def _note_turn(self, bucket: Bucket, lease: Lease) -> None:
-        if bucket.key.fair:
-            self._by_share.append((self._turn_now[:_BEFORE_SHARES], lease))
 
     def _hint_crossing(self) -> None:
         """Whoever goes first by virtual time keeps that only until the next one has had less; then somebody else may fit."""
@@ -161,7 +161,7 @@ class Pass:
         if over is not None:
             self._within_limits(bucket, lease, over)
             return False
-        if key.paused or key.need_mib >= self._hopeless.get(key.family, key.need_mib + 1):
+        if key.paused or key.need_mib >= self._hopeless.get(bucket.family, key.need_mib + 1):
             return self._stays(lease, ticket, devices)
         full = not self._room.any_free(devices)
         chosen = self._pick(lease, devices, key.need_mib) if not full or not key.need_mib else None
@@ -189,7 +189,7 @@ class Pass:
             return True
         if ticket.grow is not None and self._moving.to_grow(lease, ticket.grow):
             return True
-        self._hopeless[key.family] = key.need_mib
+        self._hopeless[bucket.family] = key.need_mib
         if plan is not None:
             bucket.wait, bucket.passes = plan, self._books.passes
         self._say(lease, plan, devices)

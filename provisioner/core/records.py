@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, Span
 
-__all__ = ["Account", "Bucket", "Device", "Footing", "Key", "Lease", "Operation", "Ticket", "Wait"]
+__all__ = ["Account", "Bucket", "Device", "Footing", "Key", "Lease", "Operation", "Ranks", "Ticket", "Wait"]
+
+
+_MUCH_STALE = 8  # changes on a device beyond one for everybody there: it is cheaper to begin anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +82,24 @@ class Key(NamedTuple):
     paused: bool  # a resume that could not start is not tried again yet
     targets: tuple[str, ...]  # they are being moved, and their room is kept there
 
-    @property
-    def family(self) -> tuple[object, ...]:
-        """The same for other needs: what is too much for one is too much for a larger one."""
-        return self[:7]
-
 
 @dataclass(slots=True, eq=False)
 class Bucket:
     """Tickets with the same need, which the same devices can serve: where one of them fits nowhere, none behind it does."""
 
     key: Key
+    family: tuple[object, ...] = field(
+        init=False
+    )  # its key but for the need: what is too much for one is too much for a larger one
+    devices: tuple[str, ...] | None = None  # that can serve all of them (`explaining`), until a device or pool changes
     members: list["Lease"] = field(default_factory=list)  # by their share of their owner's, then in the order of asking
     wait: Wait | None = None  # why all of them wait, where the last pass found a reason of its own
     passes: int = 0  # which pass that was
     closed: int = 0  # the last pass that found nothing for whoever was looked at, nor for those behind
+
+    def __post_init__(self) -> None:
+        """Take over what never changes."""
+        self.family = self.key[:7]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -165,7 +171,7 @@ class Lease:
     footing: Footing = Footing.NONE  # as its devices have it in their sums
     footing_mib: int = 0
     footing_ids: tuple[str, ...] = ()
-    cost: int = 0  # of suspending it (`victims`)
+    cost: int = 0  # of suspending it (`ranking`)
     cost_until_ms: int = 0  # it is to be worked out anew then
     due_ms: int | None = None  # when time alone changes something for it (see `deadlines`)
     view: LeaseView | None = None  # what others saw of it last,
@@ -230,7 +236,21 @@ class Lease:
     @property
     def host_need_mib(self) -> int:
         """What must be reserved on the host before it is suspended."""
-        return max(self.held_mib * len(self.device_ids), self.used_mib)
+        held_mib = self.held_mib * len(self.device_ids)
+        return held_mib if held_mib > self.used_mib else self.used_mib  # noqa: FURB136 - asked for every candidate
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Ranks:
+    """Who may be suspended on a device, cheapest first, as it was found (`ranking`); `stale` is looked at again."""
+
+    stale: dict[str, Lease]  # who changed since
+    costs_until_ms: int = 0  # then the first of their costs is out of date
+    ranked: list[tuple[int, int, str, Lease]] = field(default_factory=list)
+    willing: list[Lease] = field(default_factory=list)  # the same
+    later: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when time alone makes somebody else willing
+    soonest_ms: int | None = None  # the first of these moments
+    asked_ms: int = 0  # when somebody asked last
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -247,12 +267,17 @@ class Device:
     holders: dict[str, Lease] = field(default_factory=dict)
     footing_mib: list[int] = field(default_factory=lambda: [0] * len(Footing))  # by `Footing`
     footing_count: list[int] = field(default_factory=lambda: [0] * len(Footing))
-    willing: list[Lease] | None = None  # who may be suspended there (`victims`), until somebody there changes
-    willing_until_ms: int = 0  # or time passes
-    unwilling_until_ms: int | None = None  # then time makes somebody else willing
+    ranks: Ranks | None = None  # who may be suspended there, if somebody has asked
 
     free_mib: int = 0  # what is left for leases; negative when over-committed, nothing when lost
     roomiest_mib: int = 0  # what one lease could have if no other were there
+
+    def note(self, lease: Lease) -> None:
+        """Somebody who is, or was, on the device changed: whether it may be suspended is to be looked at again."""
+        if self.ranks is not None:
+            self.ranks.stale[lease.lease_id] = lease
+            if len(self.ranks.stale) > _MUCH_STALE + len(self.holders):  # nobody has asked for long
+                self.ranks = None
 
     def renew(self) -> None:
         """Work out what is left: the device itself, or what is reserved on it, changed."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from provisioner.core.model import LeaseState
+from provisioner.core.ranking import cost
 from provisioner.core.records import Device, Footing, Wait
 from provisioner.core.state import Books, Lease
 from provisioner.core.units import format_memory
@@ -38,9 +39,8 @@ class _Spot:
         self.kept_mib = 0
         self.coming_mib = 0  # beside what is leaving by the books
         self.planned_mib = 0  # held by idle leases that are to leave
-        self.free_mib = 0
-        self.total_mib = 0
-        self.renew()
+        self.free_mib = device.free_mib
+        self.total_mib = device.free_mib + device.footing_mib[Footing.LEAVING]
 
     def renew(self) -> None:
         """Work the sums out."""
@@ -158,11 +158,14 @@ class Room:
     ) -> Plan | Wait | None:
         """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case."""
         plans: dict[str, tuple[Lease, ...]] = {}
-        host_mib = self._host_left_mib - sum(victim.host_need_mib for victim in also)
-        for short_mib, device_id in self._shortages(lease, devices, need_mib, also):
+        busy, host_mib = self._victims.takes_busy(lease), self._host_left_mib
+        for victim in also:
+            host_mib -= victim.host_need_mib
+        for short_mib, device_id in self._shortages(devices, need_mib, also, busy=busy):
             if len(plans) >= count + _ENOUGH:
                 break
-            victims = self._victims.choose(device_id, short_mib, lease, self.planned, also, host_mib=host_mib)
+            taken = self.planned
+            victims = self._victims.choose(device_id, short_mib, lease, taken, also, busy=busy, host_mib=host_mib)
             if victims is not None:
                 plans[device_id] = victims
         short_of_host: Wait | None = None
@@ -172,7 +175,7 @@ class Room:
             chosen = self._cheapest(plans, count, home)
             if chosen is None:
                 return short_of_host
-            victims = tuple(dict.fromkeys([*also, *(victim for device_id in chosen for victim in plans[device_id])]))
+            victims = tuple(dict.fromkeys([*also, *[victim for device_id in chosen for victim in plans[device_id]]]))
             short_of_host = self.short_of_host(Plan(chosen, victims))
             if short_of_host is None:
                 return Plan(chosen, victims)
@@ -180,10 +183,10 @@ class Room:
         return short_of_host
 
     def _shortages(
-        self, lease: Lease, devices: Sequence[str], need_mib: int, also: tuple[Lease, ...]
+        self, devices: Sequence[str], need_mib: int, also: tuple[Lease, ...], *, busy: bool
     ) -> list[tuple[int, str]]:
         """Return what is lacking where there is hope, least first."""
-        busy, found = self._victims.takes_busy(lease), []
+        found = []
         for device_id in devices:
             spot = self._spots[device_id]
             if spot.most_mib(busy=busy) < need_mib or spot.device.roomiest_mib < need_mib:
@@ -197,20 +200,23 @@ class Room:
     def _cheapest(
         self, plans: dict[str, tuple[Lease, ...]], count: int, home: tuple[str, ...]
     ) -> tuple[str, ...] | None:
-        def swaps(device_id: str) -> int:
-            return sum(map(self._victims.cost, plans[device_id]))
-
-        def cost(device_id: str) -> tuple[int, int, int, int]:
-            victims = plans[device_id]
-            busy = sum(victim.busy for victim in victims)
-            latest = max((victim.last_active_ms for victim in victims), default=0)
-            return (busy, swaps(device_id), len(victims), latest)
-
-        if count == 1:
-            return (next(iter(plans)) if len(plans) == 1 else min(plans, key=cost),)
-        if home:  # all of them or none, whatever kind they are
+        if count == 1 and len(plans) == 1:
+            return tuple(plans)
+        if home and count > 1:  # all of them or none, whatever kind they are
             return home if all(device_id in plans for device_id in home) else None
-        return self._alike(plans, count, lambda device_id: swaps(device_id) + len(plans[device_id]))
+        costs = {device_id: self._cost(victims) for device_id, victims in plans.items()}
+        if count == 1:
+            return (min(costs, key=costs.__getitem__),)
+        return self._alike(plans, count, lambda device_id: costs[device_id][1] + costs[device_id][2])
+
+    def _cost(self, victims: tuple[Lease, ...]) -> tuple[int, int, int, int]:
+        """Return how many of them are busy, what their swaps cost, how many they are, and when one of them was active last."""
+        busy = swaps = latest_ms = 0
+        for victim in victims:
+            busy += victim.busy
+            swaps += cost(self._books, victim)
+            latest_ms = max(latest_ms, victim.last_active_ms)
+        return (busy, swaps, len(victims), latest_ms)
 
     @property
     def _host_left_mib(self) -> int:

@@ -13,6 +13,7 @@ from provisioner.core.model import LeaseState
 from provisioner.core.moving_asked import move
 from provisioner.core.passing import Pass
 from provisioner.core.pins import Pins
+from provisioner.core.ranking import prepare
 from provisioner.core.records import Wait
 from provisioner.core.relief import Relief
 from provisioner.core.resizing import Resizing
@@ -53,6 +54,11 @@ class Serving:
         if self._suspend_idle():
             self._serve_tickets()
         self._deadlines.renew(at_end=True)
+
+    def reflect(self) -> None:
+        """Prepare for the next decision."""
+        if self._books.waiting:
+            prepare(self._books)
 
     def _serve_tickets(self) -> None:
         self._hint_ms = None

@@ -143,7 +143,7 @@ class Books:
         for device_id in lease.footing_ids:
             device = self.devices.get(device_id)
             if device is not None:
-                device.willing = None
+                device.note(lease)
 
     def renew(self, lease: Lease) -> None:
         """Bring every total and index up to date with the lease."""
@@ -167,7 +167,6 @@ class Books:
         device = self.devices.get(device_id)
         if device is None:
             return
-        device.willing = None
         mib = sign * lease.footing_mib
         device.reserved_mib += mib
         device.footing_mib[lease.footing] += mib
@@ -177,6 +176,7 @@ class Books:
             device.renew()
         if sign > 0:
             device.holders[lease.lease_id] = lease
+            device.note(lease)
         else:
             device.holders.pop(lease.lease_id, None)
 
@@ -213,8 +213,10 @@ class Books:
     def touch_all(self) -> None:
         """A device or pool changed, which may concern every lease."""
         self.destinations.clear()
+        for bucket in self.queue.buckets.values():
+            bucket.devices = None
         for device in self.devices.values():
-            device.willing = None
+            device.ranks = None
             device.renew()
         self.touched.update(self.leases)
 
@@ -229,11 +231,13 @@ class Books:
 
     def policy(self, lease: Lease) -> PoolSpec:
         """Return the pool's policy; for a lease whose pool is not configured (any more) the usual one, without devices."""
-        name = lease.spec.pool
-        pool = self.pools.get(name) or self._gone_pools.get(name)
-        if pool is None:
-            pool = self._gone_pools[name] = PoolSpec(name=name, devices=())
-        return pool
+        pool = self.pools.get(lease.spec.pool)
+        return self._gone_pool(lease.spec.pool) if pool is None else pool
+
+    def _gone_pool(self, name: str) -> PoolSpec:
+        if name not in self._gone_pools:
+            self._gone_pools[name] = PoolSpec(name=name, devices=())
+        return self._gone_pools[name]
 
     def is_fair(self, lease: Lease) -> bool:
         """Whether the lease's pool shares by virtual time."""

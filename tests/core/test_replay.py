@@ -39,3 +39,12 @@ def test_checks_change_no_decision() -> None:
     world = simulate(6)
     unchecked = Arbiter(check=False)
     assert [effect for event in world.log for effect in unchecked.handle(event)] == world.made
+
+
+def test_reflecting_between_events_changes_no_decision() -> None:
+    world = simulate(7)
+    reflecting, made = Arbiter(), []
+    for event in world.log:
+        made += reflecting.handle(event)
+        reflecting.reflect()
+    assert made == world.made

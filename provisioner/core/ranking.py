@@ -1,0 +1,95 @@
+"""Who may be suspended on a device, cheapest first: kept between decisions, and looked at again only where something changed.
+
+What suspending one costs is the time that its swap takes, dearer where it takes much of the host memory that is left, against the time
+until it is expected to run something again. Costs that are about the same count as the same: then the least recently used goes.
+"""
+
+from provisioner.core.fairness import swap_ms
+from provisioner.core.records import Device, Footing, Lease, Ranks
+from provisioner.core.scheduling import is_lost, willing_from_ms
+from provisioner.core.state import Books
+
+__all__ = ["cost", "device_willing_from_ms", "prepare", "ranks"]
+
+_COST_HOLDS_MS = 5_000  # so long a cost that was worked out is good enough
+_RENEWED_AHEAD_MS = 1_000  # between decisions, so much before
+_KEPT_MS = 10_000  # so long after somebody asked, what was found for a device is kept up to date
+
+
+def cost(books: Books, lease: Lease) -> int:
+    """What suspending the lease costs, in steps of about a third."""
+    if lease.cost_until_ms <= books.now_ms:
+        lease.cost, lease.cost_until_ms = _step(_cost(books, lease)), books.now_ms + _COST_HOLDS_MS
+    return lease.cost
+
+
+def _cost(books: Books, lease: Lease) -> int:
+    need_mib = lease.host_need_mib
+    dear_milli = 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib)
+    gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
+    return swap_ms(books, lease) * min(dear_milli, 10_000) * 1000 // max(1, gap_ms)
+
+
+def _step(cost: int) -> int:
+    """Return a number that is the same for costs within about a third of each other."""
+    bits = cost.bit_length()
+    return 2 * bits + (cost >> (bits - 2) & 1) if bits > 1 else bits
+
+
+def ranks(books: Books, device: Device) -> Ranks:
+    """Return who is idle on the device and may be suspended now; some may have begun to leave since."""
+    found, now_ms = device.ranks, books.now_ms
+    if found is None:
+        found = device.ranks = Ranks(stale=dict(device.holders))
+    if found.stale or now_ms >= found.costs_until_ms or (found.soonest_ms is not None and now_ms >= found.soonest_ms):
+        _renew(books, device, found)
+    found.asked_ms = now_ms
+    return found
+
+
+def prepare(books: Books) -> None:
+    """Between two decisions: look at whoever changed on devices that were asked about lately, before somebody asks again."""
+    now_ms = books.now_ms
+    for device in books.devices.values():
+        found = device.ranks
+        if found is None:
+            continue
+        if found.asked_ms + _KEPT_MS < now_ms:
+            device.ranks = None
+        elif found.stale or found.costs_until_ms <= now_ms + _RENEWED_AHEAD_MS:
+            _renew(books, device, found, _RENEWED_AHEAD_MS)
+
+
+def _renew(books: Books, device: Device, found: Ranks, ahead_ms: int = 0) -> None:
+    """Put whoever changed, or whose time has come, where it belongs now."""
+    now_ms, stale, later, ranked = books.now_ms, found.stale, found.later, []
+    for one in found.ranked:
+        lease = one[3]
+        if lease.cost_until_ms <= now_ms + ahead_ms:
+            lease.cost_until_ms = 0
+            stale[lease.lease_id] = lease
+        elif lease.lease_id not in stale:
+            ranked.append(one)
+    if later:
+        stale.update([(lease_id, lease) for lease_id, (at_ms, lease) in later.items() if at_ms <= now_ms])
+    for lease_id, lease in stale.items():
+        later.pop(lease_id, None)
+        from_ms = device_willing_from_ms(books, device, lease)
+        if from_ms is not None and from_ms <= now_ms:
+            ranked.append((cost(books, lease), lease.last_active_ms, lease_id, lease))
+        elif from_ms is not None:
+            later[lease_id] = from_ms, lease
+    ranked.sort()  # no two have the same id, so leases are not compared
+    found.ranked, found.willing = ranked, [one[3] for one in ranked]
+    found.soonest_ms = min([at_ms for at_ms, _ in later.values()], default=None)
+    found.costs_until_ms = min([one[3].cost_until_ms for one in ranked], default=now_ms + _COST_HOLDS_MS)
+    stale.clear()
+
+
+def device_willing_from_ms(books: Books, device: Device, lease: Lease) -> int | None:
+    """Return when a lease may be suspended that stands on the device; None while it does not, is busy, or cannot be saved."""
+    if lease.footing is not Footing.RESTING or device.lost or lease.lease_id not in device.holders:
+        return None
+    if len(lease.device_ids) > 1 and is_lost(books, lease):
+        return None
+    return willing_from_ms(books.policy(lease), lease)
