@@ -26,6 +26,16 @@ class Touching:
 touching = Touching()
 """
 
+# A thread that keeps the GIL, as one that is blocked in CUDA may: the kernel can neither say so nor do anything else.
+STUCK = """
+import ctypes, os, threading, time
+def be_stuck():
+    while not os.path.exists("stuck"):
+        time.sleep(0.01)
+    ctypes.PyDLL(None).system(b"while [ -e stuck ]; do sleep 0.05; done")
+threading.Thread(target=be_stuck, daemon=True).start()
+"""
+
 
 def two_kernels(world: World, server: Server, mib: int = 16) -> tuple[Notebook, Notebook]:
     """Two kernels that do not fit together, of which the first was suspended for the second."""
@@ -205,6 +215,19 @@ def test_a_suspended_kernel_may_fork(world: World, server: Server) -> None:
     assert world.lease(first.kernel_id).state == "suspended"
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"
+
+
+def test_a_suspended_kernel_whose_python_is_stuck_gets_its_memory_back(world: World, server: Server) -> None:
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    notebook.must(fill(1, 16) + STUCK)
+    with world.client() as client:
+        client.suspend(world.lease(notebook.kernel_id).lease_id)
+    stuck = world.notebooks / "stuck"
+    stuck.touch()
+    world.await_state(notebook.kernel_id, "resident")
+    stuck.unlink()
+    assert notebook.must(CHECK).text == "intact\n"
 
 
 def test_turns_leave_nothing_behind_in_kernels_and_broker(world: World, server: Server) -> None:
