@@ -352,6 +352,10 @@ class Broker:
         kernel.wanted_by_broker = True
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
+    def end_operation(self, lease_id: str, operation_id: int, outcome: str) -> None:
+        """Write down how an earlier broker's operation ended. What cannot be written now is before the lease's next operation."""
+        self._operations.end(lease_id, operation_id, outcome)
+
     def save(self, kernel: Kernel, *, limit: bool = False) -> None:
         """Write the lease as it stands; with `limit`, tell the kernel its memory limit once that is on the disk."""
         kernel.save_due = False

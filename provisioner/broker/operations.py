@@ -3,7 +3,7 @@
 - Each begins with its intent in the ledger, and each is answered, whatever happens: an operation without an answer would hold the
   swap channel for ever.
 - An end that could not be written down (a full disk) is written before the lease's next beginning: the ledger has one open operation
-  a lease, and an old one would be in its way for ever. What could not be begun has no end.
+  a lease, and an old one would be in its way for ever. That goes for an earlier broker's, too. What could not be begun has no end.
 - An operation in hand is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
 """
 
@@ -69,6 +69,19 @@ class Operations:
             case LookAgain():
                 self._spawn(self._look_again(effect), self._looking)
 
+    def end(self, lease_id: str, operation_id: int, outcome: str) -> None:
+        """Write down how an operation ended; what cannot be written now is before the lease's next one. Returns at once."""
+        end = partial(self._writer.ledger.finish, operation_id, outcome, wall_ms())
+
+        def look(done: asyncio.Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, LedgerError) and not isinstance(error, RecordError):
+                kernels = self._kernels()
+                self._unwritten = {one: old for one, old in self._unwritten.items() if one in kernels}
+                self._unwritten[lease_id] = end
+
+        self._writer.submit(end).add_done_callback(look)
+
     async def close(self) -> None:
         """Finish what is in hand and drop the looks. Nothing may be started any more."""
         for task in self._looking:
@@ -111,7 +124,7 @@ class Operations:
                 )
             )
             if written:
-                self._finish(effect, outcome)
+                self.end(effect.lease_id, effect.operation_id, str(outcome))
             if (kernel := self._kernels().get(effect.lease_id)) is not None:
                 self._finished(kernel)  # it may have become busy meanwhile
 
@@ -146,7 +159,7 @@ class Operations:
                 )
             )
             if written:
-                self._finish(effect, outcome)
+                self.end(effect.lease_id, effect.operation_id, str(outcome))
 
     async def _look_again(self, effect: LookAgain) -> None:
         """Look until the truth is known or the lease has moved on."""
@@ -202,18 +215,6 @@ class Operations:
         pids = json.dumps([identity.to_dict() for identity in identities])
         step = partial(self._writer.ledger.step, operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib)
         await self._writer.run(step)
-
-    def _finish(self, effect: Suspend | Resume, outcome: str) -> None:
-        end = partial(self._writer.ledger.finish, effect.operation_id, str(outcome), wall_ms())
-
-        def look(done: asyncio.Future[None]) -> None:
-            error = None if done.cancelled() else done.exception()
-            if isinstance(error, LedgerError) and not isinstance(error, RecordError):
-                kernels = self._kernels()
-                self._unwritten = {lease_id: old for lease_id, old in self._unwritten.items() if lease_id in kernels}
-                self._unwritten[effect.lease_id] = end
-
-        self._writer.submit(end).add_done_callback(look)
 
 
 def _task_done(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:

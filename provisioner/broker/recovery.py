@@ -60,7 +60,7 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
         if identity is not None:
             _follow(broker, kernel, identity, record.connection)
         if operation is not None:
-            broker.writer.submit(partial(ledger.finish, operation.operation_id, f"found {state}", wall_ms()))
+            broker.end_operation(kernel.lease_id, operation.operation_id, f"found {state}")
         broker.save(kernel)
     log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
     for orphan in operations.values():

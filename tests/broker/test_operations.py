@@ -2,7 +2,7 @@
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,23 +25,12 @@ from provisioner.core.events import (
     TruthFound,
 )
 from provisioner.core.model import LeaseSpec, LeaseState, LeaseView
-from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import LeaseRecord, LedgerError
+from provisioner.ledger.records import LeaseRecord
+from tests.broker.disk import Disk
 
 LEASE = "lease-of-tests"
 DEVICE = "GPU-0"
 SPEC = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500, reserve_mib=500)
-
-
-class Disk(Ledger):
-    """A ledger whose disk can be full."""
-
-    full = False
-
-    def _write(self, statement: str, values: Mapping[str, Any] | tuple[Any, ...]) -> int:
-        if self.full:
-            raise LedgerError("the disk is full")
-        return super()._write(statement, values)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """A new broker believes the driver and /proc, not the ledger; what cannot be known is neither dead nor free."""
 
+import asyncio
 import errno
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -15,15 +16,16 @@ from provisioner.broker.broker import Broker, now_ms
 from provisioner.broker.recovery import recover
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
+from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured, Wanted
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from provisioner.gpu.interface import GPUErrorCode, Monitor, ProcessState
 from provisioner.host.tree import Snapshot
 from provisioner.host.tree import scan as real_scan
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, OperationRecord
+from tests.broker.disk import Disk
 from tests.broker.driver import DEVICE, OTHERS, Driver, swaps_of
-from tests.broker.live import started_for
+from tests.broker.live import DEADLINE_S, started_for
 
 LEASE = "lease-of-tests"
 S, L = ProcessState, LeaseState
@@ -46,10 +48,14 @@ def record_of(process: dict[str, Any] | None, state: LeaseState, **changes: Any)
 
 @asynccontextmanager
 async def recovered(
-    tmp_path: Path, driver: Driver, *records: LeaseRecord, operations: Sequence[OperationRecord] = ()
+    tmp_path: Path,
+    driver: Driver,
+    *records: LeaseRecord,
+    operations: Sequence[OperationRecord] = (),
+    full_disk: bool = False,
 ) -> AsyncIterator[Broker]:
-    """A new broker that finds this in its ledger."""
-    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    """A new broker that finds this in its ledger, and, with `full_disk`, can write nothing until it has found everything."""
+    ledger = Disk.open(tmp_path / "ledger.sqlite")
     for record in records:
         ledger.save_lease(record)
     for operation in operations:
@@ -60,7 +66,10 @@ async def recovered(
     broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=(DEVICE,))))
     broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
     try:
+        ledger.full = full_disk
         await recover(broker, swaps, ledger)
+        await asyncio.gather(broker.writer.flushed(), return_exceptions=True)
+        ledger.full = False
         yield broker
     finally:
         await broker.close()
@@ -150,6 +159,24 @@ async def test_an_operation_that_was_under_way_is_closed_with_what_was_found(tmp
             assert (view.state, view.saved_mib) == (L.SUSPENDED, 300)
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
         assert ledger.open_operations() == []
+
+
+async def test_a_lease_that_was_found_on_a_full_disk_comes_back_when_there_is_room_on_it(tmp_path: Path) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.CHECKPOINTED, 300)
+        operation = OperationRecord(
+            operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
+            begun_ms=1, pids="[]", saved_mib=300,
+        )  # fmt: skip
+        record = record_of(process, L.SUSPENDING)
+        async with recovered(tmp_path, driver, record, operations=[operation], full_disk=True) as broker:
+            broker.dispatch(Wanted(at_ms=now_ms(), lease_id=LEASE))
+            async with asyncio.timeout(DEADLINE_S):
+                while (view := broker.arbiter.lease(LEASE)) is None or view.state is not L.RESIDENT:
+                    await broker.stirred.wait()
+            await broker.writer.flushed()
+            assert broker.writer.ledger.open_operations() == []
 
 
 @pytest.mark.parametrize("quarantined", [False, True])
