@@ -98,7 +98,8 @@ class Administering:
     async def evict(self, kernel: Kernel, request: EvictRequest) -> None:
         """End the kernel's processes and its lease. Raises BadRequestError without `confirm`, ConflictError for what cannot be ended.
 
-        Cancelled: processes that were told to end do so, and the lease stays.
+        Jupyter may start the kernel again before its last process has ended: from the beginning on that one gets another lease,
+        and is none of those that are ended. Cancelled: processes that were told to end do so, and the lease stays.
         """
         if not request.confirm:
             raise BadRequestError(
@@ -106,8 +107,12 @@ class Administering:
                 reason="not-confirmed",
             )
         log.warning("lease %s: an administrator evicts it", kernel.lease_id[:8])
-        if kernel.identity is not None:
-            await self._end(kernel, kernel.identity)
+        kernel.evictions += 1
+        try:
+            if kernel.identity is not None:
+                await self._end(kernel, kernel.identity)
+        finally:
+            kernel.evictions -= 1
         self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     async def _end(self, kernel: Kernel, root: ProcessIdentity) -> None:

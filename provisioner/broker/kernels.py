@@ -51,6 +51,7 @@ class Kernel:
     working: bool = False  # they are, or nobody knows yet, though no cell runs
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     suspend_wishes: int = 0  # people who wait for its suspend
+    evictions: int = 0  # administrators who are ending it
     _pidfd: int | None = None
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 

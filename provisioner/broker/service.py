@@ -192,10 +192,11 @@ class Service:
     def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may steer it; `own` routes need the lease's token.
 
-        Raises NotFoundError, UnauthorizedError or ForbiddenError.
+        A lease that is being evicted is over for its own kernel. Raises NotFoundError, UnauthorizedError or ForbiddenError.
         """
         kernel = self.broker.kernels.get(lease_id)
-        if kernel is None or not self._may_see(peer, kernel):
+        evicted = kernel is not None and kernel.evictions > 0 and peer.token is not None
+        if kernel is None or evicted or not self._may_see(peer, kernel):
             raise NotFoundError(
                 f"there is no lease {lease_id[:MAX_NAME]!r} of yours; `jupyter gpu status` lists them",
                 reason="unknown-lease",

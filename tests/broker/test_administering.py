@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from provisioner.broker import administering
@@ -18,6 +19,14 @@ import signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-S", "-c", "open(0).read()"], stdin=subprocess.PIPE, start_new_session=True)
 print(child.pid, flush=True)
+open(0).read()
+"""
+
+# A kernel that says when it is asked to end, and ends when its input does.
+SLOW_TO_END = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+print("ready", flush=True)
 open(0).read()
 """
 
@@ -62,6 +71,28 @@ def test_one_that_does_not_listen_is_made_to_end_with_its_children(live: LiveBro
         client.evict(lease.lease_id, EvictRequest(confirm=True))
         assert kernel.wait() == -signal.SIGKILL
         assert _is_over(child)
+    assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404
+
+
+def test_a_kernel_that_is_started_again_while_it_is_evicted_does_not_get_the_lease_that_ends(live: LiveBroker) -> None:
+    lease = live.lease()
+    argv = [sys.executable, "-S", "-c", SLOW_TO_END]
+    environment = {"JUPYTER_GPU_LEASE": lease.lease_id}
+    with subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdin is not None
+        assert kernel.stdout is not None
+        assert kernel.stdout.readline() == b"ready\n"
+        attached(live, attach_fields(kernel.pid), lease.lease_id, lease.token)
+        with ThreadPoolExecutor(1) as administrator:
+            evicted = administrator.submit(live.call, "POST", f"/v1/leases/{lease.lease_id}/evict", {"confirm": True})
+            assert kernel.stdout.readline() == b"asked to end\n"
+            for method, what in (("GET", ""), ("POST", "/detach"), ("POST", "/attach")):
+                body = attach_fields(kernel.pid) if what == "/attach" else None
+                answer = live.call(method, f"/v1/leases/{lease.lease_id}{what}", body, token=lease.token)
+                assert (answer.status, answer.error["reason"]) == (404, "unknown-lease"), what
+            assert live.state(lease.lease_id) == "unarmed", "whoever has it evicted sees it until it is over"
+            kernel.stdin.close()
+            assert evicted.result().body == {"ok": True}
     assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404
 
 
