@@ -42,8 +42,8 @@ class KernelPorts:
     def __init__(self, log: "Logger | LoggerAdapter[Any]") -> None:
         self._log = log
         self._chosen: dict[str, int] = {}  # by the manager's names; known after `release` too, for a next start
-        self._held: dict[int, socket.socket | None] = {}  # None: the kernel that was found running listens there
-        weakref.finalize(self, _let_go, self._held)  # a server may forget a kernel that died without cleaning up
+        self._held: dict[int, socket.socket | None] = {}  # None: the kernel's, and to be held from its next launch on
+        weakref.finalize(self, _let_go, self._held)  # whoever forgets a kernel may not clean up
 
     def secure(self, manager: _Manager) -> bool:
         """Choose the manager's ports before a launch, and hold them; a port that it was given stays as it is.
@@ -71,6 +71,13 @@ class KernelPorts:
         self._chosen = {name: port for name in port_names if isinstance(port := connection.get(name), int)}
         self._held.update(dict.fromkeys(self._chosen.values()))
         LocalPortCache.instance().currently_used_ports.update(self._held)
+
+    def pause(self) -> None:
+        """Let them go until the next launch, if there is one, for which they are the same."""
+        for port, holder in self._held.items():
+            if holder is not None:
+                holder.close()
+                self._held[port] = None
 
     def release(self) -> None:
         """Let all of them go. May be called again."""

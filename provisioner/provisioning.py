@@ -108,6 +108,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._unblocking: threading.Thread | None = None
         self._record: KeptRecord | None = None
         self._ports = KernelPorts(self.log)
+        self._hears_of_death = False
 
     @default("default_pool")
     def _default_pool_default(self) -> str:
@@ -190,6 +191,13 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if lease is not None and self._server_keeps:
             await asyncio.to_thread(self._write_record, kwargs, connection)
         return connection
+
+    async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
+        """Hear of it when the manager starts the kernel no more: a server may then forget it without any `cleanup`."""
+        await super().post_launch(**kwargs)
+        if not self._hears_of_death and self.parent is not None:
+            self.parent.add_restart_callback(self._ports.pause, "dead")
+            self._hears_of_death = True
 
     async def send_signal(self, signum: int) -> None:
         """Signal the process group; an interrupt that has no effect because the GPU state is away brings that back."""

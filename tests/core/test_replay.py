@@ -42,7 +42,7 @@ def test_checks_change_no_decision() -> None:
 
 
 def test_reflecting_between_events_changes_no_decision() -> None:
-    world = simulate(7)
+    world = simulate(8)
     reflecting, made = Arbiter(), []
     for event in world.log:
         made += reflecting.handle(event)

@@ -1,5 +1,6 @@
 """A kernel's ports are its own from their choice to its end: nobody gets one while its process is not there, and then all are free."""
 
+import asyncio
 import gc
 import json
 import logging
@@ -100,6 +101,20 @@ async def test_a_kernel_that_dies_finds_its_ports_when_the_server_starts_it_agai
     assert manager.ports == ports
     assert await answers(manager)
     assert lines(thefts)[-1] == []
+    await manager.shutdown_kernel(now=True)
+    assert is_over(ports)
+
+
+async def test_a_kernel_that_is_started_no_more_lets_its_ports_go(robbed: str, broker: FakeBroker) -> None:
+    manager = await started(robbed)
+    ports = manager.ports
+    dead = asyncio.Event()
+    manager.add_restart_callback(dead.set, "dead")
+    assert manager.kernel_spec is not None
+    manager.kernel_spec.argv = ["/bin/false"]
+    os.kill(broker.leases["lease-1"].attach["pid"], signal.SIGKILL)
+    await dead.wait()
+    assert held_here(ports) == []  # the server forgets it now, and cleans nothing up
     await manager.shutdown_kernel(now=True)
     assert is_over(ports)
 
