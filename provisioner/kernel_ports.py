@@ -2,13 +2,13 @@
 
 jupyter_client asks the system for a free port, lets it go and hands the number to the kernel, which listens there a second later.
 Meanwhile any connection that any process opens may get the port, and so it may whenever the kernel's process is away, as at a restart
-(where the channels of its clients, which connect again and again, are the likeliest to get it): the kernel then ends with "Address
+(and its own clients, which try to connect again and again, are as good as anybody at getting it): the kernel then ends with "Address
 already in use". The more kernels a host has, the oftener it happens.
 
 So each port is bound here, with SO_REUSEADDR and without listening, for as long as the kernel lives, restarts included. On Linux
 
 - the system gives a bound port to nobody who asks for any port: neither to `connect` nor to `bind` with port 0, whatever their options;
-- a process that sets SO_REUSEADDR may listen on it. libzmq does so, as do the servers of Go, Java, .NET and Rust: without it no kernel
+- a process that sets SO_REUSEADDR may listen on it. libzmq does so, as do the servers of Go, Java and Rust: without it no kernel
   could be restarted on its ports, which Jupyter does;
 - whoever connects to it before the kernel listens is refused, as on a free port.
 
