@@ -55,6 +55,7 @@ _OF_A_LEASE = (
     "JUPYTER_GPU_SIMULATED_DIR",
     "JUPYTER_GPU_SIMULATED_DEVICE",
     "JUPYTER_GPU_DEVICE_MIB",
+    "JUPYTER_GPU_PRELOAD",
 )
 _PRELOAD = "LD_PRELOAD"
 _FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})

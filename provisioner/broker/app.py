@@ -25,6 +25,7 @@ from typing import TextIO
 
 from provisioner.broker.backend import BackendError, open_backend
 from provisioner.broker.run import Run, device_specs, is_service_socket
+from provisioner.broker.sharing import without_share
 from provisioner.client import BrokerClient
 from provisioner.config import ConfigError, load
 from provisioner.discovery import check_folder, socket_path
@@ -119,7 +120,7 @@ def run_detached(argument: str) -> int:
 def _detach(options: BrokerOptions, socket: str) -> int:
     reader, writer = os.pipe()
     argument = json.dumps({**asdict(options), "ready_fd": writer})
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    environment = {name: value for name, value in without_share(os.environ).items() if name not in _NOT_INHERITED}
     log_file = os.open(
         Path(socket).with_name("broker.err"),
         os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker.sharing import check_pools, launch_environment, remove_books, sharing_environment
+from provisioner.broker.sharing import check_pools, launch_environment, remove_books, sharing_environment, without_share
 from provisioner.config import ConfigError
 from provisioner.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
 from provisioner.kernel_lease import KernelLease, environment_with
@@ -60,6 +60,7 @@ def test_hami_is_there_from_the_start_with_books_of_the_lease_s_own(
     books = tmp_path / "jupyter-gpu-abc.hami"
     assert environment == {
         "LD_PRELOAD": "/opt/libvgpu.so",
+        "JUPYTER_GPU_PRELOAD": "/opt/libvgpu.so",
         "CUDA_DEVICE_MEMORY_LIMIT": "10000m",
         "CUDA_DEVICE_SM_LIMIT": "50",
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": str(books),
@@ -81,6 +82,23 @@ def test_hami_is_there_from_the_start_with_books_of_the_lease_s_own(
 def test_what_a_user_preloads_stays(before: dict[str, str], after: str) -> None:
     environment = launch_environment(pool(library="/opt/libvgpu.so"), spec())
     assert environment_with(lease_of(environment), before)["LD_PRELOAD"] == after
+
+
+@pytest.mark.parametrize(
+    "before", [{}, {"LD_PRELOAD": "/lib/mine.so"}, {"LD_PRELOAD": "/lib/a.so:/lib/b.so", "HOME": "/h"}]
+)
+@pytest.mark.parametrize("sharing", [Sharing.TIME_SLICE, Sharing.MPS])
+def test_a_broker_that_a_kernel_starts_has_nothing_of_the_kernel_s_share(
+    before: dict[str, str], sharing: Sharing
+) -> None:
+    shared = pool(sharing, library="/opt/libvgpu.so")
+    ours = {**launch_environment(shared, spec()), **sharing_environment(shared, spec(), 10_000, [])}
+    inherited = {
+        **before,
+        **ours,
+        "LD_PRELOAD": ":".join([*filter(None, [before.get("LD_PRELOAD")]), ours["LD_PRELOAD"]]),
+    }
+    assert without_share(inherited) == before
 
 
 def lease_of(environment: dict[str, str]) -> KernelLease:

@@ -11,6 +11,8 @@ import pytest
 
 from provisioner.broker import backend
 from provisioner.broker.backend import BackendError, open_backend
+from provisioner.broker.sharing import launch_environment
+from provisioner.core.model import LeaseSpec, PoolSpec
 from provisioner.discovery import ensure_broker
 from provisioner.gpu.interface import DeviceInfo
 from provisioner.ledger.ledger import Ledger
@@ -211,3 +213,19 @@ def test_what_stops_a_kernel_reaches_the_dialog_in_one_sentence(world: World) ->
             assert all(part in message for part in says), message
         assert world.status().leases == []
         assert server.request("GET", "api/kernels") == []
+
+
+def test_a_broker_that_a_kernel_starts_is_not_bound_to_the_kernel_s_share(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = "/nowhere/libvgpu.so"  # HAMi-core would show the broker a device of the kernel's size
+    pool = PoolSpec(name="p", devices=(), hami_library=library)
+    spec = LeaseSpec(lease_id="abc", pool="p", owner="ann", fraction_milli=250, reserve_mib=100)
+    theirs = {**launch_environment(pool, spec), "LD_PRELOAD": f"libm.so.6:{library}"}
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    ensure_broker(world.socket).close()
+    pid = world.broker_pid()
+    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    inherited = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert {name: inherited[name] for name in theirs if name in inherited} == {"LD_PRELOAD": "libm.so.6"}
