@@ -80,8 +80,8 @@ class _Seat(_AdminHandler):
 
 
 class _Confirm(_AdminHandler):
-    def post(self, seat_id: str) -> None:
-        self.reply(self.service.seats.confirm(seat_id))
+    async def post(self, seat_id: str) -> None:
+        self.reply(await self.service.seats.confirm(seat_id))
 
 
 class _Pools(_AdminHandler):

@@ -1,7 +1,9 @@
 """Seats: what a hub's servers are entitled to, how they are given, and what kernels may draw on them.
 
 - A seat is on the disk before its taker hears of it. Until the taker confirms that it has saved it, it has a time to live: a hub that
-  dies between taking and saving leaves nothing behind. Confirmed, it lives until it is ended, over restarts of hub and broker.
+  dies between taking and saving leaves nothing behind. Confirmed (which is on the disk before it is answered), it lives until it is
+  ended, over restarts of hub and broker.
+- An end that cannot be written down (a full disk) is tried again until it is: the next broker would have the seat back, for good.
 - One server has one seat: taking another one for it ends the older.
 - A pool that is full by the forecast (`core.packing`) or by what it may promise lets who asks wait, first come, first served within a
   priority, or refuses, as the pool says. Who could never be served, or is not to be, is refused at once.
@@ -14,7 +16,7 @@ import contextlib
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -41,7 +43,7 @@ from provisioner.core.events import LeaseReleased
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
 from provisioner.core.units import format_fraction
 from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import SeatRecord
+from provisioner.ledger.records import LedgerError, RecordError, SeatRecord
 from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError, UnauthorizedError
 from provisioner.protocol.limits import MAX_NAME, PULSE_S
 from provisioner.protocol.messages import LeaseRequest
@@ -63,6 +65,7 @@ _LONGEST_TTL_MS = 24 * 3_600_000
 _LONGEST_WAIT_MS = 3_600_000
 _MOST_SEATS = 10_000
 _MOST_WAITING = 2000
+_WRITE_AGAIN_S = 1.0
 
 
 class _Waiter:
@@ -82,6 +85,7 @@ class Seats:
         self._seats: dict[str, SeatRecord] = {}
         self._waiting: dict[str, list[_Waiter]] = {}
         self._changed = asyncio.Event()
+        self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
         self.forecasts = Forecasts(broker, settings)
         self._meter = Meter(broker, self.forecasts)
         self.pools = PoolEditor(broker, settings, self._pool_changed)
@@ -259,15 +263,21 @@ class Seats:
             sentence=f"{format_fraction(seat.fraction_milli)} GPU of pool {seat.pool!r}",
         )
 
-    def confirm(self, seat_id: str) -> SeatStatus:
-        """The taker has saved it: it no longer expires. Raises NotFoundError."""
+    async def confirm(self, seat_id: str) -> SeatStatus:
+        """The taker has saved it: it no longer expires. Returns once that is on the disk. Raises NotFoundError, LedgerError."""
+        seat = self._known(seat_id)
+        if seat.expires_ms is not None:
+            kept = replace(seat, expires_ms=None)
+            await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, kept))
+            self._known(seat_id)  # it may have ended meanwhile
+            seat = self._seats[seat_id] = kept
+        return self.status(seat)
+
+    def _known(self, seat_id: str) -> SeatRecord:
         seat = self._seats.get(seat_id)
         if seat is None:
             raise NotFoundError(f"there is no seat {seat_id[:MAX_NAME]!r}; it may have expired", reason="unknown-seat")
-        if seat.expires_ms is not None:
-            seat = self._seats[seat_id] = replace(seat, expires_ms=None)
-            self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
-        return self.status(seat)
+        return seat
 
     def find(self, seat_id: str) -> SeatRecord | None:
         """Return the seat, None if there is none such (any more)."""
@@ -281,17 +291,35 @@ class Seats:
     def _end(self, seat: SeatRecord, reason: str) -> None:
         del self._seats[seat.seat_id]
         log.info("seat %s of %r ended: %s", seat.seat_id[:8], seat.owner, reason)
-        self._broker.writer.submit(partial(self._broker.writer.ledger.end_seat, seat.seat_id, wall_ms(), reason))
+        self._write_end(seat.seat_id, partial(self._broker.writer.ledger.end_seat, seat.seat_id, wall_ms(), reason))
         for _, view in self._broker.views():
             if view.spec.seat == seat.seat_id and view.state is LeaseState.UNATTACHED:
                 self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=view.spec.lease_id))
         self._notify()
 
+    def _write_end(self, seat_id: str, end: Callable[[], None]) -> None:
+        def look(done: asyncio.Future[None]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, LedgerError) and not isinstance(error, RecordError):
+                self._unwritten[seat_id] = end
+                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_ends)
+
+        self._broker.writer.submit(end).add_done_callback(look)
+
+    def _write_ends(self) -> None:
+        if not self._broker.stopping:
+            unwritten, self._unwritten = self._unwritten, {}
+            for seat_id, end in unwritten.items():
+                self._write_end(seat_id, end)
+
     async def run(self) -> None:
-        """End what expires and measure who uses what, for as long as the broker serves."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._expire())
-            group.create_task(self._meter.run())
+        """End what expires and measure who uses what, for as long as the broker serves; what is not written yet is then tried again."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._expire())
+                group.create_task(self._meter.run())
+        finally:
+            self._write_ends()
 
     async def _expire(self) -> None:
         while True:

@@ -33,8 +33,8 @@ from provisioner.gpu.open import open_monitor
 from provisioner.gpu.simulated.host import create, destroy
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.process import identify
-from provisioner.ledger.ledger import Ledger
 from provisioner.protocol.messages import LeaseReply, LeaseRequest
+from tests.broker.disk import Disk
 
 __all__ = ["BECOME_NOBODY", "DEADLINE_S", "Answer", "LiveBroker", "live_broker", "started_for"]
 
@@ -85,10 +85,12 @@ class LiveBroker:
         self._folder = folder
         self._stop = asyncio.Event()
         self._ready = threading.Event()
+        self.disk: Disk
         self.broker: Broker
         self.service: Service
         self.server: HTTPServer
         self.loop: asyncio.AbstractEventLoop
+        self._seats: asyncio.Task[None]
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
     def start(self) -> None:
@@ -106,12 +108,12 @@ class LiveBroker:
         host = self._folder / "simulated"
         create(host, "1x1GiB")
         monitor = open_monitor(f"simulated:{host}")
-        ledger = Ledger.open(self._folder / "ledger.sqlite")
+        self.disk = Disk.open(self._folder / "ledger.sqlite")
         settings = load(None, self._overrides)
         worker = WorkerLink(f"simulated:{host}")
         swaps = Swaps(monitor, worker, SwapTimes(gate_s=5, lock_s=5, checkpoint_s=30))
         self.loop = asyncio.get_running_loop()
-        self.broker = Broker(Arbiter(), monitor, swaps, LedgerWriter(ledger))
+        self.broker = Broker(Arbiter(), monitor, swaps, LedgerWriter(self.disk))
         devices = monitor.devices()
         self.broker.devices = {device.device_id: device for device in devices}
         specs = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
@@ -123,11 +125,10 @@ class LiveBroker:
         self.service = Service(self.broker, settings)
         self.server = server = make_server(self.service, self.socket, more=SEAT_ROUTES)
         server.add_socket(bind_unix_socket(self.socket, mode=0o666))
-        seats = asyncio.create_task(self.service.seats.run())
+        self._seats = asyncio.create_task(self.service.seats.run())
         self._ready.set()
         await self._stop.wait()
-        seats.cancel()
-        await asyncio.wait([seats])
+        await self.stop_seats()
         server.stop()
         await server.close_all_connections()
         await self.broker.close()
@@ -135,6 +136,11 @@ class LiveBroker:
         await worker.close()
         monitor.close()
         destroy(host)
+
+    async def stop_seats(self) -> None:
+        """End what runs for the seats, as the broker does when it stops. On the loop."""
+        self._seats.cancel()
+        await asyncio.wait([self._seats])
 
     def on_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine on the broker's loop and return its result."""

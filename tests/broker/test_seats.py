@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from provisioner.broker import seats as seats_module
 from provisioner.broker.feed import Feed
 from provisioner.broker.seats import Seats
 from provisioner.ledger import UsageRecord
-from provisioner.protocol.errors import BadRequestError, NotFoundError
+from provisioner.ledger.records import SeatRecord
+from provisioner.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
 from provisioner.protocol.messages import HostStatus, LeaseRequest
 from provisioner.protocol.seats import OfferRequest, ProgressKind, SeatProgress, SeatRequest
 from provisioner.seat_client import SeatClient
@@ -436,13 +438,50 @@ def test_seats_outlive_the_broker() -> None:
     with live_broker() as live:
         seat = take(live)
 
-        async def again() -> list[str]:
-            await live.broker.writer.run(lambda: None)  # everything before is on the disk
-            fresh = Seats(live.broker, live.service.settings)
-            fresh.recover(live.broker.writer.ledger)
-            return [one.seat_id for one in fresh.live()]
+        assert [one.seat_id for one in found_again(live)] == [seat.seat_id]
 
-        assert live.on_loop(again) == [seat.seat_id]
+
+def found_again(live: LiveBroker) -> list[SeatRecord]:
+    """What the next broker would find."""
+
+    async def again() -> list[SeatRecord]:
+        await live.broker.writer.run(lambda: None)  # everything before is on the disk
+        fresh = Seats(live.broker, live.service.settings)
+        fresh.recover(live.broker.writer.ledger)
+        return fresh.live()
+
+    return live.on_loop(again)
+
+
+def test_a_seat_is_confirmed_when_that_is_on_the_disk() -> None:
+    with live_broker() as live, client_of(live) as client:
+        seat = take(live)
+        live.disk.full = True
+        with pytest.raises(InternalBrokerError, match="the disk is full"):
+            client.confirm_seat(seat.seat_id)
+        live.disk.full = False
+        assert [one.expires_ms is None for one in found_again(live)] == [False]
+        client.confirm_seat(seat.seat_id)
+        assert [one.expires_ms is None for one in found_again(live)] == [True]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_seat_that_ended_on_a_full_disk_is_not_there_for_the_next_broker(
+    monkeypatch: pytest.MonkeyPatch, *, stops: bool
+) -> None:
+    monkeypatch.setattr(seats_module, "_WRITE_AGAIN_S", 3600 if stops else 0.01)
+    with live_broker() as live, client_of(live) as client:
+        seat = take(live)
+        client.confirm_seat(seat.seat_id)
+        live.disk.full = True
+        client.release_seat(seat.seat_id)
+        assert [one.seat_id for one in found_again(live)] == [seat.seat_id], "it could not be written down"
+        live.disk.full = False
+        if stops:
+            live.on_loop(live.stop_seats)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while found_again(live):
+            assert time.monotonic() < deadline_s, "it is there for good"
 
 
 def test_the_socket_is_the_one_that_others_may_reach(live: LiveBroker) -> None:

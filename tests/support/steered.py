@@ -225,6 +225,7 @@ class SteeredStory(Story):
         if pid is not None:  # else it has died just now
             self.world.end(pid, signal.SIGTERM)
         self.start_broker()
+        assert not self.must(lambda client: client.seats()).seats, "a seat that was given back is there again"
         life.live()
         life.restart()
         life.live()
