@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 QUIET_S: Final = 2.0
 _INTERVAL_S: Final = 1.0
-_NOBODY_S: Final = 2.0  # while nobody is resident and idle: a resume says nothing here
+_NOBODY_S: Final = 2.0  # while nobody works, or nobody is resident and idle: a resume says nothing here
 _SHORTEST_S: Final = 0.05
 _S: Final = 1_000_000  # microseconds
 
@@ -89,13 +89,12 @@ class IdleCounters:
         return found
 
     def _pause_s(self) -> float:
-        """Until the first of those of which nothing is known yet can be known."""
+        """Until the first of those of which nothing is known yet can be known; longer while everybody is known to be quiet."""
         now_us = time.time_ns() // 1000
-        dues = [
-            kernel.idle_us + self._settle_us - now_us
-            for kernel in self._broker.kernels.values()
-            if kernel.idle_us is not None and kernel.working and not kernel.worked_us
-        ]
+        working = [one for one in self._broker.kernels.values() if one.idle_us is not None and one.working]
+        if not working:
+            return _NOBODY_S
+        dues = [one.idle_us + self._settle_us - now_us for one in working if one.idle_us and not one.worked_us]
         return min(_INTERVAL_S, max(_SHORTEST_S, min(dues, default=_S) / _S))
 
     async def _look(self, watched: list[tuple[Kernel, ProcessIdentity, str]]) -> None:

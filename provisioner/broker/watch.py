@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from provisioner.broker.backstop import Owner
@@ -58,13 +59,24 @@ class Watcher:
         """Sample for ever."""
         sampled_s = -math.inf
         while True:
+            stirred = self._broker.stirred
             interval_s = _BUSY_INTERVAL_S if self._broker.kernels else _QUIET_INTERVAL_S
             if time.monotonic() - sampled_s >= interval_s:
                 await self._sample_if_possible()
                 sampled_s = time.monotonic()
             self.look_at_lines()
             self.relieve_silent()
-            await asyncio.sleep(_STEP_S)  # in steps: kernels may come, and one may fall silent, just after a sample
+            await self._pause(stirred)
+
+    async def _pause(self, stirred: asyncio.Event) -> None:
+        """Until the next look: a moment while anything happens, for somebody may soon need a voice; at rest until the next sample."""
+        if not any(kernel.executing_since_s is not None for kernel in self._broker.kernels.values()):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_BUSY_INTERVAL_S):
+                    await stirred.wait()
+            if not stirred.is_set():
+                return
+        await asyncio.sleep(_STEP_S)
 
     async def _sample_if_possible(self) -> None:
         """Look once. A machine that is short of descriptors or memory is looked at the next time: leases must not suffer for it."""

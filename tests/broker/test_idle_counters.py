@@ -173,3 +173,14 @@ async def test_the_loop_looks_soon_after_a_cell() -> None:
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
     assert world.looks >= 2
+
+
+async def test_who_is_known_to_be_quiet_is_looked_at_more_rarely() -> None:
+    world = World()
+    world.counters._looks = True
+    ended_us = world.cell_ends()
+    assert world.counters._pause_s() < QUIET_S / 2, "nothing is known of it yet"
+    world.known_until_us = ended_us + SETTLE_US
+    await world.look()
+    assert not world.busy
+    assert world.counters._pause_s() == QUIET_S, "work that goes on and on is never missed: it counts for so long"

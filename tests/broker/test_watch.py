@@ -1,11 +1,13 @@
 """The broker sees who uses which device, says what changed and only that, and gives a voice to kernels that cannot ask."""
 
+import asyncio
 import os
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
+from provisioner.broker import watch as watch_module
 from provisioner.broker.backstop import Backstop
 from provisioner.broker.broker import Broker
 from provisioner.broker.gate import GateLink
@@ -16,6 +18,7 @@ from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, L
 from provisioner.gpu.interface import DeviceSensors, GPUError, GPUErrorCode, ProcessState
 from provisioner.host.process import identify
 from tests.broker.driver import DEVICE, Driver
+from tests.broker.live import DEADLINE_S
 
 STRANGER = 1  # a process of no lease
 LEASE = "lease"
@@ -243,3 +246,24 @@ def test_a_kernel_that_needs_the_gpu_and_cannot_say_so_gets_a_ticket(  # noqa: P
     world.kernel.waiting = 1
     world.watcher.relieve_silent()
     assert world.wanted == [LEASE] * wanted, "its own ticket is enough"
+
+
+@pytest.mark.parametrize("executing", [False, True])
+async def test_the_next_look_comes_soon_when_anything_happens_or_a_cell_runs(
+    monkeypatch: pytest.MonkeyPatch, executing: bool
+) -> None:
+    monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", DEADLINE_S * 2)
+    monkeypatch.setattr(watch_module, "_STEP_S", 0.0)
+    world, stirred = World(LeaseState.SUSPENDED), asyncio.Event()
+    world.kernel.executing_since_s = 1.0 if executing else None
+    if not executing:
+        asyncio.get_running_loop().call_soon(stirred.set)
+    async with asyncio.timeout(DEADLINE_S):
+        await world.watcher._pause(stirred)
+
+
+async def test_at_rest_the_next_look_is_that_of_the_next_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watch_module, "_STEP_S", DEADLINE_S * 2)
+    async with asyncio.timeout(DEADLINE_S):
+        await World().watcher._pause(asyncio.Event())
