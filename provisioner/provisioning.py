@@ -45,6 +45,7 @@ from provisioner.kernel_lease import (
 )
 from provisioner.kernel_ports import KernelPorts
 from provisioner.kernel_process import AdoptedProcess, ProcessGoneError, identity_of
+from provisioner.kernel_record import KernelRecord
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from provisioner.protocol.limits import MAX_NAME
 from provisioner.protocol.messages import LeaseRequest
@@ -106,7 +107,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._is_restart = False
         self._frozen_at_shutdown = False
         self._unblocking: threading.Thread | None = None
-        self._record: KeptRecord | None = None
+        self._record = KernelRecord(self.parent, self.kernel_id or "", self.log)
         self._ports = KernelPorts(self.log)
         self._hears_of_death = False
 
@@ -160,7 +161,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             launch["cmd"] = self._plan.command(launch["cmd"])
         if lease is not None:
             launch["env"] = environment_with(lease, launch["env"])
-            launch["independent"] = self._server_keeps
+            launch["independent"] = self._record.is_wanted
         elif notice:
             launch["env"] = environment_without(notice, launch["env"])
         return launch
@@ -172,8 +173,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
         the lease given back.
         """
         lease = self._launching
-        if lease is not None and self._server_keeps:
-            await asyncio.to_thread(self._write_launch, lease)
+        if lease is not None and self._record.is_wanted:
+            await asyncio.to_thread(self._record.launching, lease)
         try:
             connection = await super().launch_kernel(cmd, **kwargs)
             if lease is not None:
@@ -188,8 +189,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await self._undo_launch()
             raise
         self._is_restart = True
-        if lease is not None and self._server_keeps:
-            await asyncio.to_thread(self._write_record, kwargs, connection)
+        if lease is not None and self._record.is_wanted:
+            await asyncio.to_thread(self._record.launched, kwargs, connection, self._info_for_the_next)
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
@@ -241,7 +242,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             if not restart:
                 self._is_restart = False
-                self._forget_record()
+                self._record.remove()
                 await self._give_back()
             elif self._lease is not None:
                 await asyncio.to_thread(self._lease.detach)
@@ -278,7 +279,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self.connection_info = connection
         self.ports_cached = True  # its next process has the same
         self._adopt(info)
-        self._record = record
+        self._record.adopt(record)
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
         """Raises ProcessGoneError."""
@@ -297,65 +298,20 @@ class FractionalGPUProvisioner(LocalProvisioner):
     # -- kernels that outlive their server -------------------------------------------------------------------------------------
 
     @property
-    def _server_keeps(self) -> bool:
-        return bool(getattr(getattr(self.parent, "parent", None), "keeps_kernels", False))
-
-    @property
     def is_kept(self) -> bool:
         """Whether the next server could take the kernel over."""
-        return self._record is not None and self.process is not None and self.process.poll() is None
+        return self._record.exists and self.process is not None and self.process.poll() is None
 
     def let_go(self) -> None:
         """Leave kernel, lease and record to the next server."""
-        if self._record is not None:
-            self._record.close()
-            self._record = None
+        self._record.let_go()
         self._ports.release()
         self.process = self._lease = None
 
-    def _write_launch(self, lease: KernelLease) -> None:
-        """Write down that a process is about to be started: should this server die meanwhile, the next one ends it."""
-        content = {"kernel_id": self.kernel_id, "root_dir": self._root_dir, "launching": lease.to_info()}
-        try:
-            if self._record is None:
-                self._record = KeptRecord.take(self.kernel_id or "")
-            if self._record is not None:
-                self._record.write(content)
-        except (OSError, ValueError) as error:
-            self.log.warning("Kernel %s will not outlive this server: %s", self.kernel_id, error)
+    def _info_for_the_next(self) -> dict[str, Any]:
+        return {"pid": self.pid, "pgid": self.pgid, "ip": self.ip, **self._own_info()}
 
-    def _forget_record(self) -> None:
-        if self._record is not None:
-            self._record.remove()
-            self._record = None
-
-    @property
-    def _root_dir(self) -> str:
-        return str(getattr(getattr(self.parent, "parent", None), "root_dir", ""))
-
-    def _write_record(self, launch: Mapping[str, Any], connection: KernelConnectionInfo) -> None:
-        """Write down what the next server needs; a kernel that cannot be kept is logged and dies with this server's stop."""
-        manager: Any = self.parent
-        contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
-        try:
-            if self._record is None:
-                self._record = KeptRecord.take(self.kernel_id or "")
-            if self._record is not None:
-                self._record.write(
-                    {
-                        "kernel_id": self.kernel_id,
-                        "kernel_name": manager.kernel_name,
-                        "root_dir": self._root_dir,
-                        "cwd": os.fspath(launch.get("cwd") or Path.cwd()),
-                        "session_name": launch.get("env", {}).get("JPY_SESSION_NAME", ""),
-                        "connection_file": manager.connection_file,
-                        "connection": contents,
-                        "provisioner": {"pid": self.pid, "pgid": self.pgid, "ip": self.ip, **self._own_info()},
-                    }
-                )
-        except (OSError, ValueError, ProcessGoneError) as error:
-            self._forget_record()  # or the next server would take this for a start that was never finished
-            self.log.warning("Kernel %s will not outlive this server: %s", self.kernel_id, error)
+    # -- the lease -------------------------------------------------------------------------------------------------------------
 
     @property
     def _was_asked_for(self) -> bool:
@@ -434,7 +390,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         await self.kill()
         await self.wait()
         if not self._is_restart:
-            self._forget_record()
+            self._record.remove()
             await self._give_back()
 
     async def _give_back(self) -> None:
