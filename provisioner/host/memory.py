@@ -160,7 +160,8 @@ def _limits_v1(folder: Path) -> Iterator[Headroom]:
 
 def _left(folder: Path, limit: int, used: int, reclaimable: str) -> Headroom:
     used -= min(used, _stat(folder / "memory.stat", reclaimable))
-    return _room(limit, limit - used, f"the memory limit of control group {folder} ({limit // _MIB} MiB)")
+    name = "".join(one if one.isprintable() else "?" for one in str(folder))  # users name groups of their own
+    return _room(limit, limit - used, f"the memory limit of control group {name} ({limit // _MIB} MiB)")
 
 
 def _bytes(file: Path) -> int | None:

@@ -213,3 +213,9 @@ def test_a_look_at_many_processes_reads_what_they_share_once(host: Host) -> None
     assert host.headroom().mib == 100 - 64
     with pytest.raises(ProcessLookupError):
         look.headroom(77)
+
+
+def test_a_group_s_name_cannot_steer_a_terminal(host: Host) -> None:
+    v2(host.mount(2, "cgroup") / "mine\x1b[2J", maximum=1024, current=24)
+    host.cgroup("0::/mine\x1b[2J")
+    assert host.headroom().limited_by == f"the memory limit of control group {host.sys}/cgroup/mine?[2J (1024 MiB)"
