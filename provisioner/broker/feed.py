@@ -13,17 +13,21 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any
 
 from provisioner.broker.broker import Broker
 from provisioner.broker.status import host_status, is_shown
 from provisioner.protocol.limits import PULSE_S
-from provisioner.protocol.messages import HostStatus
+from provisioner.protocol.messages import HostStatus, LeaseStatus
 
 __all__ = ["RATE_S", "Feed"]
 
 RATE_S = 0.2
 _SHARE = 20  # looking takes a twentieth of the broker's time at most, however many leases there are
+_Lasting = tuple[HostStatus, list[tuple[Any, ...]]]
+_what_lasts = attrgetter(*(field.name for field in fields(LeaseStatus) if field.name not in {"age_ms", "pinned_ms"}))
 
 
 class Feed:
@@ -35,7 +39,7 @@ class Feed:
         self._followers = 0
         self._looking: asyncio.Task[None] | None = None
         self._latest: HostStatus | None = None
-        self._lasting: HostStatus | None = None  # the same without what changes by itself
+        self._lasting: _Lasting | None = None  # the same without what changes by itself
         self._edition = 0  # of what lasts
         self._news = asyncio.Event()
 
@@ -47,7 +51,7 @@ class Feed:
         self._followers += 1
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._look())
-        told: HostStatus | None = None
+        told: _Lasting | None = None
         edition = 0
         try:
             while True:
@@ -92,11 +96,9 @@ def _may_see(lease_id: str, broker: Broker, uid: int | None, seat: str | None) -
     return kernel is not None and view is not None and is_shown(kernel, view, uid, seat)
 
 
-def _lasting(status: HostStatus) -> HostStatus:
-    """Return the status without what changes by itself."""
-    return replace(
-        status, leases=[replace(lease, age_ms=0, pinned_ms=int(lease.pinned_ms > 0)) for lease in status.leases]
-    )
+def _lasting(status: HostStatus) -> _Lasting:
+    """Return what of the status does not change by itself, to be compared."""
+    return replace(status, leases=[]), [(lease.pinned_ms > 0, *_what_lasts(lease)) for lease in status.leases]
 
 
 async def _within(event: asyncio.Event, patience_s: float) -> bool:
