@@ -140,6 +140,8 @@ class _Acquire(Stream):
 
 
 class _Gate(Stream):
+    _writes = False
+
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id, own=True)
         link = self.service.connect_gate(kernel, self.take(GateHello))
@@ -156,10 +158,18 @@ class _Gate(Stream):
         finally:
             self.service.disconnect_gate(kernel, link)
 
+    async def line(self, message: object) -> None:
+        """Write one line, and nothing between it and its end. Raises as `Stream.line`."""
+        self._writes = True
+        try:
+            await super().line(message)
+        finally:
+            self._writes = False
+
     def keep_alive(self) -> bool:
-        """Write an empty command if nothing else is being written: the line after it would never learn that it is taken."""
+        """Write an empty command if nothing else is being written: that line would never learn that it is taken."""
         connection: Any = self.request.connection
-        if connection.stream.closed() or connection.stream.writing():
+        if self._writes or connection.stream.closed() or connection.stream.writing():
             return False
         self.write(_KEEP_ALIVE)
         self.flush()

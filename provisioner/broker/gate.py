@@ -90,6 +90,11 @@ class GateLink:
         if now_s - self._line_s >= every_s and self.stream.keep_alive():
             self._on_its_way, self._line_s = True, now_s
 
+    def forgive(self, seconds: float, now_s: float) -> None:
+        """Count these last seconds as no silence: nobody looked, or the whole machine stood still."""
+        self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
+        self._line_s = min(now_s, self._line_s + seconds)
+
     async def next(self) -> GateCommand | None:
         """Wait for the next command to write, None when the line is closed."""
         if self.closed and self._queue.empty():

@@ -31,6 +31,7 @@ _STEP_S = 0.5
 _LOOKS = 3  # for one sample, while changes overtake them
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
 _SILENCE_S = 2.5 * PULSE_S  # an extension that has not been heard of for this long: its Python does not run
+_LOOK_S = 5.0  # from one look at the lines to the next; what is more than that (a driver that answers late) is no silence of theirs
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
 
 
@@ -54,6 +55,7 @@ class Watcher:
         self._pressure = Pressure()
         self._pressed: set[str] = set()
         self._budget_mib: int | None = None
+        self._looked_s = time.monotonic()  # at the lines
 
     async def run(self) -> None:
         """Sample for ever."""
@@ -223,8 +225,12 @@ class Watcher:
     def look_at_lines(self) -> None:
         """Find out whose Python runs."""
         now_s = time.monotonic()
+        unseen_s = now_s - self._looked_s - _LOOK_S
+        self._looked_s = now_s
         for kernel in self._broker.kernels.values():
             if kernel.link is not None:
+                if unseen_s > 0:
+                    kernel.link.forgive(unseen_s, now_s)
                 view = self._broker.arbiter.lease(kernel.lease_id)
                 is_open = view is not None and view.state is LeaseState.RESIDENT
                 kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
@@ -231,6 +232,13 @@ def looked(live: LiveBroker, link: GateLink, *times_s: float) -> float:
     return live.on_loop(look)
 
 
+def send(live: LiveBroker, link: GateLink, sentence: str) -> None:
+    async def send() -> None:
+        link.send(GateVerb.NOTICE, sentence=sentence)
+
+    live.on_loop(send)
+
+
 def test_a_kernel_that_reads_its_line_needs_no_pulse(live: LiveBroker) -> None:
     with connected(live) as (link, lines):
         for number in range(1, 4):
@@ -243,8 +251,28 @@ def test_a_kernel_that_does_not_read_its_line_is_silent(live: LiveBroker) -> Non
     with connected(live) as (link, lines):
         assert looked(live, link, *(step * PULSE_S for step in range(1, 10))) == 0
         assert next_line(lines)["verb"] == ""
-        link.send(GateVerb.NOTICE, sentence="the next")
+        send(live, link, "the next")
         assert next_line(lines)["sentence"] == "the next", "what is not read is not written to again"
+
+
+def test_a_keep_alive_comes_between_no_line_and_its_end(live: LiveBroker) -> None:
+    with connected(live) as (link, lines):
+        handler: Any = link.stream
+        stream = handler.request.connection.stream
+
+        async def taken_just_now() -> None:
+            while stream.writing():
+                stream._handle_write()
+            link.look(PULSE_S)  # before the line has learnt that it is taken
+
+        send(live, link, "x" * 4_000_000)
+        until(stream.writing, "the line is more than the system takes at once")
+        with ThreadPoolExecutor(1) as reader:
+            notice = reader.submit(next_line, lines)
+            live.on_loop(taken_just_now)
+            assert len(notice.result()["sentence"]) == 4_000_000
+        send(live, link, "the next")
+        assert next_line(lines)["sentence"] == "the next"
 
 
 def test_where_the_system_does_not_tell_who_reads_kernels_are_told_to_pulse(

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -246,6 +247,36 @@ def test_a_kernel_that_needs_the_gpu_and_cannot_say_so_gets_a_ticket(  # noqa: P
     world.kernel.waiting = 1
     world.watcher.relieve_silent()
     assert world.wanted == [LEASE] * wanted, "its own ticket is enough"
+
+
+class Reader:
+    """Plays the stream to an extension that reads whatever is written, or nothing."""
+
+    def __init__(self, *, reads: bool) -> None:
+        self.reads = reads
+
+    def keep_alive(self) -> bool:
+        return True
+
+    def is_read(self) -> bool | None:
+        return self.reads
+
+
+@pytest.mark.parametrize("between_s", [2.0, 20.0, 60.0, 600.0])
+@pytest.mark.parametrize("reads", [True, False])
+def test_only_time_in_which_the_broker_looked_counts_as_silence(
+    monkeypatch: pytest.MonkeyPatch, between_s: float, *, reads: bool
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    world = World(LeaseState.SUSPENDED)
+    link = world.kernel.link = GateLink(now_s)
+    link.stream = Reader(reads=reads)
+    for _ in range(30):  # as often as a driver that is slow to answer, or a machine that stood still, lets it
+        now_s += between_s
+        world.watcher.look_at_lines()
+        world.watcher.relieve_silent()
+    assert bool(world.wanted) is not reads
 
 
 @pytest.mark.parametrize("executing", [False, True])
