@@ -14,9 +14,8 @@ __all__ = ["KEPT_FREE_PARTS", "HostBudget", "Pressure"]
 
 KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free beside what the headroom keeps already
 _KEPT_FREE_LEAST_MIB: Final = 256
-_FILLED_MIB_S: Final = (
-    1024.0  # what processes take of the room in their control group within a second, at most and about
-)
+# What processes take of the room in their control group within a second, at most and about: one thread alone fills a GiB or two.
+_FILLED_MIB_S: Final = 8192.0
 _LONGEST_S: Final = 10.0  # until somebody is looked at again, however much room there is
 
 

@@ -60,8 +60,8 @@ def test_who_is_gone_or_saved_nothing_is_not_asked_for() -> None:
     ("room_mib", "looks_s"),
     [
         (0, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),  # until it is over
-        (1_000, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
-        (5_000, [0, 6, 12, 18]),
+        (10_000, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
+        (40_000, [0, 6, 12, 18]),
         (500_000, [0, 10, 20]),
     ],
 )
@@ -76,6 +76,20 @@ def test_the_more_room_there_is_the_more_rarely_it_is_looked_at(room_mib: int, l
     for now_s in range(0, 22, 2):
         assert pressure({"a": 1}, now_s) == ({"a"} if room_mib == 0 else set())
     assert looks == looks_s
+
+
+@pytest.mark.parametrize("filled_gib_s", [1, 3, 8])
+@pytest.mark.parametrize("left_gib", range(5, 100, 5))
+def test_several_processes_that_fill_a_large_group_are_seen_as_soon_as_it_is_full(
+    left_gib: int, filled_gib_s: int
+) -> None:
+    def room(_pid: int) -> Headroom:
+        return Headroom(max(0, left_gib - filled_gib_s * now_s) * 1024, "a group")
+
+    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    for now_s in range(0, 200, 2):
+        full = filled_gib_s * now_s >= left_gib
+        assert pressure({"a": 1}, now_s) == ({"a"} if full else set()), f"{now_s} s"
 
 
 def test_who_is_new_or_has_another_process_is_looked_at_at_once() -> None:
