@@ -75,9 +75,11 @@ class Deadlines:
                 at_end and idle_ms <= self._books.now_ms < due_ms
             ):  # it is told as soon as may be, and an alarm is still to come
                 idle_ms = self._books.now_ms + 1
-        times = [lease.expires_ms, idle_ms]
+        times = [] if lease.expires_ms is None else [lease.expires_ms]
+        if idle_ms is not None:
+            times.append(idle_ms)
         if lease.paused:
             times.append(lease.resume_after_ms)
         if lease.pinned_until_ms:
             times.append(lease.pinned_until_ms)
-        return min((at_ms for at_ms in times if at_ms is not None), default=None)
+        return min(times) if times else None

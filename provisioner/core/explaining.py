@@ -100,9 +100,10 @@ def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Wa
         need += f" on each of {lease.count} devices"
     free_mib = max([books.devices[device_id].free_mib for device_id in devices], default=0)
     short = f"{need} are needed, {format_memory(max(0, free_mib))} are free on the roomiest device"
-    holders = {other: None for device_id in devices for other in books.devices[device_id].holders.values()}
-    holders.pop(lease, None)
-    blockers = tuple([other.lease_id for other in holders])
+    holders = [
+        other for device_id in devices for other in books.devices[device_id].holders.values() if other is not lease
+    ]
+    blockers: tuple[str, ...] = ()
     match reason:
         case "wait.no-pool":
             sentence = f"pool {lease.spec.pool!r} is not configured any more: ask the administrator"
@@ -112,18 +113,22 @@ def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Wa
             sentence = f"{need} are needed, but an administrator is emptying the device that this kernel may use"
         case "wait.older-ticket":
             sentence = f"{need} are needed; the room there is is kept for a kernel that has waited longer"
-            blockers = ()
         case "wait.stranger":
-            sentence, blockers = f"{short}; processes that hold no lease use the rest", ()
+            sentence = f"{short}; processes that hold no lease use the rest"
         case "wait.too-large":
-            sentence, blockers = f"{need} are needed, more than any device that this kernel may use has", ()
+            sentence = f"{need} are needed, more than any device that this kernel may use has"
         case "wait.busy-neighbour":
-            blockers = tuple([other.lease_id for other in holders if other.busy])
+            blockers = _ids([other for other in holders if other.busy])
             kernels = "1 kernel is" if len(blockers) == 1 else f"{len(blockers)} kernels are"
             sentence = f"{short}; {kernels} running a cell"
         case "wait.cannot-be-suspended":
-            stays = next((other.stays for other in holders), "")
+            stays, blockers = next((other.stays for other in holders), ""), _ids(holders)
             sentence = f"{short}; the kernels there cannot be suspended ({stays}): it waits until one ends"
         case _:
-            sentence = f"{short}; the kernels there are idle but cannot be suspended just now"
+            sentence, blockers = f"{short}; the kernels there are idle but cannot be suspended just now", _ids(holders)
     return Wait(reason, sentence, blockers)
+
+
+def _ids(holders: Sequence[Lease]) -> tuple[str, ...]:
+    """Each once, also of one that is on several devices."""
+    return tuple(dict.fromkeys([other.lease_id for other in holders]))

@@ -376,8 +376,10 @@ class Pass:
             if key.milli and over_limit(self._books, bucket.members[0], key.milli) is not None:
                 continue
             devices = destinations(self._books, bucket.members[0])
-            if any(one in devices and left_mib[one] < key.need_mib for one in device_ids):
-                found.append(bucket)
+            for one in device_ids:
+                if left_mib[one] < key.need_mib and one in devices:
+                    found.append(bucket)
+                    break
         return found
 
     def _came_before(self, bucket: Bucket, lease: Lease, winner: Lease, winning: Ticket) -> bool:

@@ -7,15 +7,17 @@ the same devices, and count against the same limits. A pass over the queue looks
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 
 from provisioner.core.model import LeaseState, PoolSpec
 from provisioner.core.records import Bucket, Key, Lease, Ticket
 
-__all__ = ["Queue"]
+__all__ = ["Queue", "by_rank"]
 
 _Policy = Callable[[Lease], PoolSpec]
 _Share = Callable[[Lease], tuple[int, int]]
-_Rank = tuple[int, bool, int, int, int]
+by_rank: Callable[[Lease], tuple[int, bool, int]] = attrgetter("ticket.rank")  # in a pool's line
+_by_place: Callable[[Lease], tuple[int, int]] = attrgetter("ticket.place")  # in a bucket
 
 
 class Queue:
@@ -35,7 +37,8 @@ class Queue:
     def enqueue(self, lease: Lease, ticket: Ticket) -> None:
         """Put a lease without a ticket in its place."""
         lease.ticket = ticket
-        insort(self.lines.setdefault(lease.spec.pool, []), lease, key=_rank)
+        ticket.rank = (-lease.spec.priority, not ticket.urgent, ticket.order)
+        insort(self.lines.setdefault(lease.spec.pool, []), lease, key=by_rank)
         self.waiting += 1
         self.urgent += ticket.urgent
         self.rebucket(lease)
@@ -47,7 +50,7 @@ class Queue:
         if ticket is not None:
             self._leave(lease)
             line = self.lines[lease.spec.pool]
-            del line[bisect_left(line, _rank(lease), key=_rank)]
+            del line[bisect_left(line, ticket.rank, key=by_rank)]
             if not line:
                 del self.lines[lease.spec.pool]
             lease.ticket = None
@@ -68,15 +71,15 @@ class Queue:
         line = self.line(lease.spec.pool)
         if self._policy(lease).preempt_equals:
             return line.index(lease) + 1
-        return bisect_left(line, _rank(lease), key=_rank) + 1
+        return bisect_left(line, by_rank(lease), key=by_rank) + 1
 
     def all(self) -> Iterator[Lease]:
         """Return everybody who waits, pool by pool."""
         for pool in self.lines:
             yield from self.line(pool)
 
-    def _fair_rank(self, lease: Lease) -> _Rank:
-        priority, calm, order, _, _ = _rank(lease)
+    def _fair_rank(self, lease: Lease) -> tuple[int, bool, int, int, int]:
+        priority, calm, order = by_rank(lease)
         return (priority, calm, *self._share(lease), order)
 
     # -- buckets ---------------------------------------------------------------------------------------------------------
@@ -98,14 +101,14 @@ class Queue:
         bucket = self.buckets.get(key)
         if bucket is None:
             bucket = self.buckets[key] = Bucket(key)
-        lease.queued_share = self._share(lease)[1] if key.fair else 0
-        insort(bucket.members, lease, key=_inner)
+        ticket.place = (self._share(lease)[1] if key.fair else 0, ticket.order)
+        insort(bucket.members, lease, key=_by_place)
         lease.bucket = bucket
 
     def _leave(self, lease: Lease) -> None:
         bucket = lease.bucket
         if bucket is not None:
-            del bucket.members[bisect_left(bucket.members, _inner(lease), key=_inner)]
+            del bucket.members[bisect_left(bucket.members, _by_place(lease), key=_by_place)]
             if not bucket.members:
                 del self.buckets[bucket.key]
             lease.bucket = None
@@ -155,15 +158,3 @@ def _limited(pool: PoolSpec, group: str) -> bool:
     if pool.user_limits.resident_milli is not None:
         return True
     return any(name == group and limits.resident_milli is not None for name, limits in pool.group_limits)
-
-
-def _inner(lease: Lease) -> tuple[int, int]:
-    if lease.ticket is None:
-        raise ValueError(f"lease {lease.lease_id} has no ticket")
-    return (lease.queued_share, lease.ticket.order)
-
-
-def _rank(lease: Lease) -> _Rank:
-    if lease.ticket is None:
-        raise ValueError(f"lease {lease.lease_id} has no ticket")
-    return (-lease.spec.priority, not lease.ticket.urgent, lease.ticket.order, 0, 0)

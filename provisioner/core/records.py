@@ -62,6 +62,12 @@ class Ticket:
     reason: str = "wait.new"  # as last written into the story
     wait: Wait | None = None  # why it waits, from the last pass that looked at it by itself
     passes: int = 0  # which pass that was
+    rank: tuple[int, bool, int] = (
+        0,
+        False,
+        0,
+    )  # by which its pool's line is sorted, when it came there: priority, urgency, order
+    place: tuple[int, int] = (0, 0)  # likewise its bucket: the virtual time of the lease, order
 
 
 class Key(NamedTuple):
@@ -166,7 +172,6 @@ class Lease:
     metered_since_ms: int = 0  # `usage` is right for this moment, if it is metered
     away_ms: int | None = None  # it does not contend since then
     paused: bool = False  # `resume_after_ms` is still to come
-    queued_share: int = 0  # its virtual time when it came into its bucket
     bucket: Bucket | None = None  # where its ticket waits, if nothing but room is in its way
     footing: Footing = Footing.NONE  # as its devices have it in their sums
     footing_mib: int = 0

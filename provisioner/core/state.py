@@ -10,7 +10,7 @@ from heapq import merge
 from provisioner.core.accounts import Accounts
 from provisioner.core.forecasts import Forecasts
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy
-from provisioner.core.queue import Queue
+from provisioner.core.queue import Queue, by_rank
 from provisioner.core.records import Account, Device, Footing, Lease, Operation, Ticket, Wait
 
 __all__ = ["Account", "Books", "Device", "Footing", "Lease", "Operation", "Ticket", "Wait"]
@@ -277,9 +277,4 @@ class Books:
 
     def line(self) -> list[Lease]:
         """Return the leases with tickets, in the order in which they are served (but for those passed over too often)."""
-        return list(merge(*(self.queue.line(pool) for pool in self.queue.lines), key=_static_rank))
-
-
-def _static_rank(lease: Lease) -> tuple[int, bool, int]:
-    ticket = lease.ticket
-    return (-lease.spec.priority, not (ticket and ticket.urgent), ticket.order if ticket else 0)
+        return list(merge(*(self.queue.line(pool) for pool in self.queue.lines), key=by_rank))

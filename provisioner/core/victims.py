@@ -99,7 +99,7 @@ class Victims:
     def willing(self, device_id: str) -> list[Lease]:
         """Return who is idle on the device and may be suspended now, cheapest first; some may have begun to leave in this pass."""
         found = ranks(self._books, self._books.devices[device_id])
-        if found.soonest_ms is not None:
+        if found.soonest_ms is not None and (self.hint_ms is None or found.soonest_ms < self.hint_ms):
             self.hint(found.soonest_ms)
         return found.willing
 
