@@ -39,7 +39,7 @@ class GateLink:
         self.closed = False
         self.detail = ""  # of the last answer
         self.stream: Stream | None = None  # once it carries anything
-        self._line_s = now_s  # when the last keep-alive was written
+        self._line_s = now_s  # when the last keep-alive was written, or last seen not to be read
         self._on_its_way = False  # it has not been seen to be read
         self._numbers = itertools.count(1)
         self._queue: asyncio.Queue[GateCommand | None] = asyncio.Queue(_QUEUE)
@@ -83,6 +83,7 @@ class GateLink:
         if self._on_its_way:
             read = self.stream.is_read()
             if read is False:
+                self._line_s = now_s
                 return  # nothing more is written until it is
             if read:
                 self.last_pulse_s = max(self.last_pulse_s, self._line_s)
@@ -91,7 +92,7 @@ class GateLink:
             self._on_its_way, self._line_s = True, now_s
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Count these last seconds as no silence: nobody looked, or the whole machine stood still."""
+        """Count these last seconds as no silence: nobody looked, or the process could not read."""
         self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
         self._line_s = min(now_s, self._line_s + seconds)
 

@@ -17,7 +17,7 @@ from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode
-from provisioner.host.process import ProcessIdentity
+from provisioner.host.process import ProcessIdentity, read_stat
 from provisioner.host.tree import Snapshot, scan
 from provisioner.protocol.limits import PULSE_S
 
@@ -244,8 +244,13 @@ class Watcher:
             if kernel.waiting or (since_s is None and not silent):
                 continue  # almost everybody, almost always
             view = self._broker.arbiter.lease(kernel.lease_id)
+            if view is None:
+                continue
+            if silent and link is not None and view.state is LeaseState.SUSPENDED and _is_held_up(kernel):
+                link.forgive(now_s - link.last_pulse_s, now_s)
+                silent = False
             busy_s = 0.0 if since_s is None else now_s - since_s
-            if view is not None and self._needs_voice(kernel, view, busy_s, silent=silent):
+            if self._needs_voice(kernel, view, busy_s, silent=silent):
                 self._broker.want_for(kernel)
 
     @staticmethod
@@ -259,3 +264,11 @@ class Watcher:
         if link is None:
             return busy_s > _MOMENT_S
         return silent or (busy_s > _MOMENT_S and not link.exempt)
+
+
+def _is_held_up(kernel: Kernel) -> bool:
+    """Whether somebody stopped the process or debugs it: it is not stuck, and needs no GPU before it goes on."""
+    try:
+        return kernel.identity is not None and read_stat(kernel.identity.pid).held_up
+    except OSError:  # it ended, or this cannot be seen
+        return False

@@ -35,6 +35,7 @@ __all__ = [
 
 PROC: Final = Path("/proc")
 _DEAD_STATES: Final = frozenset("ZXx")
+_HELD_UP_STATES: Final = frozenset("Tt")
 _PF_KTHREAD: Final = 0x00200000
 
 
@@ -80,6 +81,11 @@ class ProcessStat:
     def dead(self) -> bool:
         """Whether it is a zombie or gone already."""
         return self.state in _DEAD_STATES and self.threads <= 1
+
+    @property
+    def held_up(self) -> bool:
+        """Whether it was stopped, or a debugger holds it."""
+        return self.state in _HELD_UP_STATES
 
 
 def parse_stat(raw: bytes) -> ProcessStat:

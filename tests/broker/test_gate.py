@@ -156,6 +156,16 @@ def test_an_extension_that_does_not_read_falls_silent_and_gets_no_further_line()
     assert (wire.lines, link.last_pulse_s) == (2, 200.0)
 
 
+def test_who_has_read_at_last_was_heard_since_he_was_seen_not_to_have() -> None:
+    link, wire = on_a_wire()
+    link.look(PULSE_S)
+    wire.read = False
+    link.look(PULSE_S + 50)
+    wire.read = True
+    link.look(PULSE_S + 51)
+    assert link.last_pulse_s == PULSE_S + 50
+
+
 def test_where_nobody_knows_who_reads_only_pulses_prove_anything() -> None:
     link, wire = on_a_wire()
     wire.read = None

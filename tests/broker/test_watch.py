@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -277,6 +280,40 @@ def test_only_time_in_which_the_broker_looked_counts_as_silence(
         world.watcher.look_at_lines()
         world.watcher.relieve_silent()
     assert bool(world.wanted) is not reads
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_is_held_up_is_not_stuck_and_has_time_to_read_when_he_goes_on(
+    monkeypatch: pytest.MonkeyPatch, *, goes_on: bool
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    world, reader = World(LeaseState.SUSPENDED), Reader(reads=False)
+    link = world.kernel.link = GateLink(now_s)
+    link.stream = reader
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+
+    def looks() -> None:
+        nonlocal now_s
+        for _ in range(63):
+            now_s += 2.0
+            world.watcher.look_at_lines()
+            world.watcher.relieve_silent()
+
+    try:
+        world.kernel.identity = identify(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        looks()
+        assert world.wanted == []
+        process.send_signal(signal.SIGCONT)
+        os.waitpid(process.pid, os.WCONTINUED)
+        reader.reads = goes_on
+        looks()
+        assert bool(world.wanted) is not goes_on
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("executing", [False, True])

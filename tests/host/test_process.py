@@ -22,6 +22,7 @@ from provisioner.host.process import (
     parse_environment,
     parse_stat,
     read_environment,
+    read_stat,
 )
 
 STAT_TAIL = b"S 10 20 30 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 %d 0 777 1000 50"
@@ -219,8 +220,10 @@ def test_a_bad_identity_is_refused_by_field(change: dict[str, object], named: st
         ProcessIdentity.from_dict({"boot_id": "b", "pid": 1, "start_time": 2} | change)
 
 
-def test_a_stopped_process_is_alive(child: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_process_is_alive_and_held_up(child: subprocess.Popen[bytes]) -> None:
     identity = identify(child.pid)
+    assert not read_stat(child.pid).held_up
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     assert is_alive(identity)
+    assert read_stat(child.pid).held_up
