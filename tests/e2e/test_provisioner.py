@@ -49,7 +49,9 @@ def test_a_kernel_is_started_interrupted_restarted_and_shut_down(world: World, n
         must(client, fill(1))
         first = only_lease(world)
         assert (first.state, first.kernel_id, first.gated) == ("resident", manager.kernel_id, True)
-        client.execute("import time\nprint('sleeps', flush=True)\ntime.sleep(3600)", store_history=False)
+        # without stop_on_error: ipykernel aborts what comes in the moment after a failed cell's reply
+        code = "import time\nprint('sleeps', flush=True)\ntime.sleep(3600)"
+        client.execute(code, store_history=False, stop_on_error=False)
         while client.get_iopub_msg(timeout=DEADLINE_S)["content"].get("text") != "sleeps\n":
             pass
         manager.interrupt_kernel()

@@ -161,7 +161,8 @@ def test_an_interrupt_means_what_it_always_means(world: World) -> None:
         try:
             with client_of(manager) as client:
                 code = "import time; print('runs', flush=True); time.sleep(600)"
-                reply = client.execute_interactive(code, timeout=DEADLINE_S, output_hook=interrupt)
+                # without stop_on_error: ipykernel aborts what comes in the moment after a failed cell's reply
+                reply = client.execute_interactive(code, timeout=DEADLINE_S, output_hook=interrupt, stop_on_error=False)
                 assert reply["content"]["ename"] == "KeyboardInterrupt"
                 assert must(client, "print('here')") == "here\n"
         finally:
