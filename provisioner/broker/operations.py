@@ -73,14 +73,12 @@ class Operations:
         """Write down how an operation ended; what cannot be written now is before the lease's next one. Returns at once."""
         end = partial(self._writer.ledger.finish, operation_id, outcome, wall_ms())
 
-        def look(done: asyncio.Future[None]) -> None:
-            error = None if done.cancelled() else done.exception()
-            if isinstance(error, LedgerError) and not isinstance(error, RecordError):
-                kernels = self._kernels()
-                self._unwritten = {one: old for one, old in self._unwritten.items() if one in kernels}
-                self._unwritten[lease_id] = end
+        def keep() -> None:
+            kernels = self._kernels()
+            self._unwritten = {one: old for one, old in self._unwritten.items() if one in kernels}
+            self._unwritten[lease_id] = end
 
-        self._writer.submit(end).add_done_callback(look)
+        self._writer.submit(end, unwritten=keep)
 
     async def close(self) -> None:
         """Finish what is in hand and drop the looks. Nothing may be started any more."""

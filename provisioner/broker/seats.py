@@ -43,7 +43,7 @@ from provisioner.core.events import LeaseReleased
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
 from provisioner.core.units import format_fraction
 from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import LedgerError, RecordError, SeatRecord
+from provisioner.ledger.records import SeatRecord
 from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError, UnauthorizedError
 from provisioner.protocol.limits import MAX_NAME, PULSE_S
 from provisioner.protocol.messages import LeaseRequest
@@ -298,13 +298,11 @@ class Seats:
         self._notify()
 
     def _write_end(self, seat_id: str, end: Callable[[], None]) -> None:
-        def look(done: asyncio.Future[None]) -> None:
-            error = None if done.cancelled() else done.exception()
-            if isinstance(error, LedgerError) and not isinstance(error, RecordError):
-                self._unwritten[seat_id] = end
-                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_ends)
+        def keep() -> None:
+            self._unwritten[seat_id] = end
+            asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_ends)
 
-        self._broker.writer.submit(end).add_done_callback(look)
+        self._broker.writer.submit(end, unwritten=keep)
 
     def _write_ends(self) -> None:
         if not self._broker.stopping:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from provisioner.host import failpoints
@@ -34,13 +35,16 @@ class LedgerWriter:
         self._flushing: asyncio.Task[None] | None = None
         self.wrote: Callable[[float], None] = _uncounted  # told how long each transaction took, seconds
 
-    def submit(self, act: Callable[[], None]) -> asyncio.Future[None]:
+    def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> asyncio.Future[None]:
         """Write soon, after everything handed over before. Returns what is done when it is on the disk.
 
-        A failure is logged: what is true is asked of the driver anyway.
+        A failure is logged: what is true is asked of the driver anyway. `unwritten` is called, on the loop, where another attempt may
+        succeed: the disk was full, and there is nothing wrong with what was to be written.
         """
         done = self._enqueue(act)
         done.add_done_callback(_log_failure)
+        if unwritten is not None:
+            done.add_done_callback(partial(_call_if_unwritten, unwritten))
         return done
 
     async def run(self, act: Callable[[], None]) -> None:
@@ -131,3 +135,9 @@ def _log_failure(done: asyncio.Future[None]) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
         log.error("the ledger was not written: %s", error)
+
+
+def _call_if_unwritten(unwritten: Callable[[], None], done: asyncio.Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if isinstance(error, LedgerError) and not isinstance(error, RecordError):
+        unwritten()

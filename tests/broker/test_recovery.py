@@ -145,15 +145,17 @@ async def test_a_lease_whose_process_has_ended_waits_for_another(tmp_path: Path)
             assert broker.arbiter.devices()[0].reserved_mib == 0
 
 
+UNDER_WAY = OperationRecord(
+    operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
+    begun_ms=1, pids="[]", saved_mib=300,
+)  # fmt: skip
+
+
 async def test_an_operation_that_was_under_way_is_closed_with_what_was_found(tmp_path: Path) -> None:
     driver = Driver()
     with started_for(LEASE) as process:
         driver.has_context(process["pid"], S.CHECKPOINTED, 0)
-        operation = OperationRecord(
-            operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
-            begun_ms=1, pids="[]", saved_mib=300,
-        )  # fmt: skip
-        async with recovered(tmp_path, driver, record_of(process, L.SUSPENDING), operations=[operation]) as broker:
+        async with recovered(tmp_path, driver, record_of(process, L.SUSPENDING), operations=[UNDER_WAY]) as broker:
             view = broker.arbiter.lease(LEASE)
             assert view is not None
             assert (view.state, view.saved_mib) == (L.SUSPENDED, 300)
@@ -165,12 +167,8 @@ async def test_a_lease_that_was_found_on_a_full_disk_comes_back_when_there_is_ro
     driver = Driver()
     with started_for(LEASE) as process:
         driver.has_context(process["pid"], S.CHECKPOINTED, 300)
-        operation = OperationRecord(
-            operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
-            begun_ms=1, pids="[]", saved_mib=300,
-        )  # fmt: skip
         record = record_of(process, L.SUSPENDING)
-        async with recovered(tmp_path, driver, record, operations=[operation], full_disk=True) as broker:
+        async with recovered(tmp_path, driver, record, operations=[UNDER_WAY], full_disk=True) as broker:
             broker.dispatch(Wanted(at_ms=now_ms(), lease_id=LEASE))
             async with asyncio.timeout(DEADLINE_S):
                 while (view := broker.arbiter.lease(LEASE)) is None or view.state is not L.RESIDENT:

@@ -326,12 +326,16 @@ async def test_the_next_look_comes_soon_when_anything_happens_or_a_cell_runs(
     world.kernel.executing_since_s = 1.0 if executing else None
     if not executing:
         asyncio.get_running_loop().call_soon(stirred.set)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(DEADLINE_S) as patience:  # half of what the pause lasts at rest
         await world.watcher._pause(stirred)
+    assert not patience.expired()
+    assert stirred.is_set() is not executing
 
 
 async def test_at_rest_the_next_look_is_that_of_the_next_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", 0.01)
     monkeypatch.setattr(watch_module, "_STEP_S", DEADLINE_S * 2)
-    async with asyncio.timeout(DEADLINE_S):
-        await World().watcher._pause(asyncio.Event())
+    async with asyncio.timeout(DEADLINE_S) as patience:  # half of what a step lasts when anything happens
+        await World().watcher._pause(stirred := asyncio.Event())
+    assert not patience.expired()
+    assert not stirred.is_set()
