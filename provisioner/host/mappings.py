@@ -1,15 +1,16 @@
-"""What a process has mapped into its memory, by name.
+"""The files that a process has mapped into its memory or holds open, by name.
 
-A mapping whose file was removed is still there and still named. A process that may not be read, or is gone, tells nothing.
+A file that was removed is still named. A process that may not be read, or is gone, tells nothing.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from provisioner.host.process import PROC
 
-__all__ = ["maps"]
+__all__ = ["holds_open", "maps"]
 
 _DELETED: Final = " (deleted)"
 
@@ -21,6 +22,23 @@ def maps(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
             return any(fits(path) for line in lines if (path := _path(line)))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
+
+
+def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
+    """Return whether the process has a descriptor of a file whose path fits."""
+    folder = proc / str(pid) / "fd"
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - a process may have thousands
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+    for name in names:
+        try:
+            path = str((folder / name).readlink())
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # closed meanwhile
+        if fits(path.removesuffix(_DELETED)):
+            return True
+    return False
 
 
 def _path(line: str) -> str:

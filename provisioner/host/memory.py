@@ -11,18 +11,20 @@ The rules:
   the mount (a container that shows only a part of the hierarchy), the mounted part's own limit is what is known and
   counts.
 - A limit that exists but cannot be read is an error, never "no limit".
+- Processes that take memory together share the room of each limit above them: their needs are added up, limit by limit.
 """
 
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
 from provisioner.host.process import PROC
 
-__all__ = ["Headroom", "Look", "headroom", "system_headroom"]
+__all__ = ["Headroom", "Look", "Shortage", "headroom", "shortage", "system_headroom"]
 
 _MIB: Final = 1024 * 1024
 _MARGIN_PARTS: Final = 50  # 2 %: page tables and what the process allocates meanwhile
@@ -36,6 +38,15 @@ class Headroom:
     """Room for `mib` MiB more, never negative. `limited_by` says for people which limit binds."""
 
     mib: int
+    limited_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A limit leaves `left_mib` where `need_mib` are needed."""
+
+    need_mib: int
+    left_mib: int
     limited_by: str
 
 
@@ -63,6 +74,14 @@ def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
     return Look(proc=proc).headroom(pid)
 
 
+def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
+    """Return the limit that lacks most for processes that each need so many MiB more (by pid); None if every limit has the room.
+
+    Raises as `headroom`.
+    """
+    return Look(proc=proc).shortage(needs)
+
+
 class Look:
     """One look at many processes: what several of them share is read once. Short-lived, for its figures grow old."""
 
@@ -70,10 +89,28 @@ class Look:
         self._proc = proc
         self._system: Headroom | None = None
         self._mounts: list[_Mount] | None = None
-        self._found: dict[bytes, Headroom] = {}  # by what /proc says of a process's groups
+        self._found: dict[
+            bytes, dict[Path | None, Headroom]
+        ] = {}  # every limit, by what /proc says of a process's groups
 
     def headroom(self, pid: int) -> Headroom:
         """Return how much more memory the process may take, MiB. Raises as the function of this name."""
+        return min(self._limits(pid).values())
+
+    def shortage(self, needs: Mapping[int, int]) -> Shortage | None:
+        """Return the limit that lacks most for these needs, MiB by pid, or None. Raises as the function of this name."""
+        rooms: dict[Path | None, Headroom] = {}
+        need_mib: Counter[Path | None] = Counter()
+        for pid, mib in needs.items():
+            limits = self._limits(pid)
+            rooms.update(limits)
+            need_mib.update(dict.fromkeys(limits, mib))
+        short = [Shortage(need_mib[where], room.mib, room.limited_by) for where, room in rooms.items()]
+        worst = max(short, key=lambda one: one.need_mib - one.left_mib, default=None)
+        return worst if worst is not None and worst.need_mib > worst.left_mib else None
+
+    def _limits(self, pid: int) -> dict[Path | None, Headroom]:
+        """Return the room below each limit by the folder of its control group; None is the system itself."""
         try:
             groups = (self._proc / str(pid) / "cgroup").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
@@ -84,7 +121,8 @@ class Look:
                 self._system = system_headroom(proc=self._proc)
             if self._mounts is None:
                 self._mounts = _mounts(self._proc)
-            found = self._found[groups] = min([self._system, *_group_headrooms(_group_paths(groups), self._mounts)])
+            found = {None: self._system, **dict(_group_headrooms(_group_paths(groups), self._mounts))}
+            self._found[groups] = found
         return found
 
 
@@ -93,12 +131,13 @@ def _room(limit: int, left: int, name: str) -> Headroom:
     return Headroom(max(0, left - margin) // _MIB, name)
 
 
-def _group_headrooms(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[Headroom]:
+def _group_headrooms(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[tuple[Path, Headroom]]:
     for version, path in paths.items():
         here = [mount for mount in mounts if mount.version == version]
         showing = [mount for mount in here if _shows(mount, path)]
         for folder in {folder for mount in showing or here for folder in _ancestors(mount, path)}:
-            yield from _limits_v2(folder) if version == 2 else _limits_v1(folder)
+            for room in _limits_v2(folder) if version == 2 else _limits_v1(folder):
+                yield folder, room
 
 
 def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:

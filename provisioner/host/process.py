@@ -36,6 +36,7 @@ __all__ = [
 PROC: Final = Path("/proc")
 _DEAD_STATES: Final = frozenset("ZXx")
 _HELD_UP_STATES: Final = frozenset("Tt")
+_PF_FORKNOEXEC: Final = 0x00000040
 _PF_KTHREAD: Final = 0x00200000
 
 
@@ -74,6 +75,7 @@ class ProcessStat:
     ppid: int
     session: int
     kernel_thread: bool
+    forked: bool  # forked, and runs no program of its own since: it shares what its parent had open
     threads: int
     start_time: int
 
@@ -101,6 +103,7 @@ def parse_stat(raw: bytes) -> ProcessStat:
             ppid=int(fields[1]),
             session=int(fields[3]),
             kernel_thread=bool(int(fields[6]) & _PF_KTHREAD),
+            forked=bool(int(fields[6]) & _PF_FORKNOEXEC),
             threads=int(fields[17]),
             start_time=int(fields[19]),
         )

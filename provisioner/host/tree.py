@@ -29,6 +29,8 @@ class _Seen:
     session: int
     uid: int
     marker: str | None
+    held_up: bool
+    forked: bool
 
 
 class Snapshot:
@@ -53,6 +55,24 @@ class Snapshot:
     def __contains__(self, identity: ProcessIdentity) -> bool:
         found = self._by_pid.get(identity.pid)
         return found is not None and found.identity == identity
+
+    def held_up(self, identity: ProcessIdentity) -> bool:
+        """Return whether the process was stopped (SIGSTOP, a terminal) or a debugger held it."""
+        return identity in self and self._by_pid[identity.pid].held_up
+
+    def forked_from(self, identity: ProcessIdentity) -> list[ProcessIdentity]:
+        """Return the processes whose memory and files this one inherited by forking, nearest first.
+
+        Empty for a process that runs a program of its own. An ancestor that is gone ends the list.
+        """
+        ancestors: list[ProcessIdentity] = []
+        process = self._by_pid[identity.pid] if identity in self else None
+        while process is not None and process.forked:
+            process = self._by_pid.get(process.ppid)
+            if process is None or process.identity in ancestors:
+                break
+            ancestors.append(process.identity)
+        return ancestors
 
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
         """Return the processes that carry a marker by its value, oldest first; of one user only if `uid` is given."""
@@ -125,7 +145,8 @@ def _look(pid: int, boot: str, marker_name: str | None, proc: Path) -> _Seen | N
         return None  # it exited while it was looked at
     finally:
         os.close(folder)
-    return _Seen(ProcessIdentity(boot, pid, stat.start_time), stat.ppid, stat.session, uid, marker)
+    identity = ProcessIdentity(boot, pid, stat.start_time)
+    return _Seen(identity, stat.ppid, stat.session, uid, marker, stat.held_up, stat.forked)
 
 
 def _marker(folder: int, name: str) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.host.memory import Headroom, Look, headroom, system_headroom
+from provisioner.host.memory import Headroom, Look, headroom, shortage, system_headroom
 
 MIB = 1024 * 1024
 PID = 4242
@@ -219,3 +219,26 @@ def test_a_group_s_name_cannot_steer_a_terminal(host: Host) -> None:
     v2(host.mount(2, "cgroup") / "mine\x1b[2J", maximum=1024, current=24)
     host.cgroup("0::/mine\x1b[2J")
     assert host.headroom().limited_by == f"the memory limit of control group {host.sys}/cgroup/mine?[2J (1024 MiB)"
+
+
+def test_processes_that_take_memory_together_share_the_room_of_each_limit(host: Host) -> None:
+    folder = host.mount(2, "cgroup")
+    v2(folder / "user/one", maximum=20_000, current=1_000)
+    v2(folder / "user/two", maximum=None, current=1_000)
+    v2(folder / "user", maximum=22_000, current=10_000)
+    host.cgroup("0::/user/one")
+    (host.proc / "5").mkdir()
+    (host.proc / "5" / "cgroup").write_text("0::/user/two\n")
+    assert shortage({PID: 5_000, 5: 5_000}, proc=host.proc) is None
+    found = shortage({PID: 10_000, 5: 10_000}, proc=host.proc)  # each alone would fit
+    assert found is not None
+    assert (found.need_mib, found.left_mib) == (20_000, 12_000 - 440)
+    assert found.limited_by == f"the memory limit of control group {folder}/user (22000 MiB)"
+    found = shortage(
+        {PID: 30_000, 5: 30_000}, proc=host.proc
+    )  # the system lacks more than any group, but the group above
+    assert found is not None
+    assert found.need_mib == 60_000
+    assert shortage({}, proc=host.proc) is None
+    with pytest.raises(ProcessLookupError):
+        shortage({9: 1}, proc=host.proc)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -234,3 +235,39 @@ def test_the_marked_are_listed_by_their_marker(family: Callable[..., Family]) ->
     assert sorted(pids(marked[LEASE_1])) == sorted(members)
     assert marked[LEASE_1][0] == one.root, "the oldest comes first"
     assert LEASE_1 not in scan(MARKER).marked(os.getuid() + 1)
+
+
+def test_a_forked_process_is_told_from_one_that_runs_a_program_of_its_own() -> None:
+    script = """
+import os, subprocess, sys
+reading, writing = os.pipe()
+if os.fork() == 0:
+    if os.fork() == 0:
+        program = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=sys.stdin)
+        os.write(writing, f"{os.getppid()} {os.getpid()} {program.pid}".encode())
+    sys.stdin.read()
+    os._exit(0)
+print(os.read(reading, 100).decode(), flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child, grandchild, program = (identify(int(pid)) for pid in process.stdout.readline().split())
+    root = identify(process.pid)
+    snapshot = scan()
+    assert snapshot.forked_from(child) == [root]
+    assert snapshot.forked_from(grandchild) == [child, root]
+    assert snapshot.forked_from(program) == snapshot.forked_from(root) == []
+    process.communicate()
+    assert scan().forked_from(child) == [], "of a process that is gone nothing is known"
+
+
+def test_a_stopped_process_is_seen(family: Callable[..., Family]) -> None:
+    root = family().root
+    assert not scan().held_up(root)
+    os.kill(root.pid, signal.SIGSTOP)
+    try:
+        os.waitid(os.P_PID, root.pid, os.WSTOPPED | os.WNOWAIT)
+        assert scan().held_up(root)
+    finally:
+        os.kill(root.pid, signal.SIGCONT)
