@@ -42,6 +42,7 @@ from provisioner.core.effects import (
     Recorded,
     Resized,
     Resume,
+    Shrink,
     StateChanged,
     Suspend,
     SuspendAnnounced,
@@ -137,7 +138,7 @@ class Broker:
                     self.save(self.kernels[lease_id])
             case Granted():
                 self._granted(effect)
-            case Suspend() | Resume() | LookAgain():
+            case Suspend() | Resume() | LookAgain() | Shrink():
                 if not self.stopping:  # else the next broker finds out what is true and decides anew
                     self._operations.start(effect)
             case Declined():

@@ -21,8 +21,16 @@ from provisioner.broker.kernels import Kernel
 from provisioner.broker.swaps import Swaps
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import LookAgain, Resume, Suspend
-from provisioner.core.events import Event, ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
+from provisioner.core.effects import LookAgain, Resume, Shrink, Suspend
+from provisioner.core.events import (
+    Event,
+    ResumeFinished,
+    ResumeOutcome,
+    Shrunk,
+    SuspendFinished,
+    SuspendOutcome,
+    TruthFound,
+)
 from provisioner.core.model import LeaseState
 from provisioner.host.process import ProcessIdentity
 from provisioner.ledger.records import LedgerError, OperationRecord, RecordError
@@ -59,7 +67,7 @@ class Operations:
         self._looking: set[asyncio.Task[None]] = set()
         self._unwritten: dict[str, Callable[[], None]] = {}  # by lease: the end of its last operation
 
-    def start(self, effect: Suspend | Resume | LookAgain) -> None:
+    def start(self, effect: Suspend | Resume | LookAgain | Shrink) -> None:
         """Begin to carry it out; returns at once."""
         match effect:
             case Suspend():
@@ -68,6 +76,8 @@ class Operations:
                 self._spawn(self._resume(effect), self._tasks)
             case LookAgain():
                 self._spawn(self._look_again(effect), self._looking)
+            case Shrink():
+                self._spawn(self._shrink(effect), self._looking)
 
     def end(self, lease_id: str, operation_id: int, outcome: str) -> None:
         """Write down how an operation ended; what cannot be written now is before the lease's next one. Returns at once."""
@@ -81,7 +91,7 @@ class Operations:
         self._writer.submit(end, unwritten=keep)
 
     async def close(self) -> None:
-        """Finish what is in hand and drop the looks. Nothing may be started any more."""
+        """Finish what is in hand and drop the looks and shrinks. Nothing may be started any more."""
         for task in self._looking:
             task.cancel()
         while self._tasks or self._looking:
@@ -94,7 +104,7 @@ class Operations:
         task.add_done_callback(partial(_task_done, tasks))
 
     async def _suspend(self, effect: Suspend) -> None:
-        outcome, saved_mib, sentence = SuspendOutcome.UNKNOWN, 0, _BROKEN
+        outcome, mib, sentence = SuspendOutcome.UNKNOWN, 0, _BROKEN
         written, begun_s = False, time.monotonic()
         try:
             kernel = self._kernels().get(effect.lease_id)
@@ -104,7 +114,7 @@ class Operations:
             await self._begin(effect, "suspend", 0)
             written = True
             step = partial(self._step, effect.operation_id)
-            outcome, saved_mib, sentence = await self._swaps.suspend(kernel, step, preempt=effect.preempt)
+            outcome, mib, sentence = await self._swaps.suspend(kernel, effect, step)
         except LedgerError as error:
             outcome = SuspendOutcome.ABORTED
             sentence = f"nothing was begun because it could not be written down: {error}"
@@ -117,7 +127,8 @@ class Operations:
                     operation_id=effect.operation_id,
                     generation=effect.generation,
                     outcome=outcome,
-                    saved_mib=saved_mib,
+                    saved_mib=mib if outcome is SuspendOutcome.SAVED else 0,
+                    need_mib=0 if outcome is SuspendOutcome.SAVED else mib,
                     sentence=sentence,
                 )
             )
@@ -125,6 +136,17 @@ class Operations:
                 self.end(effect.lease_id, effect.operation_id, str(outcome))
             if (kernel := self._kernels().get(effect.lease_id)) is not None:
                 self._finished(kernel)  # it may have become busy meanwhile
+
+    async def _shrink(self, effect: Shrink) -> None:
+        used_mib = None
+        try:
+            kernel = self._kernels().get(effect.lease_id)
+            if kernel is not None:
+                used_mib = await self._swaps.shrink(kernel)
+        finally:
+            self._dispatch(
+                Shrunk(at_ms=now_ms(), lease_id=effect.lease_id, generation=effect.generation, used_mib=used_mib)
+            )
 
     async def _resume(self, effect: Resume) -> None:
         outcome, sentence = ResumeOutcome.UNKNOWN, _BROKEN

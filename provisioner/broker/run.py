@@ -60,13 +60,12 @@ def is_service_socket(socket: str) -> bool:
 
 def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
     """Return the devices that this broker manages. Raises ConfigError for what is configured and the machine does not have."""
-    overhead_mib = settings.overhead_mib(simulated=backend.simulated)
     everything = [
         DeviceSpec(
             device_id=one.device_id,
             name=one.name,
             memory_mib=one.memory_mib,
-            overhead_mib=overhead_mib,
+            overhead_mib=settings.overhead_mib(one.memory_mib, simulated=backend.simulated),
             why_not=one.why_not,
         )
         for one in backend.devices
@@ -118,10 +117,12 @@ class Run:
             lock_s=self._settings.lock_timeout_ms / 1000,
             checkpoint_s=self._settings.checkpoint_deadline_ms / 1000,
         )
-        swaps = Swaps(self._backend.monitor, worker, times)
+        swaps = Swaps(
+            self._backend.monitor, worker, times, {name: spec.overhead_mib for name, spec in self._specs.items()}
+        )
         swaps.off = off
         arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
-        swaps.screen = Screen(arbiter, self._backend.monitor).refusal
+        swaps.screen = Screen(arbiter).refusal
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
         watcher = Watcher(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
         self._introduce(broker)

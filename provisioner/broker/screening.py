@@ -14,48 +14,41 @@ import asyncio
 from collections.abc import Collection
 
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.sight import Scene
 from provisioner.core.arbiter import Arbiter
-from provisioner.gpu.interface import GPUError, Monitor, ProcessKind
+from provisioner.gpu.interface import ProcessKind
 from provisioner.host.mappings import maps
 from provisioner.host.process import ProcessIdentity
 
 __all__ = ["Screen"]
 
 _NCCL_SEGMENT = "/dev/shm/nccl-"  # noqa: S108 - a name to look for
+_FEWEST_MEMBERS = 2  # of a collective
 
 
 class Screen:
     """Screens kernels before they are suspended."""
 
-    def __init__(self, arbiter: Arbiter, monitor: Monitor) -> None:
+    def __init__(self, arbiter: Arbiter) -> None:
         self._arbiter = arbiter
-        self._monitor = monitor
 
-    async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity]) -> str:
+    async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], scene: Scene) -> str:
         """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
         view = self._arbiter.lease(kernel.lease_id)
         if view is not None and view.stays:
             return view.stays
-        return await asyncio.to_thread(self._look, [process.pid for process in processes])
-
-    def _look(self, pids: list[int]) -> str:
-        clients = self._mps_clients() & set(pids)
-        if clients:
-            return f"process {min(clients)} computes through the MPS server, whose clients the driver cannot checkpoint"
-        members = [pid for pid in pids if maps(pid, lambda path: path.startswith(_NCCL_SEGMENT))]
-        if len(members) > 1:
+        pids = [process.pid for process in processes]
+        clients = {one.pid for use in scene.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
+        if of_ours := clients.intersection(pids):
+            return f"process {min(of_ours)} computes through the MPS server, whose clients the driver cannot checkpoint"
+        if len(pids) < _FEWEST_MEMBERS:
+            return ""
+        members = await asyncio.to_thread(
+            lambda: [pid for pid in pids if maps(pid, lambda path: path.startswith(_NCCL_SEGMENT))]
+        )
+        if len(members) >= _FEWEST_MEMBERS:
             return (
                 f"its processes {', '.join(map(str, sorted(members)))} share memory of NCCL: checkpointing one member of a collective "
                 "hangs the others"
             )
         return ""
-
-    def _mps_clients(self) -> set[int]:
-        found: set[int] = set()
-        for device in self._monitor.devices():
-            try:
-                use = self._monitor.use(device.device_id)
-            except GPUError:
-                continue  # a device that cannot be read is somebody else's trouble: what is saved is measured again
-            found |= {process.pid for process in use.processes if process.kind is ProcessKind.MPS}
-        return found

@@ -1,32 +1,45 @@
 """What is true of kernels right now, as the operating system, the driver and the devices tell it.
 
-One `Scene` is one pass over /proc and one reading of each device: whoever asks about several kernels, or asks several things about
-one, takes one scene for all. What happened after it was taken is not in it: certainty needs a new one.
+One `Scene` is one pass over /proc and one reading of each device concerned: several questions about one kernel, or about several, take
+one scene. What happened after it was taken is not in it: certainty needs a new one.
+
+- A CUDA process that no device counts (it only initialised the driver, or the device does not list it) has at most what the devices hold
+  beyond what they charge to processes. That is taken for its size, once the devices are known to count processes by the pids that are
+  seen here; where they do not (a container with pids of its own), its size is unknown.
+- A process that forked from a CUDA process and runs no program of its own inherited a context that it cannot use. What the driver says of
+  it, errors included, says nothing about the kernel.
+- A stopped process may not answer the driver, and the driver has no time limit for that: it is not asked.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from provisioner.broker.kernels import Kernel
 from provisioner.gpu.interface import DeviceUse, GPUError, GPUErrorCode, Monitor, ProcessState
 from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host.mappings import holds_open
 from provisioner.host.process import ProcessIdentity
 from provisioner.host.tree import Snapshot, scan
 
-__all__ = ["ENDED", "LEASE_VARIABLE", "Scene", "Sight"]
+__all__ = ["ENDED", "LEASE_VARIABLE", "NOMINAL_MIB", "Scene", "Sight", "is_device_file", "stopped_sentence"]
 
 LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
+NOMINAL_MIB = 64
+"""The least that a CUDA process counts for that no device counts, MiB."""
+
+# A worker that fails says nothing about the process that it was asked about.
+_WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
+_NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The machine at about one moment. `uses` by device, `memory_mib` each device's whole memory."""
+    """The machine at about one moment: the processes, and the devices that were read."""
 
     snapshot: Snapshot
     uses: Mapping[str, DeviceUse]
-    memory_mib: Mapping[str, int]
 
     def used_mib(self, pid: int) -> int:
         """Return the memory that the process has on all devices; 0 where none counts it."""
@@ -36,10 +49,14 @@ class Scene:
         """Return what is free on the device. Raises GPUError if there is no such device."""
         if device_id not in self.uses:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} is not there")
-        return self.memory_mib[device_id] - self.uses[device_id].used_mib
+        return self.uses[device_id].memory_mib - self.uses[device_id].used_mib
+
+    def uncounted_mib(self) -> int:
+        """Return what the devices hold beyond what they charge to processes."""
+        return sum(max(0, use.used_mib - sum(one.used_mib for one in use.processes)) for use in self.uses.values())
 
     def is_alone(self, pids: Collection[int], device_id: str) -> bool:
-        """Return whether nobody but these processes uses the device. Raises GPUError if there is no such device."""
+        """Return whether no process but these uses the device. Raises GPUError if there is no such device."""
         self.free_mib(device_id)
         return all(one.pid in pids for one in self.uses[device_id].processes)
 
@@ -60,28 +77,31 @@ class Sight:
         self._worker = worker
         self.roots: Callable[[], list[ProcessIdentity]] = list
         self.off = ""  # why the driver cannot be asked, a sentence: what the devices say is what there is
+        self.counts_processes = False  # a CUDA process was seen to be counted by a device under its pid here
 
-    async def scene(self) -> Scene:
-        """Look at the whole machine. Raises GPUError, also where the system is short of what a look takes."""
+    async def scene(self, device_ids: Sequence[str] | None = None) -> Scene:
+        """Look at the machine and at these devices (None: all there are).
+
+        Raises GPUError, also where the system is short of what a look takes.
+        """
         try:
-            return await asyncio.to_thread(self._scene)
+            return await asyncio.to_thread(self._scene, device_ids)
         except (OSError, RuntimeError) as error:  # descriptors, memory, threads: a step that failed, with its way back
             sentence = f"the machine could not be looked at: {error}"
             raise GPUError(GPUErrorCode.OPERATING_SYSTEM, sentence) from error
 
-    def _scene(self) -> Scene:
+    def _scene(self, device_ids: Sequence[str] | None) -> Scene:
         snapshot = scan(LEASE_VARIABLE)
-        devices = self._monitor.devices()
+        if device_ids is None:
+            device_ids = [device.device_id for device in self._monitor.devices()]
         uses: dict[str, DeviceUse] = {}
-        for device in devices:
+        for device_id in device_ids:
             try:
-                uses[device.device_id] = self._monitor.use(device.device_id)
+                uses[device_id] = self._monitor.use(device_id)
             except GPUError as error:
                 if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
-                    raise  # of a lost device nothing is known: whoever needs it finds it missing
-        return Scene(
-            snapshot=snapshot, uses=uses, memory_mib={device.device_id: device.memory_mib for device in devices}
-        )
+                    raise  # of a lost device nothing is known: what needs it finds it missing
+        return Scene(snapshot=snapshot, uses=uses)
 
     def tree(self, kernel: Kernel, scene: Scene) -> list[ProcessIdentity]:
         """Return the kernel's processes."""
@@ -90,24 +110,79 @@ class Sight:
         return scene.snapshot.tree(kernel.identity, (LEASE_VARIABLE, kernel.lease_id), apart=self.roots())
 
     async def states(self, kernel: Kernel, scene: Scene) -> dict[ProcessIdentity, ProcessState]:
-        """Return the CUDA state, now, of every process of the kernel in the scene that has one. Raises GPUError."""
-        states: dict[ProcessIdentity, ProcessState] = {}
-        for identity in self.tree(kernel, scene):
-            if self.off:
-                if scene.used_mib(identity.pid):
-                    states[identity] = ProcessState.RUNNING
-                continue
-            try:
-                state = await self._worker.state(identity)
-            except GPUError as error:
-                if error.code in ENDED:
-                    continue  # it ended while we looked
-                raise
-            if state not in (ProcessState.NO_CONTEXT, ProcessState.GONE):
-                states[identity] = state
-        return states
+        """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
+        return (await self._states(kernel, scene))[0]
 
-    async def use(self, kernel: Kernel) -> dict[ProcessIdentity, int]:
-        """Return the device memory, MiB, of every CUDA process of the kernel (0 where no device counts it). Raises GPUError."""
-        scene = await self.scene()
-        return {identity: scene.used_mib(identity.pid) for identity in await self.states(kernel, scene)}
+    async def use(self, kernel: Kernel, scene: Scene) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
+        """Return the device memory, MiB, of every CUDA process of the kernel, and the processes that inherited a context.
+
+        The size is 0 where it is unknown. Raises GPUError, also for a process whose memory is not on a device.
+        """
+        states, heirs = await self._states(kernel, scene)
+        for identity, state in states.items():
+            if state not in (ProcessState.RUNNING, ProcessState.LOCKED):
+                raise GPUError(GPUErrorCode.ILLEGAL_STATE, f"process {identity.pid} is {state} already")
+        use = {identity: scene.used_mib(identity.pid) for identity in states}
+        self.counts_processes |= any(use.values())
+        if self.counts_processes:
+            at_most_mib = max(NOMINAL_MIB, scene.uncounted_mib())
+            use = {identity: mib or at_most_mib for identity, mib in use.items()}
+        return use, heirs
+
+    async def _states(
+        self, kernel: Kernel, scene: Scene
+    ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
+        """Return the states of the processes that have one of their own, and the processes that inherited a context."""
+        tree = self.tree(kernel, scene)
+        if self.off:
+            return {one: ProcessState.RUNNING for one in tree if scene.used_mib(one.pid)}, []
+        told: dict[ProcessIdentity, ProcessState] = {}
+        failed: dict[ProcessIdentity, GPUError] = {}
+        for identity in tree:
+            if scene.snapshot.held_up(identity) and self._may_use_cuda(kernel, scene, identity):
+                raise GPUError(GPUErrorCode.TARGET_STOPPED, stopped_sentence(identity.pid))
+            try:
+                told[identity] = await self._worker.state(identity)
+            except GPUError as error:
+                if error.code in _WORKERS:
+                    raise
+                if error.code not in ENDED:  # else it ended while we looked
+                    failed[identity] = error
+        cuda = {identity for identity, state in told.items() if state not in _NO_CUDA}
+        # What is saved, locked or half-way is certainly a process's own.
+        doubtful = [one for one, state in told.items() if state in (ProcessState.RUNNING, ProcessState.NO_CONTEXT)]
+        heirs = [
+            one
+            for one in (*doubtful, *failed)
+            if one not in kernel.checkpointed and self._is_heir(scene, one, cuda, asked=one not in failed)
+        ]
+        for identity, failure in failed.items():
+            if identity not in heirs:
+                raise failure
+        states = {one: state for one, state in told.items() if one in cuda and one not in heirs}
+        return states, heirs
+
+    @staticmethod
+    def _may_use_cuda(kernel: Kernel, scene: Scene, identity: ProcessIdentity) -> bool:
+        """Return whether a process that cannot be asked may have CUDA state."""
+        known = identity in kernel.checkpointed or scene.used_mib(identity.pid) > 0
+        return known or holds_open(identity.pid, is_device_file)
+
+    @staticmethod
+    def _is_heir(scene: Scene, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, asked: bool) -> bool:
+        """Return whether the process inherited the context of a CUDA process and has none of its own."""
+        if scene.used_mib(identity.pid) or not any(one in cuda for one in scene.snapshot.forked_from(identity)):
+            return False
+        return identity in cuda or not asked or holds_open(identity.pid, is_device_file)
+
+
+def stopped_sentence(pid: int) -> str:
+    """Return what is said of a stopped process, and what to do."""
+    return (
+        f"process {pid} is stopped and cannot answer the driver: `kill -CONT {pid}` lets it go on (or end its debugger)"
+    )
+
+
+def is_device_file(path: str) -> bool:
+    """Return whether this is a device file of NVIDIA's driver, which a process with a CUDA context holds open."""
+    return path.startswith("/dev/nvidia")

@@ -6,30 +6,32 @@ The rules:
   REFUSED if it may be better later, IMPOSSIBLE if this process cannot be checkpointed. The checkpoint is the point of no return:
   after it only forward, or UNKNOWN. What the driver's errors mean is a table, in `outcomes`.
 - Where the driver cannot checkpoint at all (`off`), nothing is asked of it: what the devices say is what there is.
-- The order of a suspend: close the gate, nobody busy, host memory, shrink, lock every CUDA process of the tree, look again
-  (IOPub, newcomers), checkpoint, see that it is true.
+- The order of a suspend: close the gate, the kernel is idle, shrink, look, host memory, lock every CUDA process of the tree, look again
+  (IOPub, newcomers, sizes), checkpoint, see that it is true.
+- What is saved was reserved before: more than the arbiter reserved on the host is not saved, and is told so that more is reserved.
 - A preempted kernel is busy: its gate is shut for the next cell only, nothing is shrunk, and being busy is no reason to stop.
-- The order of a resume: see that the room is really free, restore, unlock, see that it is true. A restore without room kills
-  the process, so it is never tried to find out.
+- The order of a resume: see that the room is really free, with a margin, restore, unlock, see that it is true. A restore without room
+  kills the process, so it is never tried to find out.
+- Only the devices concerned are read: the lease's own, and others on which its processes were seen.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from provisioner.broker.decode import printable
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.outcomes import after_checkpoint, after_restore, before_checkpoint
-from provisioner.broker.sight import ENDED, Scene, Sight
-from provisioner.core.effects import Resume
+from provisioner.broker.sight import ENDED, Scene, Sight, stopped_sentence
+from provisioner.core.effects import Resume, Suspend
 from provisioner.core.events import ResumeOutcome, SuspendOutcome
 from provisioner.core.model import LeaseState
-from provisioner.core.units import format_memory
+from provisioner.core.units import format_memory, restore_margin_mib
 from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessState
 from provisioner.gpu.worker_link import WorkerLink
-from provisioner.host.memory import headroom
-from provisioner.host.process import ProcessIdentity, is_alive
+from provisioner.host.memory import shortage
+from provisioner.host.process import ProcessIdentity, is_alive, read_stat
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.messages import GateVerb
 
@@ -44,11 +46,11 @@ _HOST_MARGIN_MIB = 64
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
 """Writes a step of an operation durably: phase, processes, MiB."""
 
-Screening = Callable[[Kernel, Collection[ProcessIdentity]], Awaitable[str]]
+Screening = Callable[[Kernel, Collection[ProcessIdentity], Scene], Awaitable[str]]
 """Says why CUDA processes of a kernel cannot be checkpointed, a sentence; "" if nothing speaks against it."""
 
 
-async def _nothing_against(_kernel: Kernel, _processes: Collection[ProcessIdentity]) -> str:
+async def _nothing_against(_kernel: Kernel, _processes: Collection[ProcessIdentity], _scene: Scene) -> str:
     return ""
 
 
@@ -71,20 +73,27 @@ class Truth:
 
 
 class StepError(Exception):
-    """A step before the point of no return failed; the way back has been taken by whoever catches it."""
+    """A step before the point of no return failed. `need_mib`: what would have to be saved, if that is more than was reserved for it."""
 
-    def __init__(self, outcome: SuspendOutcome, sentence: str) -> None:
+    def __init__(self, outcome: SuspendOutcome, sentence: str, need_mib: int = 0) -> None:
         super().__init__(sentence)
         self.outcome = outcome
+        self.need_mib = need_mib
 
 
 class Swaps:
-    """Carries out one operation at a time with the checkpoint worker."""
+    """Carries out one operation at a time with the checkpoint worker.
 
-    def __init__(self, monitor: Monitor, worker: WorkerLink, times: SwapTimes) -> None:
+    `overhead_mib` is what no lease may have of each device: a restore leaves a margin free, and no more than that.
+    """
+
+    def __init__(
+        self, monitor: Monitor, worker: WorkerLink, times: SwapTimes, overhead_mib: Mapping[str, int] | None = None
+    ) -> None:
         self._sight = Sight(monitor, worker)
         self._worker = worker
         self._times = times
+        self._overhead_mib = overhead_mib or {}
         self.screen: Screening = _nothing_against
 
     @property
@@ -105,6 +114,15 @@ class Swaps:
     def off(self, sentence: str) -> None:
         self._sight.off = sentence
 
+    @property
+    def counts_processes(self) -> bool:
+        """Whether the devices are known to count processes by the pids that are seen here."""
+        return self._sight.counts_processes
+
+    @counts_processes.setter
+    def counts_processes(self, counts: bool) -> None:
+        self._sight.counts_processes = counts
+
     async def scene(self) -> Scene:
         """Look at the machine once, for `truth` of several kernels. Raises GPUError."""
         return await self._sight.scene()
@@ -114,44 +132,67 @@ class Swaps:
         scene = await self._sight.scene()
         return sum(scene.used_mib(identity.pid) for identity in self._sight.tree(kernel, scene))
 
+    async def shrink(self, kernel: Kernel) -> int | None:
+        """Have an idle kernel give cached memory back; return what its processes use then, MiB.
+
+        None if it could not, or if it is not known what they use. Cancellation leaves it to the kernel.
+        """
+        if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S) != "done":
+            return None
+        try:
+            return await self.used_mib(kernel) or None
+        except GPUError as error:
+            log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
+            return None
+
     async def until_alone(self) -> None:
         """Return when no checkpoint worker of an earlier broker is at work any more. Cancellation stops the waiting."""
         await self._worker.until_alone()
 
     # -- suspend ----------------------------------------------------------------------------------------------------------
 
-    async def suspend(
-        self, kernel: Kernel, journal: Journal, *, preempt: bool = False
-    ) -> tuple[SuspendOutcome, int, str]:
-        """Return the outcome, the MiB saved and a sentence. Cancellation may leave locks behind: only at the broker's end."""
+    async def suspend(self, kernel: Kernel, effect: Suspend, journal: Journal) -> tuple[SuspendOutcome, int, str]:
+        """Return the outcome, MiB and a sentence. The MiB are what was saved, or what would have had to be, if too little was reserved.
+
+        Cancellation may leave locks behind: only at the broker's end.
+        """
         touched: list[ProcessIdentity] = []
         kernel.checkpointed = {}
         try:
-            gated = await (self._shut_gate(kernel) if preempt else self._close_gate(kernel))
-            use = await self._sight.use(kernel)
+            self._check_goes_on(kernel)
+            gated = await (self._shut_gate(kernel) if effect.preempt else self._close_gate(kernel))
+            unshrunk = await self._shrink(kernel) if gated and not effect.preempt and not self.off else None
+            scene = await self._sight.scene(_concerned(kernel, effect))
+            use, heirs = await self._sight.use(kernel, scene)
             if not use:
-                if gated and not preempt:
+                if gated and not effect.preempt:
                     return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
                 raise StepError(  # noqa: TRY301 - the way back is the same for every step
                     SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
                 )
-            if why := self.off or await self.screen(kernel, use):
+            if why := self.off or await self.screen(kernel, use, scene):
                 raise StepError(SuspendOutcome.IMPOSSIBLE, why)  # noqa: TRY301 - as above
+            if unshrunk is not None:
+                raise unshrunk
+            self._check_heirs(heirs)
+            self._check_places(use, scene, effect)
+            self._check_reserved(use, effect)
             await self._check_host_memory(use)
-            if gated and not preempt:
-                await self._shrink(kernel)
             await journal("locking", use, 0)
             await self._lock_all(use, touched)
-            use = await self._look_again(kernel, touched, may_be_busy=preempt) or use
+            use = await self._look_again(kernel, effect, touched)
+            self._check_reserved(use, effect)
             kernel.checkpointed = use
             await journal("checkpointing", use, kernel.checkpointed_mib)
         except StepError as error:
-            return await self._rolled_back(touched, error.outcome, str(error))
+            return await self._rolled_back(touched, error.outcome, str(error), error.need_mib)
         except LedgerError as error:
             return await self._rolled_back(touched, SuspendOutcome.ABORTED, f"it could not be written down: {error}")
         except GPUError as error:
-            outcome = before_checkpoint(error.code)
-            return await self._rolled_back(touched, outcome, f"the driver refused before anything was saved: {error}")
+            sentence = f"the driver refused before anything was saved: {error}"
+            if error.code is GPUErrorCode.TARGET_STOPPED:  # it was not asked
+                sentence = str(error)
+            return await self._rolled_back(touched, before_checkpoint(error.code), sentence)
         except OSError as error:
             sentence = f"the kernel's processes could not be looked at: {error}"
             return await self._rolled_back(touched, SuspendOutcome.REFUSED, sentence)
@@ -184,6 +225,16 @@ class Swaps:
         return True
 
     @staticmethod
+    def _check_goes_on(kernel: Kernel) -> None:
+        """Raise StepError for a stopped kernel: neither its extension nor the driver would get an answer."""
+        try:
+            stopped = kernel.identity is not None and read_stat(kernel.identity.pid).held_up
+        except ProcessLookupError:
+            return  # it ended: the next step says so
+        if stopped and kernel.identity is not None:
+            raise StepError(SuspendOutcome.REFUSED, stopped_sentence(kernel.identity.pid))
+
+    @staticmethod
     def _check_alive(kernel: Kernel) -> None:
         if kernel.identity is None or not is_alive(kernel.identity):
             raise StepError(SuspendOutcome.ABORTED, "the kernel process ended")
@@ -194,33 +245,66 @@ class Swaps:
         if kernel.busy:
             raise StepError(SuspendOutcome.ABORTED, "the kernel became busy")
 
-    async def _check_host_memory(self, use: dict[ProcessIdentity, int]) -> None:
+    @staticmethod
+    def _check_heirs(heirs: Sequence[ProcessIdentity]) -> None:
+        if heirs:
+            # A restore beneath such a process is reported to fail, which would lose the kernel's state.
+            raise StepError(
+                SuspendOutcome.REFUSED,
+                f"process {heirs[0].pid} was forked by the kernel after it began to use CUDA (as workers of a DataLoader or of "
+                "multiprocessing are) and shares its context: the kernel can be suspended when that process has ended",
+            )
+
+    @staticmethod
+    def _check_places(use: Mapping[ProcessIdentity, int], scene: Scene, effect: Suspend) -> None:
+        own = effect.device_ids or (effect.device_id,)
+        foreign = [device_id for device_id in scene.homes({one.pid for one in use}) if device_id not in own]
+        if foreign:
+            # It would come back there, where no room is reserved for it.
+            raise StepError(
+                SuspendOutcome.REFUSED,
+                f"its processes have memory on device {foreign[0]}, which is not the lease's: it can be suspended when they have freed it",
+            )
+
+    @staticmethod
+    def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend) -> None:
+        need_mib = sum(use.values())
+        if need_mib > effect.host_mib:
+            raise StepError(
+                SuspendOutcome.ABORTED,
+                f"{format_memory(need_mib)} would have to be saved, and {format_memory(effect.host_mib)} of host memory are reserved",
+                need_mib,
+            )
+
+    async def _check_host_memory(self, use: Mapping[ProcessIdentity, int]) -> None:
         for identity, used_mib in use.items():
             if used_mib == 0:
-                # A context always costs something. Where the count is missing (a container with pids of its own, say), nobody
-                # can tell what room the state needs on the host, or to come back.
+                # Where no device counts processes by their pids here (a container with pids of its own, say), it is not known what
+                # room the state needs on the host, or to come back.
                 raise StepError(SuspendOutcome.REFUSED, f"no device tells how much memory process {identity.pid} uses")
-            try:
-                room = await asyncio.to_thread(headroom, identity.pid)
-            except (OSError, ValueError) as error:
-                sentence = f"how much host memory is left could not be read: {error}"
-                raise StepError(SuspendOutcome.REFUSED, sentence) from error
-            if room.mib < used_mib + _HOST_MARGIN_MIB:
-                raise StepError(
-                    SuspendOutcome.REFUSED,
-                    f"{format_memory(used_mib)} would have to be saved in host memory, "
-                    f"where {format_memory(max(0, room.mib))} are left (limited by {printable(room.limited_by)})",
-                )
+        needs = {identity.pid: used_mib + _HOST_MARGIN_MIB for identity, used_mib in use.items()}
+        try:
+            short = await asyncio.to_thread(shortage, needs)
+        except (OSError, ValueError) as error:
+            sentence = f"how much host memory is left could not be read: {error}"
+            raise StepError(SuspendOutcome.REFUSED, sentence) from error
+        if short is not None:
+            raise StepError(
+                SuspendOutcome.REFUSED,
+                f"{format_memory(sum(use.values()))} would have to be saved in host memory, "
+                f"where {format_memory(short.left_mib)} are left (limited by {printable(short.limited_by)})",
+            )
 
-    async def _shrink(self, kernel: Kernel) -> None:
-        """Have cached memory given back on the idle main loop. Not answering means that the main loop is not idle."""
+    async def _shrink(self, kernel: Kernel) -> StepError | None:
+        """Have cached memory given back on the idle main loop; return what speaks against saving what is left."""
         if kernel.link is None:
-            raise StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
+            return StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
         word = await kernel.link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S)
         if word == "managed":
-            raise StepError(SuspendOutcome.IMPOSSIBLE, printable(kernel.link.detail)[:_LONGEST_REASON])
-        if word != "done":
-            raise StepError(SuspendOutcome.ABORTED, "the kernel's main loop was not idle")
+            return StepError(SuspendOutcome.IMPOSSIBLE, printable(kernel.link.detail)[:_LONGEST_REASON])
+        if word != "done":  # also when it does not answer
+            return StepError(SuspendOutcome.ABORTED, "the kernel's main loop was not idle")
+        return None
 
     async def _lock_all(self, use: dict[ProcessIdentity, int], touched: list[ProcessIdentity]) -> None:
         """Lock the processes; `touched` are those that may be locked, whatever became of the call."""
@@ -234,22 +318,25 @@ class Swaps:
                 raise
 
     async def _look_again(
-        self, kernel: Kernel, locked: list[ProcessIdentity], *, may_be_busy: bool
+        self, kernel: Kernel, effect: Suspend, locked: Sequence[ProcessIdentity]
     ) -> dict[ProcessIdentity, int]:
         """Return what the locked processes use. Raises StepError if the kernel is not what it was when they were locked."""
-        check = self._check_alive if may_be_busy else self._check_idle
+        check = self._check_alive if effect.preempt else self._check_idle
         check(kernel)
-        use = await self._sight.use(kernel)
+        scene = await self._sight.scene(_concerned(kernel, effect))
+        use, heirs = await self._sight.use(kernel, scene)
         newcomers = [identity for identity in use if identity not in locked]
         if newcomers:
             raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} began to use CUDA meanwhile")
+        self._check_heirs(heirs)
+        self._check_places(use, scene, effect)
         check(kernel)
         return use
 
     async def _rolled_back(
-        self, touched: list[ProcessIdentity], outcome: SuspendOutcome, sentence: str
+        self, touched: list[ProcessIdentity], outcome: SuspendOutcome, sentence: str, need_mib: int = 0
     ) -> tuple[SuspendOutcome, int, str]:
-        """Unlock in reverse order what is locked. A process of which nobody knows that it runs again makes it UNKNOWN."""
+        """Unlock in reverse order what is locked. A process that is not known to run again makes it UNKNOWN."""
         for identity in reversed(touched):
             try:
                 if await self._worker.state(identity) is ProcessState.LOCKED:
@@ -265,7 +352,7 @@ class Swaps:
                     0,
                     f"{sentence}; then the driver says that process {identity.pid} is {state}",
                 )
-        return outcome, 0, sentence
+        return outcome, need_mib, sentence
 
     async def _unlock(self, locked: list[ProcessIdentity]) -> None:
         for identity in reversed(locked):
@@ -315,36 +402,74 @@ class Swaps:
             return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self.off}"
         device_ids = effect.device_ids or (effect.device_id,)
         try:
-            scene = await self._sight.scene()
+            scene = await self._sight.scene(_concerned(kernel, effect))
             states = await self._sight.states(kernel, scene)
-            # What somebody else saved is not known: as much as is reserved for it must be free.
-            lacking = _lacking(scene, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib)
+            # What another broker saved is not known: as much as is reserved for it must be free.
+            pids = {identity.pid for identity in states}
+            lacking = self._lacking(scene, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
         except GPUError as error:
-            return ResumeOutcome.NOT_STARTED, f"the driver does not answer: {error}"
+            return ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {error}"
         if lacking:
             return ResumeOutcome.NOT_STARTED, lacking
         saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
+        locked = [identity for identity, state in states.items() if state is ProcessState.LOCKED]
         from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
         moves = _moves(kernel.homes or from_ids, device_ids)
         await journal("restoring", saved, saved_mib)
         try:
             for identity in saved:
                 await self._worker.restore(identity, moves, self._times.checkpoint_s)
-            states = await self._unlocked(kernel)
+            # The kernel's calls go on from here; what the driver says is verified afterwards.
+            await self._unlock_restored([*locked, *saved])
+            states = await self._states_of(states)
         except GPUError as error:
             return await self._after_failed_restore(kernel, error)
         if all(state is ProcessState.RUNNING for state in states.values()):
             return ResumeOutcome.RESTORED, f"{format_memory(saved_mib)} restored"
         return ResumeOutcome.UNKNOWN, f"after the restore the driver says {', '.join(sorted(set(states.values())))}"
 
-    async def _unlocked(self, kernel: Kernel) -> dict[ProcessIdentity, ProcessState]:
-        """Unlock what is locked of the kernel, and return what its processes are then. Raises GPUError."""
-        states = await self._sight.states(kernel, await self._sight.scene())
-        for identity, state in states.items():
-            if state is ProcessState.LOCKED:
+    async def _unlock_restored(self, identities: Iterable[ProcessIdentity]) -> None:
+        """Unlock processes that are not gone. Raises GPUError."""
+        for identity in identities:
+            try:
                 await self._worker.unlock(identity)
+            except GPUError as error:
+                if error.code not in ENDED:
+                    raise
+
+    async def _states_of(self, identities: Iterable[ProcessIdentity]) -> dict[ProcessIdentity, ProcessState]:
+        """Return what the driver says of these processes, those that are gone left out. Raises GPUError."""
+        states = {}
+        for identity in identities:
+            try:
                 states[identity] = await self._worker.state(identity)
-        return states
+            except GPUError as error:
+                if error.code not in ENDED:
+                    raise
+        return {
+            one: state for one, state in states.items() if state not in (ProcessState.GONE, ProcessState.NO_CONTEXT)
+        }
+
+    def _lacking(
+        self, scene: Scene, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
+    ) -> str:
+        """Return a sentence about the first of the devices without the room for what is saved of these processes, or "".
+
+        How much of what was saved belongs on which of several devices is not known: each must have room for all of it, or be as free as
+        what is reserved there. A device that no other process uses will never have more room: it needs no margin. Raises GPUError.
+        """
+        need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
+        for device_id in device_ids:
+            free_mib = scene.free_mib(device_id)
+            margin_mib = 0
+            if not scene.is_alone(pids, device_id):
+                margin_mib = min(restore_margin_mib(need_mib), self._overhead_mib.get(device_id, 0))
+            if free_mib < need_mib + margin_mib:
+                needed = format_memory(need_mib) + (
+                    f" and a margin of {format_memory(margin_mib)}" if margin_mib else ""
+                )
+                return f"the device has {format_memory(free_mib)} free, {needed} are needed"
+        return ""
 
     async def _after_failed_restore(self, kernel: Kernel, error: GPUError) -> tuple[ResumeOutcome, str]:
         try:
@@ -434,7 +559,9 @@ class Swaps:
         for identity, state in states.items():
             if state is ProcessState.CHECKPOINTED:
                 await self._worker.restore(identity, moves, self._times.checkpoint_s)
-        await self._unlocked(kernel)
+        await self._unlock_restored(
+            [one for one, state in states.items() if state in (ProcessState.CHECKPOINTED, ProcessState.LOCKED)]
+        )
 
     def _lacking_rest(
         self,
@@ -446,9 +573,9 @@ class Swaps:
     ) -> str:
         """Return why what is saved of the tree cannot be brought back to the rest of it, a sentence, or "". Raises GPUError."""
         rest_mib = _rest_mib(kernel, scene, states, saved_mib)
-        if rest_mib > 0:
-            return _lacking(scene, targets, rest_mib, rest_mib)
         pids = {identity.pid for identity in self._sight.tree(kernel, scene)}
+        if rest_mib > 0:
+            return self._lacking(scene, targets, rest_mib, rest_mib, pids)
         if all(scene.is_alone(pids, device_id) for device_id in targets):
             return ""  # no device will ever have more room
         return "how much was saved is not known, and others use its device"
@@ -461,18 +588,9 @@ class Swaps:
         return found[0] if found else None
 
 
-def _lacking(scene: Scene, device_ids: Sequence[str], saved_mib: int, reserve_mib: int) -> str:
-    """Return a sentence about the first of the devices without the room, or "". Raises GPUError.
-
-    How much of what was saved belongs on which of several devices is not known: each must have room for all of it, or be as free as
-    what is reserved there.
-    """
-    need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
-    for device_id in device_ids:
-        free_mib = scene.free_mib(device_id)
-        if free_mib < need_mib:
-            return f"the device has {format_memory(free_mib)} free, {format_memory(need_mib)} are needed"
-    return ""
+def _concerned(kernel: Kernel, effect: Suspend | Resume) -> list[str]:
+    """Return the devices that have to be read for the operation: its own, and others on which the kernel's processes were seen."""
+    return list(dict.fromkeys([*(effect.device_ids or (effect.device_id,)), *sorted(kernel.seen_on)]))
 
 
 def _rest_mib(kernel: Kernel, scene: Scene, states: dict[ProcessIdentity, ProcessState], saved_mib: int) -> int:

@@ -186,6 +186,7 @@ class Watcher:
         return covered
 
     def _tell_lease(self, kernel: Kernel, used: dict[str, int]) -> None:
+        kernel.seen_on = frozenset(used)
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.UNARMED):
             self._measured.pop(kernel.lease_id, None)

@@ -245,9 +245,13 @@ def _trace(options: argparse.Namespace) -> list[Session]:
 
 def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
     settings = load(options.policy) if options.policy is not None else None
-    overhead = settings.overhead_mib(simulated=True) if settings is not None else 0
     devices = tuple(
-        DeviceSpec(device_id=f"simulated-{number}", name=f"simulated-{mib}", memory_mib=mib, overhead_mib=overhead)
+        DeviceSpec(
+            device_id=f"simulated-{number}",
+            name=f"simulated-{mib}",
+            memory_mib=mib,
+            overhead_mib=settings.overhead_mib(mib, simulated=True) if settings is not None else 0,
+        )
         for number, mib in enumerate(sizes)
     )
     names = tuple(device.device_id for device in devices)

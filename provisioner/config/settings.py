@@ -16,11 +16,11 @@ from provisioner.config.errors import ConfigError, refuse
 from provisioner.config.pools import PoolSettings
 from provisioner.config.traits import GPUBroker
 from provisioner.core.model import DeviceSpec, PoolSpec
-from provisioner.core.units import format_fraction
+from provisioner.core.units import format_fraction, restore_margin_mib
 
-__all__ = ["REAL_OVERHEAD_MIB", "Settings", "translate"]
+__all__ = ["DRIVER_MIB", "Settings", "translate"]
 
-REAL_OVERHEAD_MIB = 300
+DRIVER_MIB = 300  # on each real device
 _USUAL_FRACTION_MILLI = 250
 # Part of a kernelspec's name, which Jupyter reads in lower case.
 _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
@@ -73,11 +73,14 @@ class Settings:
             return min(self.host_memory_mib, total_mib)
         return total_mib * (self.host_memory_milli or 0) // 1000
 
-    def overhead_mib(self, *, simulated: bool) -> int:
-        """Return what no lease may have of each device."""
+    def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
+        """Return what no lease may have of a device with so much memory.
+
+        On a real one: what the driver takes, and the margin that the largest restore leaves free.
+        """
         if self.device_overhead_mib is not None:
             return self.device_overhead_mib
-        return 0 if simulated else REAL_OVERHEAD_MIB
+        return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
         """Return those of the host's devices (all of them, in the order of their numbers) that this broker manages.

@@ -34,8 +34,9 @@ class GPUBroker(Configurable):
         [Unicode(), Int()],
         allow_none=True,
         default_value=None,
-        help="""The memory of each device that no lease may have, for the driver and as a margin. None: 300MiB on real
-        devices, nothing on simulated ones.""",
+        help="""The memory of each device that no lease may have, for the driver and as a margin that a restore leaves
+        free (it is fatal to a process if the device runs out of memory). None: 300MiB and 2 % of the device (256MiB at least)
+        on real devices, nothing on simulated ones.""",
     ).tag(config=True, example="500MiB")
     lock_timeout = _text_or_number(
         "2s",

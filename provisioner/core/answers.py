@@ -54,6 +54,8 @@ class Answers:
             case SuspendOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
             case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
+                if event.need_mib > lease.host_mib:
+                    lease.host_floor_mib = event.need_mib
                 self._rolled_back(lease, event.outcome, sentence)
 
     def _come_back(self, lease: Lease) -> tuple[bool, bool]:

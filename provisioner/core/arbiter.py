@@ -34,6 +34,7 @@ from provisioner.core.events import (
     ProcessExited,
     ResizeRequested,
     ResumeFinished,
+    Shrunk,
     SuspendFinished,
     SuspendRequested,
     Tick,
@@ -66,6 +67,7 @@ _AboutALease = (
     | MoveRequested
     | PinRequested
     | ResizeRequested
+    | Shrunk
     | UnpinRequested
     | SuspendRequested
     | TruthFound
@@ -252,7 +254,7 @@ class Arbiter:
         if news:
             note_all(books, books.leases.values())
 
-    def _take_about_lease(self, event: Event) -> bool:  # noqa: C901, PLR0912 - one case per event
+    def _take_about_lease(self, event: Event) -> bool:  # noqa: C901, PLR0911, PLR0912 - one case per event
         if not isinstance(event, _AboutALease):
             raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
         lease, does = self._books.leases.get(event.lease_id), self._lifecycle
@@ -263,6 +265,8 @@ class Arbiter:
                 return does.busy_changed(lease, busy=event.busy)
             case LeaseMeasured():
                 return does.measured(lease, max(0, event.used_mib))
+            case Shrunk():
+                return does.shrunk(lease, event)
             case Wanted():
                 return does.wanted(lease, urgent=event.urgent)
             case Unwanted():

@@ -14,6 +14,7 @@ from provisioner.core.effects import (
     Recorded,
     Resized,
     Resume,
+    Shrink,
     StateChanged,
     Suspend,
     TicketsChanged,
@@ -31,6 +32,7 @@ from provisioner.core.units import format_duration, format_memory
 __all__ = ["Changes"]
 
 _FEW, _ONE_OF = 64, 32  # with more tickets than a few, the forecast of one in so many is compared with what happens
+_NOT_ON_DEVICE = frozenset({LeaseState.UNATTACHED, LeaseState.UNARMED, LeaseState.SUSPENDED, LeaseState.ENDED})
 _FIRST = 1 << 60  # far before any place in the queue
 
 
@@ -71,7 +73,9 @@ class Changes:
         """Move the lease as the table says. Raises IllegalTransitionError."""
         old = lease.state
         new = next_state(old, cause)
-        lease.since_ms = self.now_ms
+        lease.since_ms, lease.shrinking = self.now_ms, False  # an answer to what was asked before is ignored
+        if new in _NOT_ON_DEVICE:
+            lease.forget_shrinking()
         self.books.move(lease, new)
         self.announce(lease, old, reason, sentence)
 
@@ -296,6 +300,14 @@ class Changes:
                 from_device_ids=lease.home_ids,
             )
         )
+
+    def ask_to_shrink(self, lease: Lease) -> bool:
+        """Have an idle lease give its caches back, once while it idles; returns whether its answer is still to come."""
+        able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.staying
+        if able and lease.shrunk is None and not lease.shrinking:
+            lease.shrinking = True
+            self.effects.append(Shrink(lease_id=lease.lease_id, generation=lease.generation))
+        return able and lease.shrinking
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
         """Begin a suspend, with the host memory it may need. A busy lease is preempted."""

@@ -50,6 +50,8 @@ class Draining:
             for lease in list(device.holders.values()):
                 if not self._changes.channel_free:
                     return
+                if lease.host_need_mib > self._books.host_left_mib:
+                    self._changes.ask_to_shrink(lease)
                 if self._may_leave(lease, device):
                     what = "an administrator empties its device"
                     self._changes.begin_suspend(lease, "suspend.drain", what)

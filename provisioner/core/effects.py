@@ -17,6 +17,7 @@ __all__ = [
     "Recorded",
     "Resized",
     "Resume",
+    "Shrink",
     "StateChanged",
     "Suspend",
     "SuspendAnnounced",
@@ -77,6 +78,17 @@ class Suspend(Effect):
     host_mib: int  # reserved on the host for what will be saved
     device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
     preempt: bool = False  # the lease is busy and is suspended all the same: do not wait for its gate or its idleness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shrink(Effect):
+    """Have the idle kernel give cached device memory back, for host memory is too short to save all it holds.
+
+    Answer with `Shrunk` carrying the same generation, whatever comes of it.
+    """
+
+    lease_id: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ __all__ = [
     "ResizeRequested",
     "ResumeFinished",
     "ResumeOutcome",
+    "Shrunk",
     "SuspendFinished",
     "SuspendOutcome",
     "SuspendRequested",
@@ -172,6 +173,15 @@ class LeaseMeasured(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shrunk(Event):
+    """The answer to `Shrink`: what the lease's process tree uses without its caches, MiB; None: it could not give them back now."""
+
+    lease_id: str
+    generation: int
+    used_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpointable(Event):
     """Whether the lease's process can be checkpointed: a sentence why not, for as long as it lives, or nothing."""
 
@@ -254,6 +264,7 @@ class SuspendFinished(Event):
     generation: int
     outcome: SuspendOutcome
     saved_mib: int = 0
+    need_mib: int = 0  # nothing was saved, because so much would have been: more than was reserved on the host
     sentence: str = ""
 
 

@@ -3,7 +3,7 @@
 from provisioner.core.caps import Caps
 from provisioner.core.changes import Changes
 from provisioner.core.effects import LeaseAdmitted, LeaseRefused, LookAgain
-from provisioner.core.events import LeaseRecovered, LeaseRequested
+from provisioner.core.events import LeaseRecovered, LeaseRequested, Shrunk
 from provisioner.core.model import LeaseState
 from provisioner.core.pins import Pins
 from provisioner.core.requests import refusal
@@ -81,8 +81,8 @@ class Lifecycle:
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
         if not holds:
             lease.used_mib = 0
-        self._books.save_on_host(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
         lease.home_ids = device_ids if keeps_saved else ()
+        self._books.save_on_host(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
         self._books.hold(lease, device_ids, max(held_mib, lease.need_mib) if holds else 0)
         lease.ran = lease.busy
         note(self._books, lease)
@@ -183,6 +183,16 @@ class Lifecycle:
         if matters:
             self._books.requeue(lease)
         return matters
+
+    def shrunk(self, lease: Lease, event: Shrunk) -> bool:
+        """It gave its caches back, or could not. Returns whether that matters to a ticket or a suspend."""
+        if not lease.shrinking or lease.generation != event.generation or lease.state is not LeaseState.RESIDENT:
+            return False
+        lease.shrinking, lease.shrunk = False, event.used_mib is not None
+        if event.used_mib is not None:
+            self.measured(lease, max(0, event.used_mib))
+            self._books.renew(lease)
+        return True
 
     def suspend_asked(self, lease: Lease) -> None:
         """Somebody wants it suspended."""

@@ -62,6 +62,11 @@ class Pass:
         return self._room.planned | self._room.wished
 
     @property
+    def wished(self) -> set[str]:
+        """Leases that would step aside if there were more host memory, or if they had less to save."""
+        return self._room.wished
+
+    @property
     def hint_ms(self) -> int | None:
         """When to look again though nothing happens."""
         return self._victims.hint_ms

@@ -142,8 +142,12 @@ class Lease:
     target_ids: tuple[str, ...] = ()  # it is being moved there, and room is kept for it there
     size_mib: int = 0  # what its pool reserves for it: its cap, or what it uses and headroom
     saved_mib: int = 0  # lies in host memory
+    saved_each_mib: int = 0  # what must be reserved for that on each of its devices (`Books.save_on_host`)
     host_mib: int = 0  # reserved in host memory for a suspend under way
     used_mib: int = 0
+    shrinking: bool = False  # it was asked to give its caches back, and has not answered
+    shrunk: bool | None = None  # since it became idle: it gave its caches back, could not, or (None) was not asked
+    host_floor_mib: int = 0  # what a suspend found that it would have to save, when that was more than was reserved
     busy: bool = False
     since_ms: int = 0
     last_active_ms: int = 0
@@ -187,6 +191,10 @@ class Lease:
         """Take over what never changes."""
         self.lease_id = self.spec.lease_id
 
+    def forget_shrinking(self) -> None:
+        """What was found out about its memory while it was idle is true no more."""
+        self.shrinking, self.shrunk, self.host_floor_mib = False, None, 0
+
     @property
     def staying(self) -> bool:
         """Whether it cannot be suspended: it has something that cannot be saved, or may have it at any moment."""
@@ -229,20 +237,22 @@ class Lease:
         return max(self.size_mib, self.saved_each_mib) if self.saved_mib else self.size_mib
 
     @property
-    def saved_each_mib(self) -> int:
-        """What was saved of each of its devices; of several, evenly: nobody says what came from which."""
-        return self.saved_mib if self.count == 1 else -(-self.saved_mib // self.count)
-
-    @property
     def used_each_mib(self) -> int:
         """What it uses of each of its devices; of several, evenly."""
         return self.used_mib if self.count == 1 else -(-self.used_mib // self.count)
 
     @property
     def host_need_mib(self) -> int:
-        """What must be reserved on the host before it is suspended."""
-        held_mib = self.held_mib * len(self.device_ids)
-        return held_mib if held_mib > self.used_mib else self.used_mib  # noqa: FURB136 - asked for every candidate
+        """What must be reserved on the host before it is suspended.
+
+        An idle kernel may still fill its reservation, with caches as with data. One that has just given its caches back is taken at what
+        it uses. If that was wrong, its suspend finds out before anything is locked.
+        """
+        need_mib = self.used_mib or 1  # it has a reservation, so something is reserved for its state, too
+        if not self.shrunk:
+            held_mib = self.held_mib * len(self.device_ids)
+            need_mib = held_mib if held_mib > need_mib else need_mib  # noqa: FURB136 - asked for every candidate
+        return self.host_floor_mib if self.host_floor_mib > need_mib else need_mib  # noqa: FURB136 - as above
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

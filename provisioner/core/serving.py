@@ -69,6 +69,8 @@ class Serving:
             one = Pass(self._changes, self.resizing)
             one.serve()
             self._hint_ms, self._books.counted_on = one.hint_ms, one.counted_on
+            for lease_id in sorted(one.wished):
+                self._changes.ask_to_shrink(self._books.leases[lease_id])
             if not one.again:
                 break
 
@@ -111,6 +113,8 @@ class Serving:
             if lease.busy:
                 self._changes.decline_suspend(lease, "busy", "a cell began to run before the suspend could start")
             elif (wait := self.cannot_suspend(lease)) is not None:
+                if wait.reason == "host-memory" and self._changes.ask_to_shrink(lease):
+                    continue  # its answer decides
                 self._changes.decline_suspend(lease, wait.reason, wait.sentence)
             elif self._changes.channel_free:
                 if lease.pinned_until_ms:
@@ -150,7 +154,12 @@ class Serving:
         for lease in list(self._deadlines.ripe.values()):
             if not self._changes.channel_free:
                 break
-            if lease.state is LeaseState.ENDED or lease.host_need_mib > self._books.host_left_mib:
+            if lease.state is LeaseState.ENDED:
+                continue
+            if lease.host_need_mib > self._books.host_left_mib:
+                due_ms = idle_due_ms(self._books, lease)
+                if due_ms is not None and due_ms <= now_ms:
+                    self._changes.ask_to_shrink(lease)
                 continue
             if self._makes_room_to_grow(lease):
                 continue

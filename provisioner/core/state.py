@@ -81,6 +81,8 @@ class Books:
         lease.busy = busy
         lease.ran |= busy
         lease.cost_until_ms = 0
+        if busy:
+            lease.forget_shrinking()
         self.renew(lease)
 
     def hold(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
@@ -96,7 +98,30 @@ class Books:
         self.host_saved_mib += saved_mib - lease.saved_mib
         self.host_reserved_mib += reserved_mib - lease.host_mib
         lease.saved_mib, lease.host_mib = saved_mib, reserved_mib
-        lease.size_mib = self.reserve_mib(lease, lease.spec)
+        self.spread_saved(lease)
+
+    def spread_saved(self, lease: Lease) -> None:
+        """Work out what must be reserved on each device for what was saved.
+
+        Of several devices, evenly: it is not known what came from which.
+        """
+        lease.saved_each_mib = self._fitting_mib(lease, -(-lease.saved_mib // lease.count))
+        lease.size_mib = self._fitting_mib(lease, self.reserve_mib(lease, lease.spec))
+
+    def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
+        """Return what must be reserved on each device for a lease that may have so much there, saved or reserved.
+
+        A kernel that grew into the overhead of its device, or whose devices had less overhead once, has more than a device of that kind
+        leases, and must be able to come back: all that such a device leases is reserved, and as no other lease is there then, the rest
+        lies in the overhead.
+        """
+        if not lease.saved_mib:
+            return each_mib
+        names = {self.devices[one].spec.name for one in lease.home_ids if one in self.devices}
+        alike = [device.spec for device in self.devices.values() if not names or device.spec.name in names]
+        leasable_mib = max((spec.leasable_mib for spec in alike), default=0)
+        fits_alone = leasable_mib < each_mib <= max((spec.memory_mib for spec in alike), default=0)
+        return leasable_mib if fits_alone else each_mib
 
     def resize(self, lease: Lease, spec: LeaseSpec) -> None:
         """Give a lease another size; what it holds stays as it is."""

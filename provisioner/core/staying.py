@@ -36,3 +36,5 @@ def note_all(books: Books, leases: Iterable[Lease]) -> None:
         device.whole = device_id in whole
     for lease in leases:
         note(books, lease)
+        if lease.saved_mib:
+            books.spread_saved(lease)

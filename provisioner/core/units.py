@@ -10,6 +10,7 @@ __all__ = [
     "parse_duration_ms",
     "parse_fraction_milli",
     "parse_memory_mib",
+    "restore_margin_mib",
 ]
 
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB|MB|GB|TB|M|G|T)?\s*", re.IGNORECASE | re.ASCII)
@@ -22,7 +23,16 @@ _DECIMAL = re.compile(r"(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})", re.ASCII)
 _RATIO = re.compile(r"(\d{1,20})/(\d{1,20})", re.ASCII)
 _MILLI = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)m", re.ASCII)
 _LONGEST = 64
+_LEAST_MARGIN_MIB, _MARGIN_PARTS = 256, 50  # 2 %
 _LARGEST = 10**18  # whole numbers past this are not sizes or durations, and Python may refuse to print them
+
+
+def restore_margin_mib(saved_mib: int) -> int:
+    """Return what must stay free on a device beside saved state that is restored there, MiB.
+
+    A restore without room is fatal to the process. How much more than was counted it takes has not been measured on hardware.
+    """
+    return max(_LEAST_MARGIN_MIB, saved_mib // _MARGIN_PARTS)
 
 
 def parse_memory_mib(text: str | int) -> int:

@@ -38,6 +38,9 @@ class GPUErrorCode(StrEnum):
     WRONG_IDENTITY = "wrong-identity"  # the pid is alive but is another process
     NO_SUCH_DEVICE = "no-such-device"
     DEVICE_LOST = "device-lost"
+    TARGET_STOPPED = (
+        "target-stopped"  # the process is stopped (SIGSTOP) or held by a debugger: it cannot answer the driver
+    )
     WORKER_HUNG = "worker-hung"  # the worker did not answer in time and was replaced
     WORKER_DIED = "worker-died"
     WORKER_BUSY = "worker-busy"  # the worker of an earlier broker is still at work; nothing was done
@@ -98,9 +101,10 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """What a device holds now, MiB."""
+    """What a device holds now, MiB; `memory_mib` is what processes can have in all."""
 
     device_id: str
+    memory_mib: int
     used_mib: int
     processes: tuple[ProcessUse, ...]
 

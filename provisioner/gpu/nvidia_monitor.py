@@ -137,7 +137,7 @@ class NvidiaMonitor:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
         try:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
-            _, used = self._memory(handle)
+            total, used = self._memory(handle)
             by_pid: dict[int, int | None] = {}
             kinds: dict[int, ProcessKind] = {}
             for kind, processes in self._processes(handle):
@@ -148,7 +148,12 @@ class NvidiaMonitor:
                     kinds.setdefault(process.pid, kind)
         except self._nvml.NVMLError as error:
             raise self._error(error, f"reading device {device_id}") from error
-        return DeviceUse(device_id=device_id, used_mib=-(-used // _MIB), processes=_shares(by_pid, kinds, used))
+        return DeviceUse(
+            device_id=device_id,
+            memory_mib=total // _MIB,
+            used_mib=-(-used // _MIB),
+            processes=_shares(by_pid, kinds, used),
+        )
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
         """Return who worked on the device since then; None for MIG instances and devices that do not tell. Raises GPUError."""

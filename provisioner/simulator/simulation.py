@@ -24,6 +24,7 @@ from provisioner.core.effects import (
     LeaseRefused,
     Resized,
     Resume,
+    Shrink,
     StateChanged,
     Suspend,
     WakeAt,
@@ -41,6 +42,7 @@ from provisioner.core.events import (
     ProcessExited,
     ResumeFinished,
     ResumeOutcome,
+    Shrunk,
     SuspendFinished,
     SuspendOutcome,
     Tick,
@@ -182,6 +184,16 @@ class _Run:
                 self._suspend(self._kernels[effect.lease_id], effect)
             case Resume():
                 self._resume(self._kernels[effect.lease_id], effect)
+            case Shrink():  # it holds no caches: what it uses is what it needs
+                kernel = self._kernels[effect.lease_id]
+                self._tell(
+                    Shrunk(
+                        at_ms=self._now_ms,
+                        lease_id=effect.lease_id,
+                        generation=effect.generation,
+                        used_mib=kernel.total_mib,
+                    )
+                )
             case Resized():
                 kernel = self._kernels[effect.lease_id]
                 kernel.reserved_mib = effect.reserved_mib or kernel.reserved_mib

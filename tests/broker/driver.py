@@ -9,6 +9,7 @@ from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import IOPubWatch
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.swaps import Swaps, SwapTimes
+from provisioner.core.effects import Suspend
 from provisioner.gpu.interface import (
     DeviceInfo,
     DeviceSensors,
@@ -24,7 +25,7 @@ from provisioner.host.process import ProcessIdentity, identify
 from provisioner.protocol.messages import GateAnswer
 from tests.broker.live import started_for
 
-__all__ = ["DEVICE", "OTHERS", "Driver", "Quiet", "journal", "kernel_of", "swaps_of"]
+__all__ = ["DEVICE", "OTHERS", "Driver", "Quiet", "journal", "kernel_of", "suspend_of", "swaps_of"]
 
 DEVICE = "GPU-0"
 OTHERS = ("GPU-1", "GPU-2", "GPU-3")
@@ -83,7 +84,8 @@ class Driver:
         }
         processes = tuple(ProcessUse(pid=pid, used_mib=mib) for pid, mib in resident.items())
         others_mib = self.others_mib if device_id == DEVICE else 0
-        return DeviceUse(device_id=device_id, used_mib=sum(resident.values()) + others_mib, processes=processes)
+        used_mib = sum(resident.values()) + others_mib
+        return DeviceUse(device_id=device_id, memory_mib=DEVICE_MIB, used_mib=used_mib, processes=processes)
 
     # the worker
 
@@ -139,20 +141,31 @@ class Quiet:
         """Nothing is held."""
 
 
-def swaps_of(driver: Driver) -> Swaps:
+def swaps_of(driver: Driver, *, overhead_mib: int = 0) -> Swaps:
     """The swaps that this driver carries out."""
     times = SwapTimes(gate_s=30, lock_s=1, checkpoint_s=30)
-    return Swaps(cast("Monitor", driver), cast("WorkerLink", driver), times)
+    overheads = dict.fromkeys((DEVICE, *OTHERS), overhead_mib)
+    return Swaps(cast("Monitor", driver), cast("WorkerLink", driver), times, overheads)
+
+
+def suspend_of(kernel: Kernel, *, preempt: bool = False, host_mib: int = 100_000) -> Suspend:
+    """What the arbiter asks for."""
+    return Suspend(
+        lease_id=kernel.lease_id, operation_id=1, generation=1, device_id=DEVICE, host_mib=host_mib, preempt=preempt
+    )
 
 
 @asynccontextmanager
 async def kernel_of(
-    processes: int = 1, answers: Mapping[str, str] | None = None
+    processes: int = 1, answers: Mapping[str, str | Callable[[], str]] | None = None, *, first: str = ""
 ) -> AsyncIterator[tuple[Kernel, Quiet, list[int]]]:
-    """An idle kernel of real processes; with `answers` (verb to word) its extension is connected and says these."""
+    """An idle kernel of real processes; with `answers` (verb to word) its extension is connected and says these.
+
+    `first` is what each of the processes runs before it waits.
+    """
     kernel, quiet = Kernel(lease_id="lease-of-tests", uid=0, token_sha256=""), Quiet()
     with ExitStack() as stack:
-        pids = [stack.enter_context(started_for(kernel.lease_id))["pid"] for _ in range(processes)]
+        pids = [stack.enter_context(started_for(kernel.lease_id, first=first))["pid"] for _ in range(processes)]
         kernel.watch_process(identify(pids[0]), lambda: None)
         kernel.watch = cast("IOPubWatch", quiet)
         extension = None
@@ -167,9 +180,10 @@ async def kernel_of(
                 await extension
 
 
-async def _extension(link: GateLink, answers: Mapping[str, str]) -> None:
+async def _extension(link: GateLink, answers: Mapping[str, str | Callable[[], str]]) -> None:
     while (command := await link.next()) is not None:
-        word = answers.get(str(command.verb))
+        answer = answers.get(str(command.verb))
+        word = answer() if callable(answer) else answer
         if word == "hang up":
             link.close()
         elif word is not None:

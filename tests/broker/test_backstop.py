@@ -49,7 +49,9 @@ class Guarded(World):
     def see(self, *pids: int, kind: ProcessKind = ProcessKind.COMPUTE, lease_of: dict[int, str] | None = None) -> None:
         processes = tuple(ProcessUse(pid=pid, used_mib=100, kind=kind) for pid in pids)
         owners = {pid: (lease, identify(pid)) for pid, lease in (lease_of or {}).items()}
-        self.backstop.see({DEVICE: DeviceUse(device_id=DEVICE, used_mib=0, processes=processes)}, owners)
+        self.backstop.see(
+            {DEVICE: DeviceUse(device_id=DEVICE, memory_mib=1024, used_mib=0, processes=processes)}, owners
+        )
 
     def passes(self, seconds: float, *pids: int, kind: ProcessKind = ProcessKind.COMPUTE) -> None:
         self.now_s += seconds

@@ -64,9 +64,9 @@ class Stage:
 
     # the swaps
 
-    async def suspend(self, *_arguments: object, preempt: bool) -> tuple[SuspendOutcome, int, str]:
+    async def suspend(self, *_arguments: object) -> tuple[SuspendOutcome, int, str]:
         self._worked()
-        return SuspendOutcome.SAVED, 300, f"preempt: {preempt}"
+        return SuspendOutcome.SAVED, 300, ""
 
     async def resume(self, *_arguments: object) -> tuple[ResumeOutcome, str]:
         self._worked()

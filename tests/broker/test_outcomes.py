@@ -9,8 +9,7 @@ from provisioner.broker.outcomes import after_checkpoint, after_restore, before_
 from provisioner.core.effects import Resume
 from provisioner.core.events import ResumeOutcome, SuspendOutcome
 from provisioner.gpu.interface import GPUErrorCode, ProcessState
-from provisioner.host.memory import Headroom
-from tests.broker.driver import DEVICE, Driver, journal, kernel_of, swaps_of
+from tests.broker.driver import DEVICE, Driver, journal, kernel_of, suspend_of, swaps_of
 
 S = ProcessState
 CLOSES = {"close": "closed", "shrink": "done"}
@@ -22,7 +21,7 @@ RESUME = Resume(
 
 @pytest.fixture(autouse=True)
 def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "headroom", lambda _pid: Headroom(100_000, "the test"))
+    monkeypatch.setattr(swaps_module, "shortage", lambda _needs: None)
 
 
 async def suspend(step: str, code: GPUErrorCode, leaves: ProcessState | None = None) -> tuple[SuspendOutcome, Driver]:
@@ -33,7 +32,7 @@ async def suspend(step: str, code: GPUErrorCode, leaves: ProcessState | None = N
         driver.failures[step, pid] = code
         if leaves is not None:
             driver.leaves[step, pid] = leaves
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert "failed as told" in sentence or code is GPUErrorCode.NOT_READY
     return outcome, driver
 
@@ -73,7 +72,7 @@ async def test_a_checkpoint_after_which_the_driver_says_nothing_is_unknown(code:
             if phase == "checkpointing":
                 driver.silent_after_a_step = True
 
-        outcome, _, _ = await swaps_of(driver).suspend(kernel, journal([], fall_silent))
+        outcome, _, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([], fall_silent))
     assert outcome is after_checkpoint(code, ()) is SuspendOutcome.UNKNOWN
 
 

@@ -7,18 +7,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.screening import Screen
+from provisioner.broker.sight import Scene
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import SuspendOutcome
-from provisioner.gpu.interface import DeviceUse, Monitor, ProcessKind, ProcessState
+from provisioner.gpu.interface import DeviceUse, ProcessKind, ProcessState
 from provisioner.host.mappings import maps
 from provisioner.host.process import identify
-from tests.broker.driver import Driver, journal, kernel_of, swaps_of
+from provisioner.host.tree import scan
+from tests.broker.driver import Driver, journal, kernel_of, suspend_of, swaps_of
 
 MAPPER = """
 import mmap, os, sys
@@ -60,8 +61,7 @@ def test_a_mapping_is_found_by_its_name_also_when_the_file_is_gone(segment: Path
     assert not maps(pid, lambda _path: True), "a process that is gone maps nothing"
 
 
-def screen(monitor: object) -> Screen:
-    return Screen(Arbiter(), cast("Monitor", monitor))
+NOTHING = Scene(snapshot=scan(), uses={})
 
 
 async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_not(segment: Path) -> None:
@@ -69,9 +69,9 @@ async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_no
     with ExitStack() as stack:
         pids = [stack.enter_context(mapping(segment, "remove")) for _ in range(2)]
         members = [identify(pid) for pid in pids]
-        why = await screen(Driver()).refusal(kernel, members)
+        why = await Screen(Arbiter()).refusal(kernel, members, NOTHING)
         assert f"{min(pids)}, {max(pids)} share memory of NCCL" in why
-        assert await screen(Driver()).refusal(kernel, members[:1]) == ""
+        assert await Screen(Arbiter()).refusal(kernel, members[:1], NOTHING) == ""
 
 
 class MpsDevice(Driver):
@@ -85,8 +85,8 @@ async def test_a_client_of_the_mps_server_is_refused_before_anything_is_locked()
     async with kernel_of(1, {"close": "closed", "shrink": "done"}) as (kernel, _, (pid,)):
         driver.has_context(pid, ProcessState.RUNNING, 300)
         swaps = swaps_of(driver)
-        swaps.screen = screen(driver).refusal
-        outcome, _, sentence = await swaps.suspend(kernel, journal([]))
+        swaps.screen = Screen(Arbiter()).refusal
+        outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.IMPOSSIBLE
     assert f"process {pid} computes through the MPS server" in sentence
     assert driver.calls == []

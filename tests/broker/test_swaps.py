@@ -1,7 +1,9 @@
 """Suspend and resume take every step in order, and from each failure go back to where they can prove to be."""
 
 import errno
-from collections.abc import Callable, Collection
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,22 +15,32 @@ from provisioner.broker.swaps import Truth
 from provisioner.core.effects import Resume
 from provisioner.core.events import ResumeOutcome, SuspendOutcome
 from provisioner.core.model import LeaseState
-from provisioner.gpu.interface import GPUErrorCode, ProcessState
-from provisioner.host.memory import Headroom
-from provisioner.host.process import ProcessIdentity
+from provisioner.gpu.interface import DeviceUse, GPUErrorCode, ProcessState
+from provisioner.host.memory import Shortage
+from provisioner.host.process import ProcessIdentity, identify
 from provisioner.host.process import is_alive as really_alive
 from provisioner.host.tree import Snapshot
 from provisioner.host.tree import scan as real_scan
 from provisioner.ledger.records import LedgerError
-from tests.broker.driver import DEVICE, OTHERS, Driver, Quiet, journal, kernel_of, swaps_of
+from tests.broker.driver import DEVICE, OTHERS, Driver, Quiet, journal, kernel_of, suspend_of, swaps_of
 
 S = ProcessState
 CLOSES = {"close": "closed", "shrink": "done"}
 
 
+def room_for(left_mib: int, limited_by: str) -> Callable[[Mapping[int, int]], Shortage | None]:
+    """What tells whether the host has room for several processes, where one limit leaves so much for all of them."""
+
+    def shortage(needs: Mapping[int, int]) -> Shortage | None:
+        need_mib = sum(needs.values())
+        return Shortage(need_mib, left_mib, limited_by) if need_mib > left_mib else None
+
+    return shortage
+
+
 @pytest.fixture(autouse=True)
 def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "headroom", lambda _pid: Headroom(100_000, "the test"))
+    monkeypatch.setattr(swaps_module, "shortage", room_for(100_000, "the test"))
 
 
 def running(driver: Driver, pids: list[int]) -> None:
@@ -40,7 +52,7 @@ async def test_a_suspend_locks_all_before_it_saves_any() -> None:
     driver, phases = Driver(), list[str]()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, journal(phases))
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal(phases))
     assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600), sentence
     assert [name for name, _ in driver.calls] == ["lock", "lock", "checkpoint", "checkpoint"]
     assert phases == ["locking", "checkpointing"]
@@ -52,7 +64,7 @@ async def test_a_kernel_without_a_context_has_nothing_to_save_if_its_gate_is_shu
 ):
     for answers, outcome in ((CLOSES, SuspendOutcome.NOTHING_TO_SAVE), (None, SuspendOutcome.REFUSED)):
         async with kernel_of(1, answers) as (kernel, _, _pids):
-            assert (await swaps_of(Driver()).suspend(kernel, journal([])))[0] is outcome
+            assert (await swaps_of(Driver()).suspend(kernel, suspend_of(kernel), journal([])))[0] is outcome
 
 
 Spoil = Callable[[Driver, list[int], Quiet], None]
@@ -75,7 +87,8 @@ def checkpoint_lies(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
 
 
 def uncounted(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
-    driver.has_context(pids[0], S.RUNNING, 0)
+    for pid in pids:
+        driver.has_context(pid, S.RUNNING, 0)
 
 
 def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
@@ -98,7 +111,7 @@ async def test_what_fails_before_anything_was_saved_is_undone(spoil: Spoil, outc
     async with kernel_of(2, CLOSES) as (kernel, quiet, pids):
         running(driver, pids)
         spoil(driver, sorted(pids), quiet)
-        result = await swaps_of(driver).suspend(kernel, journal([]))
+        result = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert result[0] is outcome
     assert says in result[2]
     assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
@@ -109,7 +122,7 @@ async def test_a_lock_that_fails_half_way_is_undone_in_reverse_order() -> None:
     async with kernel_of(3, CLOSES) as (kernel, _, pids):
         running(driver, pids)
         driver.failures["lock", sorted(pids)[2]] = GPUErrorCode.NOT_PERMITTED
-        await swaps_of(driver).suspend(kernel, journal([]))
+        await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     locked = [pid for name, pid in driver.calls if name == "lock" and pid != sorted(pids)[2]]
     assert len(locked) == 2
     assert [pid for name, pid in driver.calls if name == "unlock"] == locked[::-1]
@@ -130,7 +143,7 @@ async def test_a_gate_that_does_not_shut_leaves_the_kernel_untouched(answers: di
     driver = Driver()
     async with kernel_of(1, answers) as (kernel, _, pids):
         running(driver, pids)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.ABORTED
     assert says in sentence
     assert driver.calls == []
@@ -141,7 +154,7 @@ async def test_a_kernel_that_becomes_busy_while_it_is_locked_is_let_go() -> None
     async with kernel_of(1, CLOSES) as (kernel, quiet, pids):
         running(driver, pids)
         write = journal([], lambda phase: setattr(quiet, "busy", phase == "locking"))
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, write)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), write)
     assert (outcome, sentence) == (SuspendOutcome.ABORTED, "the kernel became busy")
     assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
 
@@ -151,18 +164,18 @@ async def test_a_process_that_begins_to_use_cuda_after_the_lock_stops_the_suspen
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids[:1])
         write = journal([], lambda phase: driver.has_context(pids[1], S.RUNNING, 10) if phase == "locking" else None)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, write)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), write)
     assert outcome is SuspendOutcome.ABORTED
     assert f"process {pids[1]} began to use CUDA meanwhile" in sentence
     assert set(driver.states.values()) == {S.RUNNING}
 
 
 async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "headroom", lambda _pid: Headroom(200, "the group of the notebook server"))
+    monkeypatch.setattr(swaps_module, "shortage", room_for(200, "the group of the notebook server"))
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.REFUSED
     assert "300 MiB would have to be saved" in sentence
     assert "200 MiB are left (limited by the group of the notebook server)" in sentence
@@ -170,11 +183,11 @@ async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytes
 
 
 async def test_a_control_group_with_an_odd_name_does_not_spoil_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "headroom", lambda _pid: Headroom(200, "group a\udcff\x1b[2J"))
+    monkeypatch.setattr(swaps_module, "shortage", room_for(200, "group a\udcff\x1b[2J"))
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.REFUSED
     assert "(limited by group a??[2J)" in sentence
 
@@ -205,7 +218,7 @@ async def test_a_machine_that_cannot_be_looked_at_leaves_nobody_locked(
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.REFUSED
     assert f"could not be looked at: {error}" in sentence
     assert [name for name, _ in driver.calls] == (["lock", "lock", "unlock", "unlock"] if look == 2 else [])
@@ -223,7 +236,7 @@ async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monk
     monkeypatch.setattr(swaps_module, "is_alive", is_alive)
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
         assert (outcome, "Too many open files" in sentence) == (SuspendOutcome.REFUSED, True), sentence
         assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
         assert await swaps_of(driver).truth(kernel, DEVICE, 0) is None
@@ -233,14 +246,14 @@ async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monk
 async def test_host_memory_that_cannot_be_read_is_not_counted_on(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def headroom(_pid: int) -> Headroom:
+    def shortage(_needs: Mapping[int, int]) -> Shortage:
         raise error
 
-    monkeypatch.setattr(swaps_module, "headroom", headroom)
+    monkeypatch.setattr(swaps_module, "shortage", shortage)
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert (outcome, str(error) in sentence) == (SuspendOutcome.REFUSED, True), sentence
     assert driver.calls == []
 
@@ -254,7 +267,7 @@ async def test_what_cannot_be_written_down_is_not_done(unwritten: str) -> None:
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([], fail))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([], fail))
     assert outcome is SuspendOutcome.ABORTED
     assert "the disk is full" in sentence
     assert "checkpoint" not in [name for name, _ in driver.calls]
@@ -268,7 +281,7 @@ async def test_a_checkpoint_that_fails_half_way_is_unknown_and_not_touched_again
         running(driver, pids)
         last = sorted(pids)[1]
         driver.failures["checkpoint", last], driver.leaves["checkpoint", last] = GPUErrorCode.OPERATING_SYSTEM, left
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.UNKNOWN
     assert "checkpoint failed as told" in sentence
     assert "unlock" not in [name for name, _ in driver.calls]
@@ -283,7 +296,9 @@ async def test_a_preempted_kernel_is_saved_in_the_middle_of_its_cell(answers: di
     async with kernel_of(2, answers) as (kernel, quiet, pids):
         running(driver, pids)
         quiet.busy = quiet.executing = True
-        outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, journal(phases), preempt=True)
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(
+            kernel, suspend_of(kernel, preempt=True), journal(phases)
+        )
     assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600), sentence
     assert phases == ["locking", "checkpointing"]
     assert set(driver.states.values()) == {S.CHECKPOINTED}
@@ -295,7 +310,7 @@ async def test_a_preempted_kernel_whose_work_does_not_drain_goes_on() -> None:
         running(driver, pids)
         quiet.busy = True
         driver.failures["lock", sorted(pids)[1]] = GPUErrorCode.NOT_READY
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]), preempt=True)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel, preempt=True), journal([]))
     assert outcome is SuspendOutcome.ABORTED
     assert "has GPU work under way" in sentence
     assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
@@ -304,7 +319,9 @@ async def test_a_preempted_kernel_whose_work_does_not_drain_goes_on() -> None:
 async def test_a_busy_kernel_without_a_context_is_not_called_saved() -> None:
     async with kernel_of(1, {"preempt": "closed"}) as (kernel, quiet, _pids):
         quiet.busy = True
-        assert (await swaps_of(Driver()).suspend(kernel, journal([]), preempt=True))[0] is SuspendOutcome.REFUSED
+        assert (await swaps_of(Driver()).suspend(kernel, suspend_of(kernel, preempt=True), journal([])))[
+            0
+        ] is SuspendOutcome.REFUSED
 
 
 # -- resume ------------------------------------------------------------------------------------------------------------------
@@ -399,7 +416,7 @@ async def test_a_suspend_looks_at_the_machine_twice(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sight, "scan", scan)
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        outcome, _, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.SAVED, sentence
     assert len(looks) == 2
 
@@ -422,22 +439,36 @@ async def test_a_restore_that_fails_is_tried_again_only_if_all_is_still_saved(
     assert "restore failed as told" in sentence
 
 
-@pytest.mark.parametrize(
-    ("looks", "outcome"),
-    [({1}, ResumeOutcome.NOT_STARTED), ({2}, ResumeOutcome.UNKNOWN), ({2, 3}, ResumeOutcome.UNKNOWN)],
-    ids=str,
-)
-async def test_a_resume_says_what_it_knows_when_the_machine_cannot_be_looked_at(
-    monkeypatch: pytest.MonkeyPatch, looks: set[int], outcome: ResumeOutcome
-) -> None:
-    fails_to_look(monkeypatch, SHORT[0], looks)
+async def test_a_resume_does_not_begin_when_the_machine_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_to_look(monkeypatch, SHORT[0], {1})
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
         saved(driver, pids)
-        assert (await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([])))[0] is outcome
+        outcome, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
         found = await swaps_of(driver).truth(kernel, DEVICE, 600)
-        assert found is not None
-        assert found.state is (LeaseState.SUSPENDED if looks == {1} else LeaseState.RESIDENT)
+    assert outcome is ResumeOutcome.NOT_STARTED
+    assert found is not None
+    assert found.state is LeaseState.SUSPENDED
+
+
+@pytest.mark.parametrize("can_look", [True, False])
+async def test_a_resume_that_cannot_be_verified_is_unknown_until_the_driver_says(
+    monkeypatch: pytest.MonkeyPatch, can_look: bool
+) -> None:
+    if not can_look:
+        fails_to_look(monkeypatch, SHORT[0], {2})
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        fail = {("state", pids[1]): GPUErrorCode.WORKER_HUNG}
+        write = journal([], lambda _: driver.failures.update(fail))
+        outcome, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, write)
+        assert outcome is ResumeOutcome.UNKNOWN
+        assert set(driver.states.values()) == {S.RUNNING}, "the kernel's calls go on before that"
+        driver.failures.clear()
+        found = await swaps_of(driver).truth(kernel, DEVICE, 600)
+    assert found is not None
+    assert found.state is LeaseState.RESIDENT
 
 
 # -- truth -------------------------------------------------------------------------------------------------------------------
@@ -485,7 +516,7 @@ async def half_saved(driver: Driver, kernel: Kernel, pids: list[int]) -> None:
     running(driver, pids)
     last = sorted(pids)[1]
     driver.failures["checkpoint", last], driver.leaves["checkpoint", last] = GPUErrorCode.OPERATING_SYSTEM, S.RUNNING
-    outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, journal([]))
+    outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert (outcome, saved_mib) == (SuspendOutcome.UNKNOWN, 0), sentence
     assert kernel.checkpointed_mib == 600
     driver.calls.clear()
@@ -564,11 +595,11 @@ async def test_a_new_suspend_does_not_go_by_what_the_last_one_saved() -> None:
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        assert (await swaps_of(driver).suspend(kernel, journal([])))[0] is SuspendOutcome.SAVED
+        assert (await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.SAVED
         assert kernel.checkpointed_mib == 600
         driver.has_context(pids[0], S.CHECKPOINTED, 900)  # it grew, and then somebody else saved it
         driver.has_context(pids[1], S.RUNNING, 300)
-        assert (await swaps_of(driver).suspend(kernel, journal([])))[0] is SuspendOutcome.REFUSED
+        assert (await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.REFUSED
         assert kernel.checkpointed_mib == 0
 
 
@@ -609,3 +640,259 @@ async def test_a_kernel_that_has_ended_is_unattached() -> None:
     async with kernel_of() as (kernel, _, _pids):
         kernel.forget_process()
         assert await swaps_of(Driver()).truth(kernel, DEVICE, 600) == Truth(state=LeaseState.UNATTACHED)
+
+
+# -- what has to be saved, and where it fits -----------------------------------------------------------------------------------
+
+
+async def test_caches_are_given_back_before_host_memory_is_called_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swaps_module, "shortage", room_for(200, "the test"))
+    driver = Driver()
+    async with kernel_of(1, {**CLOSES, "shrink": lambda: shrink(driver)}) as (kernel, _, pids):
+        driver.has_context(pids[0], S.RUNNING, 900)
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(
+            kernel, suspend_of(kernel, host_mib=100), journal([])
+        )
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 90), sentence
+
+
+def shrink(driver: Driver) -> str:
+    driver.mib = {pid: mib // 10 for pid, mib in driver.mib.items()}
+    return "done"
+
+
+async def test_an_idle_kernel_is_shrunk_without_being_suspended() -> None:
+    driver = Driver()
+    async with kernel_of(1, {"shrink": lambda: shrink(driver)}) as (kernel, quiet, pids):
+        driver.has_context(pids[0], S.RUNNING, 900)
+        assert await swaps_of(driver).shrink(kernel) == 90
+        quiet.busy = True
+        assert await swaps_of(driver).shrink(kernel) is None
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize("answers", [None, {"shrink": "busy"}, {"shrink": "hang up"}], ids=str)
+async def test_a_kernel_that_cannot_shrink_says_so(answers: dict[str, str] | None) -> None:
+    driver = Driver()
+    async with kernel_of(1, answers) as (kernel, _, pids):
+        running(driver, pids)
+        assert await swaps_of(driver).shrink(kernel) is None
+
+
+async def test_what_several_processes_would_save_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swaps_module, "shortage", room_for(500, "the test"))  # room for each, and not for both
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
+    assert "600 MiB would have to be saved" in sentence
+
+
+async def test_more_than_was_reserved_for_it_is_not_saved_and_is_told() -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, need_mib, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel, host_mib=599), journal([]))
+        assert (outcome, need_mib, driver.calls) == (SuspendOutcome.ABORTED, 600, [])
+        outcome, saved_mib, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel, host_mib=600), journal([]))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600)
+
+
+async def test_a_kernel_that_grows_before_it_is_locked_is_let_go() -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        write = journal([], lambda phase: driver.mib.update({pids[0]: 400}) if phase == "locking" else None)
+        outcome, need_mib, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel, host_mib=300), write)
+    assert (outcome, need_mib) == (SuspendOutcome.ABORTED, 400)
+    assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
+
+
+async def test_a_cuda_process_that_no_device_counts_is_saved_at_the_most_it_can_have() -> None:
+    """It only initialised the driver, or the device does not list it: what no process is charged with is the most that it has."""
+    driver = Driver()
+    driver.others_mib = 120
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids[:1])
+        driver.has_context(pids[1], S.RUNNING, 0)
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 300 + 120), sentence
+    assert set(driver.states.values()) == {S.CHECKPOINTED}
+
+
+async def test_once_devices_are_known_to_count_processes_one_without_memory_is_saved_alone() -> None:
+    driver = Driver()
+    swaps = swaps_of(driver)
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        driver.has_context(pids[0], S.RUNNING, 0)
+        assert (await swaps.suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.REFUSED
+        swaps.counts_processes = True
+        outcome, saved_mib, _ = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, sight.NOMINAL_MIB)
+
+
+async def test_memory_on_a_device_that_is_not_the_leases_is_not_saved() -> None:
+    """It would be restored there, where no room is reserved for it."""
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        driver.where[pids[1]], kernel.seen_on = OTHERS[0], frozenset({DEVICE, OTHERS[0]})
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
+    assert OTHERS[0] in sentence
+
+
+@pytest.mark.parametrize(("others_mib", "outcome"), [(399, ResumeOutcome.RESTORED), (400, ResumeOutcome.NOT_STARTED)])
+async def test_a_restore_leaves_a_margin_free(others_mib: int, outcome: ResumeOutcome) -> None:
+    driver = Driver()
+    async with kernel_of(1) as (kernel, _, pids):
+        driver.has_context(pids[0], S.CHECKPOINTED, 300)
+        driver.has_context(os.getpid(), S.RUNNING, others_mib)  # of 1000
+        result = await swaps_of(driver, overhead_mib=301).resume(kernel, resume_of(kernel), 345, journal([]))
+        assert result[0] is outcome, result[1]  # 345 and 256
+        if outcome is ResumeOutcome.NOT_STARTED:
+            assert "a margin of 256 MiB" in result[1]
+            assert driver.calls == []
+        swaps = swaps_of(driver, overhead_mib=10)
+        driver.has_context(pids[0], S.CHECKPOINTED, 300)
+        assert (await swaps.resume(kernel, resume_of(kernel), 345, journal([])))[0] is ResumeOutcome.RESTORED, "no more"
+
+
+async def test_a_device_of_its_own_needs_no_margin() -> None:
+    driver = Driver()
+    async with kernel_of(1) as (kernel, _, pids):
+        driver.has_context(pids[0], S.CHECKPOINTED, 300)
+        swaps = swaps_of(driver, overhead_mib=500)
+        assert (await swaps.resume(kernel, resume_of(kernel), 1000, journal([])))[0] is ResumeOutcome.RESTORED
+
+
+# -- processes that say nothing about the kernel, or cannot answer ----------------------------------------------------------------
+
+FORKS = """
+import os
+if os.fork() == 0:
+    open(0).read()
+    os._exit(0)
+"""
+
+
+def stop(pid: int) -> None:
+    """Stop a child of this process."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def forked_by(kernel: Kernel) -> int:
+    """The pid of the process that the kernel forked."""
+    assert kernel.identity is not None
+    (child,) = [one for one in real_scan().tree(kernel.identity) if one != kernel.identity]
+    return child.pid
+
+
+@pytest.mark.parametrize("says", ["an error", "running"])
+async def test_a_forked_child_that_inherited_a_context_keeps_the_kernel_and_is_named(says: str) -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES, first=FORKS) as (kernel, _, pids):
+        running(driver, pids)
+        child = forked_by(kernel)
+        if says == "running":
+            driver.has_context(child, S.RUNNING, 0)
+        else:
+            driver.failures["state", child] = GPUErrorCode.OPERATING_SYSTEM
+        swaps = swaps_of(driver)
+        swaps.counts_processes = True
+        outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
+        truth = await swaps.truth(kernel, DEVICE, 0)
+    assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
+    assert f"process {child} was forked by the kernel" in sentence
+    assert truth == Truth(state=LeaseState.RESIDENT, device_id=DEVICE), "what it says decides nothing about the kernel"
+
+
+async def test_a_forked_child_of_which_the_driver_knows_nothing_does_not_matter() -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES, first=FORKS) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is SuspendOutcome.SAVED, sentence
+
+
+async def test_a_forked_child_with_memory_of_its_own_is_saved_like_any_other() -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES, first=FORKS) as (kernel, _, _pids):
+        running(driver, [forked_by(kernel)])  # the kernel itself does not use CUDA
+        outcome, saved_mib, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 300)
+
+
+async def test_a_forked_child_that_was_saved_is_brought_back() -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES, first=FORKS) as (kernel, _, pids):
+        child = forked_by(kernel)
+        running(driver, [*pids, child])
+        outcome, _, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+        assert outcome is SuspendOutcome.SAVED
+        result, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
+    assert result is ResumeOutcome.RESTORED
+    assert set(driver.states.values()) == {S.RUNNING}, "it uses no device while it is saved, and is still no heir"
+
+
+async def test_an_error_about_a_program_of_its_own_is_an_error_about_the_kernel() -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        driver.failures["state", pids[1]] = GPUErrorCode.OPERATING_SYSTEM
+        outcome, _, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["the-kernel", "a-child"])
+async def test_a_stopped_process_is_named_at_once_and_not_asked(which: int) -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        pid = pids[which]
+        stop(pid)
+        driver.failures["state", pid] = GPUErrorCode.WORKER_HUNG
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+        assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
+        assert f"process {pid} is stopped" in sentence
+        kernel.checkpointed = {identify(pid): 300}
+        for one in pids:
+            driver.has_context(one, S.CHECKPOINTED, 300)
+        result, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
+        assert (result, driver.calls) == (ResumeOutcome.NOT_STARTED, [])
+        assert f"kill -CONT {pid}" in sentence
+
+
+async def test_a_stopped_process_without_device_memory_does_not_matter() -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids[:1])
+        stop(pids[1])
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is SuspendOutcome.SAVED, sentence
+
+
+class ReadDriver(Driver):
+    """Notes which devices are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+
+    def use(self, device_id: str) -> DeviceUse:
+        self.read.append(device_id)
+        return super().use(device_id)
+
+
+async def test_only_the_devices_concerned_are_read() -> None:
+    driver = ReadDriver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+        assert outcome is SuspendOutcome.SAVED
+        assert driver.read == [DEVICE] * 2, "before the lock, and after it"
+        driver.read.clear()
+        await swaps_of(driver).resume(kernel, resume_of(kernel), 300, journal([]))
+    assert driver.read == [DEVICE], "before the restore"

@@ -18,7 +18,7 @@ from provisioner.gpu.interface import ProcessState
 from provisioner.gpu.nvidia import NvidiaMonitor
 from provisioner.ledger.ledger import Ledger
 from provisioner.protocol.messages import HostStatus
-from tests.broker.driver import Driver, journal, kernel_of, swaps_of
+from tests.broker.driver import Driver, journal, kernel_of, suspend_of, swaps_of
 from tests.gpu_nvidia.fake_nvml import FakeGPU, FakeNVML
 
 MISSING = "the Python package cuda-bindings is not installed: pip install it"
@@ -78,13 +78,13 @@ async def test_what_uses_a_device_runs_on_it_where_no_driver_can_be_asked() -> N
     async with kernel_of(2, {"close": "closed"}) as (kernel, _, pids):
         swaps = swaps_of(driver)
         swaps.off = MISSING
-        assert await swaps.suspend(kernel, journal([])) == (
+        assert await swaps.suspend(kernel, suspend_of(kernel), journal([])) == (
             "nothing-to-save",
             0,
             "the kernel has no CUDA context: nothing had to be saved",
         )
         driver.has_context(pids[0], ProcessState.RUNNING, 300)
-        assert await swaps.suspend(kernel, journal([])) == ("impossible", 0, MISSING)
+        assert await swaps.suspend(kernel, suspend_of(kernel), journal([])) == ("impossible", 0, MISSING)
         truth = await swaps.truth(kernel, "GPU-0", 0)
         assert truth is not None
         assert truth.state is LeaseState.RESIDENT

@@ -34,6 +34,9 @@ class Seen:
     saved: int = 0
     host: int = 0
     used: int = 0
+    shrinking: int = -1  # the generation in which it was asked to give caches back, and has not answered
+    shrunk: bool | None = None  # what it answered since it became idle: whether it did; None: nothing
+    floor: int = 0  # what its last suspend would have had to save, if that was more than was reserved
     busy: bool = False
     ran: bool = False  # since it was let in
     since: int = 0  # in this state
@@ -51,14 +54,18 @@ class Seen:
         return self.spec.lease_id
 
     @property
-    def saved_each(self) -> int:
-        """What was saved of each of its devices, evenly: nobody says what came from which."""
-        return -(-self.saved // max(1, self.spec.devices))
-
-    @property
     def used_each(self) -> int:
         """What it uses of each of its devices, evenly."""
         return -(-self.used // max(1, self.spec.devices))
+
+    @property
+    def save_at_least(self) -> int:
+        """What must be reserved on the host for a suspend: all it holds, or what it uses once its caches are given back."""
+        return max(1, self.floor, self.used, 0 if self.shrunk else self.held * len(self.devices))
+
+    def forget_idleness(self) -> None:
+        """What was found out while it was idle is true no more."""
+        self.shrinking, self.shrunk, self.floor = -1, None, 0
 
     @property
     def waits(self) -> bool:
@@ -80,6 +87,7 @@ class World:
 
     pools: dict[str, PoolSpec] = field(default_factory=dict)
     leasable: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     strangers: dict[str, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
@@ -94,24 +102,36 @@ class World:
         """Return the policy for a lease, that without devices if its pool is gone."""
         return self.pools.get(seen.spec.pool) or PoolSpec(name=seen.spec.pool, devices=())
 
+    def saved_each(self, seen: Seen) -> int:
+        """What is reserved for what was saved of each of its devices, evenly."""
+        return self.fitting(seen, -(-seen.saved // max(1, seen.spec.devices)))
+
+    def fitting(self, seen: Seen, each: int) -> int:
+        """What is reserved for so much on each device: all a device leases, if it lies in the overhead, too."""
+        if not seen.saved:
+            return each
+        kinds = {self.names[one] for one in seen.home if one in self.names}
+        alike = [one for one, name in self.names.items() if not kinds or name in kinds]
+        leasable = max((self.leasable[one] for one in alike), default=0)
+        return leasable if leasable < each <= max((self.memory[one] for one in alike), default=0) else each
+
     def least(self, seen: Seen) -> int:
         """Return what must be reserved for it at least, on each of its devices."""
         guaranteed = seen.spec.request_mib
         if guaranteed is None or self.pool(seen).reserve_by is ReserveBy.CAP:
             guaranteed = seen.spec.reserve_mib
-        return max(min(guaranteed, seen.spec.reserve_mib), seen.saved_each)
+        return max(min(guaranteed, seen.spec.reserve_mib), self.saved_each(seen))
 
     def due(self, seen: Seen) -> int:
         """Return what is to be reserved for one that comes onto a device: its cap, or what it uses and some headroom."""
         if self.pool(seen).reserve_by is ReserveBy.CAP:
             return self.most(seen)
-        uses = (seen.saved_each or seen.used_each) + self.pool(seen).headroom_mib
+        uses = (self.saved_each(seen) or seen.used_each) + self.pool(seen).headroom_mib
         return max(self.least(seen), min(uses, seen.spec.reserve_mib))
 
-    @staticmethod
-    def most(seen: Seen) -> int:
+    def most(self, seen: Seen) -> int:
         """Return what may be reserved for it at most."""
-        return max(seen.spec.reserve_mib, seen.saved_each)
+        return max(self.fitting(seen, seen.spec.reserve_mib), self.saved_each(seen))
 
     def hold(self, seen: Seen, devices: tuple[str, ...], mib: int) -> None:
         """Say what a lease holds, and where."""

@@ -47,7 +47,7 @@ class Laws:
                 if seen.state is not S.RESIDENT or (seen.busy and not evict) or view is None or view.stays:
                     continue
                 tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
-                fits = max(seen.held * len(seen.devices), seen.used) <= left
+                fits = seen.save_at_least <= left
                 law(0, tried or not fits, seen.lease_id, "stays on", device, "which is emptied:", view.sentence)
 
     # -- limits ------------------------------------------------------------------------------------------------------------------

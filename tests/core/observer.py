@@ -19,6 +19,7 @@ from provisioner.core.effects import (
     Recorded,
     Resized,
     Resume,
+    Shrink,
     StateChanged,
     Suspend,
     TicketsChanged,
@@ -38,7 +39,9 @@ from provisioner.core.events import (
     PoolConfigured,
     ResizeRequested,
     ResumeFinished,
+    Shrunk,
     SuspendFinished,
+    SuspendOutcome,
     Unwanted,
     Wanted,
 )
@@ -50,6 +53,9 @@ from tests.core.moves import MOVES, OWN_EVENTS
 __all__ = ["LawBrokenError", "Observer"]
 
 S = LeaseState
+
+
+_ROLLED_BACK = {SuspendOutcome.ABORTED, SuspendOutcome.REFUSED, SuspendOutcome.IMPOSSIBLE}
 
 
 class Observer:
@@ -103,6 +109,7 @@ class Observer:
             case DeviceSeen(device=device, stranger_mib=stranger_mib):
                 world.leasable[device.device_id] = device.memory_mib - device.overhead_mib
                 world.names[device.device_id] = device.name
+                world.memory[device.device_id] = device.memory_mib
                 world.strangers[device.device_id] = max(0, stranger_mib)
                 world.lost.discard(device.device_id)
             case DeviceLost(device_id=device_id):
@@ -159,6 +166,11 @@ class Observer:
             case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED:
                 seen.busy = busy
                 seen.ran |= busy
+                if busy:
+                    seen.forget_idleness()
+            case Shrunk(generation=generation, used_mib=used_mib) if generation == seen.generation == seen.shrinking:
+                seen.shrinking, seen.shrunk = -1, used_mib is not None
+                seen.used = seen.used if used_mib is None else max(0, used_mib)
             case LeaseMeasured(used_mib=used_mib) if seen.state in {S.UNARMED, S.RESIDENT, S.SUSPENDING}:
                 seen.used = max(0, used_mib)
             case ResizeRequested():
@@ -174,6 +186,8 @@ class Observer:
         del self.operations[event.operation_id]
         if seen is not None and seen.generation == event.generation:
             self._answer = seen
+            if isinstance(event, SuspendFinished) and event.outcome in _ROLLED_BACK and event.need_mib > seen.host:
+                seen.floor = event.need_mib
 
     # -- what the arbiter did ----------------------------------------------------------------------------------------------------
 
@@ -183,6 +197,17 @@ class Observer:
                 self._moved(event, effect)
             case Suspend():
                 self._suspends(effect)
+            case Shrink():
+                seen = self.leases[effect.lease_id]
+                law(
+                    6,
+                    effect.generation == seen.generation,
+                    effect.lease_id,
+                    "has another generation than its shrinking",
+                )
+                idle = seen.state is S.RESIDENT and not seen.busy and seen.spec.gated
+                law(2, idle and seen.shrunk is None and seen.shrinking != seen.generation, effect, "is asked of", seen)
+                seen.shrinking = seen.generation
             case Resume():
                 self._resumes(effect)
             case Granted():
@@ -232,6 +257,8 @@ class Observer:
                 seen.asked, seen.passed = seen.then, 0
             seen.claimed = False
         self._hold(seen, old, change)
+        if new in {S.UNATTACHED, S.UNARMED, S.SUSPENDED, S.ENDED}:
+            seen.forget_idleness()
         seen.since = self.now
         self.counts[new] += 1
 
@@ -330,7 +357,7 @@ class Observer:
     def _suspends(self, effect: Suspend) -> None:
         seen = self.leases[effect.lease_id]
         law(6, effect.generation == seen.generation, effect.lease_id, "has another generation than its suspend")
-        law(2, effect.host_mib >= max(seen.held * len(seen.devices), seen.used) > 0, effect, "may save more:", seen)
+        law(2, effect.host_mib >= seen.save_at_least, effect, "may save more:", seen)
         law(5, (effect.device_ids or seen.devices) == seen.devices, effect.lease_id, "is suspended somewhere else")
         seen.host = effect.host_mib
         host = sum(other.saved + other.host for other in self.leases.values())
@@ -340,7 +367,7 @@ class Observer:
     def _resumes(self, effect: Resume) -> None:
         seen = self.leases[effect.lease_id]
         law(6, effect.generation == seen.generation, effect.lease_id, "has another generation than its resume")
-        law(2, effect.reserve_mib * seen.spec.devices >= seen.saved, effect, "does not cover", seen.saved)
+        law(2, effect.reserve_mib >= self.world.saved_each(seen), effect, "does not cover", seen.saved)
         law(2, effect.reserve_mib == seen.held and effect.device_id == seen.devices[0], effect, "is not reserved")
         law(6, effect.from_device_id == (seen.home[0] if seen.home else None), effect, "comes from", seen.home)
         self._begins(effect.operation_id, ("resume", effect.lease_id, effect.generation))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import CapBreached, Effect, LookAgain, Recorded, Resume, StateChanged, Suspend
+from provisioner.core.effects import CapBreached, Effect, LookAgain, Recorded, Resume, Shrink, StateChanged, Suspend
 from provisioner.core.events import (
     Attached,
     BusyChanged,
@@ -33,6 +33,7 @@ from provisioner.core.events import (
     ResizeRequested,
     ResumeFinished,
     ResumeOutcome,
+    Shrunk,
     SuspendFinished,
     SuspendOutcome,
     SuspendRequested,
@@ -151,7 +152,11 @@ class World:
                     generation=generation,
                     outcome=outcome,
                     saved_mib=saved,
+                    need_mib=0 if self.honest or random.random() < 0.5 else random.randrange(2 * host_mib),
                 )
+            case Shrink(lease_id=lease_id, generation=generation):
+                used = None if random.random() < 0.2 else random.randrange(500)
+                return Shrunk(at_ms=0, lease_id=lease_id, generation=generation, used_mib=used)
             case Resume(lease_id=lease_id, operation_id=operation_id, generation=generation):
                 result = ResumeOutcome.RESTORED
                 if not self.honest:

@@ -1,16 +1,21 @@
 """Devices that are lost, found, used by strangers or moved between pools; leases that a new broker finds."""
 
+from dataclasses import replace
+
 import pytest
 
+from provisioner.core.effects import Resume
 from provisioner.core.events import (
     DeviceLost,
     DeviceSeen,
     Event,
     HostMemorySeen,
+    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     PoolConfigured,
     ProcessExited,
+    SuspendFinished,
     SuspendOutcome,
     SuspendRequested,
     Tick,
@@ -215,3 +220,31 @@ def test_host_memory_that_shrinks_takes_nothing_away() -> None:
     assert (hand.state("a"), hand.arbiter.host_saved_mib) == (LeaseState.SUSPENDED, 500)
     hand.send(ProcessExited(at_ms=0, lease_id="b"))
     assert hand.state("a") is LeaseState.RESUMING, "a device has room and the host has none: it comes back early"
+
+
+@pytest.mark.parametrize("bigger", [False, True], ids=["grew", "overhead-was-raised"])
+def test_what_grew_into_the_overhead_comes_back_to_a_device_of_its_own(bigger: bool) -> None:
+    """The kernel was on a device with so much memory: it must not wait for ever because a lease may have less."""
+    before, after = (0, 100) if bigger else (100, 100)
+    hand = Hand(replace(device("d0", 1000), overhead_mib=before))
+    hand.idle("a", 1000 - before)
+    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=980))
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), saved_mib=980)
+    hand.send(DeviceSeen(at_ms=0, device=replace(device("d0", 1000), overhead_mib=after)))
+    hand.idle("b", 100)
+    assert hand.suspends(hand.want("a")) == ["b"], "it needs the device for itself"
+    effects = hand.send(
+        SuspendFinished(
+            at_ms=0, lease_id="b", operation_id=2, generation=hand.view("b").generation, outcome=SuspendOutcome.SAVED
+        )
+    )
+    (resume,) = [effect for effect in effects if isinstance(effect, Resume)]
+    assert (resume.lease_id, resume.reserve_mib) == ("a", 900)
+
+
+def test_what_no_device_ever_had_the_memory_for_waits_and_says_so() -> None:
+    hand = Hand(replace(device("d0", 1000), overhead_mib=100))
+    hand.idle("a", 900)
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), saved_mib=1001)
+    hand.want("a")
+    assert hand.ticket("a").reason == "wait.too-large"

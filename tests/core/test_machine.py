@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import LookAgain, Resume, Suspend
+from provisioner.core.effects import LookAgain, Resume, Shrink, Suspend
 from provisioner.core.events import (
     Attached,
     BusyChanged,
@@ -29,6 +29,7 @@ from provisioner.core.events import (
     ResizeRequested,
     ResumeFinished,
     ResumeOutcome,
+    Shrunk,
     SuspendFinished,
     SuspendOutcome,
     SuspendRequested,
@@ -105,6 +106,7 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.now = 0
         self.asked: list[Suspend | Resume] = []  # also those that were answered: they may be answered again
         self.looks: list[LookAgain] = []
+        self.shrinks: list[Shrink] = []
 
     @initialize(swaps=st.sampled_from([1, 1, 2]), kinds=st.tuples(*[st.sampled_from("HA")] * 3))
     def begin(self, swaps: int, kinds: tuple[str, ...]) -> None:
@@ -127,6 +129,8 @@ class ArbiterMachine(RuleBasedStateMachine):
                 self.asked.append(effect)
             elif isinstance(effect, LookAgain):
                 self.looks.append(effect)
+            elif isinstance(effect, Shrink):
+                self.shrinks.append(effect)
 
     # -- time --------------------------------------------------------------------------------------------------------------------
 
@@ -276,6 +280,12 @@ class ArbiterMachine(RuleBasedStateMachine):
             self.send(SuspendFinished, **what, outcome=outcome, saved_mib=saved_mib)
         else:
             self.send(ResumeFinished, **what, outcome=data.draw(st.sampled_from(list(ResumeOutcome))))
+
+    @precondition(lambda self: self.shrinks)
+    @rule(data=st.data(), used=st.sampled_from([None, 0, 100, 1_500]))
+    def shrunk(self, data: st.DataObject, used: int | None) -> None:
+        asked = data.draw(st.sampled_from(self.shrinks[::-1]))
+        self.send(Shrunk, lease_id=asked.lease_id, generation=asked.generation, used_mib=used)
 
     @precondition(lambda self: self.looks)
     @rule(data=st.data(), state=st.sampled_from(LeaseState), device=st.none() | devices)

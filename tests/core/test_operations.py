@@ -1,17 +1,21 @@
 """Suspends and resumes: who is chosen, what is reserved for it, and what every answer, late, twice or a lie, does."""
 
 import dataclasses
+from typing import TypeVar
 
 import pytest
 
-from provisioner.core.effects import Declined, Effect, LookAgain, Resume, Suspend, WakeAt
+from provisioner.core.effects import Declined, Effect, LookAgain, Resume, Shrink, Suspend, WakeAt
 from provisioner.core.events import (
+    Attached,
+    DeviceDrained,
     HostMemorySeen,
     LeaseMeasured,
     LeaseReleased,
     ProcessExited,
     ResumeFinished,
     ResumeOutcome,
+    Shrunk,
     SuspendFinished,
     SuspendOutcome,
     SuspendRequested,
@@ -21,6 +25,8 @@ from provisioner.core.events import (
 from provisioner.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 
+Kind = TypeVar("Kind", bound=Effect)
+
 
 def _suspended(hand: Hand, name: str, *, saved_mib: int = 100) -> None:
     """Have an idle lease suspended because somebody asks for it."""
@@ -28,8 +34,9 @@ def _suspended(hand: Hand, name: str, *, saved_mib: int = 100) -> None:
     hand.saved(effects, saved_mib=saved_mib)
 
 
-def _one(effects: list[Effect], kind: type[Effect]) -> Effect:
+def _one(effects: list[Effect], kind: type[Kind]) -> Kind:
     (effect,) = [effect for effect in effects if type(effect) is kind]
+    assert isinstance(effect, kind)
     return effect
 
 
@@ -253,7 +260,9 @@ def test_a_suspend_that_waits_is_declined_when_host_memory_goes() -> None:
     hand.idle("b", 300)
     hand.send(SuspendRequested(at_ms=0, lease_id="a"))
     hand.send(SuspendRequested(at_ms=0, lease_id="b"))
-    effects = hand.send(HostMemorySeen(at_ms=0, budget_mib=400))
+    shrink = _one(hand.send(HostMemorySeen(at_ms=0, budget_mib=400)), Shrink)
+    assert isinstance(shrink, Shrink)
+    effects = hand.send(Shrunk(at_ms=0, lease_id="b", generation=shrink.generation))
     assert hand.reasons(effects, "b") == ["declined.host-memory"]
 
 
@@ -278,6 +287,98 @@ def test_no_suspend_begins_without_host_memory() -> None:
     assert hand.suspends(hand.send(HostMemorySeen(at_ms=0, budget_mib=600))) == ["a"]
 
 
+def shrinks(effects: list[Effect]) -> dict[str, int]:
+    return {effect.lease_id: effect.generation for effect in effects if isinstance(effect, Shrink)}
+
+
+def test_an_idle_kernel_gives_its_caches_back_before_host_memory_is_called_short() -> None:
+    hand = Hand(host_mib=300)
+    hand.idle("a")
+    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=590))
+    hand.start("b")
+    effects = hand.want("b")
+    assert (hand.suspends(effects), hand.ticket("b").reason) == ([], "wait.host-memory")
+    (generation,) = shrinks(effects).values()
+    effects = hand.send(Shrunk(at_ms=0, lease_id="a", generation=generation, used_mib=90))
+    assert hand.suspends(effects) == ["a"]
+    assert _one(effects, Suspend).host_mib == 90
+
+
+@pytest.mark.parametrize("way", ["asked", "idle", "drained"])
+def test_so_it_does_for_whatever_reason_it_is_to_leave(way: str) -> None:
+    hand = Hand(host_mib=300, pools=[pool(idle_after_ms=1_000)])
+    hand.idle("a")
+    if way == "asked":
+        effects = hand.send(SuspendRequested(at_ms=0, lease_id="a"))
+        assert hand.reasons(effects, "a") == [], "its answer decides"
+    elif way == "idle":
+        effects = hand.wait(1_000)
+    else:
+        effects = hand.send(DeviceDrained(at_ms=0, device_id="d0"))
+    effects = hand.send(Shrunk(at_ms=hand.now, lease_id="a", generation=shrinks(effects)["a"], used_mib=90))
+    assert hand.suspends(effects) == ["a"]
+
+
+def test_it_is_asked_once_while_it_idles_and_anew_when_it_has_worked() -> None:
+    hand = Hand(host_mib=300)
+    hand.idle("a")
+    hand.start("b")
+    asked = shrinks(hand.want("b"))
+    hand.send(Shrunk(at_ms=0, lease_id="a", generation=asked["a"], used_mib=400))  # still too much
+    assert hand.ticket("b").reason == "wait.host-memory"
+    assert shrinks(hand.wait(60_000)) == {}
+    hand.work("a")
+    assert shrinks(hand.rest("a")) == asked, "it may have filled its caches again"
+
+
+def test_an_answer_about_an_earlier_time_decides_nothing() -> None:
+    hand = Hand(host_mib=300)
+    hand.idle("a")
+    hand.start("b")
+    generation = shrinks(hand.want("b"))["a"]
+    hand.work("a")
+    hand.send(HostMemorySeen(at_ms=0, budget_mib=10_000))
+    effects = hand.rest("a")
+    assert hand.suspends(effects) == ["a"]
+    hand.send(HostMemorySeen(at_ms=0, budget_mib=100))
+    assert hand.send(Shrunk(at_ms=0, lease_id="a", generation=generation, used_mib=10)) == []
+
+
+def test_busy_kernels_and_kernels_without_the_extension_are_not_asked() -> None:
+    hand = Hand(host_mib=300)
+    hand.run("a")
+    hand.start("b")
+    assert shrinks(hand.want("b")) == {}
+    hand = Hand(host_mib=300)
+    hand.request("a", gated=False)
+    hand.send(Attached(at_ms=0, lease_id="a", gated=False))
+    hand.work("a")
+    hand.rest("a")
+    hand.start("b")
+    effects = hand.want("b")
+    assert (shrinks(effects), hand.ticket("b").reason) == ({}, "wait.host-memory")
+
+
+def test_a_suspend_that_would_save_more_than_was_reserved_gets_as_much_the_next_time() -> None:
+    hand = Hand()
+    hand.idle("a", 300)
+    suspend = _one(hand.send(SuspendRequested(at_ms=0, lease_id="a")), Suspend)
+    assert isinstance(suspend, Suspend)
+    hand.send(
+        SuspendFinished(
+            at_ms=0,
+            lease_id="a",
+            operation_id=suspend.operation_id,
+            generation=suspend.generation,
+            outcome=SuspendOutcome.ABORTED,
+            need_mib=450,
+        )
+    )
+    suspend = _one(hand.send(SuspendRequested(at_ms=0, lease_id="a")), Suspend)
+    assert isinstance(suspend, Suspend)
+    assert suspend.host_mib == 450
+
+
 def test_no_first_victim_is_suspended_when_there_is_no_host_memory_for_all() -> None:
     hand = Hand(host_mib=999)
     hand.idle("a", 500)
@@ -300,7 +401,8 @@ def test_more_saved_than_was_reserved_leaves_no_room_for_the_next() -> None:
     hand.idle("a", 300)
     hand.idle("b", 300)
     _suspended(hand, "a", saved_mib=600)
-    effects = hand.send(SuspendRequested(at_ms=0, lease_id="b"))
+    shrink = _one(hand.send(SuspendRequested(at_ms=0, lease_id="b")), Shrink)
+    effects = hand.send(Shrunk(at_ms=0, lease_id="b", generation=shrink.generation, used_mib=200))
     assert hand.reasons(effects, "b") == ["declined.host-memory"]
 
 

@@ -118,7 +118,7 @@ class SimulatedMonitor:
         self._store.close()
 
     def _use(self, device_id: str) -> DeviceUse:
-        found = self._store.query("SELECT lost FROM devices WHERE id=?", device_id)
+        found = self._store.query("SELECT lost, memory_mib FROM devices WHERE id=?", device_id)
         if not found:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
         if found[0][0]:
@@ -132,6 +132,7 @@ class SimulatedMonitor:
             holding = users_of(self._store, device_id)
         return DeviceUse(
             device_id=device_id,
+            memory_mib=found[0][1],
             used_mib=_mib(sum(process.n_bytes for process in holding)),
             processes=tuple(ProcessUse(pid=process.pid, used_mib=_mib(process.n_bytes)) for process in holding),
         )
