@@ -14,6 +14,7 @@ from typing import Final
 __all__ = [
     "INSTALL_BINDINGS",
     "MOVING_CUDA_VERSION",
+    "bindings_refusal",
     "driver_refusal",
     "driver_warnings",
     "why_no_bindings",
@@ -62,6 +63,11 @@ def why_no_bindings() -> str:
         version = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:
         return f"the Python package cuda-bindings is not installed: {INSTALL_BINDINGS}"
+    return bindings_refusal(version)
+
+
+def bindings_refusal(version: str) -> str:
+    """Return why this release of cuda-bindings cannot be used, a sentence that says what to do, or ""."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _FIRST_BINDINGS:
         first = ".".join(map(str, _FIRST_BINDINGS))
