@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Self
 
-from provisioner.gpu.interface import ProcessState
+from provisioner.gpu.interface import GPUError, ProcessState
 from provisioner.gpu.nvidia import NvidiaCheckpointer, NvidiaMonitor
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.releases import newest, python_path
@@ -62,9 +62,11 @@ class Remote:
     def result(self) -> Any:  # noqa: ANN401 (what the method gives)
         """Wait for the call that was begun. Raises EOFError when the process is dead."""
         assert self._process.stdout is not None
-        fine, value = pickle.load(self._process.stdout)  # noqa: S301 (what our own process wrote)
-        if not fine:
-            raise value
+        kind, value = pickle.load(self._process.stdout)  # noqa: S301 (what our own process wrote)
+        if kind == "GPUError":
+            raise GPUError(*value)
+        if kind == "ValueError":
+            raise ValueError(value)
         return value
 
     def kill(self) -> None:
@@ -116,9 +118,11 @@ def serve() -> None:
             found = getattr(objects[on], name)
             if arguments:
                 found = found(*arguments[0])
-            answer = (True, "a method" if callable(found) else found)
-        except Exception as error:  # noqa: BLE001 (the test decides what it expects)
-            answer = (False, error)
+            answer: tuple[str, object] = ("value", "a method" if callable(found) else found)
+        except GPUError as error:
+            answer = ("GPUError", (error.code, str(error)))
+        except ValueError as error:
+            answer = ("ValueError", str(error))
         pickle.dump(answer, replies)
         replies.flush()
 
