@@ -9,7 +9,7 @@
 #include <linux/falloc.h>
 #include <signal.h>
 
-#define CHUNK (4 * MIB)
+#define CHUNK MIB
 #define LOOK_NS 20000000ull /* how often a wait looks whether the other process lives */
 
 enum operation { LOCK = 1, CHECKPOINT, RESTORE, UNLOCK };

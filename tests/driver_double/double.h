@@ -31,7 +31,7 @@
 #define RECORD_MAGIC 0x44445631u /* changes with the layout; double.py knows it, too */
 
 /* One CUDA process. It owns the record; another process writes only `asked` and what belongs to it, under a flock of the file.
-   double.py reads the part up to `bytes`. */
+   double.py reads the part up to `answered`. */
 typedef struct {
     uint32_t magic, pid;
     uint64_t start_time; /* of the process, in ticks: with the pid it names one process for ever */
@@ -87,7 +87,7 @@ bool read_record(int pid, Record *out);
 int open_record(int pid, uint64_t start_time);
 int lock_capacity(void); /* returns what close() unlocks */
 typedef void (*Visit)(const Record *, void *);
-void visit_records(Visit, void *); /* those of living processes */
+void visit_records(Visit, void *); /* those of living processes; sums are true while the capacity is locked */
 uint64_t context_bytes(void);
 bool is_cuda_process(const Record *);
 bool begin(Call *, const char *name, int pid); /* false: the result is given, do nothing */

@@ -91,7 +91,7 @@ _OF_DEVICES: Final = frozenset(
         "persistence_mode",
     }
 )
-_RECORD: Final = struct.Struct(f"<IIQIIIIQQII{16}I{16}Q")  # Record of double.h up to `bytes`
+_RECORD: Final = struct.Struct("<IIQIIIIQQII16I16QiIQII")  # Record of double.h up to `answered`
 _MAGIC: Final = 0x44445631
 _STATES: Final = ("running", "locked", "checkpointed", "failed", "checkpointing", "restoring")
 _MIB: Final = 1 << 20
@@ -128,6 +128,9 @@ class DoubleProcess:
     state: str
     mib: Mapping[str, int]
     saved_mib: int
+    at_work: bool  # a call is at work on the device
+    lock_waits: bool  # a lock waits for that
+    in_operation: bool  # it is being locked, saved, restored or unlocked
 
 
 def build() -> Path:
@@ -296,14 +299,28 @@ class DriverDouble:
                 alive = False
             if magic != _MAGIC or not alive:
                 continue
-            contexts, held = numbers[:16], numbers[16:]
+            contexts, held = numbers[:16], numbers[16:32]
             mib = {
                 device.device_id: held[index] // _MIB + contexts[index] * context_mib
                 for index, device in enumerate(self.devices)
                 if resident and (contexts[index] or held[index])
             }
-            found.append(DoubleProcess(pid=pid, state=_STATES[state], mib=mib, saved_mib=saved // _MIB))
+            found.append(
+                DoubleProcess(
+                    pid=pid,
+                    state=_STATES[state],
+                    mib=mib,
+                    saved_mib=saved // _MIB,
+                    at_work=numbers[32] > 0,
+                    lock_waits=numbers[33] > 0,
+                    in_operation=numbers[35] != numbers[36],
+                )
+            )
         return sorted(found, key=lambda one: one.pid)
+
+    def process(self, pid: int) -> DoubleProcess | None:
+        """Return one of `processes()`, None where it is not among them."""
+        return next((one for one in self.processes() if one.pid == pid), None)
 
     def _set_devices(self, devices: Sequence[Device]) -> None:
         self._settings = {name: text for name, text in self._settings.items() if not name.startswith("device.")}

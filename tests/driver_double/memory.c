@@ -267,7 +267,9 @@ CUresult CUDAAPI cuMemGetInfo(size_t *bytes_free, size_t *total) {
         Device all[MAX_DEVICES];
         int count = devices(all);
         struct count used = {.device = process.visible[ordinal]};
+        int lock = lock_capacity();
         visit_records(count_one, &used);
+        close(lock);
         *total = used.device < count ? all[used.device].mib * MIB : 0;
         *bytes_free = *total > used.bytes ? *total - used.bytes : 0;
     }

@@ -232,7 +232,9 @@ static nvmlReturn_t list_processes(const char *name, nvmlDevice_t handle, unsign
     unsigned room = count ? *count : 0;
     if (enter_device(&call, name, handle, &device)) {
         struct listing list = {.device = handle->index, .room = room, .out = room ? out : NULL, .only = only};
+        int lock = lock_capacity();
         visit_records(list_one, &list);
+        close(lock);
         if (list.count > room || (list.count && !out)) call.result = NVML_ERROR_INSUFFICIENT_SIZE;
         *count = list.count;
     }
@@ -260,7 +262,9 @@ static uint64_t used_and_total(nvmlDevice_t handle, const Device *device, uint64
     uint64_t mib = device->mib;
     if (handle->instance >= 0) instance_of(handle->index, handle->instance, uuid, sizeof uuid, &mib);
     struct listing all = {.device = handle->index};
+    int lock = lock_capacity();
     visit_records(list_one, &all);
+    close(lock);
     snprintf(extra, sizeof extra, "device.%d.extra_mib", handle->index); /* used by what is no process of this host */
     *total = mib * MIB;
     return all.used + (uint64_t)(setting(extra, 0) * (double)MIB);

@@ -8,11 +8,11 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
-from provisioner.gpu.interface import GPUError, ProcessState
+from provisioner.gpu.interface import DeviceActivity, DeviceInfo, DeviceSensors, DeviceUse, GPUError, ProcessState
 from provisioner.gpu.nvidia import NvidiaCheckpointer, NvidiaMonitor
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.releases import newest, python_path
@@ -39,8 +39,8 @@ class Remote:
             env={**os.environ, **given, **environment},
         )
         self.pid = self._process.pid
-        self.checkpointer = RemoteCheckpointer(self, "checkpointer")
-        self.monitor = RemoteMonitor(self, "monitor")
+        self.checkpointer = RemoteCheckpointer(self)
+        self.monitor = RemoteMonitor(self)
 
     def __enter__(self) -> Self:
         return self
@@ -69,6 +69,10 @@ class Remote:
             raise ValueError(value)
         return value
 
+    def use(self, double: DriverDouble) -> None:
+        """Let its calls go to another host from now on; it counts as initialised there."""
+        self.call("host", str(double.folder))
+
     def kill(self) -> None:
         """Kill it and wait until it is reaped. Idempotent."""
         self._process.kill()
@@ -78,28 +82,75 @@ class Remote:
                 pipe.close()
 
 
-class _Part:
-    def __init__(self, remote: Remote, name: str) -> None:
-        self._remote, self._name = remote, name
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (a method, or a value)
-        found = self._remote.call(self._name, name)
-        if found == "a method":
-            return lambda *arguments: self._remote.call(self._name, name, arguments)
-        return found
-
-
-class RemoteMonitor(_Part):
+class RemoteMonitor:
     """An NvidiaMonitor."""
 
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
 
-class RemoteCheckpointer(_Part):
+    def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 (what the method gives)
+        return self._remote.call("monitor", name, arguments)
+
+    @property
+    def kind(self) -> str:
+        return str(self._remote.call("monitor", "kind"))
+
+    @property
+    def why_none(self) -> str:
+        return str(self._remote.call("monitor", "why_none"))
+
+    def devices(self) -> list[DeviceInfo]:
+        found: list[DeviceInfo] = self._call("devices")
+        return found
+
+    def use(self, device_id: str) -> DeviceUse:
+        found: DeviceUse = self._call("use", device_id)
+        return found
+
+    def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
+        found: DeviceActivity | None = self._call("activity", device_id, since_us)
+        return found
+
+    def sensors(self, device_id: str) -> DeviceSensors:
+        found: DeviceSensors = self._call("sensors", device_id)
+        return found
+
+    def kernel_environment(self, device_id: str | None) -> dict[str, str]:
+        found: dict[str, str] = self._call("kernel_environment", device_id)
+        return found
+
+    def close(self) -> None:
+        self._call("close")
+
+
+class RemoteCheckpointer:
     """An NvidiaCheckpointer."""
 
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 (what the method gives)
+        return self._remote.call("checkpointer", name, arguments)
+
+    @property
+    def why_cannot_move(self) -> str:
+        return str(self._remote.call("checkpointer", "why_cannot_move"))
+
     def state(self, pid: int) -> ProcessState:
-        state = self._remote.call(self._name, "state", (pid,))
-        assert isinstance(state, ProcessState)
-        return state
+        found: ProcessState = self._call("state", pid)
+        return found
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        self._call("lock", pid, timeout_ms)
+
+    def checkpoint(self, pid: int) -> None:
+        self._call("checkpoint", pid)
+
+    def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
+        self._call("restore", pid, moves)
+
+    def unlock(self, pid: int) -> None:
+        self._call("unlock", pid)
 
 
 def serve() -> None:
@@ -113,12 +164,17 @@ def serve() -> None:
         except EOFError:
             return
         try:
+            if on == "host":
+                os.environ["DRIVER_DOUBLE"] = name
+                pickle.dump(("value", None), replies)
+                replies.flush()
+                continue
             if on not in objects:
                 objects[on] = _MADE[on]()
             found = getattr(objects[on], name)
             if arguments:
                 found = found(*arguments[0])
-            answer: tuple[str, object] = ("value", "a method" if callable(found) else found)
+            answer: tuple[str, object] = ("value", found)
         except GPUError as error:
             answer = ("GPUError", (error.code, str(error)))
         except ValueError as error:

@@ -1,12 +1,14 @@
-"""A little kernel for tests: runs the cells it reads, answers `begun`, then the value or the error as JSON."""
+"""A little kernel for tests: runs the cells it reads, answers `begun`, then the value or the error as JSON.
 
+Its argument is the module that cells know as `cuda`: the simulated device's, or `tests.driver_double.device`.
+"""
+
+import importlib
 import json
 import signal
 import sys
 import threading
 from typing import Any
-
-from provisioner.gpu.simulated import cuda
 
 
 def say(message: dict[str, Any]) -> None:
@@ -41,4 +43,4 @@ def serve(names: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve({"cuda": cuda, "b": {}, "say_when_sigint_is_held": say_when_sigint_is_held})
+    serve({"cuda": importlib.import_module(sys.argv[1]), "b": {}, "say_when_sigint_is_held": say_when_sigint_is_held})

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,24 +39,16 @@ class KernelError(Exception):
         self.name = name
 
 
-class Kernel:
-    """A process on a device of a simulated host. A cell that starts with `!` is statements, others have a value."""
+class KernelProcess:
+    """A process on a device. A cell that starts with `!` is statements, others have a value. `module` is what cells know as `cuda`."""
 
-    def __init__(
-        self, simulated: host.SimulatedHost, environment: dict[str, str] | None = None, *, device: int = 0
-    ) -> None:
+    def __init__(self, module: str, environment: dict[str, str]) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER_GPU_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(CHILD)],
+            [sys.executable, "-P", str(CHILD), module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={
-                **inherited,
-                "PYTHONPATH": str(ROOT),
-                "JUPYTER_GPU_SIMULATED_DIR": str(simulated.directory),
-                "JUPYTER_GPU_SIMULATED_DEVICE": simulated.devices[device].device_id,
-                **(environment or {}),
-            },
+            env={**inherited, **environment, "PYTHONPATH": str(ROOT)},
         )
         self.pid = self.process.pid
         self._pending = b""
@@ -119,14 +111,33 @@ class Kernel:
                 pipe.close()
 
 
+class Kernel(KernelProcess):
+    """A process on a device of a simulated host."""
+
+    def __init__(
+        self, simulated: host.SimulatedHost, environment: dict[str, str] | None = None, *, device: int = 0
+    ) -> None:
+        on_device = {
+            "JUPYTER_GPU_SIMULATED_DIR": str(simulated.directory),
+            "JUPYTER_GPU_SIMULATED_DEVICE": simulated.devices[device].device_id,
+        }
+        super().__init__("provisioner.gpu.simulated.cuda", {**on_device, **(environment or {})})
+
+
+def worker_process(simulated: host.SimulatedHost) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """A checkpoint worker for a simulated host; killed at the end."""
+    return backend_worker(f"simulated:{simulated.directory}", {})
+
+
 @contextmanager
-def worker_process(simulated: host.SimulatedHost) -> Iterator[subprocess.Popen[bytes]]:
+def backend_worker(backend: str, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A checkpoint worker, as the broker starts it; killed at the end."""
+    paths = [environment.get("PYTHONPATH", ""), str(ROOT)]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "provisioner.gpu.worker", "--backend", f"simulated:{simulated.directory}"],
+        [sys.executable, "-P", "-m", "provisioner.gpu.worker", "--backend", backend],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
     )
     assert process.stdin is not None
     assert process.stdout is not None

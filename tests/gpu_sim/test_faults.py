@@ -1,4 +1,4 @@
-"""Faults do what they say, as often as they say, to whom they say."""
+"""Faults of the simulation; what they do to processes with any driver is in tests/gpu_behaviour."""
 
 import threading
 import time
@@ -32,21 +32,6 @@ def test_a_failure_strikes_as_often_as_it_was_told(
         assert caught.value.code is GPUErrorCode.UNKNOWN
     driver.lock(kernel.pid, 100)
     assert [(fault.left, fault.taken) for fault in faults.listed(simulated.directory)] == [(0, 2)]
-
-
-def test_a_fault_for_one_process_spares_the_others(
-    simulated: host.SimulatedHost, driver: SimulatedCheckpointer
-) -> None:
-    with Kernel(simulated) as struck, Kernel(simulated) as spared:
-        struck.run("cuda.memory_info()")
-        spared.run("cuda.memory_info()")
-        faults.inject(simulated.directory, "lock", "fail:not-supported", times=None, pid=struck.pid)
-        driver.lock(spared.pid, 100)
-        for _ in range(3):
-            with pytest.raises(GPUError):
-                driver.lock(struck.pid, 100)
-        faults.clear(simulated.directory)
-        driver.lock(struck.pid, 100)
 
 
 def test_a_hanging_operation_goes_on_when_the_fault_is_removed(

@@ -1,4 +1,4 @@
-"""What a notebook sees: allocations, limits, blocking, and what death gives back."""
+"""What a notebook sees of the simulation alone; what CUDA does, too, is in tests/gpu_behaviour."""
 
 import os
 import subprocess
@@ -70,13 +70,6 @@ def test_dropping_the_last_reference_frees(kernel: Kernel) -> None:
     kernel.run("!x = [cuda.allocate(2**20) for _ in range(5)]")
     kernel.run("!x = None")
     assert kernel.run("cuda.memory_info()[0]") == before
-
-
-def test_the_first_use_charges_the_context(kernel: Kernel) -> None:
-    assert kernel.run("cuda.memory_info()") == [(256 - 32) * MIB, 256 * MIB]
-    kernel.run("cuda.reset()")
-    kernel.run("cuda.reset()")
-    assert kernel.run("cuda.memory_info()") == [(256 - 32) * MIB, 256 * MIB]
 
 
 def test_a_full_device_is_an_ordinary_error(kernel: Kernel, simulated: host.SimulatedHost) -> None:
@@ -190,17 +183,6 @@ def test_a_forked_child_is_a_process_of_its_own(
     assert monitor.use(simulated.devices[0].device_id).used_mib == 33
 
 
-def test_what_the_dead_held_is_free_for_the_next(simulated: host.SimulatedHost) -> None:
-    with Kernel(simulated) as first, Kernel(simulated) as second:
-        first.run("!x = cuda.allocate(200 * 2**20); x.write(b'x')")
-        with pytest.raises(KernelError):
-            second.run("cuda.allocate(200 * 2**20)")
-        first.kill()
-        second.run("!x = cuda.allocate(224 * 2**20)")
-        folders = list((simulated.directory / "memory").iterdir())
-        assert [folder.name.split("-")[0] for folder in folders] == [str(second.pid)]
-
-
 def test_a_stranger_holds_memory_without_a_lease_until_its_input_ends(
     simulated: host.SimulatedHost, monitor: SimulatedMonitor
 ) -> None:
@@ -221,23 +203,6 @@ def test_a_stranger_holds_memory_without_a_lease_until_its_input_ends(
     for arguments in ([], ["0"], ["much"]):
         wrong = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
         assert (wrong.returncode, "usage" in wrong.stderr) == (2, True)
-
-
-def test_a_zombie_holds_nothing(simulated: host.SimulatedHost, kernel: Kernel, monitor: SimulatedMonitor) -> None:
-    kernel.run("!x = cuda.allocate(2**20)")
-    os.kill(kernel.pid, 9)
-    # Not waited for: it stays a zombie.
-    os.waitid(os.P_PID, kernel.pid, os.WEXITED | os.WNOWAIT)
-    assert monitor.use(simulated.devices[0].device_id).used_mib == 0
-
-
-def test_an_orderly_exit_leaves_nothing_behind(simulated: host.SimulatedHost, kernel: Kernel) -> None:
-    kernel.run("!x = cuda.allocate(2**20)")
-    assert kernel.process.stdin is not None
-    kernel.process.stdin.close()
-    assert kernel.process.wait() == 0
-    assert not list((simulated.directory / "memory").iterdir())
-    assert not list((simulated.directory / "trash").iterdir())
 
 
 CHURN = """!

@@ -1,0 +1,84 @@
+"""The checkpoint worker, line by line."""
+
+import signal
+
+import pytest
+
+from provisioner.gpu.interface import Checkpointer, ProcessState
+from provisioner.host.process import identify
+from tests.gpu_behaviour.hosts import Host
+from tests.gpu_sim.kernels import KernelProcess, answer, ask, eventually, send
+
+
+def test_a_whole_round_is_answered_in_order(host: Host, kernel: KernelProcess) -> None:
+    kernel.run("!x = cuda.allocate(2**20); x.fill(b'ab')")
+    first, second = host.devices
+    with host.worker() as worker:
+        ask(worker, "lock", kernel.pid, timeout_ms=1000)
+        ask(worker, "checkpoint", kernel.pid)
+        ask(worker, "state", kernel.pid)
+        ask(worker, "restore", kernel.pid, moves={first: second})
+        ask(worker, "unlock", kernel.pid)
+        replies = [answer(worker) for _ in range(5)]
+    assert all(reply["ok"] and reply["error"] is None and reply["id"] == 1 for reply in replies)
+    assert [reply["state"] for reply in replies] == [None, None, "checkpointed", None, None]
+    assert all(isinstance(reply["elapsed_us"], int) for reply in replies)
+    assert replies[1]["elapsed_us"] > 0
+    assert kernel.run("cuda.device().device_id") == second
+    assert kernel.run("x.read(2).decode()") == "ab"
+
+
+def test_a_driver_error_keeps_its_code(host: Host, kernel: KernelProcess) -> None:
+    with host.worker() as worker:
+        ask(worker, "lock", kernel.pid, timeout_ms=10)
+        reply = answer(worker)
+    assert not reply["ok"]
+    assert reply["error"]["code"] == "not-initialized"
+    assert str(kernel.pid) in reply["error"]["message"]
+
+
+@pytest.mark.parametrize("operation", ["state", "lock", "checkpoint", "restore", "unlock"])
+@pytest.mark.parametrize(("field", "value"), [("start_time", 1), ("boot_id", "another")])
+def test_another_process_with_the_same_pid_is_not_touched(
+    operation: str, field: str, value: object, host: Host, kernel: KernelProcess
+) -> None:
+    kernel.run("cuda.memory_info()")
+    with host.worker() as worker:
+        target = {**identify(kernel.pid).to_dict(), field: value}
+        send(worker, {"id": 9, "op": operation, "target": target, "timeout_ms": 10})
+        reply = answer(worker)
+        assert (reply["id"], reply["error"]["code"]) == (9, "wrong-identity")
+        ask(worker, "state", kernel.pid)
+        assert answer(worker)["state"] == "running"
+
+
+def test_a_process_that_is_gone_is_said_to_be(host: Host, kernel: KernelProcess) -> None:
+    target = identify(kernel.pid).to_dict()
+    kernel.kill()
+    with host.worker() as worker:
+        send(worker, {"id": 1, "op": "state", "target": target})
+        assert answer(worker)["state"] == "gone"
+        send(worker, {"id": 2, "op": "checkpoint", "target": target})
+        assert answer(worker)["error"]["code"] == "no-such-process"
+
+
+@pytest.mark.parametrize("broken", ["input and signals", "output"])
+def test_it_finishes_what_is_in_hand(broken: str, host: Host, kernel: KernelProcess, driver: Checkpointer) -> None:
+    kernel.run("cuda.memory_info()")
+    release = host.hang("lock")
+    with host.worker() as worker:
+        ask(worker, "lock", kernel.pid, timeout_ms=1000)
+        eventually(lambda: host.hangs("lock"), "it began")
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        if broken == "output":
+            worker.stdout.close()
+        worker.stdin.close()
+        if broken != "output":
+            worker.send_signal(signal.SIGINT)
+            worker.send_signal(signal.SIGTERM)
+        release()
+        if broken != "output":
+            assert answer(worker)["ok"]
+        assert worker.wait() == 0
+    assert driver.state(kernel.pid) is ProcessState.LOCKED
