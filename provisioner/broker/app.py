@@ -165,7 +165,9 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             _allow_many_files()
             settings = load(options.config_file, _overrides(options))
             _set_up_logging(settings.log_level, socket, to_file=ready is not None)
-            backend = stack.enter_context(open_backend(options.simulate, socket))
+            # A service may start before the driver is loaded. Where somebody waits for this start, the reason is what they need.
+            patient = ready is None and is_service_socket(socket)
+            backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient))
             specs = device_specs(settings, backend)
             claims = [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
             state_dir = settings.state_dir or Path(socket).parent

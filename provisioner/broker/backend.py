@@ -3,12 +3,14 @@
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from provisioner.gpu.interface import DeviceInfo, Monitor
+from provisioner.gpu.interface import DeviceInfo, GPUError, Monitor
 from provisioner.gpu.open import open_monitor
 from provisioner.gpu.simulated.host import choose_directory, create, destroy
 from provisioner.gpu.simulated.store import SimulatedHostError
@@ -16,6 +18,9 @@ from provisioner.gpu.simulated.store import SimulatedHostError
 __all__ = ["Backend", "BackendError", "open_backend"]
 
 log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
 
 
 class BackendError(Exception):
@@ -46,8 +51,11 @@ class Backend:
 
 
 @contextmanager
-def open_backend(simulate: str | None, socket: str) -> Iterator[Backend]:
-    """Open the devices. Raises BackendError, ValueError (a bad `simulate`) or GPUError."""
+def open_backend(simulate: str | None, socket: str, *, patient: bool = False) -> Iterator[Backend]:
+    """Open the devices. Raises BackendError, ValueError (a bad `simulate`) or GPUError.
+
+    With `patient`, block until the machine has a device, for as long as it takes: a system service may start before the driver is loaded.
+    """
     if simulate is None:
         name, folder = "nvidia", None
     else:
@@ -59,13 +67,33 @@ def open_backend(simulate: str | None, socket: str) -> Iterator[Backend]:
         name = f"simulated:{folder}"
     monitor = open_monitor(name)
     try:
-        devices = tuple(monitor.devices())
-        if not devices:
-            why = getattr(monitor, "why_none", "") or "the driver reports none"
-            raise BackendError(f"no GPU was found: {why}; to try things out without one, add --simulate 1x2GiB")
+        devices = _awaited(monitor) if patient and simulate is None else _found(monitor)
         yield Backend(name=name, monitor=monitor, devices=devices, folder=folder)
     finally:
         monitor.close()
+
+
+def _found(monitor: Monitor) -> tuple[DeviceInfo, ...]:
+    devices = tuple(monitor.devices())
+    if not devices:
+        why = getattr(monitor, "why_none", "") or "the driver reports none"
+        raise BackendError(f"no GPU was found: {why}; to try things out without one, add --simulate 1x2GiB")
+    return devices
+
+
+def _awaited(monitor: Monitor) -> tuple[DeviceInfo, ...]:
+    """Ask for devices until there is one: after a second, then after twice as long each time, up to a minute."""
+    said = ""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return _found(monitor)
+        except (BackendError, GPUError) as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("waiting for a device: %s", said)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def simulated_folder(socket: str) -> Path:

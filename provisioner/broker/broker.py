@@ -309,6 +309,7 @@ class Broker:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
         kernel.forget_process()
+        kernel.needs_driver = False
         self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
         if kernel.own_size is not None:  # it ended within a burst, which nobody else would give back
             own_size, kernel.own_size = kernel.own_size, None
@@ -352,6 +353,10 @@ class Broker:
             return
         kernel.wanted_by_broker = True
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
+
+    def driver_started(self) -> None:
+        """The driver can be asked from now on: examine at once what only it knows."""
+        self._operations.look_now()
 
     def end_operation(self, lease_id: str, operation_id: int, outcome: str) -> None:
         """Write down how an earlier broker's operation ended. What cannot be written now is before the lease's next operation."""

@@ -65,6 +65,7 @@ class Operations:
         self._finished = finished
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
+        self._look_now = asyncio.Event()
         self._unwritten: dict[str, Callable[[], None]] = {}  # by lease: the end of its last operation
 
     def start(self, effect: Suspend | Resume | LookAgain | Shrink) -> None:
@@ -89,6 +90,11 @@ class Operations:
             self._unwritten[lease_id] = end
 
         self._writer.submit(end, unwritten=keep)
+
+    def look_now(self) -> None:
+        """Have every quarantined lease looked at without waiting for its next turn."""
+        self._look_now.set()
+        self._look_now = asyncio.Event()
 
     async def close(self) -> None:
         """Finish what is in hand and drop the looks and shrinks. Nothing may be started any more."""
@@ -184,12 +190,16 @@ class Operations:
     async def _look_again(self, effect: LookAgain) -> None:
         """Look until the truth is known or the lease has moved on."""
         for attempt in count():
-            await asyncio.sleep(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)]):
+                    await self._look_now.wait()
             try:
                 await self._swaps.until_alone()
                 kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
                 if kernel is None or view is None or view.generation != effect.generation:
                     return
+                if kernel.needs_driver and self._swaps.off:
+                    continue  # what the devices say is no answer for it
                 truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
             except OSError as error:  # short of descriptors or memory: the next look may do better
                 log.error("lease %s could not be looked at: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says

@@ -32,6 +32,7 @@ class Phase(StrEnum):
 _MOMENT = frozenset(
     {
         GPUErrorCode.NOT_READY,
+        GPUErrorCode.SYSTEM_NOT_READY,
         GPUErrorCode.NO_SUCH_PROCESS,
         GPUErrorCode.WRONG_IDENTITY,
         GPUErrorCode.WORKER_HUNG,

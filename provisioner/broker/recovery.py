@@ -23,6 +23,8 @@ __all__ = ["kernel_of", "recover"]
 
 log = logging.getLogger(__name__)
 
+_IN_A_SWAP = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
+
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
     """Bring every live lease of the ledger back into the arbiter. Pools and devices must be known to it already."""
@@ -35,7 +37,9 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
     for record in records:
         operation = operations.pop(record.spec.lease_id, None)
         saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
-        truth = await swaps.truth(broker.kernels[record.spec.lease_id], record.device_id, saved_mib, scene)
+        kernel = broker.kernels[record.spec.lease_id]
+        kernel.needs_driver = bool(swaps.off) and (operation is not None or record.state in _IN_A_SWAP)
+        truth = await _truth(swaps, kernel, record, saved_mib, scene)
         found.append((record, operation, truth, saved_mib))
     # All at once: an arbiter that knows of only some leases would give the room of the others away.
     for record, operation, truth, host_mib in found:
@@ -65,6 +69,19 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
     log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
     for orphan in operations.values():
         broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
+
+
+async def _truth(
+    swaps: Swaps, kernel: Kernel, record: LeaseRecord, saved_mib: int, scene: Scene | None
+) -> Truth | None:
+    """Find out what the lease is; None if that cannot be known now.
+
+    While the driver cannot be asked, the devices' counters stand in for it. They count a locked process, or a tree of which a part is
+    saved, as one that runs: called resident, it would stay locked for good. What was in a swap waits for the driver.
+    """
+    if kernel.needs_driver and kernel.identity is not None:
+        return None
+    return await swaps.truth(kernel, record.device_id, saved_mib, scene)
 
 
 async def _scene(swaps: Swaps) -> Scene | None:

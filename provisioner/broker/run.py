@@ -6,7 +6,6 @@ import os
 import signal
 import socket as socket_module
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +16,7 @@ from provisioner.broker.api import make_server
 from provisioner.broker.audit import AuditLog
 from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
+from provisioner.broker.driver_start import DriverStart
 from provisioner.broker.learning import keep_learning, keep_learnt, learnt
 from provisioner.broker.listener import PatientListener, keep_drained
 from provisioner.broker.metrics_api import listen
@@ -27,7 +27,6 @@ from provisioner.broker.seat_api import SEAT_ROUTES
 from provisioner.broker.service import Service
 from provisioner.broker.sharing import check_pools
 from provisioner.broker.swaps import Swaps, SwapTimes
-from provisioner.broker.trial import Trial
 from provisioner.broker.watch import Watcher
 from provisioner.broker.writer import LedgerWriter
 from provisioner.config import Settings
@@ -35,7 +34,6 @@ from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import DeviceDrained, DeviceSeen, HostMemorySeen, PoolConfigured
 from provisioner.core.model import DeviceSpec
 from provisioner.core.units import format_memory
-from provisioner.gpu.interface import GPUError
 from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.claims import DeviceClaim
@@ -46,7 +44,6 @@ __all__ = ["Run", "device_specs", "is_service_socket"]
 
 log = logging.getLogger(__name__)
 
-_ORPHAN_PATIENCE_S = 2.0
 _DAY_S = 24 * 3600
 _HISTORY_MS = 90 * _DAY_S * 1000  # what is over is remembered so long
 _SOCKET_MODE_OWN = 0o600
@@ -111,7 +108,8 @@ class Run:
             keep_drained(claim)
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
         worker = WorkerLink(self._backend.name, claim=turn)
-        off = await self._open(worker)
+        driver = DriverStart(worker, self._specs)
+        off = await driver.begin()
         times = SwapTimes(
             gate_s=self._settings.gate_timeout_ms / 1000,
             lock_s=self._settings.lock_timeout_ms / 1000,
@@ -139,7 +137,7 @@ class Run:
         works = (
             watcher.run(),
             broker.counters.run(),
-            self._try_checkpoints(broker, worker, off),
+            driver.run(broker, swaps),
             service.seats.run(),
             self._stop_when_unused(broker),
             self._forget_history(broker, service.audit),
@@ -167,43 +165,6 @@ class Run:
             service.audit.close()
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
         return leases_live
-
-    async def _open(self, worker: WorkerLink) -> str:
-        """Start the worker; return why nothing can be suspended on this host, "" if it can. The broker serves all the same."""
-        able = [device for device in self._backend.devices if device.device_id in self._specs and device.checkpointable]
-        if not able:
-            off = next((spec.why_not for spec in self._specs.values() if spec.why_not), "no device can be checkpointed")
-        elif not await self._is_alone(worker):
-            return ""
-        else:
-            try:
-                await worker.start()
-            except GPUError as error:
-                off = str(error)
-                self._specs = {name: replace(spec, why_not=spec.why_not or off) for name, spec in self._specs.items()}
-            else:
-                return ""
-        log.warning("no kernel can be suspended, all stay resident: %s", off)
-        return off
-
-    async def _try_checkpoints(self, broker: Broker, worker: WorkerLink, off: str) -> None:
-        """Find out whether the worker's privileges suffice, and say so."""
-        if not off and not self._backend.simulated:
-            log.info("%s", await Trial(broker, worker, self._specs).make())
-        await asyncio.Event().wait()  # what it found stays
-
-    @staticmethod
-    async def _is_alone(worker: WorkerLink) -> bool:
-        """Give the worker of a killed broker a moment to end. One that is in an operation goes on without a broker."""
-        try:
-            async with asyncio.timeout(_ORPHAN_PATIENCE_S):
-                await worker.until_alone()
-        except TimeoutError:
-            log.warning(
-                "the worker of an earlier broker is still at work: what it works on is unknown until it is done"
-            )
-            return False
-        return True
 
     def _introduce(self, broker: Broker) -> None:
         devices = self._backend.devices

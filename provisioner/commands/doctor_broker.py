@@ -72,6 +72,13 @@ def _answers(client: BrokerClient, path: str) -> Iterator[Finding]:
                 f"device {device.index} {wrong} and admits nobody",
                 "`jupyter gpu status` tells who holds what",
             )
+    for why_not in dict.fromkeys(device.why_not for device in status.devices if device.why_not):
+        which = ", ".join(str(device.index) for device in status.devices if device.why_not == why_not)
+        yield warning(
+            "broker",
+            f"kernels on device {which} cannot be suspended now: {why_not}",
+            "they stay on it; where the broker tries again it says when, else mend the reason and restart it (kernels outlive that)",
+        )
 
 
 def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:

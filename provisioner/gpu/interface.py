@@ -34,6 +34,7 @@ class GPUErrorCode(StrEnum):
     NOT_READY = "not-ready"  # 600: lock timed out, process still running
     NOT_PERMITTED = "not-permitted"  # 800
     NOT_SUPPORTED = "not-supported"  # 801
+    SYSTEM_NOT_READY = "system-not-ready"  # 802: what the driver depends on still starts (an HGX host's fabric manager)
     NO_SUCH_PROCESS = "no-such-process"
     WRONG_IDENTITY = "wrong-identity"  # the pid is alive but is another process
     NO_SUCH_DEVICE = "no-such-device"

@@ -49,6 +49,7 @@ _CODES: Final[Mapping[int, GPUErrorCode]] = {
     600: GPUErrorCode.NOT_READY,
     800: GPUErrorCode.NOT_PERMITTED,
     801: GPUErrorCode.NOT_SUPPORTED,
+    802: GPUErrorCode.SYSTEM_NOT_READY,
     803: GPUErrorCode.NOT_SUPPORTED,  # library and kernel module of the driver do not match
     804: GPUErrorCode.NOT_SUPPORTED,  # forward compatibility is not available on this device
 }
@@ -87,6 +88,9 @@ _GENERAL_HINTS: Final[Mapping[GPUErrorCode, str]] = {
     GPUErrorCode.NOT_SUPPORTED: "the driver cannot do this for this process, device or driver release",
     GPUErrorCode.OPERATING_SYSTEM: "the driver did not get what it needs from the operating system",
 }
+_START_HINTS: Final[Mapping[GPUErrorCode, str]] = {
+    GPUErrorCode.SYSTEM_NOT_READY: "on an HGX host it waits for the fabric manager: `systemctl status nvidia-fabricmanager`",
+}
 
 
 class NvidiaCheckpointer:
@@ -109,7 +113,8 @@ class NvidiaCheckpointer:
         result, _ = self._ask("cuInit", 0)
         if result != _SUCCESS:
             code = _CODES.get(result, GPUErrorCode.UNKNOWN)
-            raise GPUError(code, f"the CUDA driver does not start: {self._name(result)}; `nvidia-smi` may tell more")
+            hint = _START_HINTS.get(code, "`nvidia-smi` may tell more")
+            raise GPUError(code, f"the CUDA driver does not start: {self._name(result)}; {hint}")
 
     @property
     def why_cannot_move(self) -> str:

@@ -14,7 +14,7 @@ from provisioner.broker.backend import BackendError, open_backend
 from provisioner.broker.sharing import launch_environment
 from provisioner.core.model import LeaseSpec, PoolSpec
 from provisioner.discovery import ensure_broker
-from provisioner.gpu.interface import DeviceInfo
+from provisioner.gpu.interface import DeviceInfo, GPUError, GPUErrorCode
 from provisioner.ledger.ledger import Ledger
 from provisioner.protocol.errors import BrokerUnavailableError
 from tests.support.world import Server, World, new_world
@@ -164,6 +164,38 @@ def test_without_a_gpu_the_sentence_says_why_and_how_to_try_without_one(
         "no GPU was found: the NVIDIA driver is not installed; to try things out without one, add --simulate 1x2GiB"
     )
     assert len(closed) == 1
+
+
+def test_a_service_waits_for_its_first_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At boot a service may start before the driver's kernel module is loaded, and before the driver works."""
+    device = DeviceInfo(device_id="GPU-0", index=0, name="G", memory_mib=1, simulated=False, checkpointable=True)
+    looks: list[list[DeviceInfo] | GPUError] = [[], [], GPUError(GPUErrorCode.UNKNOWN, "it fails"), [device]]
+
+    class Late:
+        kind = "nvidia"
+        why_none = "the kernel module is not loaded"
+
+        def devices(self) -> list[DeviceInfo]:
+            look = looks.pop(0)
+            if isinstance(look, GPUError):
+                raise look
+            return look
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    pauses: list[float] = []
+    monkeypatch.setattr(backend, "open_monitor", lambda _: Late())
+    monkeypatch.setattr("time.sleep", pauses.append)
+    with open_backend(None, str(tmp_path / "s"), patient=True) as opened:
+        assert opened.devices == (device,)
+    assert pauses == [1, 2, 4]
+    assert [record.message.partition(":")[2] for record in caplog.records] == [
+        " no GPU was found: the kernel module is not loaded; to try things out without one, add --simulate 1x2GiB",
+        " it fails",
+    ]
 
 
 # -- all the way to the person ---------------------------------------------------------------------------------------------------

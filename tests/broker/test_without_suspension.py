@@ -1,6 +1,7 @@
 """A host whose driver cannot checkpoint is shared all the same: every kernel stays resident, and everybody is told why."""
 
 import asyncio
+import logging
 import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from provisioner.broker import driver_start
 from provisioner.broker.backend import Backend
 from provisioner.broker.run import Run, device_specs
 from provisioner.client import BrokerClient
+from provisioner.commands.doctor_broker import check_broker
+from provisioner.commands.doctor_finding import Severity
 from provisioner.config import load
 from provisioner.core.model import LeaseState
 from provisioner.gpu.interface import ProcessState
@@ -19,7 +23,9 @@ from provisioner.gpu.nvidia import NvidiaMonitor
 from provisioner.ledger.ledger import Ledger
 from provisioner.protocol.messages import HostStatus
 from tests.broker.driver import Driver, journal, kernel_of, suspend_of, swaps_of
+from tests.broker.live import DEADLINE_S
 from tests.gpu_nvidia.fake_nvml import FakeGPU, FakeNVML
+from tests.support import stub_bindings
 
 MISSING = "the Python package cuda-bindings is not installed: pip install it"
 
@@ -71,6 +77,33 @@ async def test_a_broker_whose_worker_cannot_work_serves_and_says_why(folder: Pat
         status: HostStatus = await asyncio.to_thread(client.status)
     (device,) = status.devices
     assert says in device.why_not
+
+
+async def test_a_driver_that_is_not_ready_yet_is_used_as_soon_as_it_works(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker is real, its bindings are not: CUDA starts with an error as on an HGX host whose fabric manager still starts."""
+    caplog.set_level(logging.INFO, logger="provisioner.broker.driver_start")
+    monkeypatch.setattr(driver_start, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(driver_start, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setenv("PYTHONPATH", stub_bindings.install(folder / "stub"))
+    stub_bindings.answer(folder / "stub", 802)
+    async with serving(folder, "", "nvidia") as client:
+        (device,) = (await asyncio.to_thread(client.status)).devices
+        assert "CUDA_ERROR_SYSTEM_NOT_READY (802)" in device.why_not
+        assert "nvidia-fabricmanager" in device.why_not
+        assert "the next one is at" in device.why_not
+        _, findings = await asyncio.to_thread(check_broker, str(folder / "broker.sock"))
+        (said,) = [one for one in findings if "kernels on device 0 cannot be suspended now" in one.finding]
+        assert "CUDA_ERROR_SYSTEM_NOT_READY (802)" in said.finding
+        assert said.severity is Severity.WARNING
+        stub_bindings.answer(folder / "stub", 0)
+        async with asyncio.timeout(DEADLINE_S):
+            while device.why_not:
+                (device,) = (await asyncio.to_thread(client.status)).devices
+            while "checkpointing " not in caplog.text:  # noqa: ASYNC110 - the trial's end wakes nobody
+                await asyncio.sleep(0)
+    assert "the CUDA driver works now, after " in caplog.text
 
 
 async def test_what_uses_a_device_runs_on_it_where_no_driver_can_be_asked() -> None:

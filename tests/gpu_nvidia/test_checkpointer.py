@@ -371,6 +371,7 @@ def test_every_device_is_visible_to_it_whatever_the_environment_says(
     ("number", "code"),
     [
         (100, GPUErrorCode.NO_SUCH_DEVICE),
+        (802, GPUErrorCode.SYSTEM_NOT_READY),
         (803, GPUErrorCode.NOT_SUPPORTED),
         (804, GPUErrorCode.NOT_SUPPORTED),
         (999, GPUErrorCode.UNKNOWN),
