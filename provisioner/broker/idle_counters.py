@@ -7,17 +7,21 @@ show work.
 - What a cell did before it ended says nothing. A device tells of work with a delay (`settle_us`): for so long after a cell's end nobody
   knows yet.
 - Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses is one piece of work.
-- A device that tells nothing (MIG instances and some virtual machines do not) leaves it to the messages.
+- A device that tells nothing (MIG instances and some virtual machines do not) leaves it to the messages. It is asked again every minute:
+  a driver that was restarted may tell.
+- Samples carry wall time. When that clock is set, what is remembered in it moves along: else a clock that was set back by an hour would
+  keep a kernel busy for an hour.
 - A person who asks for a suspend means it: then only the messages count (`Kernel.suspend_wishes`), and work under way is waited for.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from provisioner.broker.clock import WallClock
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.model import LeaseState, LeaseView
@@ -36,15 +40,20 @@ QUIET_S: Final = 2.0
 _INTERVAL_S: Final = 1.0
 _NOBODY_S: Final = 2.0  # while nobody works, or nobody is resident and idle: a resume says nothing here
 _SHORTEST_S: Final = 0.05
+_ASK_AGAIN_S: Final = 60.0  # a device that told nothing
 _S: Final = 1_000_000  # microseconds
 
 
 class IdleCounters:
     """Watches the kernels of one broker that are resident and idle by their messages."""
 
-    def __init__(self, broker: "Broker") -> None:
+    def __init__(
+        self, broker: "Broker", clock: WallClock | None = None, steady_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._broker = broker
-        self._silent: set[str] = set()  # devices that tell nothing
+        self._clock = WallClock() if clock is None else clock
+        self._steady_s = steady_s
+        self._silent: dict[str, float] = {}  # devices that tell nothing, and when each is asked again
         self._settle_us = 0  # the longest of the devices'
         self._news = asyncio.Event()
         self._looks = False  # nobody is held to be at work by somebody who does not look
@@ -54,6 +63,7 @@ class IdleCounters:
         if kernel.in_use or kernel.identity is None:
             kernel.idle_us, kernel.working = None, False
         elif kernel.idle_us is None:
+            self._follow_clock()  # else a step that happened before would move this time, too
             kernel.idle_us, kernel.worked_us = time.time_ns() // 1000, 0
             told = self._looks and view.device_id not in self._silent
             kernel.working = told and view.state is LeaseState.RESIDENT
@@ -65,6 +75,7 @@ class IdleCounters:
         while True:
             self._news.clear()
             watched = self._watched()
+            self._follow_clock()
             if watched:
                 try:
                     await self._look(watched)
@@ -80,13 +91,22 @@ class IdleCounters:
         for kernel, view in self._broker.views():
             if view.state is not LeaseState.RESIDENT:
                 self._conclude(kernel, working=False)
-            elif (
-                kernel.idle_us is not None
-                and kernel.identity is not None
-                and view.device_id not in (None, *self._silent)
-            ):
-                found.append((kernel, kernel.identity, view.device_id or ""))
+            elif kernel.idle_us is None or kernel.identity is None or view.device_id is None:
+                continue
+            elif self._steady_s() >= self._silent.get(view.device_id, 0.0):
+                found.append((kernel, kernel.identity, view.device_id))
         return found
+
+    def _follow_clock(self) -> None:
+        """Move what is remembered in wall time along with a clock that was set."""
+        step_us = self._clock.stepped_us()
+        if not step_us:
+            return
+        log.info("the wall clock was set by %+.1f s", step_us / _S)
+        for kernel in self._broker.kernels.values():
+            if kernel.idle_us is not None:
+                kernel.idle_us += step_us
+                kernel.worked_us += step_us if kernel.worked_us else 0
 
     def _pause_s(self) -> float:
         """Until the first of those of which nothing is known yet can be known; longer while everybody is known to be quiet."""
@@ -123,9 +143,13 @@ class IdleCounters:
                 log.warning("the counters of device %s could not be read: %s", device_id, error)
                 continue
             if activity is None:
-                self._silent.add(device_id)
-                log.info("device %s does not tell who works on it: kernels are idle by their messages alone", device_id)
+                if device_id not in self._silent:
+                    log.info(
+                        "device %s does not tell who works on it: kernels are idle by their messages alone", device_id
+                    )
+                self._silent[device_id] = self._steady_s() + _ASK_AGAIN_S
             else:
+                self._silent.pop(device_id, None)
                 found[device_id] = activity
                 self._settle_us = max(self._settle_us, activity.settle_us)
         others = any(pid not in known for activity in found.values() for pid in activity.worked_us)

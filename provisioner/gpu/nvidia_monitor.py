@@ -9,6 +9,8 @@
 - A device in MIG mode is not listed itself: its instances are, each as a device.
 - Who works on a device is known from the samples that the driver keeps of each process's utilisation. A sample tells of a period that ends
   with it (up to a second long, the shorter the better the device), so for a while after work ended it may look as if it went on.
+- Samples that cannot be true are dropped: NVML is known to give utilisations of 37,100 % and time stamps far off. A stamp up to a second
+  ahead of our clock counts as now; one that is further ahead would make its process look busy until then.
 - Where NVML does not tell what a process uses (some virtual machines and containers do not), the processes it does
   not tell of share what is used and accounted for by nobody, in equal parts: exact for one process, a guess for
   more.
@@ -70,6 +72,8 @@ _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NO
 _CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
 _SAMPLE_LATE_US: Final = 250_000  # how late a sample may come
 _SETTLE_US: Final = 1_000_000  # how long a sample's period may be
+_AHEAD_US: Final = 1_000_000  # how far ahead of ours the clock of the samples may be
+_FULL: Final = 100  # percent: no sane sample has more
 _NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})  # pynvml raises success, too, where the driver has none to count
 _READS: Final = 3
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
@@ -164,8 +168,8 @@ class NvidiaMonitor:
         try:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
             for sample in self._samples(handle, since_us):
-                if sample.smUtil or sample.memUtil or sample.encUtil or sample.decUtil:
-                    at_us = int(sample.timeStamp) - _SAMPLE_LATE_US
+                if _is_sane(sample, now_us) and any(_rates(sample)):
+                    at_us = min(int(sample.timeStamp), now_us) - _SAMPLE_LATE_US
                     worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
         except self._nvml.NVMLError as error:
             if error.value in {*_UNAVAILABLE, _NO_PERMISSION}:
@@ -306,6 +310,14 @@ class NvidiaMonitor:
         number = getattr(error, "value", None)
         code = _CODES.get(number, GPUErrorCode.UNKNOWN) if isinstance(number, int) else GPUErrorCode.UNKNOWN
         return GPUError(code, f"{doing} failed: {error} (NVML error {number})")
+
+
+def _rates(sample: Any) -> tuple[int, ...]:  # noqa: ANN401 - a structure of pynvml
+    return int(sample.smUtil), int(sample.memUtil), int(sample.encUtil), int(sample.decUtil)
+
+
+def _is_sane(sample: Any, now_us: int) -> bool:  # noqa: ANN401 - as above
+    return all(0 <= rate <= _FULL for rate in _rates(sample)) and int(sample.timeStamp) <= now_us + _AHEAD_US
 
 
 def _shares(by_pid: Mapping[int, int | None], kinds: Mapping[int, ProcessKind], used: int) -> tuple[ProcessUse, ...]:

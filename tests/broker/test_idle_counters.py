@@ -36,7 +36,8 @@ class World:
         self.error: GPUError | None = None
         self.looks = 0
         self.looked = asyncio.Event()
-        self.counters = IdleCounters(cast("Broker", self))
+        self.asked_again_s = 0.0
+        self.counters = IdleCounters(cast("Broker", self), steady_s=lambda: self.asked_again_s)
 
     def views(self) -> list[tuple[Kernel, LeaseView]]:
         return [(self.kernel, self.view)]
@@ -143,6 +144,22 @@ async def test_a_device_that_tells_nothing_or_fails_leaves_it_to_the_messages() 
     assert not world.busy, "it is not waited for again"
     await world.look()
     assert world.looks == looks, "nor asked"
+
+
+async def test_a_device_that_told_nothing_is_asked_again_after_a_minute() -> None:
+    world = World()
+    world.tells = False
+    world.cell_ends()
+    await world.look()
+    world.tells = True
+    world.asked_again_s = 59.9
+    await world.look()
+    assert world.looks == 1
+    world.asked_again_s = 60.0
+    await world.look()
+    assert world.looks == 2
+    world.cell_ends()
+    assert world.busy, "it tells again, and is waited for"
 
 
 async def test_a_lease_that_is_not_resident_has_nothing_to_work_on() -> None:
