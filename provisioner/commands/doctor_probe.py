@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from provisioner.commands.doctor_finding import Finding, note, ok, problem, warning
+from provisioner.gpu import driver_environment
 from provisioner.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
 from provisioner.gpu.victim import VICTIM_MIB
 from provisioner.gpu.worker_link import WorkerLink
@@ -151,7 +152,7 @@ async def _used(monitor: Monitor, device: DeviceInfo, identity: ProcessIdentity)
 @asynccontextmanager
 async def _victim(monitor: Monitor, device: DeviceInfo) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process with device memory, killed at the end."""
-    environment = {**os.environ, **monitor.kernel_environment(device.device_id)}
+    environment = driver_environment.cleaned(os.environ, keep=monitor.kernel_environment(device.device_id))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-P", "-m", "provisioner.gpu.victim", monitor.kind),

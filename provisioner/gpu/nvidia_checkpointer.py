@@ -1,8 +1,8 @@
 """Drives other processes' CUDA state through the driver's checkpoint calls.
 
 - It belongs in a process of its own that does nothing else: starting the driver takes seconds, a call may hang, and
-  CUDA_VISIBLE_DEVICES is taken out of that process's environment, because a move must name every device. No context
-  is created.
+  the variables that change what the driver is to it are taken out of that process's environment
+  (`driver_environment`). A move, for one, must name every device. No context is created.
 - A pid is checked before each call: a thread's number is refused, a process that is gone is NO_SUCH_PROCESS. Whether
   it is the right process, only the caller can know, who holds its pidfd.
 - A lock always has a time limit: without one the driver waits for ever.
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
+from provisioner.gpu import driver_environment
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.gpu.nvidia_support import INSTALL_BINDINGS, MOVING_CUDA_VERSION
 from provisioner.host.process import identify
@@ -101,6 +102,7 @@ class NvidiaCheckpointer:
     """
 
     def __init__(self, *, driver: ModuleType | None = None) -> None:
+        driver_environment.clean(os.environ)
         self._driver = _load() if driver is None else driver
         missing = next((call for call in _CALLS if not hasattr(self._driver, call)), "")
         if missing:  # whoever can lock and checkpoint but not restore would lose what is saved
@@ -109,7 +111,6 @@ class NvidiaCheckpointer:
                 f"the installed cuda-bindings have no {missing}, 12.8 or newer is needed (not 13.0.0 or 13.0.1): "
                 f"{INSTALL_BINDINGS} --upgrade",
             )
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         result, _ = self._ask("cuInit", 0)
         if result != _SUCCESS:
             code = _CODES.get(result, GPUErrorCode.UNKNOWN)

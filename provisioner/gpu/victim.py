@@ -4,14 +4,18 @@
 
 Rules: it says `ready` when its memory is filled, or one line that begins with `failed`; to each line on standard input it reads its memory
 back and says `intact` or `changed`; it ends when its standard input does. Between those it makes no CUDA call, so being locked does not
-block it. Which device it uses is said by the environment, as for kernels.
+block it. Which device it uses is said by the environment, as for kernels; whatever else there changes the driver for a process is removed,
+for what is tried is this machine, not what the broker was started in.
 """
 
 import ctypes
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, Final
+
+from provisioner.gpu import driver_environment
 
 __all__ = ["VICTIM_MIB", "main"]
 
@@ -26,6 +30,7 @@ def main(arguments: list[str]) -> int:
     if opened is None:
         sys.stderr.write("usage: python -P -m provisioner.gpu.victim nvidia|simulated\n")
         return 2
+    driver_environment.clean(os.environ, keep=("CUDA_VISIBLE_DEVICES",))
     try:
         read = opened()
     except (RuntimeError, ImportError) as error:

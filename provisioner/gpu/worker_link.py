@@ -10,12 +10,14 @@ The rules:
 - Whatever else fails in a call, the worker is killed and the call raises WORKER_DIED: no call waits for ever.
 - Where there is a claim, no worker is started before it is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
   while the worker of an earlier broker is still at work.
-- The worker is in a session of its own, so an interrupt at the terminal does not reach it.
+- The worker is in a session of its own, so an interrupt at the terminal does not reach it. Of the broker's environment it inherits nothing
+  that changes what CUDA's driver is to it (`driver_environment`).
 """
 
 import asyncio
 import json
 import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from provisioner.gpu import driver_environment
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.gpu.worker import MAX_LINE, PROTOCOL
 from provisioner.gpu.worker_claim import WorkerClaim
@@ -235,6 +238,7 @@ class WorkerLink:
                 stdout=asyncio.subprocess.PIPE,
                 limit=MAX_LINE,
                 start_new_session=True,
+                env=driver_environment.cleaned(os.environ),
                 pass_fds=() if self._claim is None else (self._claim.fileno(),),
             )
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
