@@ -18,6 +18,7 @@ from provisioner.commands.doctor_bundle import write_bundle
 from provisioner.commands.doctor_finding import Finding, as_json, exit_code, problem, render
 from provisioner.commands.doctor_host import check_memory, check_settings, check_simulation, check_versions
 from provisioner.commands.doctor_jupyter import check_cullers, check_kernelspecs
+from provisioner.commands.doctor_memory import check_huge_pages
 from provisioner.commands.doctor_nvidia import check_pools, look_at_nvidia
 from provisioner.commands.doctor_probe import findings_of, try_checkpoint
 from provisioner.gpu.interface import DeviceInfo
@@ -81,6 +82,7 @@ def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
         yield from look.findings
         yield from _try_real(devices) if try_it and devices else ()
     yield from check_memory(devices, settings)
+    yield from check_huge_pages()
     if not simulate:
         yield from check_pools(settings, devices)
     path, said = check_broker(socket)

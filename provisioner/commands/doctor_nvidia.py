@@ -4,12 +4,15 @@ No driver and no device are ordinary findings: everything but real GPUs works wi
 """
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 from provisioner.commands.doctor_finding import Finding, note, ok, problem, warning
+from provisioner.commands.doctor_memory import SYS, check_nodes, pci_address
 from provisioner.config import Settings
 from provisioner.core.model import Sharing
 from provisioner.core.units import format_memory
@@ -18,7 +21,7 @@ from provisioner.gpu.nvidia import NvidiaMonitor
 from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
 from provisioner.host.process import PROC
 
-__all__ = ["NvidiaLook", "check_pools", "look_at_nvidia", "mps_processes"]
+__all__ = ["NvidiaLook", "check_pools", "cuda_level", "look_at_nvidia", "mps_processes"]
 
 SIMULATE: Final = "to try things out without one: jupyter gpu demo, or --simulate 1x2GiB wherever a broker starts"
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
@@ -29,6 +32,16 @@ _COMPUTE_MODES: Final[Mapping[int, str]] = {
 }
 
 
+# Newest first: old libraries lack one, and one may fail where another answers.
+_LEVEL_CALLS: Final = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
+_ASK_LEVEL: Final = """
+import ctypes
+level = ctypes.c_int()
+raise SystemExit(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(level)) or print(level.value))
+"""
+_ASK_S: Final = 20.0
+
+
 class NvidiaLook:
     """The devices, and the findings about them and the driver."""
 
@@ -37,10 +50,29 @@ class NvidiaLook:
         self.findings = findings
 
 
+def cuda_level() -> int | None:
+    """Ask the driver's own library for the newest CUDA that it serves (13010: 13.1), in a process of its own; None if it does not tell."""
+    argv = [sys.executable, "-I", "-S", "-c", _ASK_LEVEL]
+    try:
+        asked = subprocess.run(argv, capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    level = asked.stdout.strip()
+    return int(level) if asked.returncode == 0 and level.isdigit() and int(level) else None
+
+
 def look_at_nvidia(
-    *, nvml: ModuleType | None = None, bindings: Callable[[], str] = why_no_bindings, proc: Path = PROC
+    *,
+    nvml: ModuleType | None = None,
+    bindings: Callable[[], str] = why_no_bindings,
+    level: Callable[[], int | None] = cuda_level,
+    proc: Path = PROC,
+    sysfs: Path = SYS,
 ) -> NvidiaLook:
-    """Return what there is. `nvml` stands in for pynvml in tests, `bindings` for what tells whether checkpoints can be called."""
+    """Return what there is.
+
+    `nvml` stands in for pynvml in tests, `bindings` for what tells whether checkpoints can be called, `level` for `cuda_level`.
+    """
     library = importlib.import_module("pynvml") if nvml is None else nvml
     monitor = NvidiaMonitor(nvml=library, bindings=bindings)
     try:
@@ -51,10 +83,11 @@ def look_at_nvidia(
         if not devices:
             return NvidiaLook((), tuple(_none(monitor.why_none, bindings())))
         findings = [
-            *_driver(library),
+            *_driver(library, level),
             *_bindings(bindings()),
             *(_device(device) for device in devices),
             *(finding for device in devices for finding in _modes(library, device)),
+            *check_nodes(devices, {one.device_id: pci_address(library, one.device_id) for one in devices}, sysfs),
             *_mps(proc),
         ]
         return NvidiaLook(devices, tuple(findings))
@@ -82,15 +115,16 @@ def _none(why: str, no_bindings: str) -> Iterator[Finding]:
         yield note("cuda-bindings", f"{no_bindings} (needed for real GPUs only)")
 
 
-def _driver(nvml: ModuleType) -> Iterator[Finding]:
+def _driver(nvml: ModuleType, ask_level: Callable[[], int | None]) -> Iterator[Finding]:
     version: str = nvml.nvmlSystemGetDriverVersion()
-    level, wrong = _asked(nvml, "nvmlSystemGetCudaDriverVersion_v2")
-    api = f"CUDA {level // 1000}.{level % 1000 // 10}" if isinstance(level, int) else f"CUDA's level unknown ({wrong})"
+    level = next((found for call in _LEVEL_CALLS if (found := _asked(nvml, call)[0])), None) or ask_level()
+    api = f", CUDA {level // 1000}.{level % 1000 // 10}" if level else ""
     refusal = driver_refusal(version)
     if refusal:
-        yield problem("driver", f"{refusal} (now {api})", "kernels run, and are never suspended, until it is replaced")
+        now = f" (now {version}{api})" if api else ""
+        yield problem("driver", f"{refusal}{now}", "kernels run, and are never suspended, until it is replaced")
     else:
-        yield ok("driver", f"{version}, {api}")
+        yield ok("driver", f"{version}{api}")
     for sentence in driver_warnings(version):
         yield warning("driver", sentence, "plan for another release, and try it before use")
 

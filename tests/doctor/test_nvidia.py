@@ -1,13 +1,14 @@
 """What the doctor says of drivers and devices, told by a double of NVML."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from provisioner.commands.doctor_finding import Finding, Severity
-from provisioner.commands.doctor_nvidia import check_pools, look_at_nvidia, mps_processes
+from provisioner.commands.doctor_nvidia import check_pools, cuda_level, look_at_nvidia, mps_processes
 from provisioner.config import Settings, load
-from tests.gpu_nvidia.fake_nvml import NO_PERMISSION, NOT_SUPPORTED, FakeGPU, FakeNVML
+from tests.gpu_nvidia.fake_nvml import FUNCTION_NOT_FOUND, NO_PERMISSION, NOT_SUPPORTED, FakeGPU, FakeNVML
 
 LIBRARY_NOT_FOUND = 12
 
@@ -23,10 +24,15 @@ class DoctorsNVML(FakeNVML):
     persistence = 1
     compute_mode = 0
     level = 13000
+    older_level = 13000
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802
         self._enter("nvmlSystemGetCudaDriverVersion_v2")
         return self.level
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:  # noqa: N802
+        self._enter("nvmlSystemGetCudaDriverVersion")
+        return self.older_level
 
     def nvmlDeviceGetPersistenceMode(self, gpu: FakeGPU) -> int:  # noqa: N802
         self._enter("nvmlDeviceGetPersistenceMode", gpu)
@@ -49,8 +55,13 @@ def process(proc: Path, pid: int, name: str) -> None:
     (proc / str(pid) / "comm").write_text(f"{name[:15]}\n")
 
 
-def look(nvml: FakeNVML, proc: Path, bindings: str = "") -> list[Finding]:
-    return list(look_at_nvidia(nvml=nvml, bindings=lambda: bindings, proc=proc).findings)
+def look(
+    nvml: FakeNVML, proc: Path, bindings: str = "", level: int | None = None, sysfs: Path | None = None
+) -> list[Finding]:
+    seen = look_at_nvidia(
+        nvml=nvml, bindings=lambda: bindings, level=lambda: level, proc=proc, sysfs=sysfs or proc.parent / "sys"
+    )
+    return list(seen.findings)
 
 
 def of(findings: list[Finding], check: str) -> Finding:
@@ -61,9 +72,9 @@ def of(findings: list[Finding], check: str) -> Finding:
 def test_a_sound_machine_has_nothing_to_complain_of(proc: Path) -> None:
     gpu = FakeGPU()
     nvml = DoctorsNVML(gpu)
-    seen = look_at_nvidia(nvml=nvml, bindings=str, proc=proc)
+    seen = look_at_nvidia(nvml=nvml, bindings=str, level=lambda: pytest.fail("asked"), proc=proc, sysfs=proc)
     assert {one.severity for one in seen.findings} == {Severity.OK}
-    assert [one.check for one in seen.findings] == ["driver", "cuda-bindings", "device", "persistence", "mps"]
+    assert [one.check for one in seen.findings] == ["driver", "cuda-bindings", "device", "persistence", "numa", "mps"]
     assert of(list(seen.findings), "driver").finding == "580.65.06, CUDA 13.0"
     assert gpu.uuid in of(list(seen.findings), "device").finding
     assert [device.device_id for device in seen.devices] == [gpu.uuid]
@@ -142,12 +153,42 @@ def test_questions_that_a_device_does_not_answer_are_left_out(proc: Path) -> Non
     nvml = DoctorsNVML(FakeGPU(fails=fails))
     nvml.fails["nvmlSystemGetCudaDriverVersion_v2"] = 999
     found = look(nvml, proc)
-    assert [one.check for one in found] == ["driver", "cuda-bindings", "device", "mps"]
-    assert "unknown" in of(found, "driver").finding
+    assert [one.check for one in found] == ["driver", "cuda-bindings", "device", "numa", "mps"]
 
 
 def test_a_library_that_lacks_a_call_is_no_reason_to_stop(proc: Path) -> None:
-    assert [one.check for one in look(FakeNVML(FakeGPU()), proc)] == ["driver", "cuda-bindings", "device", "mps"]
+    checks = [one.check for one in look(FakeNVML(FakeGPU()), proc)]
+    assert checks == ["driver", "cuda-bindings", "device", "numa", "mps"]
+
+
+def test_the_level_of_cuda_is_asked_for_in_each_way_there_is(proc: Path) -> None:
+    nvml = DoctorsNVML(FakeGPU())
+    nvml.fails["nvmlSystemGetCudaDriverVersion_v2"] = FUNCTION_NOT_FOUND
+    nvml.older_level = 12090
+    assert of(look(nvml, proc), "driver").finding == "580.65.06, CUDA 12.9"
+    nvml.fails["nvmlSystemGetCudaDriverVersion"] = 999
+    assert of(look(nvml, proc, level=13010), "driver").finding == "580.65.06, CUDA 13.1", "the driver's own library"
+    assert of(look(nvml, proc), "driver").finding == "580.65.06", "the driver's version alone"
+    assert of(look(FakeNVML(FakeGPU()), proc), "driver").finding == "580.65.06"
+    old = of(look(DoctorsNVML(FakeGPU(), version="550.90.07"), proc), "driver").finding
+    assert old.endswith("(now 550.90.07, CUDA 13.0)")
+
+
+@pytest.mark.parametrize(("source", "level"), [("*v = 13010; return 0;", 13010), ("return 999;", None)])
+def test_the_driver_s_own_library_tells_the_level_without_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, level: int | None
+) -> None:
+    code = tmp_path / "cuda.c"
+    code.write_text(f"int cuDriverGetVersion(int *v) {{ {source} }}\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", code], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert cuda_level() == level
+
+
+def test_without_the_driver_s_library_there_is_no_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libcuda.so.1").write_text("no library")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    assert cuda_level() is None
 
 
 def pools(tmp_path: Path, **keys: str) -> Settings:

@@ -26,6 +26,7 @@ class FakeGPU:
     total: int = 80 * GIB
     reserved: int = 500 * MIB
     used: int = 0
+    address: str = "00000000:65:00.0"  # on the PCI bus
     mig: int | None = None  # None: a device without that mode
     processes: dict[int, int | None] = field(default_factory=dict)
     drawing: dict[int, int | None] = field(default_factory=dict)
@@ -94,6 +95,10 @@ class FakeNVML(ModuleType):
     def nvmlDeviceGetName(self, gpu: FakeGPU) -> str:  # noqa: N802
         self._enter("nvmlDeviceGetName", gpu)
         return gpu.name
+
+    def nvmlDeviceGetPciInfo(self, gpu: FakeGPU) -> SimpleNamespace:  # noqa: N802
+        self._enter("nvmlDeviceGetPciInfo", gpu)
+        return SimpleNamespace(busId=gpu.address)
 
     def nvmlDeviceGetMigMode(self, gpu: FakeGPU) -> list[int]:  # noqa: N802
         self._enter("nvmlDeviceGetMigMode", gpu)
