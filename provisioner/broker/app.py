@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TextIO
 
 from provisioner.broker.backend import BackendError, open_backend
+from provisioner.broker.oom_protection import protect_this_process
 from provisioner.broker.run import Run, device_specs, is_service_socket
 from provisioner.broker.sharing import without_share
 from provisioner.client import BrokerClient
@@ -165,6 +166,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             _allow_many_files()
             settings = load(options.config_file, _overrides(options))
             _set_up_logging(settings.log_level, socket, to_file=ready is not None)
+            protect_this_process()
             # A service may start before the driver is loaded. Where somebody waits for this start, the reason is what they need.
             patient = ready is None and is_service_socket(socket)
             backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient))

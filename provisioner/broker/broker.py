@@ -24,6 +24,7 @@ from provisioner.broker.idle_counters import IdleCounters
 from provisioner.broker.iopub import IOPubWatch, connection_from_json
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.metrics import Metrics
+from provisioner.broker.oom_kills import OomKills
 from provisioner.broker.operations import Operations
 from provisioner.broker.sharing import remove_books, sharing_environment
 from provisioner.broker.swaps import Swaps
@@ -51,7 +52,7 @@ from provisioner.core.effects import (
 )
 from provisioner.core.events import BusyChanged, Event, LeaseMeasured, ProcessExited, Tick, Unwanted, Wanted
 from provisioner.core.model import HOLDING, LeaseState, LeaseView, ReserveBy, TicketView
-from provisioner.core.units import format_duration
+from provisioner.core.units import format_duration, format_memory
 from provisioner.gpu.interface import DeviceInfo, DeviceSensors, Monitor
 from provisioner.host import failpoints
 from provisioner.host.process import ProcessIdentity
@@ -89,6 +90,7 @@ class Broker:
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.counters = IdleCounters(self)
         self.backstop = Backstop(self)
+        self.oom_kills = OomKills()
         swaps.roots = self.roots
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
@@ -308,6 +310,8 @@ class Broker:
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
+        if full := self.oom_kills.account_for(identity.pid):
+            self._ended_by_oom(kernel, full)
         kernel.forget_process()
         kernel.needs_driver = False
         self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
@@ -315,6 +319,24 @@ class Broker:
             own_size, kernel.own_size = kernel.own_size, None
             self.dispatch(replace(own_size, at_ms=now_ms()))
         kernel.notify()
+
+    def _ended_by_oom(self, kernel: Kernel, full: str) -> None:
+        """Tell the kernel that comes after this one, and its story, why it ended."""
+        view = self.arbiter.lease(kernel.lease_id)
+        saved = (
+            f", with the {format_memory(view.saved_mib)} that were saved from the GPU"
+            if view and view.saved_mib
+            else ""
+        )
+        sentence = (
+            "Host memory ran out, and the system's out-of-memory killer ended this kernel, as far as can be seen. "
+            f"What was full: {full}. Its variables are lost{saved}. Keep less in memory at once, or ask for a higher limit."
+        )
+        log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
+        kernel.notices.append(sentence)
+        self.writer.submit(
+            partial(self.writer.ledger.record, kernel.lease_id, wall_ms(), "process.out-of-memory", sentence)
+        )
 
     def look_at_use(self, kernel: Kernel) -> None:
         """Tell the arbiter whether the kernel is busy, and want the GPU for one that nobody else speaks for."""

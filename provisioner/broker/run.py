@@ -20,6 +20,7 @@ from provisioner.broker.driver_start import DriverStart
 from provisioner.broker.learning import keep_learning, keep_learnt, learnt
 from provisioner.broker.listener import PatientListener, keep_drained
 from provisioner.broker.metrics_api import listen
+from provisioner.broker.oom_protection import OomProtection
 from provisioner.broker.pressure import HostBudget
 from provisioner.broker.recovery import recover
 from provisioner.broker.screening import Screen
@@ -138,6 +139,7 @@ class Run:
             watcher.run(),
             broker.counters.run(),
             driver.run(broker, swaps),
+            OomProtection(broker, self._ledger.path.with_suffix(".oom.json")).run(),
             service.seats.run(),
             self._stop_when_unused(broker),
             self._forget_history(broker, service.audit),

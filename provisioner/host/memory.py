@@ -24,12 +24,22 @@ from typing import Final, NamedTuple
 
 from provisioner.host.process import PROC
 
-__all__ = ["Headroom", "Look", "Shortage", "headroom", "shortage", "system_headroom"]
+__all__ = [
+    "Headroom",
+    "Look",
+    "Shortage",
+    "headroom",
+    "memory_groups",
+    "shortage",
+    "smallest_limit",
+    "system_headroom",
+]
 
 _MIB: Final = 1024 * 1024
 _MARGIN_PARTS: Final = 50  # 2 %: page tables and what the process allocates meanwhile
 _MARGIN_LEAST_MIB: Final = 64
 _TOLD: Final = re.compile(rb"^(MemTotal|MemAvailable):[ \t]*(\d+) kB$", re.MULTILINE)
+_TOLD_TOTAL: Final = re.compile(rb"^(MemTotal|SwapTotal):[ \t]*(\d+) kB$", re.MULTILINE)
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 
@@ -126,18 +136,57 @@ class Look:
         return found
 
 
+def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
+    """Return the folders of the process's control groups that may account its memory, by version: its own first, then what is above.
+
+    Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
+    """
+    try:
+        groups = (proc / str(pid) / "cgroup").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has the id {pid}") from None
+    found: dict[int, list[Path]] = {}
+    for version, folder in _group_folders(_group_paths(groups), _mounts(proc)):
+        found.setdefault(version, []).append(folder)
+    return found
+
+
+def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
+    """Return the memory of which the process may use any at all, MiB: of the smallest of its control groups, else the machine's with swap.
+
+    Raises as `memory_groups`.
+    """
+    told = dict(_TOLD_TOTAL.findall((proc / "meminfo").read_bytes()))
+    total = sum(int(told.get(name, 0)) for name in (b"MemTotal", b"SwapTotal")) * 1024
+    if not total:
+        raise ValueError(f"{proc}/meminfo does not tell MemTotal in kB")
+    limits = [Headroom(total // _MIB, "the system's memory")]
+    for version, folders in memory_groups(pid, proc=proc).items():
+        for folder in folders:
+            limit = _bytes(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+            if limit is not None and limit < total:
+                limits.append(Headroom(limit // _MIB, _limit_of(folder, limit)))
+    return min(limits)
+
+
 def _room(limit: int, left: int, name: str) -> Headroom:
     margin = max(_MARGIN_LEAST_MIB * _MIB, limit // _MARGIN_PARTS)
     return Headroom(max(0, left - margin) // _MIB, name)
 
 
 def _group_headrooms(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[tuple[Path, Headroom]]:
+    for version, folder in _group_folders(paths, mounts):
+        for room in _limits_v2(folder) if version == 2 else _limits_v1(folder):
+            yield folder, room
+
+
+def _group_folders(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[tuple[int, Path]]:
+    """Yield each folder once, with its version, from the groups themselves upwards."""
     for version, path in paths.items():
         here = [mount for mount in mounts if mount.version == version]
         showing = [mount for mount in here if _shows(mount, path)]
-        for folder in {folder for mount in showing or here for folder in _ancestors(mount, path)}:
-            for room in _limits_v2(folder) if version == 2 else _limits_v1(folder):
-                yield folder, room
+        for folder in dict.fromkeys(folder for mount in showing or here for folder in _ancestors(mount, path)):
+            yield version, folder
 
 
 def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:
@@ -199,8 +248,12 @@ def _limits_v1(folder: Path) -> Iterator[Headroom]:
 
 def _left(folder: Path, limit: int, used: int, reclaimable: str) -> Headroom:
     used -= min(used, _stat(folder / "memory.stat", reclaimable))
+    return _room(limit, limit - used, _limit_of(folder, limit))
+
+
+def _limit_of(folder: Path, limit: int) -> str:
     name = "".join(one if one.isprintable() else "?" for one in str(folder))  # users name groups of their own
-    return _room(limit, limit - used, f"the memory limit of control group {name} ({limit // _MIB} MiB)")
+    return f"the memory limit of control group {name} ({limit // _MIB} MiB)"
 
 
 def _bytes(file: Path) -> int | None:

@@ -84,6 +84,14 @@ class Snapshot:
             if (members := [process for process in processes if uid is None or process.uid == uid])
         }
 
+    def started(self, uid: int, since: int) -> list[ProcessIdentity]:
+        """Return the processes of a user that started at that tick since boot or later."""
+        return [
+            process.identity
+            for process in self._by_pid.values()
+            if process.uid == uid and process.identity.start_time >= since
+        ]
+
     def tree(
         self,
         root: ProcessIdentity,

@@ -16,6 +16,7 @@ from provisioner.broker.backstop import Backstop
 from provisioner.broker.broker import Broker
 from provisioner.broker.gate import GateLink
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.oom_kills import OomKills
 from provisioner.broker.watch import Watcher
 from provisioner.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
@@ -38,6 +39,7 @@ class World:
         self.changes = 0
         self.sensors: dict[str, DeviceSensors] = {}
         self.backstop = Backstop(cast("Broker", self))
+        self.oom_kills = OomKills()
         self.used_mib: dict[str, int] = {}
         self.events: list[Event] = []
         self.wanted: list[str] = []
