@@ -13,13 +13,14 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from provisioner.commands.connection import add_socket_argument
-from provisioner.commands.doctor_broker import check_broker, check_ledgers
+from provisioner.commands.doctor_broker import broker_pid, check_broker, check_ledgers
 from provisioner.commands.doctor_bundle import write_bundle
 from provisioner.commands.doctor_finding import Finding, as_json, exit_code, problem, render
 from provisioner.commands.doctor_host import check_memory, check_settings, check_simulation, check_versions
 from provisioner.commands.doctor_jupyter import check_cullers, check_kernelspecs
 from provisioner.commands.doctor_memory import check_huge_pages
 from provisioner.commands.doctor_nvidia import check_pools, look_at_nvidia
+from provisioner.commands.doctor_oom import check_oom, check_swap
 from provisioner.commands.doctor_probe import findings_of, try_checkpoint
 from provisioner.gpu.interface import DeviceInfo
 from provisioner.gpu.nvidia import NvidiaMonitor
@@ -83,10 +84,12 @@ def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
         yield from _try_real(devices) if try_it and devices else ()
     yield from check_memory(devices, settings)
     yield from check_huge_pages()
+    yield from check_swap()
     if not simulate:
         yield from check_pools(settings, devices)
     path, said = check_broker(socket)
     yield from said
+    yield from check_oom(broker_pid(path))
     if path is not None:
         yield from check_ledgers(path, settings)
     yield from check_kernelspecs(settings)

@@ -20,7 +20,7 @@ from provisioner.protocol.errors import FractionalGPUError
 from provisioner.protocol.limits import PROTOCOL_VERSION
 from provisioner.protocol.messages import Pong
 
-__all__ = ["check_broker", "check_ledgers"]
+__all__ = ["broker_pid", "check_broker", "check_ledgers"]
 
 _KEEP: Final = "no broker starts with it: put a backup in its place, or move it away when none of its kernels run"
 
@@ -39,6 +39,18 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
             return path, list(_answers(client, path))
         except FractionalGPUError as error:
             return path, [problem("broker", f"the broker on {path} fails: {error}", "see broker.log beside its socket")]
+
+
+def broker_pid(socket: str | None) -> int | None:
+    """Return the process of the broker that answers on this socket, None if none does."""
+    try:
+        client = broker_if_running(socket) if socket is not None else None
+        if client is not None:
+            with closing(client):
+                return client.ping().pid
+    except FractionalGPUError:
+        pass  # `check_broker` says what is wrong with it
+    return None
 
 
 def _answers(client: BrokerClient, path: str) -> Iterator[Finding]:

@@ -18,7 +18,10 @@ SIMULATED = [
     "process-use",
     "host-memory",
     "cgroup",
+    "huge-pages",
+    "swap",
     "broker",
+    "oom",
     "ledger",
 ]
 
