@@ -9,10 +9,12 @@ import pytest
 
 from provisioner.protocol.errors import ConflictError
 from provisioner.protocol.messages import LeaseStatus
-from tests.support.world import Server, World, until
+from tests.support.control_group import memory_group
+from tests.support.world import Server, World, new_world, until
 
 MIB = 1024**2
 LIMIT_MIB = 4096
+GROUP_MIB = 400
 HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
 CHECK = "print(buffer.read(3))"
 CONFIG = """\
@@ -94,3 +96,33 @@ def test_state_is_not_saved_where_there_is_no_room_and_comes_back_early_from_whe
     said = comes_back(2)
     assert any("host memory is short by" in line for line in said), said
     assert notebook.must(CHECK).text == "b'abc'\n"
+
+
+def test_a_kernel_that_the_system_killed_says_so_in_its_first_cell_after_that() -> None:
+    """A real control group, a real kill, and Jupyter's own restart."""
+    with memory_group(GROUP_MIB) as group, new_world() as world:
+        world.start_broker()  # beside the group
+        with Server(world) as server:
+            (group / "cgroup.procs").write_text(str(server.process.pid))  # what it starts from now on is in it
+            (name,) = world.install(500)
+            notebook = server.start(name)
+            notebook.must(HOLD)
+            lease = world.lease(notebook.kernel_id)
+            first = lease.pid
+            assert first is not None
+            until(lambda: str(first) in (group / "cgroup.procs").read_text().split(), "the kernel is in the group")
+            until(lambda: _is_measured(world, notebook.kernel_id), "the broker has looked at it")
+            notebook.send(f"filled = b'x' * {2 * GROUP_MIB * MIB}")
+            until(lambda: world.lease(notebook.kernel_id).pid not in (None, first), "the server started it again")
+            shown = server.connect(notebook.kernel_id).must("print('here')")
+            text = shown.text + str(shown.data)
+            assert "out-of-memory killer ended this kernel" in text
+            assert f"{group} ({GROUP_MIB} MiB)" in text
+            with world.client() as client:
+                lines = [line.sentence for line in client.story(lease.lease_id).lines]
+            assert any("out-of-memory killer" in line for line in lines)
+
+
+def _is_measured(world: World, kernel_id: str) -> bool:
+    """The broker measures a lease in the same look in which it reads the counters of its group."""
+    return world.lease(kernel_id).used_mib >= 64
