@@ -299,6 +299,7 @@ class Broker:
         """Watch the kernel's process and its IOPub. Raises ProcessLookupError if it is gone, ValueError for a bad connection."""
         checked = connection_from_json(json.loads(connection))
         kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
+        self.oom_kills.follow(identity.pid, time.monotonic())
         kernel.connection = connection
         kernel.watch = IOPubWatch(
             self._zmq, checked, ipykernel=kernel.ipykernel, changed=partial(self.look_at_use, kernel)
@@ -310,7 +311,7 @@ class Broker:
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
-        if full := self.oom_kills.account_for(identity.pid):
+        if full := self.oom_kills.account_for(identity):
             self._ended_by_oom(kernel, full)
         kernel.forget_process()
         kernel.needs_driver = False

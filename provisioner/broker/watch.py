@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from provisioner.broker.backstop import Owner
 from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.gate import OPEN_LINE_S
 from provisioner.broker.kernels import Kernel
-from provisioner.broker.oom_kills import Counter
+from provisioner.broker.oom_kills import KillsSeen
 from provisioner.broker.pressure import Pressure
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
@@ -43,7 +42,7 @@ class _Sample:
     snapshot: Snapshot | None
     pressed: set[str]  # leases
     sensors: dict[str, DeviceSensors]
-    kills: tuple[dict[int, Path], dict[Path, Counter]]
+    kills: KillsSeen
 
 
 class Watcher:
@@ -149,7 +148,7 @@ class Watcher:
         owners = self._owners(sample.snapshot)
         broker.backstop.see(sample.uses, owners)
         broker.sensors = sample.sensors
-        broker.oom_kills.see(*sample.kills)
+        broker.oom_kills.see(sample.kills)
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:

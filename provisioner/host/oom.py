@@ -18,7 +18,11 @@ from typing import Final
 from provisioner.host.memory import memory_groups
 from provisioner.host.process import PROC, ProcessIdentity, is_alive
 
-__all__ = ["LEAST", "adjustment", "kill_count", "kill_counter", "lower", "put_back"]
+__all__ = ["LEAST", "adjustment", "kill_count", "kill_counter", "lower", "put_back", "was_killed"]
+
+KERNEL_MESSAGES: Final = Path("/dev/kmsg")
+_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # a constant of the kernel
+_LONGEST_MESSAGE: Final = 8192
 
 LEAST: Final = -900  # a group whose processes are all exempt would hang instead of losing one
 _COUNTER: Final = {1: "memory.oom_control", 2: "memory.events"}
@@ -77,6 +81,40 @@ def kill_count(counter: Path) -> int:
         if name == "oom_kill":
             return int(value)
     return 0
+
+
+def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
+    """Return whether the system's log says that the killer ended this process; None if that log is not for this user.
+
+    The log names processes by their numbers outside of all containers: within one, it is of no use.
+    """
+    if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
+        return None
+    try:
+        lines = _messages(messages)
+    except PermissionError:
+        return None
+    since_us = identity.start_time * 1_000_000 // os.sysconf("SC_CLK_TCK")
+    said = f"Killed process {identity.pid} ("
+    return any(said in text for at_us, text in lines if at_us >= since_us)
+
+
+def _messages(messages: Path) -> list[tuple[int, str]]:
+    """Return the system's log, oldest first: microseconds since boot, and the text. Raises OSError."""
+    found: list[tuple[int, str]] = []
+    log = os.open(messages, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                record = os.read(log, _LONGEST_MESSAGE)
+            except BrokenPipeError:  # it was overwritten meanwhile: the next one is read
+                continue
+            except BlockingIOError:
+                return found
+            head, _, text = record.decode(errors="replace").partition(";")
+            found.append((int(head.split(",")[2]), text))
+    finally:
+        os.close(log)
 
 
 @contextmanager

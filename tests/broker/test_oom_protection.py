@@ -148,6 +148,17 @@ def test_the_smallest_group_is_what_is_full_first() -> None:
         assert oom.kill_count(oom.kill_counter(one.popen.pid)) == 0
 
 
+def test_the_system_s_log_names_what_was_killed() -> None:
+    with memory_group(LIMIT_MIB) as group, process(group=group) as one, process(group=group) as other:
+        assert oom.was_killed(one.identity) in (False, None)
+        one.ask(f"hold {2 * LIMIT_MIB}")
+        one.popen.wait(DEADLINE_S)
+        assert oom.was_killed(one.identity) in (True, None)
+        assert oom.was_killed(other.identity) in (False, None)
+        earlier = replace(one.identity, start_time=one.identity.start_time + 10**9)
+        assert oom.was_killed(earlier) in (False, None), "the log tells of another process that had the pid"
+
+
 # -- leases ------------------------------------------------------------------------------------------------------------------
 
 
@@ -416,33 +427,57 @@ def kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OomKills:
     file.write_text("oom 3\noom_kill 0\n")
     monkeypatch.setattr(oom_kills, "kill_counter", lambda _pid: file)
     monkeypatch.setattr(oom_kills, "smallest_limit", lambda _pid: Headroom(LIMIT_MIB, "the test's group"))
+    monkeypatch.setattr(oom_kills, "was_killed", lambda _identity: None)
     made = OomKills()
-    made.see(*made.look({1, 2}, 0.0))
+    made.see(made.look({1, 2}, 0.0))
     return made
+
+
+def kernel(pid: int) -> ProcessIdentity:
+    return ProcessIdentity("boot", pid, 1)
 
 
 def test_one_kill_accounts_for_one_kernel(kills: OomKills, tmp_path: Path) -> None:
     (tmp_path / "memory.events").write_text("oom 4\noom_kill 1\n")
-    assert kills.account_for(2) == "the test's group"
-    assert kills.account_for(1) == ""
-    assert kills.account_for(3) == "", "it was never seen"
+    assert kills.account_for(kernel(2)) == "the test's group"
+    assert kills.account_for(kernel(1)) == ""
+    assert kills.account_for(kernel(3)) == "", "it was never seen"
+
+
+@pytest.mark.parametrize(("ended", "told"), [(1, False), (2, True)])
+def test_where_the_log_can_be_read_it_decides_which_kernel_it_was(
+    kills: OomKills, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int, *, told: bool
+) -> None:
+    monkeypatch.setattr(oom_kills, "was_killed", lambda identity: identity.pid == 2)
+    (tmp_path / "memory.events").write_text("oom_kill 1\n")
+    assert bool(kills.account_for(kernel(ended))) is told
+
+
+def test_a_kernel_that_came_since_a_look_began_is_not_forgotten(kills: OomKills, tmp_path: Path) -> None:
+    look = kills.look({1, 2}, 1.0)
+    kills.follow(3, 1.0)
+    kills.see(look)
+    kills.see(kills.look({1, 3}, 2.0))
+    (tmp_path / "memory.events").write_text("oom_kill 1\n")
+    assert kills.account_for(kernel(2)) == "", "it is nobody's kernel any more"
+    assert kills.account_for(kernel(3)) == "the test's group"
 
 
 def test_two_kills_at_once_account_for_two(kills: OomKills, tmp_path: Path) -> None:
     (tmp_path / "memory.events").write_text("oom_kill 2\n")
-    assert kills.account_for(1) == kills.account_for(2) == "the test's group"
+    assert kills.account_for(kernel(1)) == kills.account_for(kernel(2)) == "the test's group"
 
 
 @pytest.mark.parametrize(("age_s", "told"), [(14, True), (31, False)])
 def test_an_old_kill_accounts_for_no_kernel(kills: OomKills, tmp_path: Path, age_s: int, *, told: bool) -> None:
     (tmp_path / "memory.events").write_text("oom_kill 1\n")
     for second in range(1, age_s + 1):
-        kills.see(*kills.look({1, 2}, float(second)))
-    assert bool(kills.account_for(1)) is told
+        kills.see(kills.look({1, 2}, float(second)))
+    assert bool(kills.account_for(kernel(1))) is told
 
 
 def test_a_group_that_is_gone_or_cannot_be_read_accounts_for_nothing(kills: OomKills, tmp_path: Path) -> None:
     (tmp_path / "memory.events").unlink()
-    assert kills.account_for(1) == ""
-    kills.see(*kills.look({2, 3}, 20.0))
-    assert kills.account_for(2) == kills.account_for(3) == ""
+    assert kills.account_for(kernel(1)) == ""
+    kills.see(kills.look({2, 3}, 20.0))
+    assert kills.account_for(kernel(2)) == kills.account_for(kernel(3)) == ""

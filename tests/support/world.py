@@ -362,6 +362,13 @@ class Notebook:
                     reply.error = f"{content['ename']}: {content['evalue']}"
         return reply
 
+    def shows(self, text: str) -> str:
+        """Run an empty cell, and return the first message that has the text: in its output, or beneath it once it has ended."""
+        self.send("pass")
+        while text not in (message := str(self.socket.recv())):
+            pass
+        return message
+
     def ask(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Send another kind of request on the shell channel, such as `complete_request`, and return its reply's content."""
         msg_id = uuid.uuid4().hex

@@ -1,0 +1,141 @@
+"""A broker in its NVIDIA mode, on the doubles of the driver's libraries: a driver that is late, and memory that runs out.
+
+Broker, worker, NVIDIA's Python packages, Jupyter, kernels, the control group and the out-of-memory killer are real.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from provisioner.host import oom
+from provisioner.protocol.messages import DeviceStatus
+from tests.driver_double.double import Device, DriverDouble
+from tests.driver_double.releases import newest, python_path
+from tests.support.control_group import memory_group, set_limit, used_mib
+from tests.support.world import Notebook, Server, World, new_world, until
+
+MIB = 1 << 20
+HELD_MIB = 200
+LEFT_MIB = 100
+GROUP_MIB = 1200
+RAISED = 600  # what the kernels start with, so that any broker may lower it
+NOT_READY = 802
+
+HOLD = f"""
+from cuda.bindings import driver
+def do(call, *arguments):
+    result, *values = getattr(driver, call)(*arguments)
+    assert int(result) == 0, (call, result)
+    return values[0] if values else None
+do("cuInit", 0)
+do("cuCtxSetCurrent", do("cuDevicePrimaryCtxRetain", do("cuDeviceGet", 0)))
+held = do("cuMemAlloc", {HELD_MIB * MIB})
+do("cuMemsetD32", held, 0x5A5A5A5A, {HELD_MIB * MIB // 4})
+"""
+# In pieces: reading back shall not need much memory.
+LOOK = f"""
+piece, whole = bytearray({MIB}), True
+for at in range({HELD_MIB}):
+    do("cuMemcpyDtoH", (__import__("ctypes").c_char * {MIB}).from_buffer(piece), int(held) + at * {MIB}, {MIB})
+    whole &= piece == b"\x5a" * {MIB}
+print(whole)
+"""
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with new_world() as made:
+        del made.environment["JUPYTER_GPU_SIMULATE"]
+        made.configure("c.GPUBroker.pools = {'default': {'idle_after': 'on-demand', 'min_residency': '0s'}}")
+        yield made
+
+
+@pytest.fixture
+def double(world: World) -> DriverDouble:
+    """The machine's driver, for everything that the world starts."""
+    made = DriverDouble(world.folder / "driver", [Device(mib=4096)])
+    nvml = python_path("nvidia-ml-py", newest("nvidia-ml-py"))
+    given = made.environment()
+    paths = (given.pop("PYTHONPATH"), str(nvml), world.environment["PYTHONPATH"])
+    world.environment |= {**given, "PYTHONPATH": os.pathsep.join(paths)}
+    return made
+
+
+def device(world: World) -> DeviceStatus:
+    (found,) = world.status().devices
+    return found
+
+
+def suspended(world: World, notebook: Notebook) -> int:
+    """Suspend the kernel once it is idle, and return its pid."""
+    lease = world.lease(notebook.kernel_id)
+    with world.client() as client:
+        client.suspend(lease.lease_id)
+    assert lease.pid is not None
+    return lease.pid
+
+
+def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_on(
+    world: World, double: DriverDouble
+) -> None:
+    double.fail("cuInit", NOT_READY, times=None)
+    world.start_broker()
+    assert "CUDA_ERROR_SYSTEM_NOT_READY (802)" in device(world).why_not
+    double.clear_faults()
+    until(lambda: not device(world).why_not, "the broker has tried again")
+    with Server(world) as server:
+        notebook = server.start(world.install(250)[0])
+        notebook.must(HOLD)
+        pid = suspended(world, notebook)
+        assert {one.pid: one.saved_mib for one in double.processes() if one.saved_mib} == {pid: HELD_MIB}
+        assert notebook.must(LOOK).text == "True\n"
+
+
+def test_what_an_earlier_broker_saved_is_whole_after_a_start_without_the_driver(
+    world: World, double: DriverDouble
+) -> None:
+    world.start_broker()
+    with Server(world) as server:
+        notebook = server.start(world.install(250)[0])
+        notebook.must(HOLD)
+        suspended(world, notebook)
+        world.kill_broker()
+        double.fail("cuInit", NOT_READY, times=None)
+        world.start_broker()
+        assert world.lease(notebook.kernel_id).state == "quarantined"
+        double.clear_faults()
+        world.await_state(notebook.kernel_id, "suspended")
+        assert notebook.must(LOOK).text == "True\n"
+
+
+def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back_whole(
+    world: World, double: DriverDouble
+) -> None:
+    double.set(context_mib=16)
+    world.start_broker()
+    with memory_group(GROUP_MIB) as group, Server(world) as server:
+        Path(f"/proc/{server.process.pid}/oom_score_adj").write_text(str(RAISED))
+        (group / "cgroup.procs").write_text(str(server.process.pid))  # what it starts from now on is in it
+        (name,) = world.install(250)
+        saved = [server.start(name) for _ in range(2)]
+        neighbour = server.start(name)
+        pids = []
+        for notebook in saved:
+            notebook.must(HOLD)
+            pids.append(suspended(world, notebook))
+        assert {one.pid for one in double.processes() if one.saved_mib == HELD_MIB} == set(pids)
+        until(lambda: all(oom.adjustment(pid) < RAISED for pid in pids), "what is saved is protected")
+        lease = world.lease(neighbour.kernel_id)
+        neighbour.must("pass")
+        # So little is left that the neighbour is smaller than a suspended kernel when it has filled that.
+        set_limit(group, used_mib(group) + LEFT_MIB)
+        neighbour.send(f"filled = b'x' * {GROUP_MIB * MIB}")
+        until(lambda: world.lease(neighbour.kernel_id).pid not in (None, lease.pid), "it was started again")
+        assert server.connect(neighbour.kernel_id).shows("out-of-memory killer ended this kernel")
+        for notebook, pid in zip(saved, pids, strict=True):
+            assert world.lease(notebook.kernel_id).pid == pid
+            set_limit(group, GROUP_MIB)
+            assert notebook.must(LOOK).text == "True\n"
+        until(lambda: all(oom.adjustment(pid) == RAISED for pid in pids), "the protection is over")
