@@ -10,6 +10,7 @@ from kernelext.acquisition import Acquirer
 from kernelext.cells import make_cell_transform
 from kernelext.gate import Gate
 from kernelext.guard import Guard
+from kernelext.imports import ImportHooks
 from kernelext.link import Link
 from kernelext.magics import Magics
 from kernelext.managed import ManagedMemory
@@ -26,11 +27,12 @@ class LeasedKernel:
 
     def __init__(self, shell: Any, settings: Settings, notice: str) -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
-        self._limits = MemoryLimits(os.environ)
+        self._hooks = ImportHooks()
+        self._limits = MemoryLimits(os.environ, self._hooks)
         self._notices = Notices(shell, notice)
         self.gate = Gate(self._limits.bind)
         self._acquirer = Acquirer(settings, self.gate)
-        self._managed = ManagedMemory(self._tell_managed)
+        self._managed = ManagedMemory(self._tell_managed, self._hooks)
         shrinker = Shrinker(self._on_main_loop, self.gate, why_not=self._managed.reason)
         self._link = Link(
             settings, self.gate, shrinker, self._notices.add, self._take_limit, managed=lambda: self._managed.seen

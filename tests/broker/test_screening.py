@@ -90,3 +90,49 @@ async def test_a_client_of_the_mps_server_is_refused_before_anything_is_locked()
     assert outcome is SuspendOutcome.IMPOSSIBLE
     assert f"process {pid} computes through the MPS server" in sentence
     assert driver.calls == []
+
+
+SLEEPER = "import sys; print(flush=True); sys.stdin.read()"
+
+
+@pytest.mark.parametrize(
+    ("library", "attached"),
+    [
+        ("libToolsInjection64.so", True),
+        ("libToolsInjectionProxy64.so", True),
+        ("libcuda-injection.so", True),
+        ("libInterceptorInjectionTarget.so", True),
+        ("libsanitizer-collection.so", True),
+        ("libcudainj64.so.12.4", True),
+        ("libcupti.so.12", False),  # torch and JAX link it
+        ("libcupti.so.13", False),
+    ],
+)
+async def test_an_injected_profiler_is_seen_and_a_linked_interface_is_not_one(
+    tmp_path: Path, library: str, attached: bool
+) -> None:
+    kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
+    with mapping(tmp_path / library) as pid:
+        why = await screen(Driver()).refusal(kernel, [identify(pid)])
+    assert bool(why) is attached
+    assert (f"a profiler or debugger is attached to process {pid}" in why) is attached
+
+
+@contextmanager
+def started_with(environment: dict[str, str]) -> Iterator[int]:
+    """A process that was started with this environment."""
+    argv = [sys.executable, "-S", "-c", SLEEPER]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+async def test_a_profiler_that_the_driver_was_told_to_load_is_seen() -> None:
+    kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
+    with started_with({"CUDA_INJECTION64_PATH": "/opt/mine/libprofile.so"}) as pid:
+        why = await screen(Driver()).refusal(kernel, [identify(pid)])
+    assert "(CUDA_INJECTION64_PATH=/opt/mine/libprofile.so)" in why

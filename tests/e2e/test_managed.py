@@ -3,7 +3,8 @@
 import pytest
 
 from provisioner.protocol.errors import ConflictError
-from tests.kernelext.test_managed import write_cupy
+from tests.kernelext.test_managed import write, write_cupy
+from tests.kernelext.test_profilers import TORCH
 from tests.support.world import Server, World, until
 
 REASON = "it uses CuPy's managed memory, which the driver cannot save"
@@ -39,7 +40,32 @@ def test_what_is_found_only_before_a_suspend_is_refused_then(world: World, serve
         "class ManagedMemoryResource: pass\n"
         "rmm.mr.get_current_device_resource = ManagedMemoryResource; sys.modules['rmm'] = rmm"
     )
-    with world.client() as client, pytest.raises(ConflictError, match="rmm allocates managed memory"):
+    with world.client() as client, pytest.raises(ConflictError, match="managed memory through rmm"):
         client.suspend(world.lease(notebook.kernel_id).lease_id)
     assert "rmm" in world.lease(notebook.kernel_id).stays
     assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
+
+
+PROFILED = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CUDA]):
+    pass
+"""
+
+
+def test_a_kernel_that_was_profiled_stays_on_its_device_and_says_why(world: World, server: Server) -> None:
+    write(world.notebooks, TORCH)
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    notebook.must(HOLD)
+    notebook.must(PROFILED)
+    until(lambda: "torch's profiler" in world.lease(notebook.kernel_id).stays, "the broker knows")
+    until(lambda: world.lease(notebook.kernel_id).used_mib >= 64, "its memory is measured")
+    with world.client() as client, pytest.raises(ConflictError, match="CUPTI") as refused:
+        client.suspend(world.lease(notebook.kernel_id).lease_id)
+    assert refused.value.reason == "not-checkpointable"
+    assert "until the kernel restarts" in str(notebook.must("%gpu").data)
+    assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
+    notebook.restart()
+    until(lambda: world.lease(notebook.kernel_id).stays == "", "the next process has no profiler")
