@@ -8,6 +8,7 @@ from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
 from kernelext.acquisition import Acquirer
 from kernelext.cells import make_cell_transform
+from kernelext.first_grant import FirstGrant
 from kernelext.gate import Gate
 from kernelext.guard import Guard
 from kernelext.imports import ImportHooks
@@ -30,7 +31,8 @@ class LeasedKernel:
         self._hooks = ImportHooks()
         self._limits = MemoryLimits(os.environ, self._hooks)
         self._notices = Notices(shell, notice)
-        self.gate = Gate(self._limits.bind)
+        self._first = FirstGrant(self._hooks)
+        self.gate = Gate(self._bind)
         self._acquirer = Acquirer(settings, self.gate)
         self._managed = ManagedMemory(self._tell_managed, self._hooks)
         shrinker = Shrinker(self._on_main_loop, self.gate, why_not=self._managed.reason)
@@ -39,13 +41,20 @@ class LeasedKernel:
         )
         self._magics = Magics(shell, settings, self.gate, self._acquirer, limits=self._limits, say=self._notices.add)
         self._guard = Guard(
-            shell, self.gate, self._acquirer, self._limits, exempt=self._link.exempt, bursts=self._magics.bursts
+            shell,
+            self.gate,
+            self._acquirer,
+            self._limits,
+            self._first,
+            exempt=self._link.exempt,
+            bursts=self._magics.bursts,
         )
         self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
 
     def load(self) -> None:
         """Guard the shell from now on; returns before the broker is spoken to."""
         self._limits.install()
+        self._first.install()
         self._managed.install()
         self._magics.install()
         self._shell.input_transformers_cleanup.append(self._cell_transform)
@@ -60,13 +69,18 @@ class LeasedKernel:
         self._notices.uninstall()
         self._shell.input_transformers_cleanup.remove(self._cell_transform)
         self._magics.uninstall()
-        self._managed.uninstall()
-        self._limits.uninstall()
+        self._hooks.close()
+        self._first.release()
 
     def become_inert(self) -> None:
         """For a forked child: the lease, the connections and the threads are the parent's."""
         self.gate.become_inert()
         self._acquirer.become_inert()
+
+    def _bind(self, environment: Mapping[str, str]) -> None:
+        """Take the variables of a grant or of another size. Called under the gate's lock."""
+        self._limits.bind(environment)
+        self._first.bind(environment)
 
     def _tell_managed(self, sentence: str) -> None:
         self._link.tell_managed(sentence)

@@ -52,6 +52,10 @@ class Gate:
         """Whether a cell runs."""
         return bool(self._running)
 
+    def runs_beside(self, mark: object) -> bool:
+        """Whether another cell than the marked one runs: one around it, or one of another subshell."""
+        return any(one is not mark for one in list(self._running))
+
     def enter(self, mark: object) -> bool:
         """Mark a cell as running if the gate is open, and say whether it is."""
         with self._lock:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from kernelext.acquisition import Acquirer
 from kernelext.cells import burst_of, needs_gpu
-from kernelext.display import LiveLine
+from kernelext.display import LiveLine, Sentence, publish
+from kernelext.first_grant import FirstGrant
 from kernelext.gate import Gate
 from kernelext.memory import MemoryLimits
 from kernelext.waiting import RefusedError, wait_for_gpu
@@ -42,6 +43,7 @@ class Guard:
         gate: Gate,
         acquirer: Acquirer,
         limits: MemoryLimits,
+        first: FirstGrant,
         *,
         exempt: Callable[[bool], None],
         bursts: Callable[[], "CellBursts"],
@@ -50,6 +52,7 @@ class Guard:
         self._gate = gate
         self._acquirer = acquirer
         self._limits = limits
+        self._first = first
         self._exempt = exempt
         self._make_bursts = bursts
         self._bursts: CellBursts | None = None  # made for the first `%%gpu`
@@ -87,8 +90,7 @@ class Guard:
                 if failure is not None:
                     kwargs["preprocessing_exc_tuple"] = (type(failure), failure, None)
                     return await _within_cell("no-gpu", original(raw_cell, *args, **kwargs))
-                if self._limits.is_stale:
-                    self._limits.refresh()
+                self._bind(mark, silent=silent)
                 return await _within_cell("gpu", original(raw_cell, *args, **kwargs))
             finally:
                 try:
@@ -98,6 +100,15 @@ class Guard:
                     self._gate.leave(mark)
 
         return run_cell_async
+
+    def _bind(self, mark: object, *, silent: bool) -> None:
+        """Before a cell that has the GPU: limits that have changed, and after the first grant a look at the driver."""
+        if self._limits.is_stale and not (self._limits.is_lowered and self._gate.runs_beside(mark)):
+            self._limits.refresh()
+        if self._first.is_due:
+            trouble = self._first.check()
+            if trouble and not silent:
+                publish(self._shell, Sentence(trouble))
 
     async def _run_exempt(self, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
         """Run a cell without the GPU, and let the broker know that its being busy does not mean that it needs one."""

@@ -1,5 +1,6 @@
 """What the guard keeps to however a cell ends, on a shell that is only as much of IPython's as it needs."""
 
+import sys
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,8 +10,10 @@ import pytest
 from kernelext.acquisition import Acquirer
 from kernelext.bursts import CellBursts
 from kernelext.cells import BURST
+from kernelext.first_grant import FirstGrant
 from kernelext.gate import Gate
 from kernelext.guard import Guard
+from kernelext.imports import ImportHooks
 from kernelext.memory import MemoryLimits
 
 
@@ -46,8 +49,37 @@ def test_an_interrupt_while_a_burst_is_given_back_leaves_no_cell_running() -> No
     gate = Gate(limits.bind)
     gate.open({})
     bursts = cast("CellBursts", InterruptedBursts())
-    guard = Guard(shell, gate, cast("Acquirer", None), limits, exempt=lambda _: None, bursts=lambda: bursts)
+    guard = Guard(
+        shell,
+        gate,
+        cast("Acquirer", None),
+        limits,
+        FirstGrant(ImportHooks(), {}),
+        exempt=lambda _: None,
+        bursts=lambda: bursts,
+    )
     guard.install()
     with pytest.raises(KeyboardInterrupt):
         finish(shell.run_cell_async("%%gpu 1\n1", transformed_cell=f"{BURST}1\n1"))
     assert (shell.ran, gate.close()) == (["%%gpu 1\n1"], "closed")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_limit_is_not_lowered_while_another_cell_runs(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    told: list[int] = []
+    pool = SimpleNamespace(set_limit=lambda size: told.append(size >> 20))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool))
+    shell, limits = Shell(), MemoryLimits({"JUPYTER_GPU_MEMORY_MIB": "20480"})
+    gate = Gate(limits.bind)
+    gate.open({"JUPYTER_GPU_MEMORY_MIB": "10240"})
+    if beside:
+        gate.enter("a cell of another subshell")
+    first = FirstGrant(ImportHooks(), {})
+    bursts = cast("CellBursts", None)
+    Guard(shell, gate, cast("Acquirer", None), limits, first, exempt=lambda _: None, bursts=lambda: bursts).install()
+    finish(shell.run_cell_async("1", transformed_cell="1"))
+    assert (shell.ran, limits.is_stale) == (["1"], beside)
+    assert told == ([] if beside else [10240 - 512])
+    gate.open({"JUPYTER_GPU_MEMORY_MIB": "40960"})
+    finish(shell.run_cell_async("2", transformed_cell="2"))
+    assert told[-1] == 40960 - 512, "a larger one does no harm"
