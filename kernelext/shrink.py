@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+from kernelext.frameworks import reserved_mib
 from kernelext.gate import Gate
 
 __all__ = ["TIME_LIMIT_S", "Shrinker", "free_caches"]
@@ -85,8 +86,14 @@ class Shrinker:
         elif why_not := self._why_not():
             once("managed", why_not)
         else:
-            once("done", free_caches())
+            once("done", _freed())
         timer.cancel()
+
+
+def _freed() -> str:
+    """Free caches; return what was done, and what the frameworks' allocators hold now: the broker learns from it what a context takes."""
+    done, held_mib = free_caches(), reserved_mib()
+    return done if held_mib is None else f"{done}, reserved_mib={held_mib}"
 
 
 class _Once:

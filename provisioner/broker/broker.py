@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from provisioner.broker.backstop import Backstop
 from provisioner.broker.clock import now_ms, wall_ms
+from provisioner.broker.context_learner import ContextLearner
 from provisioner.broker.history import History
 from provisioner.broker.idle_counters import IdleCounters
 from provisioner.broker.iopub import IOPubWatch, connection_from_json
@@ -91,6 +92,7 @@ class Broker:
         self.counters = IdleCounters(self)
         self.backstop = Backstop(self)
         self.oom_kills = OomKills()
+        self.contexts = ContextLearner(self)
         swaps.roots = self.roots
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
@@ -148,7 +150,7 @@ class Broker:
             case Resized() | Pinned() | SuspendAnnounced():
                 self._told(effect)
             case CapBreached():
-                self.backstop.breached(effect)
+                self._breached(effect)
             case LeaseEnded(lease_id=lease_id, reason=reason):
                 self._ended(lease_id, reason)
             case TicketsChanged():
@@ -235,7 +237,13 @@ class Broker:
         if device_ids and kernel.link is not None:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
+    def _breached(self, breach: CapBreached) -> None:
+        self.backstop.breached(breach)
+        if (kernel := self.kernels.get(breach.lease_id)) is not None and not self.stopping:
+            self.contexts.breached(kernel)
+
     def _suspend_finished(self, kernel: Kernel) -> None:
+        self.contexts.suspended(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if (
             view is not None
@@ -287,6 +295,7 @@ class Broker:
                 environment |= sharing_environment(pool, view.spec, self._limit_mib(view), held)
         if device_ids and device_ids[0] in self.devices:
             environment["JUPYTER_GPU_DEVICE_MIB"] = str(self.devices[device_ids[0]].memory_mib)
+            environment["JUPYTER_GPU_CONTEXT_MIB"] = str(self.contexts.context_mib(lease_id, device_ids))
         return environment
 
     def _limit_mib(self, view: LeaseView) -> int:
@@ -474,6 +483,7 @@ class Broker:
         """Stop everything that runs on the loop. Kernels are left as they are; an operation in hand is finished first."""
         self.stopping = True
         await self._operations.close()
+        await self.contexts.close()
         self._set_alarm(None)
         for kernel in self.kernels.values():
             kernel.forget_process()

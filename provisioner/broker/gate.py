@@ -8,6 +8,7 @@ do as before.
 
 import asyncio
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Final, Protocol
 
@@ -17,6 +18,7 @@ from provisioner.protocol.messages import GateAnswer, GateCommand, GateVerb
 __all__ = ["OPEN_LINE_S", "GateLink", "Stream"]
 
 OPEN_LINE_S: Final = 3 * PULSE_S  # from one keep-alive to the next while the gate is open: nobody needs a proof
+_RESERVED: Final = re.compile(r"\breserved_mib=(\d{1,9})\b", re.ASCII)
 _QUEUE = 64  # commands not yet read by the extension; a reader that slow has lost the line
 
 
@@ -38,6 +40,7 @@ class GateLink:
         self.exempt = False  # the running cell declared that it does not use the GPU (`%%cpu`, `%gpu`)
         self.closed = False
         self.detail = ""  # of the last answer
+        self.reserved_mib: int | None = None  # what frameworks held when the last command was answered, if that told
         self.stream: Stream | None = None  # once it carries anything
         self._line_s = now_s  # when the last keep-alive was written, or last seen not to be read
         self._on_its_way = False  # it has not been seen to be read
@@ -53,6 +56,7 @@ class GateLink:
         """Send a command and return the extension's word, or "" when none came in time or the line broke. Cancellation forgets it."""
         if self.closed:
             return ""
+        self.reserved_mib = None  # an older answer's
         number = next(self._numbers)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -74,6 +78,8 @@ class GateLink:
         waiting = self._answers.get(answer.number)
         if waiting is not None and not waiting.done():
             self.detail = answer.detail
+            reserved = _RESERVED.search(answer.detail)
+            self.reserved_mib = int(reserved[1]) if reserved is not None else None
             waiting.set_result(answer.word)
 
     def look(self, now_s: float, every_s: float = PULSE_S) -> None:

@@ -17,7 +17,7 @@ from provisioner.broker.audit import AuditLog
 from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.driver_start import DriverStart
-from provisioner.broker.learning import keep_learning, keep_learnt, learnt
+from provisioner.broker.learning import keep_learning, keep_learnt, learnt, learnt_contexts
 from provisioner.broker.listener import PatientListener, keep_drained
 from provisioner.broker.metrics_api import listen
 from provisioner.broker.oom_protection import OomProtection
@@ -123,6 +123,7 @@ class Run:
         arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
         swaps.screen = Screen(arbiter).refusal
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
+        broker.contexts.sizes = learnt_contexts(self._ledger)
         watcher = Watcher(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
         self._introduce(broker)
         self._drain_again(broker)
@@ -143,7 +144,7 @@ class Run:
             service.seats.run(),
             self._stop_when_unused(broker),
             self._forget_history(broker, service.audit),
-            keep_learning(arbiter, broker.writer),
+            keep_learning(arbiter, broker.contexts.sizes, broker.writer),
             broker.metrics.watch_loop(),
         )
         tasks = [asyncio.create_task(work) for work in works]
@@ -160,7 +161,7 @@ class Run:
             self._remove_socket()
             await server.close_all_connections()
             leases_live = bool(broker.kernels or service.seats.live())
-            keep_learnt(arbiter, broker.writer)
+            keep_learnt(arbiter, broker.contexts.sizes, broker.writer)
             await broker.close()
             await worker.close()
             turn.close()

@@ -331,6 +331,7 @@ class GateAnswer:
 
     `number` 0 answers no command: `pulse` proves that Python runs (for brokers that do not hear it otherwise), `exempt` says that the
     running cell does not use the GPU, and `done` that it is over. `managed` says that the process cannot be checkpointed, and `detail` why.
+    The `detail` of `done` to a shrink says what was freed, and `reserved_mib=N` where the frameworks' allocators tell what they hold then.
     """
 
     number: int

@@ -331,3 +331,31 @@ def test_a_process_whose_python_does_not_run_reads_nothing(live: LiveBroker) -> 
         until(lambda: is_heard(2 * PULSE_S), "it is heard again")
         process.stdin.close()
     live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
+@pytest.mark.parametrize(
+    ("detail", "held"),
+    [
+        ("gc, torch, reserved_mib=1234", 1234),
+        ("gc, torch", None),  # an extension of an earlier release
+        ("reserved_mib=", None),
+        ("reserved_mib=-5", None),
+        ("reserved_mib=12345678901234567890", None),
+    ],
+)
+async def test_what_frameworks_hold_is_known_from_the_answer_until_the_next_command(
+    detail: str, held: int | None
+) -> None:
+    link = GateLink(0.0)
+    asked = asyncio.create_task(link.ask(GateVerb.SHRINK, 30))
+    command = await link.next()
+    assert command is not None
+    link.take(GateAnswer(number=command.number, word="done", detail=detail), 1.0)
+    assert (await asked, link.reserved_mib) == ("done", held)
+    link.take(GateAnswer(number=0, word="pulse"), 2.0)
+    assert link.reserved_mib == held
+    again = asyncio.create_task(link.ask(GateVerb.PREEMPT, 30))
+    await link.next()
+    assert link.reserved_mib is None
+    link.close()
+    assert await again == ""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker.learning import keep_learnt, learnt
+from provisioner.broker.learning import keep_learnt, learnt, learnt_contexts
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
+from provisioner.core.context_sizes import ContextSizes, Figure
 from provisioner.core.forecasts import Forecasts
 from provisioner.ledger.ledger import Ledger
 
@@ -23,10 +24,13 @@ def experienced() -> Forecasts:
 async def test_swaps_that_were_seen_are_remembered_by_the_next_broker(tmp_path: Path) -> None:
     forecasts = experienced()
     writer = LedgerWriter(Ledger.open(tmp_path / "ledger.sqlite"))
-    keep_learnt(Arbiter(forecasts=forecasts), writer)
+    contexts = ContextSizes()
+    contexts.saw("G", "kernel", Figure(1000, 900), 20_000)
+    keep_learnt(Arbiter(forecasts=forecasts), contexts, writer)
     await writer.close()
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
         again = learnt(ledger)
+        assert learnt_contexts(ledger).estimate_mib("G", 1000) == 928
     assert again.swap_ms("suspend", "G", 1000) == forecasts.swap_ms("suspend", "G", 1000)
     assert again.swap_ms("suspend", "G", 1000) != Forecasts().swap_ms("suspend", "G", 1000)
 
@@ -37,13 +41,16 @@ def test_what_cannot_be_understood_is_forgotten_with_a_word(
 ) -> None:
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
         ledger.keep("forecasts", kept)
+        ledger.keep("contexts", kept)
         with caplog.at_level(logging.WARNING):
             fresh = learnt(ledger)
+            assert learnt_contexts(ledger).state() == ContextSizes().state()
     assert fresh.swap_ms("suspend", "G", 1000) == Forecasts().swap_ms("suspend", "G", 1000)
-    assert "what was learnt before is of no use any more" in caplog.text
+    assert caplog.text.count("what was learnt before is of no use any more") == 2
 
 
 def test_a_first_broker_begins_with_what_is_known_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
         assert learnt(ledger).state() == Forecasts().state()
+        assert learnt_contexts(ledger).estimate_mib("G", 1000) == 512
     assert caplog.text == ""

@@ -113,7 +113,7 @@ async def test_an_injected_profiler_is_seen_and_a_linked_interface_is_not_one(
 ) -> None:
     kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
     with mapping(tmp_path / library) as pid:
-        why = await screen(Driver()).refusal(kernel, [identify(pid)])
+        why = await Screen(Arbiter()).refusal(kernel, [identify(pid)], NOTHING)
     assert bool(why) is attached
     assert (f"a profiler or debugger is attached to process {pid}" in why) is attached
 
@@ -134,5 +134,5 @@ def started_with(environment: dict[str, str]) -> Iterator[int]:
 async def test_a_profiler_that_the_driver_was_told_to_load_is_seen() -> None:
     kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
     with started_with({"CUDA_INJECTION64_PATH": "/opt/mine/libprofile.so"}) as pid:
-        why = await screen(Driver()).refusal(kernel, [identify(pid)])
+        why = await Screen(Arbiter()).refusal(kernel, [identify(pid)], NOTHING)
     assert "(CUDA_INJECTION64_PATH=/opt/mine/libprofile.so)" in why

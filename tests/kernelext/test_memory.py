@@ -61,6 +61,35 @@ def test_the_context_is_taken_off_and_never_more_than_half() -> None:
     assert framework_mib(1) == 1
 
 
+def test_a_measured_context_is_taken_off_and_never_more_than_three_quarters() -> None:
+    assert framework_mib(20480, 900) == 20480 - 900
+    assert framework_mib(1024, 700) == 324
+    assert framework_mib(1000, 900) == 250
+    assert framework_mib(20480, 100) == 20480 - CONTEXT_MIB, "a smaller figure than the floor is none"
+
+
+@pytest.mark.parametrize("told", ["", "0", "-1", "many"])
+def test_a_broker_that_has_measured_nothing_leaves_it_at_the_assumed_context(told: str) -> None:
+    environment = {"JUPYTER_GPU_MEMORY_MIB": "20480", "JUPYTER_GPU_CONTEXT_MIB": told}
+    MemoryLimits(environment).bind({})
+    assert environment["CUPY_GPU_MEMORY_LIMIT"] == str((20480 - CONTEXT_MIB) * 2**20)
+
+
+@pytest.mark.usefixtures("torch_on_path")
+def test_another_figure_for_the_context_is_another_limit(limits: MemoryLimits) -> None:
+    limits.install()
+    torch = import_torch()
+    torch.cuda.init()
+    limits.bind({"JUPYTER_GPU_CONTEXT_MIB": "512"})
+    assert not limits.is_stale
+    limits.bind({"JUPYTER_GPU_CONTEXT_MIB": "896"})
+    assert (limits.is_stale, limits.is_lowered) == (True, True)
+    limits.refresh()
+    assert torch.calls[-1] == (20480 - 896, 0)
+    limits.bind({"JUPYTER_GPU_CONTEXT_MIB": "640"})
+    assert (limits.is_stale, limits.is_lowered) == (True, False)
+
+
 @pytest.mark.usefixtures("torch_on_path")
 def test_torch_is_limited_when_it_initialises_cuda_and_not_before(limits: MemoryLimits) -> None:
     limits.install()
