@@ -240,8 +240,6 @@ class Actions:
 
 
 def _new_share(status: LeaseStatus) -> str:
-    stale = " and ".join(label for name, label in (("jax", "JAX"), ("tensorflow", "TensorFlow")) if name in sys.modules)
-    restart = (
-        f" {stale} read the limit when it was imported: restart the kernel for it to change there." if stale else ""
-    )
+    jax = " JAX read the limit when it was imported: restart the kernel for it to change there."
+    restart = jax if "jax" in sys.modules else ""
     return f"Its share is {format_fraction(status.fraction_milli)} GPU, {format_memory(status.reserve_mib)} of device memory now.{restart}"

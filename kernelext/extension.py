@@ -69,7 +69,8 @@ class LeasedKernel:
         self._notices.uninstall()
         self._shell.input_transformers_cleanup.remove(self._cell_transform)
         self._magics.uninstall()
-        self._hooks.close()
+        self._managed.uninstall()
+        self._limits.uninstall()
         self._first.release()
 
     def become_inert(self) -> None:

@@ -6,11 +6,14 @@ variable of its library from the first `torch.cuda.is_available()` on. To bind a
 
 - torch is kept from asking: until the grant its two ways from Python to the driver (`torch._C._cuda_getDeviceCount`, behind
   `is_available` and `device_count`, and `torch._C._cuda_init`, behind everything that needs CUDA) answer "no device" by themselves.
-- What reached the driver by another way (another framework, torch's C++ code in a backward pass) is found out before the first cell
-  with the GPU: `cuInit` of a driver library that is loaded by then repeats its first answer. If that was "no device", the cell says so.
+- What reached the driver by another way (another framework, torch's C++ code in a backward pass) is looked for before the first cell
+  with the GPU, where the driver's library is loaded by then, and the cell says so. `cuDeviceGetCount` starts nothing. Where it says
+  "not initialised" and a framework is known to have looked for a GPU, `cuInit` repeats its first answer. It is not called otherwise:
+  it would start CUDA in kernels that never use it.
 """
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +36,7 @@ _NOT_YET = (
     "Run it in an ordinary cell."
 )
 _DRIVER = "libcuda.so.1"
-_CUDA_ERROR_NO_DEVICE = 100
+_NOT_INITIALIZED, _NO_DEVICE = 3, 100  # CUDA_ERROR_...
 
 
 class FirstGrant:
@@ -65,9 +68,9 @@ class FirstGrant:
         self._held = []
 
     def check(self) -> str:
-        """Return what to tell the user if this process will find no device, else "". Takes as long as `cuInit` where CUDA is loaded."""
+        """Return what to tell the user if this process will find no device, else ""."""
         self.is_due = False
-        return NO_DEVICE_KEPT if _is_loaded(_DRIVER) and _cu_init() == _CUDA_ERROR_NO_DEVICE else ""
+        return NO_DEVICE_KEPT if _is_loaded(_DRIVER) and _answer() == _NO_DEVICE else ""
 
     def _hold(self, torch: ModuleType) -> None:
         core = getattr(torch, "_C", None)
@@ -103,11 +106,25 @@ def _is_loaded(library: str, maps: Path = Path("/proc/self/maps")) -> bool:
         return False
 
 
-def _cu_init() -> int:
+def _answer() -> int:
+    """Return what the driver says about devices, as CUDA's error number."""
     import ctypes  # noqa: PLC0415 - off the kernel's start
 
     try:
         driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
         return 0  # another library of a similar name
-    return int(driver.cuInit(0))
+    answer = int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
+    return int(driver.cuInit(0)) if answer == _NOT_INITIALIZED and _has_looked() else answer
+
+
+def _has_looked() -> bool:
+    """Whether a framework that keeps its answer has looked for a GPU and found none."""
+    numba = getattr(sys.modules.get("numba.cuda.cudadrv.driver"), "driver", None)
+    jax = getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None)
+    tensorflow = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
+    return (
+        getattr(numba, "initialization_error", None) is not None
+        or bool(jax and "cuda" not in jax)
+        or getattr(tensorflow, "_physical_devices", None) is not None
+    )

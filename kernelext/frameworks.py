@@ -28,6 +28,8 @@ class TorchLimits:
         """Limit what is in use to `mib` on each device, and leave the current device as it is. Raises what CUDA raises (RuntimeError)."""
         cuda = torch.cuda
         devices = set(range(cuda.device_count()))
+        if not devices:
+            return
         current = cuda.current_device() if len(devices) > 1 else 0
         wanted = {current} | self._limited & devices | {index for index in devices if _torch_bytes(cuda, index)}
         try:

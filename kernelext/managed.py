@@ -93,7 +93,7 @@ class ManagedMemory:
             self._hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
 
     def uninstall(self) -> None:
-        """Stop watching imports; what is wrapped stays."""
+        """Stop watching imports, for all who share the hooks; what is wrapped stays."""
         self._hooks.close()
 
     def reason(self) -> str:

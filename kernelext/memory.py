@@ -54,9 +54,8 @@ class MemoryLimits:
         self._cap_mib: int | None = None
         self._limit_mib: int | None = None  # what a framework may take of the cap
         self._read()
-        self._told_mib: int | None = (
-            self._limit_mib
-        )  # what frameworks that are loaded work with; 0: torch has to be looked at
+        # What frameworks that are loaded work with; 0: torch has to be looked at.
+        self._told_mib: int | None = self._limit_mib
 
     def install(self) -> None:
         """Set what can be set now, and watch for torch."""
@@ -64,7 +63,7 @@ class MemoryLimits:
         self._hooks.after("torch", self.torch_imported)
 
     def uninstall(self) -> None:
-        """Stop watching; limits that were set stay."""
+        """Stop watching imports, for all who share the hooks; limits that were set stay."""
         self._hooks.close()
 
     def bind(self, environment: Mapping[str, str]) -> None:

@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kernelext.first_grant import NO_DEVICE_KEPT, FirstGrant
+from kernelext.first_grant import NO_DEVICE_KEPT, FirstGrant, _has_looked
 from kernelext.imports import ImportHooks
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
@@ -44,15 +45,36 @@ def init():
 """
 TORCH = {"torch/__init__.py": "import torch.cuda\n", "torch/_C.py": TORCH_CORE, "torch/cuda/__init__.py": TORCH_CUDA}
 
-# The driver as NVIDIA's is: CUDA_VISIBLE_DEVICES is read once, and the first answer of cuInit is the answer.
+# The driver as NVIDIA's is: CUDA_VISIBLE_DEVICES is read once, and the first answer of cuInit is the answer. What other calls say
+# after a cuInit that failed is not documented: AFTER_FAILURE is 3 (not initialised) or 100 (no device).
 DRIVER = """
 #include <stdlib.h>
-static int answer = -1;
+static int answer = -1, initialised = 0;
+int started(void) { return initialised; }
 int cuInit(unsigned flags) {
     if (answer < 0) { const char *visible = getenv("CUDA_VISIBLE_DEVICES"); answer = visible && !*visible ? 100 : 0; }
+    initialised = 1;
     return answer;
 }
+int cuDeviceGetCount(int *count) {
+    if (answer < 0) return 3;
+    if (answer) return AFTER_FAILURE;
+    *count = 1;
+    return 0;
+}
 """
+NUMBA = {
+    "numba/__init__.py": "",
+    "numba/cuda/__init__.py": "",
+    "numba/cuda/cudadrv/__init__.py": "",
+    "numba/cuda/cudadrv/driver.py": """
+class Driver:
+    initialization_error = None
+    def ensure(self, cuInit):
+        if code := cuInit(0): self.initialization_error = f"no device ({code})"
+driver = Driver()
+""",
+}
 
 
 @pytest.fixture
@@ -63,13 +85,13 @@ def awaited(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
 
 
-@pytest.fixture
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("driver")
+def built(folder: Path, after_failure: int) -> Path:
+    """The driver's library."""
+    folder.mkdir(exist_ok=True)
     (folder / "driver.c").write_text(DRIVER)
     library = folder / "libcuda.so.1"
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(folder / "driver.c")]
-    subprocess.run(command, check=True)
+    options = [f"-DAFTER_FAILURE={after_failure}", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run(["cc", *options, "-o", str(library), str(folder / "driver.c")], check=True)
     return library
 
 
@@ -143,20 +165,48 @@ def test_a_cpu_cell_s_question_does_not_spoil_torch_for_the_cells_with_a_gpu(
         assert granted(kernel, broker, "print(torch.cuda.is_available())").printed == "True\n"
 
 
-@pytest.mark.parametrize("spoil", [True, False])
+@pytest.mark.parametrize(
+    ("looks", "after_failure", "told"),
+    [
+        ("cuda.cuInit(0)", 100, True),
+        ("driver.ensure(cuda.cuInit)", 3, True),
+        ("pass", 3, False),
+        ("pass", 100, False),
+    ],
+)
 def test_a_driver_that_was_started_without_a_device_is_told_of_in_the_first_cell_with_one(
-    folder: Path, broker: ScriptedBroker, driver: Path, spoil: bool
+    folder: Path, broker: ScriptedBroker, looks: str, after_failure: int, told: bool
 ) -> None:
-    start = "cuda.cuInit(0)" if spoil else "pass"
+    write(folder / "packages", NUMBA)
+    library = built(folder / "driver", after_failure)
     with running_kernel(kernel_without_device(folder, broker)) as kernel:
-        kernel.run(f"%%cpu\nimport ctypes; cuda = ctypes.CDLL({str(driver)!r}); {start}")
-        outcome = granted(kernel, broker, "print(cuda.cuInit(0))")
-        assert outcome.printed == ("100\n" if spoil else "0\n")
-        assert [NO_DEVICE_KEPT in text for text in outcome.shown] == ([True] if spoil else [])
+        load = f"import ctypes, sys; sys.path.insert(0, {str(folder / 'packages')!r}); cuda = ctypes.CDLL({str(library)!r})"
+        assert kernel.run(f"%%cpu\n{load}\nfrom numba.cuda.cudadrv.driver import driver\n{looks}").status == "ok"
+        outcome = granted(kernel, broker, "print(cuda.started(), cuda.cuInit(0))")
+        assert outcome.printed == ("1 100\n" if told else "0 0\n"), "nothing is started that was not"
+        assert [NO_DEVICE_KEPT in text for text in outcome.shown] == ([True] if told else [])
         assert kernel.run("1").shown == [], "it is said once"
 
 
-def test_without_a_loaded_driver_nothing_is_started(driver: Path) -> None:
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> None:
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))
+
+
+def test_frameworks_that_looked_in_vain_are_known_by_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numba.cuda.cudadrv.driver", "jax._src.xla_bridge", "tensorflow.python.eager.context"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert not _has_looked()
+    for backends, looked in (({}, False), ({"cpu": 1}, True), ({"cpu": 1, "cuda": 2}, False)):
+        module(monkeypatch, "jax._src.xla_bridge", _backends=backends)
+        assert _has_looked() is looked
+    module(monkeypatch, "tensorflow.python.eager.context", _context=None)
+    assert not _has_looked()
+    module(monkeypatch, "tensorflow.python.eager.context", _context=SimpleNamespace(_physical_devices=["CPU"]))
+    assert _has_looked()
+
+
+def test_without_a_loaded_driver_nothing_is_loaded(tmp_path: Path) -> None:
+    driver = built(tmp_path / "driver", 100)
     code = (
         "from kernelext.first_grant import FirstGrant; from kernelext.imports import ImportHooks; import sys\n"
         "grant = FirstGrant(ImportHooks()); grant.bind({'CUDA_VISIBLE_DEVICES': 'GPU-1'})\n"
