@@ -13,8 +13,8 @@ from kernelext.imports import is_half_imported
 __all__ = ["TorchLimits", "reserved_mib"]
 
 _MIB = 2**20
-_UNCOUNTED = ("cuda.bindings", "cuda.cuda", "numba.cuda", "paddle", "pycuda.driver", "rmm", "tensorflow")
-"""Packages that allocate device memory of which no figure is taken here."""
+_UNCOUNTED = ("numba.cuda", "paddle", "pycuda.driver", "rmm", "tensorflow")
+"""Packages that allocate device memory of which no figure is taken here. (torch itself imports `cuda.bindings`.)"""
 
 
 class TorchLimits:

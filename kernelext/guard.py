@@ -105,10 +105,8 @@ class Guard:
         """Before a cell that has the GPU: limits that have changed, and after the first grant a look at the driver."""
         if self._limits.is_stale and not (self._limits.is_lowered and self._gate.runs_beside(mark)):
             self._limits.refresh()
-        if self._first.is_due:
-            trouble = self._first.check()
-            if trouble and not silent:
-                publish(self._shell, Sentence(trouble))
+        if self._first.is_due and not silent and (trouble := self._first.check()):
+            publish(self._shell, Sentence(trouble))
 
     async def _run_exempt(self, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
         """Run a cell without the GPU, and let the broker know that its being busy does not mean that it needs one."""

@@ -2,9 +2,9 @@
 
 Nothing is imported for this. What can be seen:
 
-- Functions that allocate managed memory: CuPy, numba, bitsandbytes (paged optimizers), PyCUDA, NVIDIA's bindings (`cuda.bindings`,
-  `cuda.cuda`), rmm's choice of a memory resource (which cuDF and Polars' GPU engine make for their users). They are wrapped when their
-  package is imported, and the broker is told at the first call.
+- Functions that allocate managed memory: CuPy, numba, torch's `_use_uvm`, bitsandbytes (paged optimizers), PyCUDA, NVIDIA's bindings
+  (`cuda.bindings`, `cuda.cuda`), rmm's choice of a memory resource (which cuDF and Polars' GPU engine make for their users). They are
+  wrapped when their package is imported, and the broker is told at the first call.
 - Profilers, in the same way (see `profilers`).
 - Before a suspend: the chain of rmm's current memory resource, torch with a pluggable allocator (which may do anything), fbgemm_gpu's
   operators for tensors in managed memory, and variables that make a framework use it.
@@ -66,6 +66,7 @@ _CALLS = (
     Call("rmm.mr", ("rmm.mr",), "set_current_device_resource", _RMM, _sets_managed_resource),
     Call("rmm.mr", ("rmm.mr",), "set_per_device_resource", _RMM, _sets_managed_resource),
     Call("rmm", ("rmm", "rmm.rmm"), "reinitialize", _RMM, _reinitializes_managed),
+    Call("torch.cuda.memory", ("torch.cuda.memory", "torch.cuda"), "_use_uvm", _sentence("torch's managed memory")),
     Call("torch.cuda.memory", ("torch.cuda.memory",), "MemPool.__init__", _PLUGGED, _plugs_allocator),
 )
 

@@ -51,6 +51,7 @@ def jax(stats: dict[str, int]) -> SimpleNamespace:
         ({"torch": torch([MIB]), "jax._src.xla_bridge": jax({"bytes_in_use": 5})}, None),
         ({"torch": torch([MIB]), "tensorflow": ModuleType("tensorflow")}, None),
         ({"torch": torch([MIB]), "rmm": ModuleType("rmm")}, None),
+        ({"torch": torch([MIB]), "cuda.bindings": ModuleType("cuda.bindings")}, 1),  # torch 2.13.0 imports it
         ({"torch": ModuleType("torch")}, None),
     ],
 )

@@ -242,10 +242,13 @@ def test_other_packages_functions_for_managed_memory_are_seen(packages: Path, mo
     assert "managed" in managed.seen
 
 
-# torch 2.13.0: `torch.cuda.memory.MemPool`.
+# torch 2.13.0: `torch.cuda.memory.MemPool`, and `torch.cuda._use_uvm`, which allocates through a pool with `cudaMallocManaged`.
 MEM_POOL = """
+import contextlib
 class MemPool:
     def __init__(self, allocator=None, use_on_oom=False, no_split=False): self.allocator = allocator
+@contextlib.contextmanager
+def _use_uvm(device=None): yield MemPool(allocator="cudaMallocManaged")
 """
 
 
@@ -258,6 +261,18 @@ def test_a_memory_pool_of_torch_with_an_allocator_of_its_own_is_not_trusted(pack
     assert managed.seen == ""
     assert memory.MemPool("mine").allocator == "mine"
     assert "plugged in" in managed.seen
+
+
+def test_torch_s_own_managed_memory_is_seen(packages: Path) -> None:
+    cuda = "from .memory import *\nfrom .memory import _use_uvm\n"
+    write(packages, {"torch/__init__.py": "", "torch/cuda/__init__.py": cuda, "torch/cuda/memory.py": MEM_POOL})
+    managed = ManagedMemory(lambda _: None)
+    managed.install()
+    torch = importlib.import_module("torch.cuda")
+    assert managed.seen == ""
+    with torch._use_uvm() as pool:
+        assert pool.allocator == "cudaMallocManaged"
+    assert managed.seen == "it uses torch's managed memory, which the driver cannot save"
 
 
 # torch 2.13.0: an operator becomes an attribute of its namespace when it is first used. fbgemm_gpu 1.5.0 makes embeddings with it.
