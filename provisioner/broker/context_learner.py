@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from provisioner.broker.gate import GateLink
 from provisioner.broker.kernels import Kernel
 from provisioner.core.context_sizes import FLOOR_MIB, ContextSizes, Figure
 from provisioner.core.model import LeaseState
@@ -26,6 +27,7 @@ __all__ = ["ContextLearner"]
 log = logging.getLogger(__name__)
 
 _SHRINK_TIMEOUT_S: Final = 10.0
+_AGAIN_S: Final = 5.0
 _NOBODY: Final = -1  # a uid that no user has
 
 
@@ -67,25 +69,33 @@ class ContextLearner:
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def _ask(self, kernel: Kernel) -> None:
-        """Have caches given back, then compare. Cancellation stops it at any moment."""
+        """Have caches given back as soon as the kernel is idle, then compare. Cancellation stops it at any moment."""
         while True:
             change = kernel.change()
-            if not kernel.in_use:
+            if kernel.busy:
+                await change.wait()
+                continue
+            link, device_ids = kernel.link, self._broker.may_use(kernel)
+            if link is None or not device_ids:
+                return  # it ended, or is being suspended, which teaches the same
+            word = await link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S)
+            if word != "busy":  # a cell began before the main loop came to it
                 break
-            await change.wait()
-        link, device_ids = kernel.link, self._broker.may_use(kernel)
-        if link is None or not device_ids or await link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S) != "done":
-            return
+            await asyncio.sleep(_AGAIN_S)
+        if word == "done" and await self._compare(kernel, link, device_ids):
+            link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
+
+    async def _compare(self, kernel: Kernel, link: GateLink, device_ids: Sequence[str]) -> bool:
+        """Learn from what the device charges to an idle kernel now; return whether that was possible."""
         try:
             use = await asyncio.to_thread(self._broker.monitor.use, device_ids[0])
         except GPUError:
-            return  # the next breach, or a suspend, tells
+            return False  # the next breach, or a suspend, tells
         if kernel.in_use or kernel.identity is None or kernel.link is not link:
-            return  # what was counted is not of the moment that the answer was of
+            return False  # what was counted is not of the moment that the answer was of
         used_mib = sum(one.used_mib for one in use.processes if one.pid == kernel.identity.pid)
         self._saw(kernel, device_ids, used_mib)
-        if device_ids == self._broker.may_use(kernel):
-            link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
+        return device_ids == self._broker.may_use(kernel)
 
     def _saw(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
         """Take in what the kernel's own process has on its only device. Of several devices nothing tells which holds what."""

@@ -3,8 +3,7 @@
 import pytest
 
 from provisioner.protocol.errors import ConflictError
-from tests.kernelext.test_managed import write, write_cupy
-from tests.kernelext.test_profilers import TORCH
+from tests.support.packages import CUPY, TORCH_PROFILER, write
 from tests.support.world import Server, World, until
 
 REASON = "it uses CuPy's managed memory, which the driver cannot save"
@@ -12,7 +11,7 @@ HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(64 <<
 
 
 def test_managed_memory_that_the_extension_sees_is_refused_and_survives(world: World, server: Server) -> None:
-    write_cupy(world.notebooks)  # what a kernel finds where its notebook lies
+    write(world.notebooks, CUPY)  # what a kernel finds where its notebook lies
     (name,) = world.install(250)
     notebook = server.start(name)
     notebook.must(HOLD + "\nimport cupy; memory = cupy.cuda.malloc_managed(1 << 20)")
@@ -55,7 +54,7 @@ with profile(activities=[ProfilerActivity.CUDA]):
 
 
 def test_a_kernel_that_was_profiled_stays_on_its_device_and_says_why(world: World, server: Server) -> None:
-    write(world.notebooks, TORCH)
+    write(world.notebooks, TORCH_PROFILER)
     (name,) = world.install(250)
     notebook = server.start(name)
     notebook.must(HOLD)

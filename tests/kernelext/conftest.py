@@ -1,5 +1,7 @@
 """A scripted broker, and a kernel that has a lease at it."""
 
+import importlib
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,3 +28,16 @@ def broker(folder: Path) -> Iterator[ScriptedBroker]:
 def kernel(folder: Path, broker: ScriptedBroker) -> Iterator[RunningKernel]:
     with running_kernel(kernel_environment(folder, broker.path)) as kernel:
         yield kernel
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for packages that can be imported, and are forgotten at the end."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before, finders = dict(sys.modules), list(sys.meta_path)
+    yield tmp_path
+    for name in sys.modules.keys() - before.keys():
+        del sys.modules[name]
+    sys.modules.update(before)
+    sys.meta_path[:] = finders
+    importlib.invalidate_caches()

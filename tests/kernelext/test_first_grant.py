@@ -14,9 +14,7 @@ from kernelext.first_grant import NO_DEVICE_KEPT, FirstGrant, _has_looked
 from kernelext.imports import ImportHooks
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
-from tests.kernelext.test_managed import packages, write
-
-__all__ = ["packages"]
+from tests.support.packages import write
 
 # torch 2.13.0: torch/cuda/__init__.py asks through these two of torch._C; the library keeps its first count in a static variable
 # (c10/cuda/CUDAFunctions.cpp), and the driver its first look at CUDA_VISIBLE_DEVICES.

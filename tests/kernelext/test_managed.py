@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -12,35 +11,12 @@ from kernelext.gate import Gate
 from kernelext.imports import ImportHooks
 from kernelext.managed import ManagedMemory
 from kernelext.shrink import Shrinker
-
-CUPY = "from cupy import cuda\n"
-CUPY_CUDA = "from cupy.cuda.memory import malloc_managed\n"
-CUPY_MEMORY = "def malloc_managed(size):\n    'Allocates.'\n    return ('managed', size)\n"
-
-
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for packages that can be imported, and are forgotten at the end."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before, finders = dict(sys.modules), list(sys.meta_path)
-    yield tmp_path
-    for name in sys.modules.keys() - before.keys():
-        del sys.modules[name]
-    sys.modules.update(before)
-    sys.meta_path[:] = finders
-    importlib.invalidate_caches()
-
-
-def write_cupy(folder: Path) -> None:
-    (folder / "cupy" / "cuda").mkdir(parents=True)
-    (folder / "cupy" / "__init__.py").write_text(CUPY)
-    (folder / "cupy" / "cuda" / "__init__.py").write_text(CUPY_CUDA)
-    (folder / "cupy" / "cuda" / "memory.py").write_text(CUPY_MEMORY)
+from tests.support.packages import CUPY, write
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["imported before", "imported after"])
 def test_cupy_s_managed_memory_is_told_of_once_when_it_is_allocated(packages: Path, first: bool) -> None:
-    write_cupy(packages)
+    write(packages, CUPY)
     told: list[str] = []
     managed = ManagedMemory(told.append)
     if first:
@@ -78,13 +54,6 @@ def test_numba_s_managed_arrays_are_seen(packages: Path) -> None:
     cuda = importlib.import_module("numba.cuda")
     assert cuda.managed_array(3) == 3
     assert "numba" in managed.reason()
-
-
-def write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write a package. `files` by their paths."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
 
 
 # bitsandbytes calls its library through ctypes: an optimizer's `get_state_buffer`, `functional.get_paged`, `lib.cget_managed_ptr`.

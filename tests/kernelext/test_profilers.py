@@ -10,53 +10,8 @@ import pytest
 from kernelext.imports import ImportHooks
 from kernelext.managed import ManagedMemory
 from kernelext.profilers import injected
-from tests.kernelext.test_managed import packages, write
+from tests.support.packages import TORCH_PROFILER, write
 
-__all__ = ["packages"]
-
-# torch 2.13.0: `torch.profiler.profile` works through `torch.autograd.profiler.profile`, which calls these two of torch._C.
-TORCH = {
-    "torch/__init__.py": "import torch.autograd\nimport torch.profiler\nimport torch.cuda.profiler\n",
-    "torch/autograd/__init__.py": """
-import enum
-class ProfilerActivity(enum.Enum):
-    CPU = 0
-    CUDA = 2
-calls = []
-def _prepare_profiler(config, activities): calls.append("prepare")
-def _enable_profiler(config, activities, scopes=None): calls.append("enable")
-""",
-    "torch/autograd/profiler.py": """
-from torch.autograd import ProfilerActivity, _enable_profiler, _prepare_profiler
-class profile:
-    def __init__(self, use_device=None):
-        self.kineto_activities = {ProfilerActivity.CPU}
-        if use_device == "cuda": self.kineto_activities.add(ProfilerActivity.CUDA)
-    def _prepare_trace(self): _prepare_profiler(None, self.kineto_activities)
-    def _start_trace(self): _enable_profiler(None, self.kineto_activities)
-    def __enter__(self):
-        self._prepare_trace()
-        self._start_trace()
-        return self
-    def __exit__(self, *_): pass
-""",
-    "torch/profiler/__init__.py": "from .profiler import profile\nfrom torch.autograd import ProfilerActivity\n",
-    "torch/profiler/profiler.py": """
-import torch.autograd.profiler as prof
-from torch.autograd import ProfilerActivity
-class profile:
-    def __init__(self, activities): self.use_device = "cuda" if ProfilerActivity.CUDA in activities else None
-    def __enter__(self):
-        self.profiler = prof.profile(use_device=self.use_device)
-        self.profiler._prepare_trace()
-        self.profiler._start_trace()
-        return self
-    def __exit__(self, *_): pass
-""",
-    "torch/cuda/__init__.py": "def is_initialized(): return False\n",
-    "torch/cuda/profiler.py": "def start(): return 'cudaProfilerStart'\n",
-    "torch/profiler/_cupti_monitor.py": "def start_collection(folder): return folder\n",
-}
 # jax 0.10.2 and 0.4.30, tensorflow 2.x, triton 3.4.0, cupti-python 13.4.0.
 JAX = {
     "jax/__init__.py": "",
@@ -88,7 +43,7 @@ def watched(folder: Path, files: dict[str, str]) -> ManagedMemory:
 
 @pytest.mark.parametrize("first", [True, False], ids=["imported before", "imported after"])
 def test_torch_s_profiler_is_seen_when_it_traces_cuda_and_not_otherwise(packages: Path, first: bool) -> None:
-    write(packages, TORCH)
+    write(packages, TORCH_PROFILER)
     told: list[str] = []
     managed = ManagedMemory(told.append)
     if first:
@@ -106,14 +61,14 @@ def test_torch_s_profiler_is_seen_when_it_traces_cuda_and_not_otherwise(packages
 
 
 def test_torch_s_older_profiler_is_seen(packages: Path) -> None:
-    managed = watched(packages, TORCH)
+    managed = watched(packages, TORCH_PROFILER)
     torch = importlib.import_module("torch")
     with torch.autograd.profiler.profile(use_device="cuda"):
         assert "torch's profiler" in managed.reason()
 
 
 def test_a_profiler_s_start_and_stop_without_a_profiler_attach_nothing(packages: Path) -> None:
-    managed = watched(packages, TORCH)
+    managed = watched(packages, TORCH_PROFILER)
     assert importlib.import_module("torch.cuda.profiler").start() == "cudaProfilerStart"
     assert managed.reason() == ""
 
@@ -121,7 +76,7 @@ def test_a_profiler_s_start_and_stop_without_a_profiler_attach_nothing(packages:
 @pytest.mark.parametrize(
     ("files", "function", "argument", "who"),
     [
-        (TORCH, "torch.profiler._cupti_monitor:start_collection", "/tmp/x", "torch"),  # noqa: S108 - a name
+        (TORCH_PROFILER, "torch.profiler._cupti_monitor:start_collection", "/tmp/x", "torch"),  # noqa: S108 - a name
         (JAX, "jax.profiler:start_trace", "logs", "JAX"),
         (JAX, "jax.profiler:start_server", 9999, "JAX"),
         (TENSORFLOW, "tensorflow.python.profiler.profiler_v2:start", "logs", "TensorFlow"),
