@@ -49,7 +49,7 @@ class World:
 
     def _use(self, device_id: str) -> DeviceUse:
         processes = tuple(ProcessUse(pid=pid, used_mib=mib) for pid, mib in self.use.items())
-        return DeviceUse(device_id=device_id, used_mib=sum(self.use.values()), processes=processes)
+        return DeviceUse(memory_mib=80_000, device_id=device_id, used_mib=sum(self.use.values()), processes=processes)
 
     def may_use(self, _: Kernel) -> tuple[str, ...]:
         return self.homes if self.state is LeaseState.RESIDENT else ()
