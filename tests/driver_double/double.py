@@ -92,6 +92,7 @@ _OF_DEVICES: Final = frozenset(
     }
 )
 _RECORD: Final = struct.Struct("<IIQIIIIQQII16I16QiIQII")  # Record of double.h up to `answered`
+_STATE_AT: Final = 24
 _MAGIC: Final = 0x44445631
 _STATES: Final = ("running", "locked", "checkpointed", "failed", "checkpointing", "restoring")
 _MIB: Final = 1 << 20
@@ -321,6 +322,13 @@ class DriverDouble:
     def process(self, pid: int) -> DoubleProcess | None:
         """Return one of `processes()`, None where it is not among them."""
         return next((one for one in self.processes() if one.pid == pid), None)
+
+    def force_state(self, pid: int, state: str) -> None:
+        """Let the driver tell this state of a process, which does what goes with it: it waits, or fails."""
+        (record,) = (self.folder / "processes").glob(f"{pid}.*")
+        with record.open("r+b") as file:
+            file.seek(_STATE_AT)
+            file.write(_STATES.index(state).to_bytes(4, "little"))
 
     def _set_devices(self, devices: Sequence[Device]) -> None:
         self._settings = {name: text for name, text in self._settings.items() if not name.startswith("device.")}

@@ -4,6 +4,7 @@ A library is found when a program starts, so the test's own process cannot load 
 methods there: `remote.checkpointer.lock(pid, 1000)` returns or raises what NvidiaCheckpointer's does.
 """
 
+import importlib
 import os
 import pickle
 import subprocess
@@ -20,7 +21,21 @@ from tests.driver_double.releases import newest, python_path
 __all__ = ["Remote", "RemoteCheckpointer", "RemoteMonitor"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-_MADE: Final[dict[str, Callable[[], object]]] = {"checkpointer": NvidiaCheckpointer, "monitor": NvidiaMonitor}
+
+
+class _Bindings:
+    """What the loaded bindings know."""
+
+    @property
+    def states(self) -> list[str]:
+        return [state.name for state in importlib.import_module("cuda.bindings.driver").CUprocessState]
+
+
+_MADE: Final[dict[str, Callable[[], object]]] = {
+    "checkpointer": NvidiaCheckpointer,
+    "monitor": NvidiaMonitor,
+    "bindings": _Bindings,
+}
 
 
 class Remote:
@@ -29,7 +44,8 @@ class Remote:
     def __init__(
         self, double: DriverDouble, *, bindings: str = "newest", nvml: str = "newest", **environment: str
     ) -> None:
-        given = double.environment(bindings)
+        self.bindings = newest() if bindings == "newest" else bindings
+        given = double.environment(self.bindings)
         nvml_path = python_path("nvidia-ml-py", newest("nvidia-ml-py") if nvml == "newest" else nvml)
         given["PYTHONPATH"] = os.pathsep.join((given["PYTHONPATH"], str(nvml_path), str(ROOT)))
         self._process = subprocess.Popen(
@@ -68,6 +84,11 @@ class Remote:
         if kind == "ValueError":
             raise ValueError(value)
         return value
+
+    def known_states(self) -> list[str]:
+        """Return the names of the states that its bindings know."""
+        found: list[str] = self.call("bindings", "states")
+        return found
 
     def use(self, double: DriverDouble) -> None:
         """Let its calls go to another host from now on; it counts as initialised there."""

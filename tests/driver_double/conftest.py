@@ -1,0 +1,46 @@
+"""A host of the double, and processes on it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.driver_double.double import DriverDouble
+from tests.driver_double.remote import Remote
+from tests.gpu_sim.kernels import KernelProcess
+
+StartKernel = Callable[..., KernelProcess]
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> DriverDouble:
+    """Two devices of 1 GiB; a context takes 32 MiB."""
+    double = DriverDouble(tmp_path / "host")
+    double.set(context_mib=32)
+    return double
+
+
+@pytest.fixture
+def start(double: DriverDouble) -> Iterator[StartKernel]:
+    """Start processes; they end with the test."""
+    with ExitStack() as stack:
+
+        def start(**environment: str) -> KernelProcess:
+            whole = {**double.environment(), **environment}
+            return stack.enter_context(KernelProcess("tests.driver_double.device", whole))
+
+        yield start
+
+
+@pytest.fixture
+def kernel(start: StartKernel) -> KernelProcess:
+    """A process without a context."""
+    return start()
+
+
+@pytest.fixture
+def remote(double: DriverDouble) -> Iterator[Remote]:
+    """A checkpointer and a monitor in a process of their own."""
+    with Remote(double) as remote:
+        yield remote
