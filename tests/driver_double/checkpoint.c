@@ -306,14 +306,15 @@ static int wait_for_answer(int pid, Record *record, uint32_t number) {
     }
 }
 
-/* Waits for the end of an operation whose caller died. A living caller's is not waited for: it holds the lock. */
-static bool is_free(int pid, int fd, Record *record) {
-    uint64_t until = now_ns() + 1000000000ull;
-    while (atomic_load(&record->asked) != atomic_load(&record->answered)) {
-        if (now_ns() > until || !process_lives(pid, NULL, NULL)) return false;
-        nap_until(now_ns() + 1000000);
+/* Takes the lock of a target, which a living caller holds for as long as its operation takes: then the answer is no. An operation
+   whose caller died is waited for; its target takes the lock for moments, to look whether that caller lives. */
+static bool take_target(int pid, int fd, Record *record) {
+    for (int refused = 0; refused < 5 && process_lives(pid, NULL, NULL); nap_until(now_ns() + 1000000)) {
+        if (flock(fd, LOCK_EX | LOCK_NB)) refused++;
+        else if (atomic_load(&record->asked) == atomic_load(&record->answered)) return true;
+        else flock(fd, LOCK_UN), refused = 0;
     }
-    return flock(fd, LOCK_EX | LOCK_NB) == 0 && atomic_load(&record->asked) == atomic_load(&record->answered);
+    return false;
 }
 
 static int ask(int pid, enum operation operation, uint32_t timeout_ms, const int32_t *to) {
@@ -328,7 +329,7 @@ static int ask(int pid, enum operation operation, uint32_t timeout_ms, const int
         return errno == EACCES || errno == EPERM ? CUDA_ERROR_NOT_PERMITTED : CUDA_ERROR_NOT_INITIALIZED;
     }
     result = CUDA_ERROR_ILLEGAL_STATE; /* another caller is at work on it */
-    if (is_free(pid, fd, record)) {
+    if (take_target(pid, fd, record)) {
         record->operation = operation, record->timeout_ms = timeout_ms;
         for (int i = 0; i < MAX_DEVICES; i++) record->move_to[i] = to ? to[i] : i;
         uint32_t number = atomic_fetch_add(&record->asked, 1) + 1;

@@ -39,8 +39,15 @@ def kernel(start: StartKernel) -> KernelProcess:
     return start()
 
 
-@pytest.fixture
-def remote(double: DriverDouble) -> Iterator[Remote]:
-    """A checkpointer and a monitor in a process of their own."""
-    with Remote(double) as remote:
+@pytest.fixture(scope="session")
+def remote_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    """One process for all tests: starting Python and the bindings takes longer than most of them."""
+    with Remote(DriverDouble(tmp_path_factory.mktemp("first") / "host")) as remote:
         yield remote
+
+
+@pytest.fixture
+def remote(remote_process: Remote, double: DriverDouble) -> Remote:
+    """A checkpointer and a monitor in a process of their own, which has started the driver."""
+    remote_process.use(double)
+    return remote_process
