@@ -4,7 +4,6 @@ import os
 import select
 import signal
 import subprocess
-import time
 
 import pytest
 
@@ -407,38 +406,6 @@ def test_a_call_can_hang_and_go_on(double: DriverDouble, start: StartKernel) -> 
     assert kernel.is_blocked()
     fault.unlink()
     assert kernel.result() is None
-
-
-# ---- NVML's samples -------------------------------------------------------------------------------------------------------
-
-
-def test_samples_are_told_as_they_were_set_however_absurd(double: DriverDouble, remote: Remote) -> None:
-    device = double.devices[0].device_id
-    now = time.time_ns() // 1000
-    double.set_device(0, samples=[(7, 0, 55, 1), (8, now - 5_000_000, 9, 0), (9, now + 10**12, 37_100, 0)])
-    activity = remote.monitor.activity(device, now - 2_000_000)
-    assert activity is not None
-    assert 7 in activity.worked_us
-    assert 8 not in activity.worked_us
-    (first, *_) = double.calls("nvmlDeviceGetProcessUtilization")
-    assert (first.arguments["room"], first.result) == ("0", 7), "pynvml asks for the number first"
-
-
-def test_sensors_are_told_as_they_were_set(double: DriverDouble, remote: Remote) -> None:
-    double.set_device(1, busy_percent=43, temperature_c=51, power_mw=230_000, energy_mj=-1)
-    told = remote.monitor.sensors(double.devices[1].device_id)
-    assert (told.busy_percent, told.temperature_c, told.power_mw, told.energy_mj) == (43, 51, 230_000, None)
-
-
-def test_memory_of_nobody_is_used_and_an_older_form_counts_the_drivers_part(
-    double: DriverDouble, remote: Remote
-) -> None:
-    device = double.devices[0].device_id
-    double.set_device(0, extra_mib=100)
-    assert remote.monitor.use(device).used_mib == 100
-    double.fail("nvmlDeviceGetMemoryInfo_v2", 13, times=None)
-    assert remote.monitor.use(device).used_mib == 600
-    assert [one.memory_mib for one in remote.monitor.devices()] == [1024 + 500] * 2
 
 
 # ---- robustness of the double itself ----------------------------------------------------------------------------------------

@@ -1,0 +1,109 @@
+"""NvidiaMonitor through the real pynvml, the oldest and the newest that is supported, on what the double's NVML tells."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessUse
+from tests.driver_double import releases
+from tests.driver_double.double import DriverDouble
+from tests.driver_double.remote import Remote
+from tests.gpu_sim.kernels import KernelProcess
+
+C = GPUErrorCode
+SAMPLES = "nvmlDeviceGetProcessUtilization"
+
+
+@pytest.fixture(scope="module", params=[releases.oldest("nvidia-ml-py"), releases.newest("nvidia-ml-py")])
+def process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    """One process for each release."""
+    double = DriverDouble(tmp_path_factory.mktemp("first") / "host")
+    with Remote(double, nvml=request.param) as remote:
+        yield remote
+
+
+@pytest.fixture
+def remote(process: Remote, double: DriverDouble) -> Remote:
+    process.use(double)
+    return process
+
+
+def test_a_device_is_described(double: DriverDouble, remote: Remote, kernel: KernelProcess) -> None:
+    kernel.run("!x = cuda.allocate(100 << 20)")
+    device = double.devices[0]
+    first, second = remote.monitor.devices()
+    assert (first.device_id, first.name, first.memory_mib) == (device.device_id, device.name, device.mib)
+    assert second.device_id == double.devices[1].device_id
+    use = remote.monitor.use(device.device_id)
+    assert (use.used_mib, use.processes) == (132, (ProcessUse(pid=kernel.pid, used_mib=132),))
+
+
+def test_memory_that_is_not_told_is_what_is_left(double: DriverDouble, remote: Remote, kernel: KernelProcess) -> None:
+    kernel.run("!x = cuda.allocate(100 << 20)")
+    double.set(nvml_tells_memory=False)
+    double.set_device(0, extra_mib=8)
+    assert remote.monitor.use(double.devices[0].device_id).processes == (ProcessUse(pid=kernel.pid, used_mib=140),)
+
+
+def test_a_device_that_is_not_there_is_told(remote: Remote) -> None:
+    with pytest.raises(GPUError, match="NVML error 6") as caught:
+        remote.monitor.use("GPU-00000000-0000-0000-0000-000000000000")
+    assert caught.value.code is C.NO_SUCH_DEVICE
+
+
+@pytest.mark.parametrize(
+    ("results", "seen"),
+    [
+        ([], {7}),
+        ([6], set()),  # no sample
+        ([0], set()),  # none to count: pynvml makes an error of that success
+        ([7, 7], {7}),  # how many there are; and then there were more
+    ],
+)
+def test_who_works_is_read_whatever_order_samples_come_in(
+    double: DriverDouble, remote: Remote, results: list[int], seen: set[int]
+) -> None:
+    double.set_device(0, samples=[(7, 0, 55, 0)])
+    for result in results:
+        double.fail(SAMPLES, result)
+    activity = remote.monitor.activity(double.devices[0].device_id, time.time_ns() // 1000 - 2_000_000)
+    assert activity is not None
+    assert set(activity.worked_us) == seen
+    assert not list((double.folder / "faults").glob("*/*")), "each result was taken"
+
+
+def test_samples_that_are_never_as_many_as_said_are_an_error(double: DriverDouble, remote: Remote) -> None:
+    double.set_device(0, samples=[(7, 0, 55, 0)])
+    double.fail(SAMPLES, 7, times=None)
+    with pytest.raises(GPUError, match="NVML error 7"):
+        remote.monitor.activity(double.devices[0].device_id, 0)
+
+
+def test_samples_are_told_as_they_were_set_however_absurd(double: DriverDouble, remote: Remote) -> None:
+    device = double.devices[0].device_id
+    now = time.time_ns() // 1000
+    double.set_device(0, samples=[(7, 0, 55, 1), (8, now - 5_000_000, 9, 0), (9, now + 10**12, 37_100, 0)])
+    activity = remote.monitor.activity(device, now - 2_000_000)
+    assert activity is not None
+    assert 7 in activity.worked_us
+    assert 8 not in activity.worked_us
+    (first, *_) = double.calls("nvmlDeviceGetProcessUtilization")
+    assert (first.arguments["room"], first.result) == ("0", 7), "pynvml asks for the number first"
+
+
+def test_sensors_are_told_as_they_were_set(double: DriverDouble, remote: Remote) -> None:
+    double.set_device(1, busy_percent=43, temperature_c=51, power_mw=230_000, energy_mj=-1)
+    told = remote.monitor.sensors(double.devices[1].device_id)
+    assert (told.busy_percent, told.temperature_c, told.power_mw, told.energy_mj) == (43, 51, 230_000, None)
+
+
+def test_memory_of_nobody_is_used_and_an_older_form_counts_the_drivers_part(
+    double: DriverDouble, remote: Remote
+) -> None:
+    device = double.devices[0].device_id
+    double.set_device(0, extra_mib=100)
+    assert remote.monitor.use(device).used_mib == 100
+    double.fail("nvmlDeviceGetMemoryInfo_v2", 13, times=None)
+    assert remote.monitor.use(device).used_mib == 600
+    assert [one.memory_mib for one in remote.monitor.devices()] == [1024 + 500] * 2
