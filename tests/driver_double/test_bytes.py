@@ -47,7 +47,7 @@ def remote(process: Remote, double: DriverDouble) -> Remote:
 
 
 def can_move(remote: Remote) -> bool:
-    return int(remote.bindings.partition(".")[0]) >= 13
+    return int(remote.bindings.partition(".")[0]) >= 13 and remote.bindings != "13.3.0"
 
 
 def raw(device_id: str) -> str:
@@ -119,7 +119,7 @@ def test_a_move_names_every_device_once_on_either_side(
     kernel.run("!x = cuda.allocate(2**20); x.fill(b'moved')")
     suspend(remote.checkpointer, kernel.pid)
     if not can_move(remote):
-        with pytest.raises(GPUError, match=r"cuda-bindings are older than 13\.0") as caught:
+        with pytest.raises(GPUError, match=r"cuda-bindings (are older than 13\.0|lack )") as caught:
             remote.checkpointer.restore(kernel.pid, given)
         assert caught.value.code is GPUErrorCode.NOT_SUPPORTED
         assert "cuCheckpointProcessRestore" not in {call.name for call in by_remote(double, remote)}

@@ -313,7 +313,7 @@ def test_the_drivers_refusal_of_another_chip_is_passed_on(
     assert driver.processes[pid].state == CHECKPOINTED
 
 
-@pytest.mark.parametrize("cause", ["bindings", "driver", "silence"])
+@pytest.mark.parametrize("cause", ["bindings", "bindings 13.3.0", "driver", "silence"])
 def test_what_cannot_move_is_refused_before_anything_is_tried(
     one: NvidiaCheckpointer, driver: FakeDriver, pid: int, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +322,9 @@ def test_what_cannot_move_is_refused_before_anything_is_tried(
     if cause == "bindings":
         monkeypatch.delattr(FakeDriver, "CUcheckpointGpuPair")
         sentence = "cuda-bindings are older than 13.0: pip install"
+    elif cause == "bindings 13.3.0":
+        monkeypatch.delattr(FakeDriver, "CUcheckpointRestoreArgs")
+        sentence = "cuda-bindings lack CUcheckpointRestoreArgs .*: pip install"
     elif cause == "driver":
         driver.version = 12080
         sentence = "serves CUDA 12.8, 13.0 is needed: install driver 580"
