@@ -123,7 +123,9 @@ class NvidiaCheckpointer:
         if not hasattr(self._driver, "CUcheckpointGpuPair"):
             return f"the installed cuda-bindings are older than 13.0: {INSTALL_BINDINGS} --upgrade"
         if not hasattr(self._driver, "CUcheckpointRestoreArgs"):
-            return f"the installed cuda-bindings lack CUcheckpointRestoreArgs (13.3.0 does): {INSTALL_BINDINGS} --upgrade"
+            return (
+                f"the installed cuda-bindings lack CUcheckpointRestoreArgs (13.3.0 does): {INSTALL_BINDINGS} --upgrade"
+            )
         result, version = self._ask("cuDriverGetVersion")
         if result != _SUCCESS or not isinstance(version, int):
             return f"the CUDA driver does not tell its version: {self._name(result)}"
