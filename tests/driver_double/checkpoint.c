@@ -286,9 +286,9 @@ bool start_thread(void) {
 static int why_not_ask(int pid, const char *stopped_setting) {
     char state = 0, stopped[16] = "hang";
     if (setting("not_permitted", 0)) return CUDA_ERROR_NOT_PERMITTED;
-    if (!process_lives(pid, NULL, &state) || state != 'T') return CUDA_SUCCESS;
+    if (!process_lives(pid, NULL, &state) || (state != 'T' && state != 't')) return CUDA_SUCCESS;
     text_setting(stopped_setting, stopped, sizeof stopped);
-    while (!strcmp(stopped, "hang") && process_lives(pid, NULL, &state) && state == 'T') {
+    while (!strcmp(stopped, "hang") && process_lives(pid, NULL, &state) && (state == 'T' || state == 't')) {
         nap_until(now_ns() + 1000000);
         open_host();
         text_setting(stopped_setting, stopped, sizeof stopped);

@@ -51,6 +51,7 @@ bool enter_work(Call *call, const char *name) {
 
 void forget_after_fork(void) {
     /* The child has copies of handles that mean nothing there: it must begin anew, and CUDA says that it cannot. */
+    renew_host_mutex();
     bool inherits = process.record && setting("forked_known", 0) != 0;
     if (process.record) forked = true;
     pthread_mutex_init(&process.mutex, NULL);
@@ -319,6 +320,12 @@ CUresult CUDAAPI cuCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUdevice de
     Call call;
     if (enter_work(&call, "cuCtxCreate")) call.result = create_context(pctx, dev);
     return end(&call, "flags=%u device=%d", flags, dev);
+}
+
+CUresult CUDAAPI cuCtxCreate_v3(CUcontext *pctx, CUexecAffinityParam *params, int count, unsigned int flags, CUdevice dev) {
+    Call call;
+    if (enter_work(&call, "cuCtxCreate")) call.result = create_context(pctx, dev);
+    return end(&call, "params=%s count=%d flags=%u device=%d", params ? "given" : "NULL", count, flags, dev);
 }
 
 CUresult CUDAAPI cuCtxCreate(CUcontext *pctx, CUctxCreateParams *ctxCreateParams, unsigned int flags, CUdevice dev) { /* _v4 */

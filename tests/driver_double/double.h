@@ -74,6 +74,7 @@ typedef struct {
 } Call;
 
 /* host.c */
+void renew_host_mutex(void);
 uint64_t now_ns(void);
 void nap_until(uint64_t ns);
 bool open_host(void); /* reads what has changed; false: there is no simulated host */

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ _FLAGS: Final = (
     "-Wall",
     "-Wextra",
     "-Wno-unused-parameter",
+    "-Wno-format-truncation",
     "-Werror",
     "-fvisibility=hidden",
     "-fPIC",
@@ -217,8 +219,9 @@ class DriverDouble:
         """Return what makes a program's driver this host: the libraries, and that release of NVIDIA's Python packages."""
         release = newest() if bindings == "newest" else bindings
         paths = (python_path("cuda-bindings", release), os.environ.get("PYTHONPATH", ""))
+        libraries = (str(build()), os.environ.get("LD_LIBRARY_PATH", ""))
         return {
-            "LD_LIBRARY_PATH": str(build()),
+            "LD_LIBRARY_PATH": os.pathsep.join(path for path in libraries if path),
             "DRIVER_DOUBLE": str(self.folder),
             "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
         }
@@ -343,6 +346,9 @@ class DriverDouble:
     def _write(self) -> None:
         fresh = self.folder / f"settings.{os.getpid()}"
         fresh.write_text("".join(f"{name}={text}\n" for name, text in self._settings.items()), encoding="utf-8")
+        os.utime(
+            fresh, ns=(time.time_ns(), time.time_ns())
+        )  # finer than the file system's own clock: each change is seen
         fresh.rename(self.folder / "settings")
 
     def _fault(self, call: str, name: str, pid: int | None) -> Path:

@@ -11,9 +11,11 @@ static struct {
     char *text; /* lines separated by zero bytes, ends with an empty one */
 } host = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
-static void after_fork(void) { pthread_mutex_init(&host.mutex, NULL); }
+/* In a forked child another thread of the parent may seem to hold the mutex for ever. libcuda's own handler needs it, too, and may
+   be called before this one. */
+void renew_host_mutex(void) { pthread_mutex_init(&host.mutex, NULL); }
 
-__attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, after_fork); }
+__attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, renew_host_mutex); }
 
 uint64_t now_ns(void) {
     struct timespec t;

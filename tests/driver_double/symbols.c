@@ -2,6 +2,7 @@
 #include "process.h"
 
 CUresult CUDAAPI cuCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUdevice dev);
+CUresult CUDAAPI cuCtxCreate_v3(CUcontext *pctx, CUexecAffinityParam *params, int count, unsigned int flags, CUdevice dev);
 CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags, CUdriverProcAddressQueryResult *symbolStatus);
 
 /* `since` is the CUDA version that brought this form of the call. A name's forms stand in order. */
@@ -12,7 +13,7 @@ static const struct { const char *name; int since; void *at; } symbols[] = {
     HAS(cuDeviceTotalMem, 3020), HAS(cuDeviceGetAttribute, 2000),
     HAS(cuDevicePrimaryCtxRetain, 7000), HAS(cuDevicePrimaryCtxRelease, 7000), HAS(cuDevicePrimaryCtxReset, 7000),
     HAS(cuDevicePrimaryCtxGetState, 7000),
-    {"cuCtxCreate", 3020, (void *)cuCtxCreate_v2}, HAS(cuCtxCreate, 13000),
+    {"cuCtxCreate", 3020, (void *)cuCtxCreate_v2}, {"cuCtxCreate", 11040, (void *)cuCtxCreate_v3}, HAS(cuCtxCreate, 12050),
     HAS(cuCtxDestroy, 4000), HAS(cuCtxSetCurrent, 4000), HAS(cuCtxGetCurrent, 4000), HAS(cuCtxPushCurrent, 4000),
     HAS(cuCtxPopCurrent, 4000), HAS(cuCtxGetDevice, 2000), HAS(cuCtxSynchronize, 2000),
     HAS(cuMemGetInfo, 3020), HAS(cuMemAlloc, 3020), HAS(cuMemFree, 3020), HAS(cuMemGetAddressRange, 3020),
