@@ -165,20 +165,15 @@ static int checkpoint_self(Record *record) {
     return ending == FAILS ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 }
 
-static void add_up(const Record *record, void *sums) {
-    uint64_t *used = sums;
-    for (int i = 0; i < MAX_DEVICES && record->resident; i++) used[i] += record->bytes[i] + record->contexts[i] * context_bytes();
-}
-
 /* Lets the process occupy the devices that it goes to (`to[i]`: the new device of device i), where there is room. */
 static bool occupy(Record *record, const int32_t *to) {
     Device all[MAX_DEVICES] = {0};
-    uint64_t used[MAX_DEVICES] = {0}, bytes[MAX_DEVICES] = {0};
+    uint64_t used[MAX_DEVICES], bytes[MAX_DEVICES] = {0};
     uint32_t contexts[MAX_DEVICES] = {0}, on = 0;
     int lock = lock_capacity();
     bool fits = true;
     devices(all);
-    visit_records(add_up, used);
+    add_up_use(used);
     for (int i = 0; i < MAX_DEVICES; i++) bytes[to[i]] = record->bytes[i], contexts[to[i]] = record->contexts[i];
     for (int i = 0; i < MAX_DEVICES; i++) {
         uint64_t needed = bytes[i] + contexts[i] * context_bytes();
@@ -427,7 +422,8 @@ CUresult CUDAAPI cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *ar
         else call.result = ask(pid, RESTORE, 0, given ? to : NULL);
     }
     size_t count = given && args->gpuPairsCount <= MAX_DEVICES ? args->gpuPairsCount : 0;
-    return end(&call, "pid=%d args=%s pairs=%s", pid, hex(bytes, args, sizeof *args), hex(pairs, count ? args->gpuPairs : NULL, count * 32));
+    hex(bytes, args, sizeof *args);
+    return end(&call, "pid=%d args=%s pairs=%s", pid, args ? bytes : "NULL", hex(pairs, count ? args->gpuPairs : NULL, count * 32));
 }
 
 CUresult CUDAAPI cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs *args) {

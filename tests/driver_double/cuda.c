@@ -216,17 +216,12 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *pi, CUdevice_attribute attrib, CUdevi
 
 /* ---- how full devices are ---- */
 
-static void add_up(const Record *record, void *sums) {
-    uint64_t *used = sums, each = context_bytes();
-    for (int i = 0; i < MAX_DEVICES && record->resident; i++) used[i] += record->bytes[i] + record->contexts[i] * each;
-}
-
 CUresult take(int ordinal, uint64_t bytes, int contexts) {
     Device all[MAX_DEVICES];
     Record *record = process.record;
-    uint64_t used[MAX_DEVICES] = {0}, needed = bytes + (uint64_t)contexts * context_bytes();
+    uint64_t used[MAX_DEVICES], needed = bytes + (uint64_t)contexts * context_bytes();
     int device = process.visible[ordinal], count = devices(all), lock = lock_capacity();
-    visit_records(add_up, used);
+    add_up_use(used);
     bool fits = device < count && used[device] + needed <= all[device].mib * MIB;
     if (fits) {
         record->bytes[device] += bytes, record->contexts[device] += (uint32_t)contexts;

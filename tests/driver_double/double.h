@@ -89,6 +89,8 @@ int open_record(int pid, uint64_t start_time);
 int lock_capacity(void); /* returns what close() unlocks */
 typedef void (*Visit)(const Record *, void *);
 void visit_records(Visit, void *); /* those of living processes; sums are true while the capacity is locked */
+uint64_t used_by(const Record *, int device);       /* bytes, contexts included */
+void add_up_use(uint64_t used[MAX_DEVICES]);         /* by all processes; the caller has locked the capacity */
 uint64_t context_bytes(void);
 bool is_cuda_process(const Record *);
 bool begin(Call *, const char *name, int pid); /* false: the result is given, do nothing */

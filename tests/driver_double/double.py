@@ -31,7 +31,7 @@ __all__ = ["Call", "Device", "DoubleProcess", "DriverDouble", "build"]
 
 _HERE: Final = Path(__file__).parent
 _LIBRARIES: Final = {
-    "libcuda.so.1": ("cuda.c", "memory.c", "checkpoint.c", "symbols.c", "host.c"),
+    "libcuda.so.1": ("cuda.c", "memory.c", "streams.c", "checkpoint.c", "symbols.c", "host.c"),
     "libnvidia-ml.so.1": ("nvml.c", "host.c"),
 }
 _HEADERS: Final = {"cuda.h": "nvidia-cuda-runtime", "nvml.h": "nvidia-nvml-dev"}

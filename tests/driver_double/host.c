@@ -197,6 +197,19 @@ void visit_records(Visit visit, void *with) {
     closedir(all);
 }
 
+uint64_t used_by(const Record *record, int device) {
+    return record->resident ? record->bytes[device] + record->contexts[device] * context_bytes() : 0;
+}
+
+static void add_process(const Record *record, void *sums) {
+    for (int i = 0; i < MAX_DEVICES; i++) ((uint64_t *)sums)[i] += used_by(record, i);
+}
+
+void add_up_use(uint64_t used[MAX_DEVICES]) {
+    memset(used, 0, MAX_DEVICES * sizeof *used);
+    visit_records(add_process, used);
+}
+
 int lock_capacity(void) {
     char path[600];
     if (!host_path(path, sizeof path, "capacity")) return -1;

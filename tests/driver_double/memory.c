@@ -1,13 +1,11 @@
-/* libcuda.so.1: memory, streams and events.
+/* libcuda.so.1: memory.
 
    A device's memory is a file without a name (memfd) of the process that allocates it; it dies with the process. An allocation is
    a part of it, mapped at an address where nothing can be read: a device pointer means nothing to host code. Copies read and
-   write the file. Work is done when it is submitted; only driverDoubleBusy keeps a device at work. */
+   write the file. Work is done when it is submitted (see streams.c). */
 #include "process.h"
 
 #include <linux/falloc.h>
-#include <linux/futex.h>
-#include <sys/uio.h>
 
 #define PAGE 4096ull
 #define GRANULARITY (2 * MIB)
@@ -253,25 +251,17 @@ CUresult CUDAAPI cuMemGetAddressRange(CUdeviceptr *pbase, size_t *psize, CUdevic
     return end(&call, "pointer=%llx", dptr);
 }
 
-struct count { int device; uint64_t bytes; };
-
-static void count_one(const Record *record, void *with) {
-    struct count *sum = with;
-    if (record->resident) sum->bytes += record->bytes[sum->device] + record->contexts[sum->device] * context_bytes();
-}
-
 CUresult CUDAAPI cuMemGetInfo(size_t *bytes_free, size_t *total) {
     Call call;
     int ordinal;
     if (enter_work(&call, "cuMemGetInfo") && !(call.result = current_ordinal(&ordinal))) {
         Device all[MAX_DEVICES];
-        int count = devices(all);
-        struct count used = {.device = process.visible[ordinal]};
-        int lock = lock_capacity();
-        visit_records(count_one, &used);
+        uint64_t used[MAX_DEVICES];
+        int device = process.visible[ordinal], count = devices(all), lock = lock_capacity();
+        add_up_use(used);
         close(lock);
-        *total = used.device < count ? all[used.device].mib * MIB : 0;
-        *bytes_free = *total > used.bytes ? *total - used.bytes : 0;
+        *total = device < count ? all[device].mib * MIB : 0;
+        *bytes_free = *total > used[device] ? *total - used[device] : 0;
     }
     return end(&call, "%s", "");
 }
@@ -284,19 +274,45 @@ CUresult CUDAAPI cuMemGetInfo(size_t *bytes_free, size_t *total) {
         return end(&call, format, __VA_ARGS__);                                          \
     }
 
-COPY(cuMemcpyHtoD, (CUdeviceptr to, const void *from, size_t size), copy(to, (void *)from, size, WRITE), "to=%llx size=%zu", to, size)
-COPY(cuMemcpyDtoH, (void *to, CUdeviceptr from, size_t size), copy(from, to, size, READ), "from=%llx size=%zu", from, size)
-COPY(cuMemcpyDtoD, (CUdeviceptr to, CUdeviceptr from, size_t size), copy_between(to, from, size), "to=%llx from=%llx size=%zu", to, from, size)
-COPY(cuMemcpy, (CUdeviceptr to, CUdeviceptr from, size_t size), copy_any(to, from, size), "to=%llx from=%llx size=%zu", to, from, size)
-COPY(cuMemcpyHtoDAsync, (CUdeviceptr to, const void *from, size_t size, CUstream stream), copy(to, (void *)from, size, WRITE), "to=%llx size=%zu stream=%p", to, size, (void *)stream)
-COPY(cuMemcpyDtoHAsync, (void *to, CUdeviceptr from, size_t size, CUstream stream), copy(from, to, size, READ), "from=%llx size=%zu stream=%p", from, size, (void *)stream)
-COPY(cuMemcpyDtoDAsync, (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream), copy_between(to, from, size), "to=%llx from=%llx size=%zu stream=%p", to, from, size, (void *)stream)
-COPY(cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream), copy_any(to, from, size), "to=%llx from=%llx size=%zu stream=%p", to, from, size, (void *)stream)
-COPY(cuMemsetD8, (CUdeviceptr at, unsigned char value, size_t count), fill(at, &value, 1, count), "to=%llx value=%x count=%zu", at, value, count)
-COPY(cuMemsetD16, (CUdeviceptr at, unsigned short value, size_t count), fill(at, &value, 2, count), "to=%llx value=%x count=%zu", at, value, count)
-COPY(cuMemsetD32, (CUdeviceptr at, unsigned int value, size_t count), fill(at, &value, 4, count), "to=%llx value=%x count=%zu", at, value, count)
-COPY(cuMemsetD8Async, (CUdeviceptr at, unsigned char value, size_t count, CUstream stream), fill(at, &value, 1, count), "to=%llx value=%x count=%zu stream=%p", at, value, count, (void *)stream)
-COPY(cuMemsetD32Async, (CUdeviceptr at, unsigned int value, size_t count, CUstream stream), fill(at, &value, 4, count), "to=%llx value=%x count=%zu stream=%p", at, value, count, (void *)stream)
+COPY(cuMemcpyHtoD, (CUdeviceptr to, const void *from, size_t size),
+       copy(to, (void *)from, size, WRITE),
+       "to=%llx size=%zu", to, size)
+COPY(cuMemcpyDtoH, (void *to, CUdeviceptr from, size_t size),
+       copy(from, to, size, READ),
+       "from=%llx size=%zu", from, size)
+COPY(cuMemcpyDtoD, (CUdeviceptr to, CUdeviceptr from, size_t size),
+       copy_between(to, from, size),
+       "to=%llx from=%llx size=%zu", to, from, size)
+COPY(cuMemcpy, (CUdeviceptr to, CUdeviceptr from, size_t size),
+       copy_any(to, from, size),
+       "to=%llx from=%llx size=%zu", to, from, size)
+COPY(cuMemcpyHtoDAsync, (CUdeviceptr to, const void *from, size_t size, CUstream stream),
+       copy(to, (void *)from, size, WRITE),
+       "to=%llx size=%zu stream=%p", to, size, (void *)stream)
+COPY(cuMemcpyDtoHAsync, (void *to, CUdeviceptr from, size_t size, CUstream stream),
+       copy(from, to, size, READ),
+       "from=%llx size=%zu stream=%p", from, size, (void *)stream)
+COPY(cuMemcpyDtoDAsync, (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream),
+       copy_between(to, from, size),
+       "to=%llx from=%llx size=%zu stream=%p", to, from, size, (void *)stream)
+COPY(cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream),
+       copy_any(to, from, size),
+       "to=%llx from=%llx size=%zu stream=%p", to, from, size, (void *)stream)
+COPY(cuMemsetD8, (CUdeviceptr at, unsigned char value, size_t count),
+       fill(at, &value, 1, count),
+       "to=%llx value=%x count=%zu", at, value, count)
+COPY(cuMemsetD16, (CUdeviceptr at, unsigned short value, size_t count),
+       fill(at, &value, 2, count),
+       "to=%llx value=%x count=%zu", at, value, count)
+COPY(cuMemsetD32, (CUdeviceptr at, unsigned int value, size_t count),
+       fill(at, &value, 4, count),
+       "to=%llx value=%x count=%zu", at, value, count)
+COPY(cuMemsetD8Async, (CUdeviceptr at, unsigned char value, size_t count, CUstream stream),
+       fill(at, &value, 1, count),
+       "to=%llx value=%x count=%zu stream=%p", at, value, count, (void *)stream)
+COPY(cuMemsetD32Async, (CUdeviceptr at, unsigned int value, size_t count, CUstream stream),
+       fill(at, &value, 4, count),
+       "to=%llx value=%x count=%zu stream=%p", at, value, count, (void *)stream)
 
 /* ---- managed and pinned memory ---- */
 
@@ -464,7 +480,8 @@ CUresult CUDAAPI cuIpcCloseMemHandle(CUdeviceptr dptr) {
 
 /* ---- virtual memory ---- */
 
-CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop, CUmemAllocationGranularity_flags option) {
+CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop,
+                                               CUmemAllocationGranularity_flags option) {
     Call call;
     if (enter(&call, "cuMemGetAllocationGranularity")) *granularity = GRANULARITY;
     return end(&call, "type=%d option=%d", (int)prop->type, (int)option);
@@ -619,51 +636,3 @@ CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size) {
     }
     return end(&call, "pointer=%llx size=%zu", ptr, size);
 }
-
-/* ---- streams and events ---- */
-
-struct CUevent_st { uint64_t at_ns; };
-
-static bool is_done(uint64_t at_ns) { return at_ns <= now_ns(); }
-
-static void wait_for_work(void) {
-    for (uint64_t until; !is_done(until = atomic_load(&process.record->busy_until_ns));) {
-        uint64_t soon = now_ns() + 500000; /* it may be told to end before */
-        nap_until(until < soon ? until : soon);
-    }
-}
-
-static uint64_t work_ends(void) {
-    uint64_t until = atomic_load(&process.record->busy_until_ns);
-    return is_done(until) ? now_ns() : until;
-}
-
-/* Not CUDA's: keeps the process's device at work for so many milliseconds; 0 ends it, UINT_MAX: until then. */
-__attribute__((visibility("default"))) CUresult driverDoubleBusy(unsigned int ms) {
-    Call call;
-    if (enter(&call, "driverDoubleBusy")) /* not held by a lock: it may be what the lock waits for */
-        atomic_store(&process.record->busy_until_ns, ms == UINT32_MAX ? UINT64_MAX : ms ? now_ns() + ms * 1000000ull : 0);
-    return end(&call, "ms=%u", ms);
-}
-
-#define SIMPLE(name, parameters, action, format, ...)          \
-    CUresult CUDAAPI name parameters {                         \
-        Call call;                                             \
-        if (enter_work(&call, #name)) { action; }              \
-        return end(&call, format, __VA_ARGS__);                \
-    }
-
-SIMPLE(cuCtxSynchronize, (void), wait_for_work(), "%s", "")
-SIMPLE(cuStreamCreate, (CUstream *stream, unsigned int flags), *stream = malloc(8), "flags=%u", flags)
-SIMPLE(cuStreamCreateWithPriority, (CUstream *stream, unsigned int flags, int priority), *stream = malloc(8), "flags=%u priority=%d", flags, priority)
-SIMPLE(cuStreamDestroy, (CUstream stream), free(stream), "stream=%p", (void *)stream)
-SIMPLE(cuStreamSynchronize, (CUstream stream), wait_for_work(), "stream=%p", (void *)stream)
-SIMPLE(cuStreamQuery, (CUstream stream), call.result = is_done(atomic_load(&process.record->busy_until_ns)) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY, "stream=%p", (void *)stream)
-SIMPLE(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned int flags), (void)0, "stream=%p event=%p flags=%u", (void *)stream, (void *)event, flags)
-SIMPLE(cuLaunchHostFunc, (CUstream stream, CUhostFn function, void *with), wait_for_work(); function(with), "stream=%p", (void *)stream)
-SIMPLE(cuEventCreate, (CUevent *event, unsigned int flags), *event = calloc(1, sizeof **event), "flags=%u", flags)
-SIMPLE(cuEventDestroy, (CUevent event), free(event), "event=%p", (void *)event)
-SIMPLE(cuEventRecord, (CUevent event, CUstream stream), event->at_ns = work_ends(), "event=%p stream=%p", (void *)event, (void *)stream)
-SIMPLE(cuEventSynchronize, (CUevent event), if (!is_done(event->at_ns)) wait_for_work(), "event=%p", (void *)event)
-SIMPLE(cuEventQuery, (CUevent event), call.result = is_done(event->at_ns) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY, "event=%p", (void *)event)
-SIMPLE(cuEventElapsedTime, (float *ms, CUevent from, CUevent to), *ms = (float)((double)(to->at_ns - from->at_ns) / 1e6), "from=%p to=%p", (void *)from, (void *)to)

@@ -194,22 +194,16 @@ nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t handle, unsigned i
 
 struct listing {
     int device;
-    uint64_t used;
     unsigned count, room;
     nvmlProcessInfo_t *out; /* NULL: only counted */
     const char *only;       /* the setting that lists who is in the list; NULL: those who compute */
 };
-
-static uint64_t used_by(const Record *record, int device) {
-    return record->resident ? record->bytes[device] + record->contexts[device] * context_bytes() : 0;
-}
 
 static void list_one(const Record *record, void *with) {
     struct listing *list = with;
     char init_only[16] = "unlisted";
     uint64_t used = used_by(record, list->device), told = used;
     int pid = (int)record->pid;
-    list->used += used;
     if (list->only ? !setting_lists(list->only, pid) : setting_lists("graphics_only", pid)) return;
     if (!used) {
         /* Without a context: some drivers list those of which only cuInit was called, with no bytes. */
@@ -261,13 +255,13 @@ static uint64_t used_and_total(nvmlDevice_t handle, const Device *device, uint64
     char uuid[80], extra[64];
     uint64_t mib = device->mib;
     if (handle->instance >= 0) instance_of(handle->index, handle->instance, uuid, sizeof uuid, &mib);
-    struct listing all = {.device = handle->index};
+    uint64_t used[MAX_DEVICES];
     int lock = lock_capacity();
-    visit_records(list_one, &all);
+    add_up_use(used);
     close(lock);
     snprintf(extra, sizeof extra, "device.%d.extra_mib", handle->index); /* used by what is no process of this host */
     *total = mib * MIB;
-    return all.used + (uint64_t)(setting(extra, 0) * (double)MIB);
+    return used[handle->index] + (uint64_t)(setting(extra, 0) * (double)MIB);
 }
 
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *memory) {

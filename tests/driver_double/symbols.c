@@ -3,7 +3,8 @@
 
 CUresult CUDAAPI cuCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUdevice dev);
 CUresult CUDAAPI cuCtxCreate_v3(CUcontext *pctx, CUexecAffinityParam *params, int count, unsigned int flags, CUdevice dev);
-CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags, CUdriverProcAddressQueryResult *symbolStatus);
+CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags,
+                                  CUdriverProcAddressQueryResult *symbolStatus);
 
 /* `since` is the CUDA version that brought this form of the call. A name's forms stand in order. */
 static const struct { const char *name; int since; void *at; } symbols[] = {
@@ -34,7 +35,8 @@ static const struct { const char *name; int since; void *at; } symbols[] = {
     HAS(cuCheckpointProcessCheckpoint, 12080), HAS(cuCheckpointProcessRestore, 12080), HAS(cuCheckpointProcessUnlock, 12080),
 };
 
-CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags, CUdriverProcAddressQueryResult *symbolStatus) {
+CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags,
+                                  CUdriverProcAddressQueryResult *symbolStatus) {
     (void)flags;
     int served = open_host() ? (int)setting("cuda_version", 13000) : 13000;
     bool named = false;

@@ -213,6 +213,8 @@ def test_a_forked_child_may_be_known_to_the_driver(
     kernel.run(FORK)
     child = kernel.run("child")
     try:
+        if known:
+            eventually(lambda: double.process(child) is not None, "the child began")
         assert remote.checkpointer.state(child) is (S.RUNNING if known else S.NO_CONTEXT)
         if known:
             remote.checkpointer.lock(child, 100)
