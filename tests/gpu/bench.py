@@ -71,11 +71,13 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be repeated (default: all)")
     parser.add_argument("--times", type=int, default=3, help="samples of each size and of each sharing (default: 3)")
     parser.add_argument("--sizes", type=int, nargs="+", metavar="MIB", help="held sizes (default: 0.5 to 64 GiB)")
+    parser.add_argument("--holder", choices=("torch", "driver"), default="torch", help="what holds memory in phases")
+    parser.add_argument("--small-pages", action="store_true", help="phases: give the process no huge pages")
     parser.add_argument("--simulated", action="store_true", help="try the benchmark itself on a simulated device")
     options = parser.parse_args()
     simulated: bool = options.simulated
     try:
-        found = machine(simulated=simulated)
+        found = machine(simulated=simulated, torch=options.holder == "torch")
     except RuntimeError as error:
         sys.stderr.write(f"bench: {error}\n")
         return 1
@@ -90,7 +92,12 @@ def main() -> int:
     blocks, cells, work = (4, 10, 100) if simulated else (25, 40, 2000)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "phases": lambda: measure_phases(
-            sizes, times=options.times, simulated=simulated, say=say, keep=partial(keep, "phases")
+            sizes,
+            times=options.times,
+            holder="simulated" if simulated else options.holder,
+            small_pages=options.small_pages,
+            say=say,
+            keep=partial(keep, "phases"),
         ),
         "cells": lambda: _with_lab(
             lambda lab: measure_cells(lab, blocks=blocks, cells=cells, say=say), simulated=simulated

@@ -23,6 +23,7 @@ from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.claims import DeviceClaim
 from provisioner.host.memory import headroom
 from provisioner.host.process import ProcessIdentity, identify
+from tests.gpu.look import host_memory
 
 __all__ = ["PHASES", "measure_phases"]
 
@@ -36,6 +37,7 @@ _MOST_CACHED_MIB: Final = 8192
 _OFTEN_MIB: Final = 8192  # above it one sample is a minute's work and tells enough
 _MOVE_S: Final = 300.0
 _SIMULATED: Final = "1x512MiB"
+_THP: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
 
 
@@ -43,19 +45,30 @@ def measure_phases(
     sizes_mib: Sequence[int],
     *,
     times: int,
-    simulated: bool,
+    holder: str,
     say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None],
+    small_pages: bool = False,
 ) -> dict[str, Any]:
     """Return the copies' speeds and a row for each size, with and without shrinking. Sizes in MiB, times in seconds.
 
-    `keep` is given what there is so far after each size: the largest takes minutes, and may be the one at which the run is stopped.
+    `holder`: the kind of tests/gpu/holder.py; one without a caching allocator has nothing to shrink. `small_pages`: the kernel gives the
+    process no huge pages. `keep` is given what there is so far after each size: the largest takes minutes, and may be the one at which
+    the run is stopped.
     """
-    with _backend(simulated=simulated) as (backend, monitor):
+    with _backend(simulated=holder == "simulated") as (backend, monitor):
         device = min(monitor.devices(), key=lambda one: one.index)
         with DeviceClaim.claim(device.device_id):
             before_mib = monitor.use(device.device_id).used_mib
-            bench = _Bench(backend=backend, monitor=monitor, device=device, before_mib=before_mib)
+            bench = _Bench(
+                backend=backend,
+                monitor=monitor,
+                device=device,
+                before_mib=before_mib,
+                holder=holder,
+                small_pages=small_pages,
+                thp=_THP.read_text().strip() if _THP.is_file() else "none",
+            )
             return asyncio.run(_measure(bench, sizes_mib, times, say, keep))
 
 
@@ -78,20 +91,26 @@ async def _measure(
     say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    async with _holder(bench.monitor, bench.device) as holder, _worker(bench.backend) as worker:
+    async with _holder(bench) as holder, _worker(bench.backend) as worker:
         copy_mib = min(1024, bench.device.memory_mib // 8)
         seconds = await holder.ask(do="copy", mib=copy_mib)
         speeds = {name.removesuffix("_s"): _speed(copy_mib, value) for name, value in seconds.items()}
         say(f"pinned copies: {speeds['to_device']:.1f} GB/s to the device, {speeds['to_host']:.1f} GB/s to the host")
         rows: list[dict[str, Any]] = []
-        found = {"pinned_copies_gb_per_s": speeds, "sizes": rows}
+        found = {
+            "pinned_copies_gb_per_s": speeds,
+            "holder": bench.holder,
+            "small_pages": bench.small_pages,
+            "thp": bench.thp,
+            "sizes": rows,
+        }
         for mib in sizes_mib:
             why_not = bench.why_not(holder.identity, mib)
             if why_not:
                 rows.append({"held_mib": mib, "not_measured": why_not})
                 say(f"{mib} MiB: not measured, {why_not}")
                 continue
-            for shrinking in (False, True):
+            for shrinking in (False,) if bench.holder == "driver" else (False, True):
                 rows.append(await _size(bench, holder, worker, mib=mib, times=times, shrinking=shrinking))
                 say(f"{mib} MiB: {json.dumps(rows[-1])}")
                 keep(found)
@@ -106,6 +125,9 @@ class _Bench:
     monitor: Monitor
     device: DeviceInfo
     before_mib: int
+    holder: str
+    small_pages: bool
+    thp: str  # the kernel's setting of transparent huge pages
 
     def held_mib(self) -> int:
         """What we hold on the device: by the device's total, which is true in any process namespace."""
@@ -143,12 +165,13 @@ async def _size(
         samples["lock"].append(await worker.lock(holder.identity, 30_000) / 1e6)
         samples["checkpoint"].append(await worker.checkpoint(holder.identity, _MOVE_S) / 1e6)
         left.append(bench.held_mib())
+        saved = host_memory(holder.identity.pid)
         samples["restore"].append(await worker.restore(holder.identity, None, _MOVE_S) / 1e6)
         samples["unlock"].append(await worker.unlock(holder.identity) / 1e6)
         if not (await holder.ask(do="check"))["intact"]:
             raise RuntimeError(f"{mib} MiB came back changed")
     row = _row(mib, shrinking=shrinking, moved_mib=int(median(moved)), samples=samples)
-    return {**row, "left_mib": max(left)}
+    return {**row, "left_mib": max(left), "host_while_saved_mib": saved}
 
 
 def _row(mib: int, *, shrinking: bool, moved_mib: int, samples: dict[str, list[float]]) -> dict[str, Any]:
@@ -189,20 +212,22 @@ class _Holder:
         if not line:
             raise RuntimeError(f"the process that holds memory ended at {request}; its complaint is above")
         answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"the process that holds memory failed at {request}: {answer['error']}")
         return answer
 
 
 @asynccontextmanager
-async def _holder(monitor: Monitor, device: DeviceInfo) -> AsyncIterator[_Holder]:
+async def _holder(bench: _Bench) -> AsyncIterator[_Holder]:
     inherited = os.environ.get("PYTHONPATH")
     environment = {
         **os.environ,
-        **monitor.kernel_environment(device.device_id),
+        **bench.monitor.kernel_environment(bench.device.device_id),
         "PYTHONPATH": os.pathsep.join([_ROOT, *([inherited] if inherited else [])]),
     }
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-P", "-m", "tests.gpu.holder", "simulated" if device.simulated else "torch"),
+        *("-P", "-m", "tests.gpu.holder", bench.holder, *(["--small-pages"] if bench.small_pages else [])),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=environment,

@@ -46,10 +46,14 @@ class Results:
         return path
 
 
-def machine(*, simulated: bool) -> dict[str, Any]:
-    """Return what was measured on, and whether it was simulated. Raises RuntimeError where there is no device or no torch."""
+def machine(*, simulated: bool, torch: bool = True) -> dict[str, Any]:
+    """Return what was measured on, and whether it was simulated or a double of the driver.
+
+    Raises RuntimeError where there is no device, and where there is no torch though it is needed.
+    """
     found: dict[str, Any] = {
         "simulated": simulated,
+        "double": bool(os.environ.get("DRIVER_DOUBLE")),  # of the driver: its times say nothing about GPUs
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "version": __version__,
         "python": platform.python_version(),
@@ -68,6 +72,8 @@ def machine(*, simulated: bool) -> dict[str, Any]:
         found["cuda_driver"] = f"{level // 1000}.{level % 1000 // 10}"
     done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, check=False)
     if done.returncode != 0:
+        if not torch:
+            return found
         raise RuntimeError(
             f"torch is needed here: {(done.stderr.strip().splitlines() or ['it cannot be imported'])[-1]}"
         )

@@ -1,0 +1,288 @@
+"""Experiments on a device, each in a process of its own with a time limit: one that hangs or crashes stops none of the others.
+
+The rules:
+- An item writes down what it sees at once, so what it saw before it died is kept. The results file is written after each item.
+- An item ends with all that it started. What the device holds more than before it is noted (`left_mib`).
+- What an item needs and the machine has not (a driver, torch, root) is its outcome, in words; it is neither a success nor a failure.
+- Nothing but the standard library, cuda-bindings and nvidia-ml-py is needed, except by items that say so.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from tests.gpu.talk import Talker, TalkError
+
+__all__ = ["DOUBLE", "Item", "NotHereError", "Note", "Setting", "cycle", "main", "opened_backend", "tried"]
+
+DOUBLE: Final = "DRIVER_DOUBLE"  # set where the driver is a double: its times say nothing about GPUs
+Note = Callable[[str, object], None]
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_SIMULATED: Final = "1x512MiB"
+_KILLED_S: Final = 10.0
+_LOOK_S: Final = 20.0
+_TAIL: Final = 800
+
+
+class NotHereError(Exception):
+    """The item cannot be made here; the sentence says what it lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where an item runs, and how large its things are, MiB."""
+
+    backend: str  # `nvidia` or `simulated:DIRECTORY`
+    small_mib: int = 256
+    large_mib: int = 8192
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the device is simulated: there is no driver then."""
+        return self.backend != "nvidia"
+
+    @property
+    def holder(self) -> str:
+        """The kind of tests/gpu/holder.py that holds plain memory here."""
+        return "simulated" if self.simulated else "driver"
+
+    def hold(self, kind: str = "", *options: str, uid: int | None = None) -> Talker:
+        """Start a process that holds memory."""
+        environment = self._environment()
+        return Talker(("-m", "tests.gpu.holder", kind or self.holder, *options), environment=environment, uid=uid)
+
+    @contextmanager
+    def caller(self, *, uid: int | None = None, within_s: float = 30.0) -> Iterator[Talker]:
+        """A process that makes checkpoint calls, once it is ready."""
+        with Talker(("-m", "tests.gpu.caller", self.backend), uid=uid) as caller:
+            caller.listen(within_s, "opening")
+            yield caller
+
+    def _environment(self) -> dict[str, str]:
+        if not self.simulated:
+            return {}
+        return {
+            "JUPYTER_GPU_SIMULATED_DIR": self.backend.removeprefix("simulated:"),
+            "JUPYTER_GPU_SIMULATED_DEVICE": "0",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One experiment. `needs`: `driver`, `torch`, `root` and names of modules; `longest_s` its time limit."""
+
+    act: Callable[[Setting, Note], None]
+    longest_s: int = 60
+    needs: tuple[str, ...] = ()
+
+
+# ---- what items are made of --------------------------------------------------------------------------------------------------
+
+
+def tried(act: Callable[[], object]) -> object:
+    """Return what it gives, or what went wrong in words: for what is a finding either way."""
+    try:
+        return act()
+    except (TalkError, OSError, RuntimeError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def cycle(caller: Talker, pid: int, *, within_s: float = 60.0, lock_ms: int = 10_000) -> dict[str, Any]:
+    """Lock, checkpoint, restore and unlock, and return each answer with the state after it; ends at the first that fails.
+
+    Raises SilentError and EndedError of the caller.
+    """
+    found: dict[str, Any] = {}
+    for phase in ("lock", "checkpoint", "restore", "unlock"):
+        found[phase] = caller.ask(within_s, call=phase, pid=pid, timeout_ms=lock_ms)
+        found[phase]["state_after"] = caller.ask(within_s, call="state", pid=pid)["value"]
+        if found[phase]["result"] != 0:
+            if phase in ("checkpoint", "restore"):
+                found["unlock"] = caller.ask(within_s, call="unlock", pid=pid)
+                found["unlock"]["state_after"] = caller.ask(within_s, call="state", pid=pid)["value"]
+            break
+    return found
+
+
+@contextmanager
+def opened_backend(*, simulated: bool) -> Iterator[str]:
+    """The backend's name, as for a checkpoint worker; a simulated host is made for the block."""
+    if not simulated:
+        yield "nvidia"
+        return
+    from provisioner.gpu.simulated.host import create, destroy  # noqa: PLC0415 - hardware needs nothing of the simulation
+
+    with tempfile.TemporaryDirectory(prefix="jgl-items-") as folder:
+        create(Path(folder, "host"), _SIMULATED)
+        try:
+            yield f"simulated:{Path(folder, 'host')}"
+        finally:
+            destroy(Path(folder, "host"))
+
+
+# ---- running them ------------------------------------------------------------------------------------------------------------
+
+
+def main(module: str, items: Mapping[str, Item], arguments: Sequence[str] | None = None) -> int:
+    """Run the items of a module; 0 if each of them was answered or lacks something here, 1 if one failed."""
+    options = _options(items, arguments)
+    if options.item:
+        return _be_one(items[options.item], options)
+    found: dict[str, Any] = {"items": {}}
+    failed = False
+    with opened_backend(simulated=options.simulated) as backend:
+        for name in options.only or items:
+            _say(f"{name}: at most {items[name].longest_s} s")
+            row = found["items"][name] = _run(module, name, items[name], backend, options)
+            failed |= row["outcome"] not in ("answered", "not here")
+            _say(f"{name}: {row['outcome']} in {row['seconds']} s {row.get('why', '')}".rstrip())
+            if options.json is not None:
+                options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    sys.stdout.write(as_table(found))
+    return int(failed)
+
+
+def as_table(found: Mapping[str, Any]) -> str:
+    """Return the items with their outcomes and what they saw, a line each."""
+    lines = []
+    for name, row in found["items"].items():
+        lines.append(f"{name}: {row['outcome']}{', ' + row['why'] if row.get('why') else ''} ({row['seconds']} s)")
+        lines += [f"    {what}: {json.dumps(value)}" for what, value in row.get("saw", {}).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _options(items: Mapping[str, Item], arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Experiments on a device, each in a process of its own.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen, after each item")
+    parser.add_argument("--only", action="append", choices=items, help="an item; may be repeated (default: all)")
+    parser.add_argument("--simulated", action="store_true", help="on a simulated device, with small sizes")
+    parser.add_argument("--small", action="store_true", help="with small sizes")
+    parser.add_argument("--longest", type=int, metavar="SECONDS", help="time limit of each item, instead of its own")
+    for hidden in ("--item", "--backend", "--answer"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def _be_one(item: Item, options: argparse.Namespace) -> int:
+    """Be the process of one item: write each thing it sees into the answer's file at once."""
+    answer, seen = Path(options.answer), {}
+
+    def note(name: str, value: object) -> None:
+        seen[name] = value
+        fresh = answer.with_suffix(".new")
+        fresh.write_text(json.dumps(seen), encoding="utf-8")
+        fresh.replace(answer)
+
+    setting = Setting(backend=options.backend)
+    if options.small or setting.simulated:
+        setting = Setting(backend=options.backend, small_mib=16, large_mib=48)
+    try:
+        item.act(setting, note)
+    except NotHereError as error:
+        note("not here", str(error))
+    except Exception:  # noqa: BLE001 - whatever it is, it is this item's finding, and the others go on
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _run(module: str, name: str, item: Item, backend: str, options: argparse.Namespace) -> dict[str, Any]:
+    lacking = _lacking(item, backend)
+    if lacking:
+        return {"outcome": "not here", "why": lacking, "seconds": 0.0}
+    longest_s = options.longest or item.longest_s
+    with tempfile.TemporaryDirectory(prefix="jgl-item-") as folder:
+        answer = Path(folder, "answer.json")
+        command = [sys.executable, "-P", "-m", module, "--item", name, "--backend", backend, "--answer", str(answer)]
+        before_mib = _used_mib(backend)
+        begun = time.monotonic()
+        with Path(folder, "log").open("w+b") as log:
+            outcome = _supervise([*command, *(["--small"] if options.small else [])], log, longest_s)
+            log.seek(0)
+            said = log.read().decode(errors="replace").strip()
+        row: dict[str, Any] = {"outcome": outcome, "seconds": round(time.monotonic() - begun, 1)}
+        with suppress(FileNotFoundError):
+            row["saw"] = json.loads(answer.read_text(encoding="utf-8"))
+        missing = row.get("saw", {}).pop("not here", "")
+        if missing and outcome == "answered":
+            row |= {"outcome": "not here", "why": missing}
+        elif outcome != "answered":
+            row["why"] = said[-_TAIL:].splitlines()[-1] if said else "it said nothing"
+            row["log"] = said[-_TAIL:]
+        after_mib = _used_mib(backend)
+        if before_mib is None or after_mib is None:
+            row["left_mib"] = "the device cannot be read"
+        elif after_mib - before_mib >= 1:
+            row["left_mib"] = round(after_mib - before_mib, 1)
+        return row
+
+
+def _lacking(item: Item, backend: str) -> str:
+    """Return what this machine lacks for the item, a sentence; empty if nothing."""
+    for need in item.needs:
+        if need == "driver":
+            if backend != "nvidia":
+                return "needs a driver, a simulated device has none"
+        elif need == "root":
+            if os.geteuid() != 0:
+                return "needs root"
+        elif need == "hardware":
+            if backend != "nvidia" or os.environ.get(DOUBLE):
+                return "needs hardware"
+        elif find_spec(need) is None or (need == "torch" and os.environ.get(DOUBLE)):
+            return f"needs {need}"
+    return ""
+
+
+def _supervise(command: Sequence[str], log: Any, longest_s: int) -> str:  # noqa: ANN401 - a binary file
+    with ExitStack() as stack:
+        # A group of its own, so that all of the item can be ended; the session stays the step's.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), process_group=0
+        )
+        stack.callback(_end, process)
+        try:
+            status = process.wait(longest_s)
+        except subprocess.TimeoutExpired:
+            return f"not done within {longest_s} s"
+        return "answered" if status == 0 else f"failed (status {status})"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the item with what it started. What a driver keeps from ending is left, and the rest goes on."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_S)
+
+
+def _used_mib(backend: str) -> float | None:
+    """Return what the device holds, asked by a process that may hang; None if nobody says."""
+    command = [sys.executable, "-P", "-m", "tests.gpu.look", backend]
+    try:
+        done = subprocess.run(command, capture_output=True, env=_environment(), timeout=_LOOK_S, check=True)
+        return float(done.stdout)
+    except (subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _environment() -> dict[str, str]:
+    inherited = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), *([inherited] if inherited else [])])}
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
