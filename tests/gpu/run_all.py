@@ -1,8 +1,9 @@
 """Everything that wants a GPU, in one command: python tests/gpu/run_all.py FOLDER (see docs/gpu-tests.md).
 
-The steps are `doctor`, `tests`, `phases` (the benchmark by size) and `kernels` (the benchmark's cells and sharing). Each is a process of
-its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. FOLDER gets at most eight files: a log of
-each step, `tests.json`, `phases.json`, `kernels.json`, and `summary.txt`, which is also the last thing printed.
+Each step is a process of its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. The steps are in the
+order of what they tell; those that may spoil the driver come last. `--part` takes those that fit into one command of ten minutes. FOLDER gets
+a log of each step, `results.json` with what each step saw, and `summary.txt`, which is also the last thing printed: a part makes at most
+eight files.
 
 It needs nothing but the standard library itself, so it can install the wheels that the rest needs (`--wheels`) without a network.
 """
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -28,31 +29,104 @@ from tests.gpu.installed import entry_points_installed
 ROOT: Final = Path(__file__).resolve().parents[2]
 _BENCH: Final = ("tests/gpu/bench.py",)
 # Only what the tests need: other plugins of that environment may warn, and a warning is an error here.
-_PYTEST: Final = ("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "tests/gpu", "--durations=0")
+_PYTEST: Final = ("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "--durations=0")
+_WITH_TORCH: Final = ("tests/gpu/test_torch_state.py", "tests/gpu/test_torch_variants.py")
+_MANAGED: Final = "tests/gpu/test_torch_managed.py"
 _KILL_S: Final = 30.0
+_KILLED_S: Final = 10.0
+_LOOK_S: Final = 90.0
+_LEAST_S: Final = 20  # a step that has less time is not begun
+_THP: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_HUGE_PAGES: Final = Path("/proc/sys/vm/nr_overcommit_hugepages")
+_DOUBLE_MIB, _DOUBLE_CONTEXT_MIB = 1024, 48
+_ENOUGH_HUGE_PAGES: Final = 17_000  # of 2 MiB: the largest arena of the offload probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One command of Python's. `longest_s` is its time limit, `json` the option that names its results, if it has one."""
+    """One command of Python's. `longest_s` is its time limit; `without_gpu` what it is given besides on a simulated device or a double.
+
+    `json` is the option that names its results; tests are told by their environment. `tuned`: `--tune` is for this one, too.
+    """
 
     arguments: tuple[str, ...]
-    simulated: tuple[str, ...]  # what it is given instead of a GPU
     longest_s: int
+    part: int
+    simulated: tuple[str, ...] | None = ()  # None: it needs torch on a GPU
+    double: tuple[str, ...] | None = ()
     json: str = ""
+    tuned: bool = False
 
 
 STEPS: Final = {
-    "doctor": Step(arguments=("-P", "-m", "provisioner.commands.main", "doctor"), simulated=(), longest_s=120),
-    "tests": Step(arguments=_PYTEST, simulated=(), longest_s=570),
-    "phases": Step(arguments=(*_BENCH, "--only", "phases"), simulated=("--simulated",), longest_s=570, json="--json"),
-    "kernels": Step(
-        arguments=(*_BENCH, "--only", "cells", "--only", "sharing"),
-        simulated=("--simulated",),
+    "questions": Step(
+        arguments=("-P", "-m", "tests.gpu.questions"),
         longest_s=300,
+        part=1,
+        simulated=("--simulated",),
+        double=("--small",),
         json="--json",
     ),
+    "offload": Step(
+        arguments=("-P", "-m", "tests.gpu.offload_probe"),
+        longest_s=500,
+        part=1,
+        simulated=("--simulated", "--sizes", "16"),
+        double=("--small", "--sizes", "16", "48"),
+        json="--json",
+        tuned=True,
+    ),
+    "phases": Step(
+        arguments=(*_BENCH, "--only", "phases", "--sizes", "512", "2048", "8192", "32768"),
+        longest_s=400,
+        part=2,
+        simulated=("--simulated", "--sizes", "16", "64"),
+        double=("--holder", "driver", "--sizes", "16", "64"),
+        json="--json",
+        tuned=True,
+    ),
+    "small-pages": Step(
+        arguments=(*_BENCH, "--only", "phases", "--small-pages", "--times", "1", "--sizes", "2048", "8192"),
+        longest_s=200,
+        part=2,
+        simulated=("--simulated", "--sizes", "16"),
+        double=("--holder", "driver", "--sizes", "16"),
+        json="--json",
+        tuned=True,
+    ),
+    "measures": Step(
+        arguments=("-P", "-m", "tests.gpu.measures"),
+        longest_s=500,
+        part=2,
+        simulated=("--simulated",),
+        double=("--small",),
+        json="--json",
+    ),
+    "torch": Step(arguments=(*_PYTEST, *_WITH_TORCH), longest_s=400, part=3, simulated=None, double=None),
+    "tests": Step(
+        arguments=(*_PYTEST, "tests/gpu", *(f"--ignore={file}" for file in (*_WITH_TORCH, _MANAGED))),
+        longest_s=540,
+        part=4,
+    ),
+    "kernels": Step(
+        arguments=(*_BENCH, "--only", "cells", "--only", "sharing"),
+        longest_s=300,
+        part=5,
+        simulated=("--simulated",),
+        double=None,
+        json="--json",
+    ),
+    "spoilers": Step(
+        arguments=("-P", "-m", "tests.gpu.spoilers"),
+        longest_s=400,
+        part=6,
+        simulated=("--simulated",),
+        double=("--small",),
+        json="--json",
+    ),
+    "managed": Step(arguments=(*_PYTEST, _MANAGED), longest_s=180, part=6, simulated=None, double=None),
 }
+PARTS: Final = sorted({step.part for step in STEPS.values()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,71 +134,189 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + options.within
     lines: list[str] = []
-    with _environment(folder, options) as environment:
-        for name in options.only or STEPS:
-            longest_s = options.longest or STEPS[name].longest_s
-            sys.stdout.write(f"{name}: at most {longest_s} s, log in {folder / name}.log\n")
-            sys.stdout.flush()
-            lines.append(_run(name, folder, environment, longest_s, simulated=options.simulated))
-            lines += _SEEN[name](folder)
+    with _environment(options) as environment:
+        _write(folder / "results.json", json.dumps({**_read(folder / "results.json"), **_machine(environment)}) + "\n")
+        for name in _chosen(options):
+            longest_s = min(options.longest or STEPS[name].longest_s, int(ends - time.monotonic()))
+            lines += _step(name, folder, environment, longest_s, options)
+            _write(folder / "summary.txt", "\n".join(lines) + "\n")
     summary = "\n".join(lines) + "\n"
-    (folder / "summary.txt").write_text(summary, encoding="utf-8")
     sys.stdout.write(f"\n{summary}")
     return 0 if all(line.startswith(_GOOD) for line in lines if line[0] != " ") else 1
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Everything that wants a GPU: doctor, tests and benchmark.")
+    parser = argparse.ArgumentParser(
+        description="Everything that wants a GPU: questions, experiments, tests and benchmark."
+    )
     parser.add_argument("folder", type=Path, help="where logs, results and the summary go")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install these first, without a network")
+    parser.add_argument(
+        "--part", action="append", type=int, choices=PARTS, help="the steps of one command of ten minutes"
+    )
     parser.add_argument("--only", action="append", choices=STEPS, help="a step; may be repeated (default: all)")
     parser.add_argument("--longest", type=int, metavar="SECONDS", help="time limit of each step, instead of its own")
-    parser.add_argument("--simulated", action="store_true", help="try it all on a simulated device")
+    parser.add_argument(
+        "--within", type=int, default=24 * 3600, metavar="SECONDS", help="time limit of all of it together"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="as root: measure speeds with huge pages allowed; put back at the end"
+    )
+    without = parser.add_mutually_exclusive_group()
+    without.add_argument("--simulated", action="store_true", help="try it all on a simulated device")
+    without.add_argument("--double", action="store_true", help="try it all on a double of the driver")
     options = parser.parse_args(arguments)
     if options.wheels is not None and not list(options.wheels.glob("*.whl")):
         parser.error(f"there is no wheel in {options.wheels}; docs/gpu-tests.md says how to collect them")
-    if options.longest is not None and options.longest < 1:
-        parser.error(f"--longest is a number of seconds from 1, got {options.longest}")
+    for name in ("longest", "within"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} is a number of seconds from 1, got {value}")
     return options
 
 
+def _machine(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what is measured on, by tests/gpu/results.py in a process of its own: a driver may hang."""
+    simulated = environment["JUPYTER_GPU_HARDWARE"] == "simulated"
+    ask = f"import json; from tests.gpu.results import machine; print(json.dumps(machine(simulated={simulated}, torch=False)))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", ask],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+            check=False,
+        )
+        return {"machine": json.loads(done.stdout)}
+    except subprocess.TimeoutExpired:
+        return {"machine": {"error": f"the driver has not answered within {_LOOK_S:g} s"}}
+    except ValueError:
+        return {"machine": {"error": done.stderr.strip()[-300:]}}
+
+
+def _chosen(options: argparse.Namespace) -> list[str]:
+    """Return the steps that were asked for, in their order; all of them where none was."""
+    asked = {*(options.only or ()), *(name for name, step in STEPS.items() if step.part in (options.part or ()))}
+    return [name for name in STEPS if name in asked or not asked]
+
+
 @contextmanager
-def _environment(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, str]]:
+def _environment(options: argparse.Namespace) -> Iterator[dict[str, str]]:
     """The steps' environment: the checkout, and the wheels, come before whatever is installed."""
-    with tempfile.TemporaryDirectory(prefix="jgl-site-") as site, entry_points_installed():
+    with (
+        tempfile.TemporaryDirectory(prefix="jgl-site-") as site,
+        entry_points_installed(),
+        _double(on=options.double) as double,
+    ):
         if options.wheels is not None:
+            Path(site).chmod(0o755)  # noqa: S103 - some questions are asked as another user
             wheels = sorted(str(wheel.absolute()) for wheel in options.wheels.glob("*.whl"))
             install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site)
             subprocess.run([sys.executable, *install, *wheels], check=True)
-        inherited = os.environ.get("PYTHONPATH")
+        inherited = double.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        hardware = "simulated" if options.simulated else "double" if options.double else "1"
         yield {
             **os.environ,
+            **double,
             "PYTHONPATH": os.pathsep.join([str(ROOT), site, *([inherited] if inherited else [])]),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-            "JUPYTER_GPU_HARDWARE": "simulated" if options.simulated else "1",
-            "JUPYTER_GPU_RESULTS": str(folder / "tests.json"),
+            "JUPYTER_GPU_HARDWARE": hardware,
             **({"JUPYTER_GPU_SIMULATE": "1x512MiB"} if options.simulated else {}),
         }
 
 
-_GOOD: Final = "ok "
+@contextmanager
+def _double(*, on: bool) -> Iterator[dict[str, str]]:
+    """The environment of a simulated host whose driver is a double of NVIDIA's libraries; nothing where it is not wanted."""
+    if not on:
+        yield {}
+        return
+    from tests.driver_double.double import Device, DriverDouble  # noqa: PLC0415 - on hardware nobody compiles it
+
+    with tempfile.TemporaryDirectory(prefix="jgl-double-") as folder:
+        Path(folder).chmod(0o755)  # noqa: S103 - some questions are asked as another user
+        host = DriverDouble(Path(folder, "host"), devices=(Device(mib=_DOUBLE_MIB),))
+        host.set(context_mib=_DOUBLE_CONTEXT_MIB)
+        yield host.environment()
 
 
-def _run(name: str, folder: Path, environment: Mapping[str, str], longest_s: int, *, simulated: bool) -> str:
+@contextmanager
+def _tuned(*, on: bool) -> Iterator[None]:
+    """Let the kernel give huge pages to whoever has large memory, and have some for those that ask for them; put back at the end."""
+    before: dict[Path, str] = {}
+    try:
+        if on:
+            for path, value in ((_THP, "always"), (_HUGE_PAGES, str(_ENOUGH_HUGE_PAGES))):
+                told = path.read_text().strip()
+                before[path] = told.partition("[")[2].partition("]")[0] or told
+                path.write_text(value)
+        yield
+    finally:
+        for path, value in before.items():
+            path.write_text(value)
+
+
+_GOOD: Final = ("ok ", "not here ")
+
+
+def _step(
+    name: str, folder: Path, environment: Mapping[str, str], longest_s: int, options: argparse.Namespace
+) -> list[str]:
+    """Run a step and return its line of the summary and what it saw; the results go to results.json."""
+    step = STEPS[name]
+    besides = step.simulated if options.simulated else step.double if options.double else ()
+    if besides is None:
+        return [f"not here {name}: needs torch on a GPU"]
+    if longest_s < min(_LEAST_S, step.longest_s, options.longest or _LEAST_S):
+        return [f"not begun {name}: no time left of {options.within} s"]
+    sys.stdout.write(f"{name}: at most {longest_s} s, log in {folder / name}.log\n")
+    sys.stdout.flush()
+    try:
+        with _tuned(on=options.tune and step.tuned):
+            line = _run(name, folder, environment, longest_s, besides)
+    except OSError as error:
+        line = f"failed {name}: {error}"  # of the log, or of a setting that may not be changed
+    found = _read(folder / f"{name}.json")
+    together = _read(folder / "results.json")
+    if found:
+        together[name] = found
+    together.setdefault("steps", {})[name] = line
+    _write(folder / "results.json", json.dumps(together, indent=2) + "\n")
+    (folder / f"{name}.json").unlink(missing_ok=True)
+    try:
+        return [line, *_SEEN[name](found)]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:  # results of a step that ended half way
+        return [line, f"  what it saw is in results.json ({type(error).__name__}: {error})"]
+
+
+def _write(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def _run(name: str, folder: Path, environment: Mapping[str, str], longest_s: int, besides: Sequence[str]) -> str:
     """Run a step, and return its line of the summary."""
     step = STEPS[name]
-    results = (step.json, str(folder / f"{name}.json")) if step.json else ()
-    command = [sys.executable, *step.arguments, *(step.simulated if simulated else ()), *results]
-    (folder / f"{name}.json").unlink(missing_ok=True)  # an earlier run's are not this one's
+    file = folder / f"{name}.json"
+    results = (step.json, str(file)) if step.json else ()
+    command = [sys.executable, *step.arguments, *besides, *results]
+    file.unlink(missing_ok=True)  # an earlier run's are not this one's
     begun = time.monotonic()
-    with (
-        (folder / f"{name}.log").open("wb") as log,
+    with (folder / f"{name}.log").open("wb") as log:
         # In a session of its own, so that all of it can be ended.
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        ) as process,
-    ):
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment, "JUPYTER_GPU_RESULTS": str(file)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             status = process.wait(longest_s)
             outcome = "ok" if status == 0 else f"failed (status {status})"
@@ -139,12 +331,32 @@ def _run(name: str, folder: Path, environment: Mapping[str, str], longest_s: int
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a step and what it started in its session: politely, so that results are written and brokers end, and then at once."""
+    """End a step and what it started in its session: politely, so that results are written and brokers end, and then at once.
+
+    What a driver keeps from ending is left behind: the next step must begin.
+    """
     os.killpg(process.pid, signal.SIGINT)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(_KILL_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+    for pid in _session(process.pid):  # items are groups of their own
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_S)
+
+
+def _session(leader: int) -> list[int]:
+    """Return the processes of a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(after_name[3]) == leader:
+                found.append(int(folder.name))
+    return found
 
 
 def _last_line(log: Path) -> str:
@@ -155,8 +367,41 @@ def _last_line(log: Path) -> str:
 # ---- what each step saw, in few lines, each indented -------------------------------------------------------------------------
 
 
-def _tests_seen(folder: Path) -> list[str]:
-    found = _read(folder / "tests.json")
+def _items_seen(found: Mapping[str, Any]) -> list[str]:
+    rows = found.get("items", {})
+    lines = []
+    for name, row in rows.items():
+        why = f": {row['why']}" if row.get("why") else ""
+        left = f" (left on the device: {row['left_mib']} MiB)" if row.get("left_mib") else ""
+        lines.append(f"  {name}: {row['outcome']}{why}{left}")
+    return lines
+
+
+def _offload_seen(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, row in found.get("items", {}).items():
+        saw = row.get("saw", {})
+        if name.startswith("native"):
+            steps = saw.get("steps", {})
+            told = [f"{step} {steps[step]['gb_per_s']} GB/s" for step in ("checkpoint", "restore") if step in steps]
+            copies = [f"{way} {one['gb_per_s']} GB/s" for way, one in saw.get("pinned copies", {}).items()]
+            lines.append(f"  {name}: {row['outcome']}, {', '.join(told)}; pinned copies: {', '.join(copies)}")
+            continue
+        rounds = {what: one for what, one in saw.items() if "round" in what}
+        lines.append(f"  {name}: {row['outcome']}{', ' + row['why'] if row.get('why') else ''}")
+        for what, one in rounds.items():
+            if "refused" in one:
+                lines.append(f"    {what}: refused at {', '.join(one['refused'])}")
+            else:
+                intact = "intact" if one["intact"] else "CHANGED"
+                ways = ", ".join(
+                    f"{way} {one[way]['seconds']} s ({one[way]['gb_per_s']} GB/s)" for way in ("out", "back")
+                )
+                lines.append(f"    {what}: {ways}, {intact}")
+    return lines
+
+
+def _tests_seen(found: Mapping[str, Any]) -> list[str]:
     tests: dict[str, dict[str, Any]] = found.get("tests", {})
     if not tests:
         return []
@@ -177,8 +422,8 @@ def _tests_seen(folder: Path) -> list[str]:
     return lines
 
 
-def _phases_seen(folder: Path) -> list[str]:
-    phases = _read(folder / "phases.json").get("phases", {})
+def _phases_seen(found: Mapping[str, Any]) -> list[str]:
+    phases = found.get("phases", {})
     copies = phases.get("pinned_copies_gb_per_s", {})
     lines = (
         [f"  pinned copies: {' GB/s, '.join(f'{name} {speed}' for name, speed in copies.items())} GB/s"]
@@ -197,8 +442,7 @@ def _phases_seen(folder: Path) -> list[str]:
     return lines
 
 
-def _kernels_seen(folder: Path) -> list[str]:
-    found = _read(folder / "kernels.json")
+def _kernels_seen(found: Mapping[str, Any]) -> list[str]:
     lines = [f"  added to a cell: {found['cells']['added_us']['value']} us"] if "cells" in found else []
     return lines + [f"  {name}: {value}" for name, value in found.get("sharing", {}).items() if name.endswith("_s")]
 
@@ -212,11 +456,17 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-_SEEN: Final[Mapping[str, Callable[[Path], list[str]]]] = {
-    "doctor": lambda _folder: [],  # its log is made for reading
-    "tests": _tests_seen,
+_SEEN: Final[Mapping[str, Callable[[Mapping[str, Any]], list[str]]]] = {
+    "questions": _items_seen,
+    "offload": _offload_seen,
     "phases": _phases_seen,
+    "small-pages": _phases_seen,
+    "measures": _items_seen,
+    "torch": _tests_seen,
+    "tests": _tests_seen,
     "kernels": _kernels_seen,
+    "spoilers": _items_seen,
+    "managed": _tests_seen,
 }
 
 
