@@ -15,6 +15,7 @@ _GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
 _COPIES: Final = 5
 _ATTACH_GLOBAL: Final = 1  # of managed memory: any stream on any device
+_HANDLE: Final = 64  # bytes of a CUipcMemHandle
 _LAZY_PEER_ACCESS: Final = 1  # the one flag that opening an IPC handle takes
 
 
@@ -37,6 +38,7 @@ class DriverHolding:
         self.also: Mapping[str, Callable[..., dict[str, Any]]] = {
             "started": lambda: {"seconds": round(self._started_s, 4)},
             "context": self._make_context,
+            "where": lambda: {"address": self._parts[0][0]},
             "managed": self._managed,
             "pinned": self._pinned,
             "registered": self._registered,
@@ -129,11 +131,11 @@ class DriverHolding:
     def _export(self, mib: int) -> dict[str, Any]:
         pointer = int(self._driver.do("cuMemAlloc", mib << 20))
         handle = self._driver.do("cuIpcGetMemHandle", pointer)
-        return {"address": pointer, "handle": bytes(handle.reserved).hex()}
+        return {"address": pointer, "handle": ctypes.string_at(handle.getPtr(), _HANDLE).hex()}
 
     def _import(self, handle: str) -> dict[str, Any]:
         given = self._driver.cuda.CUipcMemHandle()
-        given.reserved = bytes.fromhex(handle)
+        ctypes.memmove(given.getPtr(), bytes.fromhex(handle), _HANDLE)  # newer bindings have no attribute for the bytes
         return {"address": int(self._driver.do("cuIpcOpenMemHandle", given, _LAZY_PEER_ACCESS))}
 
     def _fork(self) -> dict[str, Any]:

@@ -342,15 +342,15 @@ def stopped(setting: Setting, note: Note) -> None:
     with setting.hold() as holder:
         holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
         holder.signal(signal.SIGSTOP)
-        with setting.caller() as caller:
-            for call in ("state", "thread"):
-                note(f"{call} while stopped", tried(partial(caller.ask, 8, call=call, pid=holder.pid)))
+        for call in ("state", "thread"):
+            with setting.caller() as caller:  # one that hangs cannot be asked the next
+                note(f"{call} while stopped", tried(partial(caller.ask, 5, call=call, pid=holder.pid)))
         with setting.caller() as caller:
             try:
-                note("lock while stopped", caller.ask(10, call="lock", pid=holder.pid, timeout_ms=2000))
+                note("lock while stopped", caller.ask(6, call="lock", pid=holder.pid, timeout_ms=1000))
                 late = False
             except SilentError:
-                note("lock while stopped", "no answer within 10 s of a lock with a limit of 2 s")
+                note("lock while stopped", "no answer within 6 s of a lock with a limit of 1 s")
                 late = True
             begun = time.perf_counter()
             holder.signal(signal.SIGCONT)
@@ -381,7 +381,7 @@ def _shown(setting: Setting, kind: str) -> dict[str, Any]:
     with setting.hold() as holder:
         if kind == "plain":
             holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
-            return _what_is_shown(setting, holder, None)
+            return _what_is_shown(setting, holder, holder.ask(_START_S, do="where")["address"])
         return _what_is_shown(setting, holder, holder.ask(_START_S, do=kind, mib=_MAPPED_MIB)["address"])
 
 
@@ -392,13 +392,13 @@ def _imported(setting: Setting) -> dict[str, Any]:
         return _what_is_shown(setting, other, other.ask(_START_S, do="import", handle=handle)["address"])
 
 
-def _what_is_shown(setting: Setting, holder: Talker, address: int | None) -> dict[str, Any]:
+def _what_is_shown(setting: Setting, holder: Talker, address: int) -> dict[str, Any]:
     found = mappings(holder.pid)
     return {
         "nvml": sees(setting.backend, holder.pid)["listed"][str(holder.pid)],
         "files": device_files(holder.pid),
         "maps": kinds_of_mappings(found),
-        "its address lies in": None if address is None else containing(found, address),
+        "its address lies in": containing(found, address),
     }
 
 

@@ -1,9 +1,9 @@
 """Everything that wants a GPU, in one command: python tests/gpu/run_all.py FOLDER (see docs/gpu-tests.md).
 
-Each step is a process of its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. The steps are in the
-order of what they tell; those that may spoil the driver come last. `--part` takes those that fit into one command of ten minutes. FOLDER gets
-a log of each step, `results.json` with what each step saw, and `summary.txt`, which is also the last thing printed: a part makes at most
-eight files.
+Each step is a process of its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. The steps are in
+the order of what they tell; those that may spoil the driver come last. `--part` takes those that fit into one command of ten minutes.
+FOLDER gets a log of each step, `results.json` with what each step saw, and `summary.txt`, which is also the last thing printed: a part
+makes at most eight files.
 
 It needs nothing but the standard library itself, so it can install the wheels that the rest needs (`--wheels`) without a network.
 """
@@ -24,6 +24,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.gpu.facts import facts
 from tests.gpu.installed import entry_points_installed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ _LOOK_S: Final = 90.0
 _LEAST_S: Final = 20  # a step that has less time is not begun
 _THP: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _HUGE_PAGES: Final = Path("/proc/sys/vm/nr_overcommit_hugepages")
-_DOUBLE_MIB, _DOUBLE_CONTEXT_MIB = 1024, 48
+_DOUBLE_MIB, _DOUBLE_CONTEXT_MIB = 4096, 48
 _ENOUGH_HUGE_PAGES: Final = 17_000  # of 2 MiB: the largest arena of the offload probe
 
 
@@ -212,7 +213,7 @@ def _environment(options: argparse.Namespace) -> Iterator[dict[str, str]]:
         _double(on=options.double) as double,
     ):
         if options.wheels is not None:
-            Path(site).chmod(0o755)  # noqa: S103 - some questions are asked as another user
+            Path(site).chmod(0o755)  # some questions are asked as another user
             wheels = sorted(str(wheel.absolute()) for wheel in options.wheels.glob("*.whl"))
             install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site)
             subprocess.run([sys.executable, *install, *wheels], check=True)
@@ -237,7 +238,7 @@ def _double(*, on: bool) -> Iterator[dict[str, str]]:
     from tests.driver_double.double import Device, DriverDouble  # noqa: PLC0415 - on hardware nobody compiles it
 
     with tempfile.TemporaryDirectory(prefix="jgl-double-") as folder:
-        Path(folder).chmod(0o755)  # noqa: S103 - some questions are asked as another user
+        Path(folder).chmod(0o755)  # some questions are asked as another user
         host = DriverDouble(Path(folder, "host"), devices=(Device(mib=_DOUBLE_MIB),))
         host.set(context_mib=_DOUBLE_CONTEXT_MIB)
         yield host.environment()
@@ -368,12 +369,12 @@ def _last_line(log: Path) -> str:
 
 
 def _items_seen(found: Mapping[str, Any]) -> list[str]:
-    rows = found.get("items", {})
     lines = []
-    for name, row in rows.items():
+    for name, row in found.get("items", {}).items():
         why = f": {row['why']}" if row.get("why") else ""
         left = f" (left on the device: {row['left_mib']} MiB)" if row.get("left_mib") else ""
         lines.append(f"  {name}: {row['outcome']}{why}{left}")
+        lines += [f"    {what}: {answer}" for what, answer in facts(name, row.get("saw", {}))]
     return lines
 
 
