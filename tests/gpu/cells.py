@@ -1,11 +1,11 @@
-"""What kernels run in these tests: with torch on a real device, and as much of the same with the simulated device's own API.
+"""What kernels run in these tests: with torch on a real device, with the bare driver on a double of it, or the simulated device's own API.
 
 `check()` prints `intact` if every byte on the device is what `fill` put there, computed by the device itself.
 """
 
 from typing import Protocol
 
-__all__ = ["Cells", "SimulatedCells", "TorchCells"]
+__all__ = ["Cells", "DriverCells", "SimulatedCells", "TorchCells"]
 
 _TORCH_SUM = """
 import torch
@@ -187,3 +187,74 @@ for one in held:
     def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:
         """See Cells."""
         return ["-m", "provisioner.gpu.simulated.stranger", backend.removeprefix("simulated:"), device_id, str(mib)]
+
+
+_DRIVER_FILL = """
+from tests.gpu.driver import Driver, Noise
+driver = Driver()
+driver.start()
+noise, first, size = Noise(driver), 1000 * {seed}, {mib} << 20
+buffer = int(driver.do("cuMemAlloc", size))
+noise.fill(buffer, size, first)
+"""
+_DRIVER_STRANGER = """
+import sys
+from tests.gpu.driver import Driver
+driver = Driver()
+driver.start()
+driver.do("cuMemAlloc", int(sys.argv[1]) << 20)
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+class DriverCells:
+    """The same through the bare driver: what runs on a double of it. No framework keeps these within a cap."""
+
+    context_mib = 48
+    stranger_context_mib = 48
+
+    def fill(self, seed: int, mib: int) -> str:
+        """See Cells."""
+        return _DRIVER_FILL.format(seed=seed, mib=mib)
+
+    def check(self) -> str:
+        """See Cells."""
+        return 'assert noise.is_intact(buffer, size, first), "the bytes differ"\nprint("intact")'
+
+    def busy_until(self, file: str) -> str:
+        """See Cells."""
+        waiting = f"while not os.path.exists({file!r}):\n    assert noise.is_intact(buffer, size, first)\n"
+        return f"import os\n{waiting}{self.check()}"
+
+    def grab(self, step_mib: int) -> str:
+        """See Cells."""
+        return f"""
+from tests.gpu.driver import Driver, DriverError
+driver, held = Driver(), []
+driver.start()
+try:
+    while True:
+        held.append(driver.do("cuMemAlloc", {step_mib} << 20))
+except DriverError as error:
+    refusal = str(error)
+print(len(held) * {step_mib})
+for one in held:
+    driver.do("cuMemFree", one)
+"""
+
+    def work_in_background(self) -> str:
+        """See Cells."""
+        # A context is current in one thread only.
+        return _BACKGROUND.format(work="driver.start(); noise.is_intact(buffer, size, first)")
+
+    def past_the_cap(self, mib: int) -> str:
+        """See Cells."""
+        return (
+            "from tests.gpu.driver import Driver\n"
+            f"driver = Driver()\ndriver.start()\ndirect = driver.do('cuMemAlloc', {mib} << 20)"
+        )
+
+    def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:  # noqa: ARG002 - the environment says which
+        """See Cells."""
+        return ["-c", _DRIVER_STRANGER, str(mib)]

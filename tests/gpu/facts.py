@@ -1,9 +1,9 @@
-"""What an item saw, as short answers for people: `facts(item, saw)`. Standard library only."""
+"""What a run saw, as short answers for people. Standard library only."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-__all__ = ["facts"]
+__all__ = ["described", "facts"]
 
 Saw = Mapping[str, Any]
 Fact = tuple[str, str]
@@ -23,6 +23,19 @@ def facts(item: str, saw: Saw) -> list[Fact]:
     except (KeyError, TypeError, AttributeError, IndexError) as error:  # it ended before it had seen that
         found.append(("the rest", f"not seen ({type(error).__name__}: {error})"))
     return found
+
+
+def described(machine: Mapping[str, Any]) -> str:
+    """Return what a run was made on: device, driver and software, or that it says nothing about GPUs."""
+    if "error" in machine:
+        return f"the machine is not known: {machine['error']}"
+    if machine["simulated"]:
+        return "a simulated device: its times say nothing about GPUs"
+    if machine.get("double"):
+        return f"a double of driver {machine['driver']}: its times say nothing about GPUs"
+    names = ", ".join(one["name"] for one in machine["devices"])
+    torch = f", torch {machine['torch']}" if "torch" in machine else ""
+    return f"{names}, driver {machine['driver']}, Linux {machine['kernel']}{torch}, {machine['at'][:10]}"
 
 
 # ---- words for answers -------------------------------------------------------------------------------------------------------

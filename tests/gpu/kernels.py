@@ -109,6 +109,11 @@ class Kernel:
         """Interrupt it as a front end does."""
         self.manager.interrupt_kernel()
 
+    def restart(self) -> None:
+        """Restart it as a front end does, and return when it answers."""
+        self.manager.restart_kernel()
+        self.client.wait_for_ready(timeout=DEADLINE_S)
+
     def close(self) -> None:
         """End the kernel at once, and what jupyter_client made for it."""
         self.client.stop_channels()

@@ -1,8 +1,9 @@
 """A private broker on the first GPU of this machine, or on a simulated one, with the kernels of one test.
 
 The rules:
-- The same tests drive both. What differs is here: how large things are, what a cell that uses the device looks like, who is a stranger.
-- The pool's capacity is eight units, whatever the device holds: a unit is 1 GiB on hardware, 64 MiB on a simulated device.
+- The same tests drive both, and a double of the driver. What differs is here: how large things are, what a cell that uses the device looks
+  like, who is a stranger.
+- The pool's capacity is eight units, whatever the device holds: a unit is 1 GiB on hardware, 64 MiB elsewhere.
 - Nothing but this project, pytest, jupyter_client and ipykernel is needed here, and torch in the kernels.
 """
 
@@ -32,7 +33,8 @@ from provisioner.gpu.simulated.store import SimulatedHostError
 from provisioner.kernelspecs import install
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.messages import HostStatus, LeaseStatus
-from tests.gpu.cells import Cells, SimulatedCells, TorchCells
+from tests.gpu.cells import Cells, DriverCells, SimulatedCells, TorchCells
+from tests.gpu.items import DOUBLE
 
 __all__ = ["CAPACITY_UNITS", "DEADLINE_S", "Lab", "open_lab", "until", "wait_for_end"]
 
@@ -41,7 +43,7 @@ T = TypeVar("T")
 DEADLINE_S = 120.0
 CAPACITY_UNITS = 8
 _ROOT = Path(__file__).resolve().parents[2]
-_UNIT_MIB, _SIMULATED_UNIT_MIB = 1024, 64
+_UNIT_MIB, _SMALL_UNIT_MIB = 1024, 64
 _CONFIG = """\
 c.GPUBroker.devices = [0]
 c.GPUBroker.device_overhead = "{overhead}MiB"
@@ -84,9 +86,10 @@ class Lab:
         """`device_mib`: what the real device holds; None for a simulated one of just the capacity."""
         self.folder = folder
         self.simulated = device_mib is None
-        self.unit_mib = _SIMULATED_UNIT_MIB if self.simulated else _UNIT_MIB
+        self.double = os.environ.get(DOUBLE, "")  # the folder of a double of the driver
+        self.unit_mib = _unit_mib(simulated=self.simulated)
         self.capacity_mib = CAPACITY_UNITS * self.unit_mib
-        self.cells: Cells = SimulatedCells() if self.simulated else TorchCells()
+        self.cells: Cells = SimulatedCells() if self.simulated else DriverCells() if self.double else TorchCells()
         self.socket = str(folder / "broker.sock")
         overhead_mib = 0 if device_mib is None else device_mib - self.capacity_mib
         (folder / "config").mkdir(mode=0o700)
@@ -175,7 +178,16 @@ class Lab:
 
     @contextmanager
     def slowed(self, operation: str, milliseconds: int) -> Iterator[None]:
-        """Give a simulated device's next such operation the time that a real one takes anyway."""
+        """Give such operations of a simulated device or a double the time that real ones take anyway."""
+        if self.double:
+            settings = Path(self.double, "settings")
+            before = settings.read_text()
+            _replace(settings, f"{before}latency.cuCheckpointProcess{operation.title()}={milliseconds * 1000}\n")
+            try:
+                yield
+            finally:
+                _replace(settings, before)
+            return
         if not self.simulated:
             yield
             return
@@ -291,11 +303,22 @@ def open_lab(*, simulated: bool) -> Iterator[Lab]:
             os.environ.update(before)
 
 
+def _replace(file: Path, text: str) -> None:
+    fresh = file.with_suffix(".fresh")
+    fresh.write_text(text)
+    fresh.replace(file)
+
+
+def _unit_mib(*, simulated: bool) -> int:
+    return _SMALL_UNIT_MIB if simulated or os.environ.get(DOUBLE) else _UNIT_MIB
+
+
 def _first_device_mib() -> int:
     with closing(NvidiaMonitor()) as monitor:
         devices = monitor.devices()
         assert devices, f"no GPU was found: {monitor.why_none}"
         first = min(devices, key=lambda device: device.index)
     assert first.checkpointable, first.why_not
-    assert first.memory_mib > CAPACITY_UNITS * _UNIT_MIB, "the device holds less than the pool's capacity of 8 GiB"
+    capacity_mib = CAPACITY_UNITS * _unit_mib(simulated=False)
+    assert first.memory_mib > capacity_mib, f"the device holds less than the pool's capacity of {capacity_mib} MiB"
     return first.memory_mib

@@ -24,8 +24,8 @@ _TORCH = "import json, torch; print(json.dumps([torch.__version__, torch.version
 class Results:
     """Collected over a run and written at its end."""
 
-    def __init__(self, *, simulated: bool) -> None:
-        self.content: dict[str, Any] = {**machine(simulated=simulated), "tests": {}}
+    def __init__(self, *, simulated: bool, torch: bool = True) -> None:
+        self.content: dict[str, Any] = {**machine(simulated=simulated, torch=torch), "tests": {}}
 
     def note(self, test: str, name: str, value: object) -> None:
         """Remember what a test saw: plain JSON data."""

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu.facts import facts
+from tests.gpu.facts import described, facts
 from tests.gpu.installed import entry_points_installed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -136,9 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + options.within
-    lines: list[str] = []
     with _environment(options) as environment:
-        _write(folder / "results.json", json.dumps({**_read(folder / "results.json"), **_machine(environment)}) + "\n")
+        machine = _machine(environment)
+        lines = [f"  {described(machine)}"]
+        _write(folder / "results.json", json.dumps({**_read(folder / "results.json"), "machine": machine}) + "\n")
         for name in _chosen(options):
             longest_s = min(options.longest or STEPS[name].longest_s, int(ends - time.monotonic()))
             lines += _step(name, folder, environment, longest_s, options)
@@ -191,11 +192,12 @@ def _machine(environment: Mapping[str, str]) -> dict[str, Any]:
             timeout=_LOOK_S,
             check=False,
         )
-        return {"machine": json.loads(done.stdout)}
+        found: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        return {"machine": {"error": f"the driver has not answered within {_LOOK_S:g} s"}}
+        return {"error": f"the driver has not answered within {_LOOK_S:g} s"}
     except ValueError:
-        return {"machine": {"error": done.stderr.strip()[-300:]}}
+        return {"error": done.stderr.strip()[-300:]}
+    return found
 
 
 def _chosen(options: argparse.Namespace) -> list[str]:
@@ -374,7 +376,8 @@ def _items_seen(found: Mapping[str, Any]) -> list[str]:
         why = f": {row['why']}" if row.get("why") else ""
         left = f" (left on the device: {row['left_mib']} MiB)" if row.get("left_mib") else ""
         lines.append(f"  {name}: {row['outcome']}{why}{left}")
-        lines += [f"    {what}: {answer}" for what, answer in facts(name, row.get("saw", {}))]
+        if row["outcome"] != "not here":
+            lines += [f"    {what}: {answer}" for what, answer in facts(name, row.get("saw", {}))]
     return lines
 
 
@@ -406,19 +409,21 @@ def _tests_seen(found: Mapping[str, Any]) -> list[str]:
     tests: dict[str, dict[str, Any]] = found.get("tests", {})
     if not tests:
         return []
-    device = (found.get("devices") or [{"name": "a simulated device"}])[0]["name"]
     ended = [one for one in tests.values() if "outcome" in one]
     passed = sum(one["outcome"] == "passed" for one in ended)
-    lines = [
-        f"  {device}, driver {found.get('driver', '-')}, torch {found.get('torch', '-')}: {passed} of {len(ended)} passed"
-    ]
+    lines = [f"  {passed} of {len(ended)} passed"]
     lines += [
         f"  {name}: {one['outcome']}" for name, one in tests.items() if one.get("outcome") not in ("passed", None)
     ]
+    for name, one in tests.items():
+        lines += [f"  {name}: {what} {one['saw'][what]}" for what in ("suspend", "not shown") if what in one["saw"]]
     rounds = tests.get("test_a_hundred_rounds_keep_every_byte", {}).get("saw", {})
+    if "held_before_and_after" in rounds:
+        lines.append(f"  a hundred rounds: held before and after {rounds['held_before_and_after']}")
     lines += [
         f"  a hundred rounds: {name} median {value['median']} s, worst {value['max']} s"
         for name, value in rounds.items()
+        if name.endswith("_s")
     ]
     return lines
 

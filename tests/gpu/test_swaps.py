@@ -9,11 +9,17 @@ import pytest
 
 from tests.gpu.kernels import Kernel
 from tests.gpu.lab import Lab
+from tests.gpu.look import host_memory
 
 Note = Callable[[str, object], None]
 
 ROUNDS = 100
 TURNS = 6
+
+
+def holds(lab: Lab, kernel: Kernel) -> dict[str, float]:
+    """What the kernel holds on the device and on the host, MiB."""
+    return {"device_mib": lab.used_by(kernel.pid), "host_mib": float(host_memory(kernel.pid)["Rss"])}
 
 
 @pytest.mark.timeout(420)
@@ -23,6 +29,9 @@ def test_a_hundred_rounds_keep_every_byte(lab: Lab, saw: Note) -> None:
     with Kernel(lab, lab.install(2)) as kernel:
         kernel.must(lab.cells.fill(1, 64))
         assert kernel.is_intact()
+        kernel.suspend()  # the first one brings what stays
+        assert kernel.is_intact()
+        held = [holds(lab, kernel)]
         for number in range(ROUNDS):
             begun = time.perf_counter()
             assert kernel.suspend().state == "suspended"
@@ -33,8 +42,10 @@ def test_a_hundred_rounds_keep_every_byte(lab: Lab, saw: Note) -> None:
             assert kernel.resume().state == "resident"
             resumes.append(time.perf_counter() - begun)
             assert kernel.is_intact()
+        held.append(holds(lab, kernel))
         lease = kernel.lease
-        assert (lease.suspends, lease.resumes) == (ROUNDS, ROUNDS)
+        assert (lease.suspends, lease.resumes) == (ROUNDS + 1, ROUNDS + 1)
+    saw("held_before_and_after", held)
     for name, seconds in (("suspend", suspends), ("resume", resumes)):
         spread = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
         saw(f"{name}_s", {key: round(value, 4) for key, value in spread.items()})
