@@ -70,7 +70,7 @@ def _listed(entry: Any) -> str:  # noqa: ANN401 - an entry of look.sees
     return "listed without its bytes" if entry["mib"] is None else f"listed as {entry['list']} with {entry['mib']} MiB"
 
 
-def _process(described: Mapping[str, Any]) -> str:
+def _process(told: Mapping[str, Any]) -> str:
     return (
         f"{_state(described['state'])}, restore thread {_call(described['thread'])}, NVML: {_listed(described['nvml'])}"
     )

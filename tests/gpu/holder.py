@@ -197,7 +197,7 @@ def _say(answer: Mapping[str, Any]) -> None:
 def _answer(holding: _Holding, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return _act(holding, request)
-    except RuntimeError as error:  # the driver's and torch's, out of memory among them
+    except (RuntimeError, AssertionError) as error:  # the driver's and torch's, out of memory among them
         return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
