@@ -71,9 +71,9 @@ def _listed(entry: Any) -> str:  # noqa: ANN401 - an entry of look.sees
 
 
 def _process(told: Mapping[str, Any]) -> str:
-    return (
-        f"{_state(described['state'])}, restore thread {_call(described['thread'])}, NVML: {_listed(described['nvml'])}"
-    )
+    thread = told["thread"]
+    number = thread["value"] if thread["result"] == 0 else _call(thread)
+    return f"{_state(told['state'])}, restore thread {number}, NVML: {_listed(told['nvml'])}"
 
 
 def _rows(saw: Saw, *names: str) -> Iterator[Fact]:

@@ -18,6 +18,7 @@ _START_S: Final = 30.0
 _ANSWER_S: Final = 60.0
 _LONG_S: Final = 90.0
 _SETTLE_S: Final = 20.0
+_STEADY_S: Final = 3.0  # a state that is not one of moving has this long to change
 _POLL_S: Final = 0.1
 _SMALL_MIB: Final = 64
 _KILLED_AT: Final = (0.2, 0.6)  # of the time that the call took when nobody was killed
@@ -98,7 +99,7 @@ def _states(caller: Talker, holder: Talker) -> tuple[list[dict[str, Any]], objec
         last = answer["value"] if answer["result"] == 0 else answer["name"]
         if not seen or seen[-1]["state"] != last:
             seen.append({"after_s": round(time.monotonic() - begun, 2), "state": last})
-        if last not in _MOVING and time.monotonic() - begun > _SETTLE_S / 4:
+        if last not in _MOVING and time.monotonic() - begun > _STEADY_S:
             break
         time.sleep(_POLL_S)
     return seen, last

@@ -2,65 +2,132 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.gpu import run_all
-from tests.gpu.run_all import ROOT, STEPS, Step, main
+from tests.gpu import figures, run_all
+from tests.gpu.run_all import PARTS, ROOT, STEPS, Step, main
+from tests.gpu.talk import gone
 
 WRITES = """
 import json, os, pathlib
 assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == os.getcwd()
-tests = {"test_one": {"saw": {}, "outcome": "passed"}, "test_two": {"saw": {}, "outcome": "failed"}}
-found = {"devices": [{"name": "NVIDIA H200"}], "driver": "580.1", "torch": "2.11", "tests": tests}
-pathlib.Path(os.environ["JUPYTER_GPU_RESULTS"]).write_text(json.dumps(found))
+tests = {"test_one": {"saw": {"suspend": "refused: no"}, "outcome": "passed"}, "test_two": {"saw": {}, "outcome": "failed"}}
+pathlib.Path(os.environ["JUPYTER_GPU_RESULTS"]).write_text(json.dumps({"tests": tests}))
 """
 HANGS = "import sys, time; print('begun', flush=True); time.sleep(600)"
+# In a group of its own, as an item is, and deaf to the polite signal.
+STUBBORN = """
+import os, pathlib, signal, subprocess, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], process_group=0)
+pathlib.Path(os.environ["JUPYTER_GPU_RESULTS"]).write_text('{"items": {"child": {"pid": %d}}}' % child.pid)
+signal.pause()
+"""
+MACHINE = {"simulated": False, "double": False, "at": "2026-11-20T10:00:00Z", "kernel": "6.18", "driver": "580.159.04"}
+H100 = {**MACHINE, "devices": [{"name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559}], "torch": "2.11.0"}
 
 
 def small(monkeypatch: pytest.MonkeyPatch, **codes: str) -> None:
-    steps = {name: Step(arguments=("-c", code), simulated=(), longest_s=60) for name, code in codes.items()}
+    steps = {name: Step(arguments=("-c", code), longest_s=60, part=1) for name, code in codes.items()}
     monkeypatch.setattr(run_all, "STEPS", steps)
+    monkeypatch.setattr(run_all, "_machine", lambda _environment: H100)
+
+
+def summary(folder: Path) -> list[str]:
+    return (folder / "summary.txt").read_text().splitlines()
 
 
 def test_each_step_has_its_line_and_what_it_saw(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small(monkeypatch, doctor="print('all is well')", tests=WRITES)
-    assert main([str(tmp_path / "results")]) == 0
-    summary = (tmp_path / "results" / "summary.txt").read_text()
-    doctor, tests, *seen = summary.splitlines()
-    assert doctor.startswith("ok doctor, ")
+    small(monkeypatch, questions="print('all is well')", tests=WRITES)
+    folder = tmp_path / "results"
+    assert main([str(folder)]) == 0
+    machine, questions, tests, *seen = summary(folder)
+    assert machine == "  NVIDIA H100 80GB HBM3, driver 580.159.04, Linux 6.18, torch 2.11.0, 2026-11-20"
+    assert questions.startswith("ok questions, ")
     assert tests.startswith("ok tests, ")
-    assert seen == ["  NVIDIA H200, driver 580.1, torch 2.11: 1 of 2 passed", "  test_two: failed"]
-    assert capsys.readouterr().out.endswith(summary)
+    assert seen == ["  1 of 2 passed", "  test_two: failed", "  test_one: suspend refused: no"]
+    assert capsys.readouterr().out.endswith("\n".join(summary(folder)) + "\n")
+    found = json.loads((folder / "results.json").read_text())
+    assert found["machine"] == H100
+    assert found["tests"]["tests"]["test_two"]["outcome"] == "failed"
+    assert set(found["steps"]) == {"questions", "tests"}
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "questions.log",
+        "results.json",
+        "summary.txt",
+        "tests.log",
+    ]
 
 
 def test_a_step_that_fails_is_told_with_its_last_word_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "tests.json").write_text('{"tests": {"test_old": {"saw": {}, "outcome": "passed"}}}')
-    small(monkeypatch, tests="raise SystemExit('no GPU was found')", doctor="print('all is well')")
+    small(monkeypatch, tests="raise SystemExit('no GPU was found')", questions="print('all is well')")
     assert main([str(tmp_path)]) == 1
-    first, second = (tmp_path / "summary.txt").read_text().splitlines()
+    _, first, second = summary(tmp_path)
     assert first.startswith("failed (status 1) tests, ")
     assert first.endswith(": no GPU was found")
-    assert second.startswith("ok doctor")
+    assert second.startswith("ok questions")
 
 
-def test_a_step_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small(monkeypatch, tests=HANGS)
+def test_a_step_that_does_not_end_is_ended_with_all_that_it_started_and_keeps_its_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small(monkeypatch, tests=HANGS, questions=STUBBORN, kernels="print('reached')")
+    monkeypatch.setattr(run_all, "_KILL_S", 0.5)
     assert main([str(tmp_path), "--longest", "2"]) == 1
-    assert (tmp_path / "summary.txt").read_text().startswith("not done within 2 s tests, ")
+    _, tests, questions, unreadable, kernels = summary(tmp_path)
+    assert tests.startswith("not done within 2 s tests, ")
+    assert questions.startswith("not done within 2 s questions, ")
+    assert unreadable == "  what it saw is in results.json (KeyError: 'outcome')"
+    assert kernels.startswith("ok kernels, ")
+    child = json.loads((tmp_path / "results.json").read_text())["questions"]["items"]["child"]["pid"]
+    assert gone(child, 10), "what the step started lives on"
 
 
-def test_sizes_and_their_reasons_are_shown(tmp_path: Path) -> None:
+def test_a_step_for_which_there_is_no_time_left_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small(monkeypatch, tests="print('reached')", questions="print('reached')")
+    assert main([str(tmp_path), "--within", "5"]) == 1
+    assert summary(tmp_path)[1:] == [f"not begun {name}: no time left of 5 s" for name in ("tests", "questions")]
+
+
+def test_settings_of_the_kernel_are_put_back_whatever_the_step_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    thp, huge = tmp_path / "enabled", tmp_path / "huge"
+    thp.write_text("always [madvise] never\n")
+    huge.write_text("0\n")
+    monkeypatch.setattr(run_all, "_THP", thp)
+    monkeypatch.setattr(run_all, "_HUGE_PAGES", huge)
+    code = f"raise SystemExit(open({str(thp)!r}).read() + ' ' + open({str(huge)!r}).read())"
+    small(monkeypatch)
+    steps = {"phases": Step(arguments=("-c", code), longest_s=60, part=1, tuned=True)}
+    monkeypatch.setattr(run_all, "STEPS", steps)
+    assert main([str(tmp_path / "out"), "--tune"]) == 1
+    assert summary(tmp_path / "out")[1].endswith(": always 17000")
+    assert (thp.read_text(), huge.read_text()) == ("madvise", "0")
+
+
+def test_a_part_is_the_steps_of_its_number_and_fits_into_ten_minutes_with_eight_files() -> None:
+    for part in PARTS:
+        steps = [step for step in STEPS.values() if step.part == part]
+        assert len(steps) + 2 <= 8, "logs, results.json and summary.txt"
+    order = [step.part for step in STEPS.values()]
+    assert order == sorted(order)
+    assert next(iter(STEPS)) == "questions"
+    assert next(reversed(STEPS)) == "managed"
+
+
+def test_sizes_and_their_reasons_are_shown() -> None:
     row = {"shrinking": True, "suspend_s": 4.25, "suspend_gb_per_s": 2.0, "resume_s": 1.5, "resume_gb_per_s": 5.7}
     rows = [{"held_mib": 8192, **row}, {"held_mib": 65536, "not_measured": "no room"}]
     copies = {"to_device": 50.1, "to_host": 52.2}
-    found = {"phases": {"pinned_copies_gb_per_s": copies, "sizes": rows}}
-    (tmp_path / "phases.json").write_text(json.dumps(found))
-    assert run_all._SEEN["phases"](tmp_path) == [
+    assert run_all._SEEN["phases"]({"phases": {"pinned_copies_gb_per_s": copies, "sizes": rows}}) == [
         "  pinned copies: to_device 50.1 GB/s, to_host 52.2 GB/s",
         "    8192 MiB, shrinking on : suspend 4.25 s (2.0 GB/s), resume 1.50 s (5.7 GB/s)",
         "   65536 MiB: not measured, no room",
@@ -69,7 +136,12 @@ def test_sizes_and_their_reasons_are_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--wheels", "/nowhere"], "there is no wheel in /nowhere"), (["--longest", "0"], "from 1, got 0")],
+    [
+        (["--wheels", "/nowhere"], "there is no wheel in /nowhere"),
+        (["--longest", "0"], "--longest is a number of seconds from 1, got 0"),
+        (["--within", "0"], "--within is a number of seconds from 1, got 0"),
+        (["--simulated", "--double"], "not allowed with"),
+    ],
 )
 def test_arguments_that_are_not_understood_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
@@ -84,3 +156,94 @@ def test_the_steps_commands_are_there() -> None:
     for step in STEPS.values():
         scripts = [one for one in step.arguments if one.startswith("tests/")]
         assert all((ROOT / script).exists() for script in scripts)
+        modules = [one for one in step.arguments if one.startswith("tests.gpu.")]
+        assert all((ROOT / f"{module.replace('.', '/')}.py").exists() for module in modules)
+
+
+# ---- the real steps, without a GPU -------------------------------------------------------------------------------------------
+
+
+def test_on_a_double_of_the_driver_the_table_tells_speeds_and_says_that_they_are_none(tmp_path: Path) -> None:
+    steps = ("offload", "phases", "small-pages", "torch", "managed")
+    assert main([str(tmp_path), "--double", *(f"--only={step}" for step in steps)]) == 0
+    lines = summary(tmp_path)
+    assert lines[0] == "  a double of driver 580.65.06: its times say nothing about GPUs"
+    text = "\n".join(lines)
+    for wanted in (
+        "  native-16: answered, checkpoint ",
+        "  offload-16-huge: answered",
+        "    round 2: out ",
+        "     64 MiB, shrinking off: suspend ",
+        "  pinned copies: to_device ",
+        "not here torch: needs torch on a GPU",
+        "not here managed: needs torch on a GPU",
+    ):
+        assert wanted in text, text
+    assert "CHANGED" not in text
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["small-pages"]["phases"]["small_pages"] is True
+    saved = found["phases"]["phases"]["sizes"][-1]["host_while_saved_mib"]
+    assert saved["Anonymous"] > 64, "what was saved is not in the process's memory"
+
+
+def test_on_a_simulated_device_the_steps_run_or_say_what_they_need(tmp_path: Path) -> None:
+    assert main([str(tmp_path), "--simulated", "--only=questions", "--only=offload", "--only=phases"]) == 0
+    lines = summary(tmp_path)
+    assert lines[0] == "  a simulated device: its times say nothing about GPUs"
+    assert "  plain: answered" in lines
+    assert "    its memory: intact" in lines
+    assert "  offload-16-huge: not here, needs a driver, a simulated device has none" in lines
+
+
+# ---- figures -----------------------------------------------------------------------------------------------------------------
+
+
+def results(folder: Path, machine: dict[str, Any], **steps: Any) -> Path:  # noqa: ANN401 - JSON
+    folder.mkdir()
+    (folder / "results.json").write_text(json.dumps({"machine": machine, "steps": dict.fromkeys(steps, "ok"), **steps}))
+    return folder
+
+
+def test_figures_name_device_and_driver_and_put_the_parts_of_a_run_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row: dict[str, Any] = {
+        "held_mib": 8192,
+        "moved_mib": 8704,
+        "shrinking": False,
+        "suspend_s": 4.25,
+        "suspend_gb_per_s": 2.1,
+    }
+    row |= {"resume_s": 1.5, "resume_gb_per_s": 6.1, "phases_s": {"checkpoint": 4.2, "restore": 1.4}}
+    phases = {"pinned_copies_gb_per_s": {"to_device": 50.1, "to_host": 52.2}, "thp": "madvise", "sizes": [row]}
+    speed = {"seconds": 0.2, "gb_per_s": 43.0}
+    rounds = {"round 1": {"intact": True, "out": speed, "back": speed}}
+    offload = {"items": {"offload-8192-huge": {"outcome": "answered", "seconds": 9, "saw": rounds}}}
+    first = results(tmp_path / "one", H100, phases={"phases": phases})
+    second = results(tmp_path / "two", H100, offload=offload)
+    monkeypatch.setattr(figures, "RECORDED", tmp_path / "recorded")
+    assert figures.main([str(first), str(second), "--record"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Measured on NVIDIA H100 80GB HBM3, driver 580.159.04, ")
+    assert "| 8192 MiB | 8704 MiB | 4.25 s, 2.1 GB/s | 1.50 s, 6.1 GB/s | 4.20 s, 1.40 s |" in out
+    assert "| offload-8192-huge, round 1 | 0.2 s, 43.0 GB/s | 0.2 s, 43.0 GB/s | intact |" in out
+    recorded = tmp_path / "recorded" / "nvidia-h100-80gb-hbm3-580.159.04.json"
+    assert figures.main([str(recorded)]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_what_no_gpu_has_shown_is_not_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "RECORDED", tmp_path / "recorded")
+    folder = results(tmp_path / "one", {**H100, "double": True})
+    assert figures.main([str(folder), "--record"]) == 1
+    assert "only what a GPU has shown is recorded" in capsys.readouterr().err
+    assert not (tmp_path / "recorded").exists()
+
+
+def test_results_of_two_machines_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = results(tmp_path / "one", H100)
+    second = results(tmp_path / "two", {**H100, "driver": "610.43"})
+    assert figures.main([str(first), str(second)]) == 1
+    assert "is of NVIDIA H100 80GB HBM3, driver 610.43, the others are of" in capsys.readouterr().err

@@ -1,0 +1,224 @@
+"""Promises of the experiments for a GPU machine (tests/gpu/items.py and its users), on the simulated device and a double of the driver."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.driver_double import releases
+from tests.driver_double.double import Device, DriverDouble
+from tests.gpu.facts import facts
+from tests.gpu.talk import gone
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT_MIB = 48
+
+
+def run(
+    module: str, folder: Path, *arguments: str, double: DriverDouble | None = None, bindings: str = "newest"
+) -> tuple[int, dict[str, Any]]:
+    """Run a module's items, and return its status and each item's row."""
+    file = folder / "found.json"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if double is not None:
+        given = double.environment(bindings)
+        environment |= {**given, "PYTHONPATH": os.pathsep.join([str(ROOT), given["PYTHONPATH"]])}
+    where = "--simulated" if double is None else "--small"
+    command = [sys.executable, "-P", "-m", module, where, "--json", str(file), *arguments]
+    done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+    assert file.exists(), done.stderr
+    rows: dict[str, Any] = json.loads(file.read_text())["items"]
+    return done.returncode, rows
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> DriverDouble:
+    host = DriverDouble(tmp_path / "host", devices=(Device(mib=1024),))
+    host.set(context_mib=CONTEXT_MIB)
+    return host
+
+
+# ---- one that hangs or crashes stops none of the others ----------------------------------------------------------------------
+
+
+def test_items_that_hang_crash_fail_or_lack_something_are_told_apart_and_the_others_go_on(tmp_path: Path) -> None:
+    status, rows = run("tests.gpu_nvidia.stuck_items", tmp_path)
+    assert status == 1
+    outcomes = {name: row["outcome"] for name, row in rows.items()}
+    assert outcomes == {
+        "hangs": "not done within 2 s",
+        "crashes": "failed (status -11)",
+        "fails": "failed (status 1)",
+        "lacks": "not here",
+        "torch": "not here",
+        "driver": "not here",
+        "answers": "answered",
+    }
+    assert rows["answers"]["saw"] == {"answer": 42}
+    assert rows["crashes"]["saw"] == {"before": "the crash"}, "what it saw before it died is lost"
+    assert rows["fails"]["why"] == "ValueError: this is wrong"
+    assert [rows[name]["why"] for name in ("lacks", "torch", "driver")] == [
+        "there are no such pages",
+        "needs no_such_package",
+        "needs a driver, a simulated device has none",
+    ]
+    assert gone(rows["hangs"]["saw"]["child"], 10), "what the item started lives on"
+
+
+# ---- questions ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_questions_are_answered_on_a_double_as_it_plays_them(double: DriverDouble, tmp_path: Path) -> None:
+    double.set(nvml_tells_memory=True, init_only_listed="zero", forked_known=True, forked_restore=1)
+    asked = ("plain", "only-cu-init", "forked", "kinds-of-memory", "cu-init", "no-cuda")
+    status, rows = run("tests.gpu.questions", tmp_path, *(f"--only={name}" for name in asked), double=double)
+    assert status == 0, rows
+    saw = {name: row["saw"] for name, row in rows.items()}
+    assert all("left_mib" not in row for row in rows.values())
+    plain = saw["plain"]
+    assert plain["process"]["nvml"] == {"list": "compute", "mib": CONTEXT_MIB + 16.0}
+    assert [plain[phase]["result"] for phase in ("lock", "checkpoint", "restore", "unlock")] == [0, 0, 0, 0]
+    assert plain["saved"]["state"]["value"] == 2
+    assert plain["saved"]["nvml"] is None
+    assert plain["intact"] is True
+    assert plain["host_saved_mib"]["Anonymous"] - plain["host_before_mib"]["Anonymous"] == pytest.approx(16, abs=1)
+    assert plain["saved_lies_in"][0]["grown_mib"] == pytest.approx(16, abs=1)
+    assert saw["only-cu-init"]["process"]["nvml"] == {"list": "compute", "mib": 0.0}
+    assert saw["only-cu-init"]["process with a context"]["nvml"]["mib"] == CONTEXT_MIB
+    assert saw["forked"]["child"]["state"]["result"] == 0
+    assert saw["forked"]["parent intact"] is True
+    assert saw["no-cuda"]["without CUDA"]["state"]["result"] == 3
+    assert saw["cu-init"]["caller_on_the_device"]["mib"] == 0
+    assert saw["kinds-of-memory"]["managed, beside plain"]["files"] == {"/memfd:device memory (deleted)": -1}
+    assert isinstance(saw["kinds-of-memory"]["import"], dict), saw["kinds-of-memory"]["import"]
+
+
+def test_a_process_that_is_stopped_makes_nobody_wait_for_ever(double: DriverDouble, tmp_path: Path) -> None:
+    status, rows = run("tests.gpu.questions", tmp_path, "--only=stopped", double=double)
+    assert status == 0, rows
+    saw = rows["stopped"]["saw"]
+    assert saw["lock while stopped"] == "no answer within 6 s of a lock with a limit of 1 s"
+    assert saw["the lock after it goes on"]["result"] == 0
+    assert saw["intact"] is True
+
+
+# ---- constants and spoilers --------------------------------------------------------------------------------------------------
+
+
+def test_the_margin_of_a_restore_and_a_contexts_cost_are_found(double: DriverDouble, tmp_path: Path) -> None:
+    wanted = ("context", "margin", "nvml-times", "kinds-that-survive")
+    status, rows = run("tests.gpu.measures", tmp_path, *(f"--only={name}" for name in wanted), double=double)
+    assert status == 0, rows
+    for figures in rows["context"]["saw"].values():
+        assert figures == {"listed_less_held_mib": CONTEXT_MIB, "device_less_held_mib": CONTEXT_MIB}
+    # The double needs exactly what was saved; allocations of 2 MiB make the device full.
+    found = rows["margin"]["saw"]["margin at 64 MiB"]
+    assert -8 <= found["fails_mib"] < 0 <= found["fits_mib"] <= 8
+    for survivor in rows["kinds-that-survive"]["saw"].values():
+        assert survivor == {"results": dict.fromkeys(("lock", "checkpoint", "restore", "unlock"), 0), "intact": True}
+    assert rows["nvml-times"]["saw"]["calls"]["nvmlDeviceGetMemoryInfo"]["median_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("death", "state", "intact"), [("back", "checkpointed", "True"), ("failed", "failed", "False")]
+)
+def test_what_becomes_of_a_target_whose_caller_dies_is_told(
+    double: DriverDouble, tmp_path: Path, death: str, state: str, intact: str
+) -> None:
+    double.set(caller_death=death, load_gb_s=0.1)
+    status, rows = run("tests.gpu.spoilers", tmp_path, "--only=killed-in-restore", double=double)
+    assert status == 0, rows
+    told = dict(facts("killed-in-restore", rows["killed-in-restore"]["saw"]))
+    assert told["neighbour intact"] == "True"
+    for when in ("killed at 0.2", "killed at 0.6"):
+        assert re.search(rf"\b{state};", told[when]), told
+        assert told[when].endswith("intact: True") == (intact == "True"), told
+
+
+def test_a_restore_without_room_is_fatal_and_managed_memory_is_refused(double: DriverDouble, tmp_path: Path) -> None:
+    wanted = ("--only=restore-without-room", "--only=managed-memory", "--only=shared-memory")
+    status, rows = run("tests.gpu.spoilers", tmp_path, *wanted, double=double)
+    assert status == 0, rows
+    no_room = rows["restore-without-room"]["saw"]
+    results = [no_room[what]["result"] for what in ("restore without room", "with room", "unlock")]
+    assert results == [2, 304, 401]
+    assert rows["managed-memory"]["saw"]["cycle"]["checkpoint"]["result"] == 801
+    assert rows["managed-memory"]["saw"]["neighbour intact"] == {"intact": True}
+    assert rows["shared-memory"]["saw"]["other"]["checkpoint"]["result"] == 801
+
+
+def test_facts_of_an_item_that_ended_early_say_what_is_missing() -> None:
+    assert facts("plain", {}) == [("the rest", "not seen (KeyError: 'process')")]
+    assert facts("no such item", {"a": 1}) == []
+
+
+# ---- the offload probe -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bindings", [releases.oldest(), releases.newest()])
+def test_the_offload_probe_maps_again_at_the_same_addresses_and_leaves_nothing_mapped_while_it_is_saved(
+    double: DriverDouble, tmp_path: Path, bindings: str
+) -> None:
+    arguments = ("--sizes", "48", "--only=offload-48-huge", "--only=native-48")
+    status, rows = run("tests.gpu.offload_probe", tmp_path, *arguments, double=double, bindings=bindings)
+    assert status == 0, rows
+    saw = rows["offload-48-huge"]["saw"]
+    for number in (1, 2):
+        one = saw[f"round {number}"]
+        assert one["intact"] is True
+        assert one["device_mib"]["unmapped"] - one["device_mib"]["before"] == CONTEXT_MIB
+        assert one["device_mib"]["saved"] == one["device_mib"]["before"]
+    assert set(saw["round 1"]["steps"]) == {
+        *("copy_out", "unmap", "lock", "checkpoint", "restore", "unlock", "map", "copy_back")
+    }
+    assert "map_and_copy_back" in saw["round 2"]["steps"]
+    assert rows["native-48"]["saw"]["intact"] is True
+
+    calls = double.calls()
+    pid = next(call.pid for call in calls if call.name == "cuMemAddressReserve")
+    of_it = [
+        call for call in calls if call.name == "cuCheckpointProcessCheckpoint" and int(call.arguments["pid"]) == pid
+    ]
+    saved = [call.began_us for call in of_it]
+    assert len(saved) == 2
+    own = [call for call in calls if call.pid == pid]
+    mapped = [call.arguments["pointer"] for call in own if call.name == "cuMemMap"]
+    chunks = len(mapped) // 3
+    assert mapped[:chunks] == mapped[chunks : 2 * chunks] == mapped[2 * chunks :], "the addresses differ"
+    for at in saved:
+        before = [call.name for call in own if call.began_us < at]
+        assert before.count("cuMemMap") == before.count("cuMemUnmap"), "something is mapped while it is saved"
+        assert before.count("cuMemCreate") == before.count("cuMemRelease")
+    streams = {call.arguments["stream"] for call in own if call.name == "cuMemcpyDtoHAsync"}
+    assert len(streams) == 2
+
+
+def test_the_offload_probe_goes_on_with_an_arena_registered_anew_where_the_driver_refuses_it(
+    double: DriverDouble, tmp_path: Path
+) -> None:
+    double.fail("cuCheckpointProcessCheckpoint", 801)
+    status, rows = run("tests.gpu.offload_probe", tmp_path, "--sizes", "16", "--only=offload-16-small", double=double)
+    assert status == 0, rows
+    saw = rows["offload-16-small"]["saw"]
+    assert saw["round 1"]["refused"]["checkpoint"]["result"] == 801
+    assert saw["registered anew: round 2"]["intact"] is True
+    assert {"register", "unregister"} <= set(saw["registered anew: round 2"]["steps"])
+
+
+# ---- without a driver --------------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_no_driver_runs_on_the_simulated_device(tmp_path: Path) -> None:
+    wanted = ("plain", "calls-while-locked", "stopped", "bindings")
+    status, rows = run("tests.gpu.questions", tmp_path, *(f"--only={name}" for name in wanted))
+    assert status == 0, rows
+    assert rows["plain"]["saw"]["intact"] is True
+    assert rows["calls-while-locked"]["saw"]["a call while saved"] == "waits"
+    assert rows["calls-while-locked"]["saw"]["then"] == {"intact": True}
+    assert rows["stopped"]["saw"]["intact"] is True
+    assert rows["bindings"]["why"] == "needs a driver, a simulated device has none"
