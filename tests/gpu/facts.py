@@ -173,7 +173,7 @@ def _nvml(saw: Saw) -> Iterator[Fact]:
 
 def _rounds(saw: Saw) -> Iterator[Fact]:
     yield "before", str(saw["before"])
-    yield "after 100", str(saw["after 100"])
+    yield from _rows(saw, "after 10", "after 30")
     yield "median seconds", str(saw["median_s"])
 
 
@@ -186,10 +186,16 @@ def _margin(saw: Saw) -> Iterator[Fact]:
 def _killed(saw: Saw) -> Iterator[Fact]:
     for name, value in saw.items():
         if name.startswith("killed at"):
-            states = [one["state"] for one in value["states"]]
+            states = [one["state"] for one in value.get("states", ())]
             words = " -> ".join(str(_STATES.get(state, state)) for state in states)
-            recovery = ", ".join(f"{call} {_call(one)}" for call, one in value["recovery"].items() if call != "state")
-            yield name, f"{words}; {recovery or 'nothing to bring back'}; intact: {value['intact']}"
+            recovery = ", ".join(
+                f"{call} {_call(one)}" for call, one in value.get("recovery", {}).items() if call != "state"
+            )
+            ended = f"; ended by {value['ended by']}" if "ended by" in value else ""
+            yield (
+                name,
+                f"{words}; {recovery or 'nothing to bring back'}; intact: {value.get('intact', 'not asked')}{ended}",
+            )
     yield "neighbour intact", str(saw["neighbour intact"])
 
 

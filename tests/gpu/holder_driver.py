@@ -156,7 +156,10 @@ class DriverHolding:
         """Allocate until only so much is free on the device."""
         for step in (1024, 256, 64, 16, 2):
             while self._driver.free_bytes() - (step << 20) >= leave_mib * _MIB:
-                self._filling.append(int(self._driver.do("cuMemAlloc", step << 20)))
+                result, _, values = self._driver.answer("cuMemAlloc", step << 20)
+                if result != 0:  # what is free is not always in one piece
+                    break
+                self._filling.append(int(values[0]))
         return {"free_mib": round(self._driver.free_bytes() / _MIB, 1)}
 
     def _release(self) -> dict[str, Any]:

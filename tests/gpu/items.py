@@ -33,6 +33,7 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 _SIMULATED: Final = "1x512MiB"
 _KILLED_S: Final = 10.0
 _LOOK_S: Final = 20.0
+_SETTLE_S: Final = 5.0
 _TAIL: Final = 800
 
 
@@ -182,7 +183,7 @@ def _be_one(item: Item, options: argparse.Namespace) -> int:
     def note(name: str, value: object) -> None:
         seen[name] = value
         fresh = answer.with_suffix(".new")
-        fresh.write_text(json.dumps(seen), encoding="utf-8")
+        fresh.write_text(json.dumps(seen, default=str), encoding="utf-8")
         fresh.replace(answer)
 
     setting = Setting(backend=options.backend)
@@ -221,7 +222,7 @@ def _run(module: str, name: str, item: Item, backend: str, options: argparse.Nam
         elif outcome != "answered":
             row["why"] = said[-_TAIL:].splitlines()[-1] if said else "it said nothing"
             row["log"] = said[-_TAIL:]
-        after_mib = _used_mib(backend)
+        after_mib = _settled_mib(backend, before_mib)
         if before_mib is None or after_mib is None:
             row["left_mib"] = "the device cannot be read"
         elif after_mib - before_mib >= 1:
@@ -266,6 +267,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_KILLED_S)
+
+
+def _settled_mib(backend: str, before_mib: float | None) -> float | None:
+    """Return what the device holds once what has ended has given its memory back, or after some seconds."""
+    end = time.monotonic() + _SETTLE_S
+    while True:
+        used_mib = _used_mib(backend)
+        if used_mib is None or before_mib is None or used_mib - before_mib < 1 or time.monotonic() > end:
+            return used_mib
+        time.sleep(_SETTLE_S / 10)
 
 
 def _used_mib(backend: str) -> float | None:

@@ -28,7 +28,7 @@ from tests.gpu.driver import Driver, Noise
 from tests.gpu.holder_driver import location
 from tests.gpu.items import Item, Note, NotHereError, Setting, cycle, main
 from tests.gpu.look import host_memory, sees
-from tests.gpu.talk import RefusedError, Talker
+from tests.gpu.talk import RefusedError, Talker, TalkError
 
 __all__ = ["PAGES", "items"]
 
@@ -81,6 +81,24 @@ class Leaver:
         """Create device memory and map it at the reserved addresses."""
         for start, size in self._chunks():
             self._map_one(start, size)
+
+    def still_reserved(self) -> dict[str, Any]:
+        """Whether the addresses are still reserved; where a restore has lost them, they are reserved anew.
+
+        Raises DriverError and RuntimeError where they are not to be had again.
+        """
+        start, size = self._chunks()[0]
+        handle = self._driver.do("cuMemCreate", size, self._properties, 0)
+        result, name, _ = self._driver.answer("cuMemMap", self._address + start, size, 0, handle, 0)
+        if result == 0:
+            self._driver.do("cuMemUnmap", self._address + start, size)
+        self._driver.do("cuMemRelease", handle)
+        if result == 0:
+            return {"reserved": True}
+        again = int(self._driver.do("cuMemAddressReserve", self.size, 0, self._address, 0))
+        if again != self._address:
+            raise RuntimeError(f"mapping gave {name} ({result}), and the same addresses are not to be had again")
+        return {"reserved": f"anew: mapping gave {name} ({result})"}
 
     def _map_one(self, start: int, size: int) -> None:
         handle = self._driver.do("cuMemCreate", size, self._properties, 0)
@@ -261,39 +279,47 @@ def _rounds(setting: Setting, note: Note, mib: int, pages: str, *, keep_register
 def _one_round(
     setting: Setting, leaver: Talker, caller: Talker, mib: int, *, pipelined: bool, keep_registered: bool
 ) -> dict[str, Any]:
+    """Return the round's steps. `refused` names the one at which it ended, with its answer, if it did not get to the end."""
     seconds: dict[str, float] = {}
+    row: dict[str, Any] = {"device_mib": {}}
 
     def do(step: str, process: Talker = leaver, **request: object) -> dict[str, Any]:
-        answer = process.ask(_STEP_S, **(request or {"do": step}))
+        try:
+            answer = process.ask(_STEP_S, **(request or {"do": step}))
+        except TalkError as error:
+            row["refused"] = {step: str(error)}
+            raise
         seconds[step] = answer["seconds"]
         return answer
 
-    do("copy_out")
-    leaver.ask(_STEP_S, do="scrub")
-    do("unmap")
-    if not keep_registered:
-        do("unregister")
-    device = {"unmapped": sees(setting.backend)["used_mib"]}
-    for call in ("lock", "checkpoint", "restore", "unlock"):
-        answer = do(call, caller, call=call, pid=leaver.pid)
-        if answer["result"] != 0:
-            caller.ask(_STEP_S, call="unlock", pid=leaver.pid)
-            return {"refused": {call: answer}, "device_mib": device}
-        if call == "checkpoint":
-            device["saved"] = sees(setting.backend)["used_mib"]
-    if not keep_registered:
-        do("register")
-    for step in ("map_and_copy_back",) if pipelined else ("map", "copy_back"):
-        do(step)
+    try:
+        do("copy_out")
+        leaver.ask(_STEP_S, do="scrub")
+        do("unmap")
+        if not keep_registered:
+            do("unregister")
+        row["device_mib"]["unmapped"] = sees(setting.backend)["used_mib"]
+        for call in ("lock", "checkpoint", "restore", "unlock"):
+            answer = do(call, caller, call=call, pid=leaver.pid)
+            if answer["result"] != 0:
+                row["refused"] = {call: answer}
+                caller.ask(_STEP_S, call="unlock", pid=leaver.pid)
+                return row
+            if call == "checkpoint":
+                row["device_mib"]["saved"] = sees(setting.backend)["used_mib"]
+        row["reserved"] = leaver.ask(_STEP_S, do="still_reserved")["reserved"]
+        if not keep_registered:
+            do("register")
+        for step in ("map_and_copy_back",) if pipelined else ("map", "copy_back"):
+            do(step)
+        row["intact"] = leaver.ask(_STEP_S, do="check")["intact"]
+    except TalkError as error:
+        row.setdefault("refused", {"a step without a time": str(error)})
     out = [step for step in seconds if step in ("copy_out", "unmap", "unregister", "lock", "checkpoint")]
     back = [step for step in seconds if step not in out]
-    return {
-        "intact": leaver.ask(_STEP_S, do="check")["intact"],
-        "steps": {name: _row(mib, value) for name, value in seconds.items()},
-        "out": _row(mib, sum(seconds[step] for step in out)),
-        "back": _row(mib, sum(seconds[step] for step in back)),
-        "device_mib": device,
-    }
+    row["steps"] = {name: _row(mib, value) for name, value in seconds.items()}
+    row["out"], row["back"] = (_row(mib, sum(seconds[step] for step in steps)) for steps in (out, back))
+    return row
 
 
 def _room(setting: Setting, mib: int) -> None:

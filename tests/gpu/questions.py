@@ -185,6 +185,7 @@ def _public_copy() -> Iterator[tuple[dict[str, str], Path]]:
         folder = Path(name)
         for part in ("provisioner", "kernelext", "tests/gpu"):
             shutil.copytree(_ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "tests" / "__init__.py").touch()  # before any other package of this name
         (folder / "home").mkdir()
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)

@@ -20,14 +20,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tests.gpu.facts import described, facts
-from tests.gpu.installed import entry_points_installed
-
 ROOT: Final = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+if "tests" not in sys.modules:
+    # Ours has no __init__.py: a package of this name that is installed somewhere would be found instead, wherever it is.
+    sys.modules["tests"] = ModuleType("tests")
+    sys.modules["tests"].__path__ = [str(ROOT / "tests")]
+
+from tests.gpu.facts import described, facts  # noqa: E402 - see above
+from tests.gpu.installed import entry_points_installed  # noqa: E402 - see above
+
 _BENCH: Final = ("tests/gpu/bench.py",)
 # Only what the tests need: other plugins of that environment may warn, and a warning is an error here.
 _PYTEST: Final = ("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "--durations=0")
@@ -98,24 +103,24 @@ STEPS: Final = {
     "measures": Step(
         arguments=("-P", "-m", "tests.gpu.measures"),
         longest_s=500,
-        part=2,
+        part=3,
         simulated=("--simulated",),
         double=("--small",),
         json="--json",
     ),
-    "torch": Step(arguments=(*_PYTEST, *_WITH_TORCH), longest_s=400, part=3, simulated=None, double=None),
-    "tests": Step(
-        arguments=(*_PYTEST, "tests/gpu", *(f"--ignore={file}" for file in (*_WITH_TORCH, _MANAGED))),
-        longest_s=540,
-        part=4,
-    ),
+    "torch": Step(arguments=(*_PYTEST, *_WITH_TORCH), longest_s=400, part=4, simulated=None, double=None),
     "kernels": Step(
         arguments=(*_BENCH, "--only", "cells", "--only", "sharing"),
         longest_s=300,
-        part=5,
+        part=4,
         simulated=("--simulated",),
         double=None,
         json="--json",
+    ),
+    "tests": Step(
+        arguments=(*_PYTEST, "tests/gpu", *(f"--ignore={file}" for file in (*_WITH_TORCH, _MANAGED))),
+        longest_s=540,
+        part=5,
     ),
     "spoilers": Step(
         arguments=("-P", "-m", "tests.gpu.spoilers"),
@@ -219,6 +224,8 @@ def _environment(options: argparse.Namespace) -> Iterator[dict[str, str]]:
             wheels = sorted(str(wheel.absolute()) for wheel in options.wheels.glob("*.whl"))
             install = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site)
             subprocess.run([sys.executable, *install, *wheels], check=True)
+        Path(site, "tests").mkdir(exist_ok=True)  # as above, for the steps
+        Path(site, "tests", "__init__.py").write_text(f"__path__ = [{str(ROOT / 'tests')!r}]\n", encoding="utf-8")
         inherited = double.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
         hardware = "simulated" if options.simulated else "double" if options.double else "1"
         yield {

@@ -10,13 +10,14 @@ from typing import Any, Final
 
 from tests.gpu.items import Item, Note, Setting, cycle, main, tried
 from tests.gpu.look import sees
-from tests.gpu.talk import SilentError, Talker, gone
+from tests.gpu.talk import SilentError, Talker, TalkError, gone
 
 __all__ = ["ITEMS"]
 
 _START_S: Final = 30.0
 _ANSWER_S: Final = 60.0
-_LONG_S: Final = 90.0
+_LONG_S: Final = 60.0
+_STATE_S: Final = 15.0
 _SETTLE_S: Final = 20.0
 _STEADY_S: Final = 3.0  # a state that is not one of moving has this long to change
 _POLL_S: Final = 0.1
@@ -60,13 +61,18 @@ def _killed(setting: Setting, note: Note, phase: str) -> None:
             whole_s = cycle(caller, holder.pid, within_s=_LONG_S)[phase]["seconds"]
             note("undisturbed_s", whole_s)
         for part in _KILLED_AT:
-            note(f"killed at {part}", tried(partial(_kill_at, setting, phase, part * whole_s)))
+            found: dict[str, Any] = {}
+            note(f"killed at {part}", found)
+            try:
+                _kill_at(setting, phase, part * whole_s, found)
+            except TalkError as error:
+                found["ended by"] = str(error)
+            note(f"killed at {part}", found)
         note("neighbour intact", tried(lambda: neighbour.ask(_ANSWER_S, do="check")["intact"]))
 
 
-def _kill_at(setting: Setting, phase: str, after_s: float) -> dict[str, Any]:
-    """Kill the caller so many seconds into the call, and return what the driver says then and what can be saved."""
-    found: dict[str, Any] = {}
+def _kill_at(setting: Setting, phase: str, after_s: float, found: dict[str, Any]) -> None:
+    """Kill the caller so many seconds into the call, and note what the driver says then and what can be saved."""
     with setting.hold() as holder:
         holder.ask(_LONG_S, do="hold", mib=setting.large_mib, cached_mib=0)
         with setting.caller() as caller:
@@ -80,45 +86,43 @@ def _kill_at(setting: Setting, phase: str, after_s: float) -> dict[str, Any]:
                 caller.process.kill()
                 found["caller gone"] = gone(caller.pid, _SETTLE_S)
         with setting.caller() as second:
-            found["states"], state = _states(second, holder)
+            found["states"] = []
+            state = _states(second, holder, found["states"])
             found["device_mib"] = sees(setting.backend, holder.pid)
-            found["recovery"] = _recover(second, holder, state)
-        found["intact"] = tried(lambda: holder.ask(_ANSWER_S, do="check")["intact"])
+            found["recovery"] = {}
+            _recover(second, holder, state, found["recovery"])
+        found["intact"] = tried(lambda: holder.ask(_STATE_S, do="check")["intact"])
         pid = holder.pid
     found["process gone after SIGKILL"] = gone(pid, _SETTLE_S)
-    return found
 
 
-def _states(caller: Talker, holder: Talker) -> tuple[list[dict[str, Any]], object]:
-    """Return the states that the target goes through until one stays, and that one. A state that cannot be read is one, too."""
-    seen: list[dict[str, Any]] = []
+def _states(caller: Talker, holder: Talker, seen: list[dict[str, Any]]) -> object:
+    """Note the states that the target goes through until one stays, and return that. A state that cannot be read is one, too."""
     begun = time.monotonic()
     last: object = None
     while time.monotonic() - begun < _SETTLE_S:
-        answer = caller.ask(_ANSWER_S, call="state", pid=holder.pid)
+        answer = caller.ask(_STATE_S, call="state", pid=holder.pid)
         last = answer["value"] if answer["result"] == 0 else answer["name"]
         if not seen or seen[-1]["state"] != last:
             seen.append({"after_s": round(time.monotonic() - begun, 2), "state": last})
         if last not in _MOVING and time.monotonic() - begun > _STEADY_S:
             break
         time.sleep(_POLL_S)
-    return seen, last
+    return last
 
 
-def _recover(caller: Talker, holder: Talker, state: object) -> dict[str, Any]:
+def _recover(caller: Talker, holder: Talker, state: object, found: dict[str, Any]) -> None:
     """Bring the target back from what it is in, as the broker would."""
     calls: tuple[str, ...] = ()
     if state in _LOCKED:
         calls = ("unlock",)
     elif state in _CHECKPOINTED:
         calls = ("restore", "unlock")
-    found: dict[str, Any] = {}
     for call in calls:
         found[call] = caller.ask(_LONG_S, call=call, pid=holder.pid)
         if found[call]["result"] != 0:
             break
-    found["state"] = caller.ask(_ANSWER_S, call="state", pid=holder.pid)
-    return found
+    found["state"] = caller.ask(_STATE_S, call="state", pid=holder.pid)
 
 
 # ---- what the driver refuses -------------------------------------------------------------------------------------------------
