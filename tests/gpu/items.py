@@ -35,6 +35,7 @@ _KILLED_S: Final = 10.0
 _LOOK_S: Final = 20.0
 _SETTLE_S: Final = 5.0
 _TAIL: Final = 800
+_INTERRUPTED: Final = "interrupted"
 
 
 class NotHereError(Exception):
@@ -151,6 +152,8 @@ def main(module: str, items: Mapping[str, Item], arguments: Sequence[str] | None
             _say(f"{name}: {row['outcome']} in {row['seconds']} s {row.get('why', '')}".rstrip())
             if options.json is not None:
                 options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            if row["outcome"] == _INTERRUPTED:
+                break
     sys.stdout.write(as_table(found))
     return int(failed)
 
@@ -222,7 +225,7 @@ def _run(module: str, name: str, item: Item, backend: str, options: argparse.Nam
         elif outcome != "answered":
             row["why"] = said[-_TAIL:].splitlines()[-1] if said else "it said nothing"
             row["log"] = said[-_TAIL:]
-        after_mib = _settled_mib(backend, before_mib)
+        after_mib = None if outcome == _INTERRUPTED else _settled_mib(backend, before_mib)
         if before_mib is None or after_mib is None:
             row["left_mib"] = "the device cannot be read"
         elif after_mib - before_mib >= 1:
@@ -258,6 +261,8 @@ def _supervise(command: Sequence[str], log: Any, longest_s: int) -> str:  # noqa
             status = process.wait(longest_s)
         except subprocess.TimeoutExpired:
             return f"not done within {longest_s} s"
+        except KeyboardInterrupt:  # the time of all items together is over
+            return _INTERRUPTED
         return "answered" if status == 0 else f"failed (status {status})"
 
 

@@ -271,6 +271,8 @@ def _rounds(setting: Setting, note: Note, mib: int, pages: str, *, keep_register
             row = _one_round(setting, leaver, caller, mib, pipelined=number == 2, keep_registered=keep_registered)
             row["device_mib"]["before"] = empty_mib
             note(f"{title}round {number}", row)
+            if row.get("intact") is False:
+                raise RuntimeError(f"round {number} came back changed")
             if "refused" in row:
                 return False
     return True

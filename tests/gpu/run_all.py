@@ -146,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = [f"  {described(machine)}"]
         _write(folder / "results.json", json.dumps({**_read(folder / "results.json"), "machine": machine}) + "\n")
         for name in _chosen(options):
-            longest_s = min(options.longest or STEPS[name].longest_s, int(ends - time.monotonic()))
+            left_s = int(ends - time.monotonic() - _KILL_S - _KILLED_S)  # a step that must be ended takes that besides
+            longest_s = min(options.longest or STEPS[name].longest_s, left_s)
             lines += _step(name, folder, environment, longest_s, options)
             _write(folder / "summary.txt", "\n".join(lines) + "\n")
     summary = "\n".join(lines) + "\n"

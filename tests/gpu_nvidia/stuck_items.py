@@ -37,6 +37,7 @@ def lacks(_setting: Setting, _note: Note) -> None:
 
 ITEMS: Final = {
     "hangs": Item(act=hangs, longest_s=2),
+    "stuck": Item(act=hangs, longest_s=600),
     "crashes": Item(act=crashes),
     "fails": Item(act=fails),
     "lacks": Item(act=lacks),

@@ -90,6 +90,28 @@ def test_a_step_that_does_not_end_is_ended_with_all_that_it_started_and_keeps_it
     assert gone(child, 10), "what the step started lives on"
 
 
+def test_an_item_that_is_under_way_when_its_steps_time_is_over_leaves_what_it_saw(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small(monkeypatch)
+    arguments = ("-P", "-m", "tests.gpu_nvidia.stuck_items", "--simulated", "--only=stuck", "--only=answers")
+    monkeypatch.setattr(run_all, "STEPS", {"questions": Step(arguments=arguments, longest_s=60, part=1, json="--json")})
+    assert main([str(tmp_path), "--longest", "4"]) == 1
+    rows = json.loads((tmp_path / "results.json").read_text())["questions"]["items"]
+    assert list(rows) == ["stuck"]
+    assert rows["stuck"]["outcome"] == "interrupted"
+    assert gone(rows["stuck"]["saw"]["child"], 10), "what the item started lives on"
+
+
+def test_another_package_named_tests_hides_nothing_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "site-packages" / "tests"
+    other.mkdir(parents=True)
+    (other / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(other.parent))
+    small(monkeypatch, questions="import tests.gpu.facts")
+    assert main([str(tmp_path / "out")]) == 0, summary(tmp_path / "out")
+
+
 def test_a_step_for_which_there_is_no_time_left_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small(monkeypatch, tests="print('reached')", questions="print('reached')")
     assert main([str(tmp_path), "--within", "5"]) == 1
