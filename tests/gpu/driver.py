@@ -66,7 +66,6 @@ class Noise:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._block = ctypes.create_string_buffer(random.Random(_SEED).randbytes(BLOCK), BLOCK)
-        self._back = ctypes.create_string_buffer(BLOCK)
         self._libc = ctypes.CDLL(None)
         self._libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -80,7 +79,8 @@ class Noise:
 
     def is_intact(self, pointer: int, size: int, first: int = 0) -> bool:
         """Whether every byte is what `fill` wrote. Raises DriverError."""
-        block, back = ctypes.addressof(self._block), ctypes.addressof(self._back)
+        buffer = ctypes.create_string_buffer(BLOCK)  # of this call: several threads may compare at once
+        block, back = ctypes.addressof(self._block), ctypes.addressof(buffer)
         for number, start in enumerate(range(0, size, BLOCK), first):
             length = min(BLOCK, size - start)
             self._driver.do("cuMemcpyDtoH", back, pointer + start, length)

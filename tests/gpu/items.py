@@ -296,7 +296,8 @@ def _used_mib(backend: str) -> float | None:
 
 def _environment() -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), *([inherited] if inherited else [])])}
+    paths = os.pathsep.join([str(_ROOT), *([inherited] if inherited else [])])
+    return {**os.environ, "PYTHONPATH": paths, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML's order
 
 
 def _say(line: str) -> None:

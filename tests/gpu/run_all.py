@@ -34,8 +34,12 @@ from tests.gpu.facts import described, facts  # noqa: E402 - see above
 from tests.gpu.installed import entry_points_installed  # noqa: E402 - see above
 
 _BENCH: Final = ("tests/gpu/bench.py",)
-# Only what the tests need: other plugins of that environment may warn, and a warning is an error here.
-_PYTEST: Final = ("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "--durations=0")
+# Only what the tests need: other plugins of that environment may warn, and a warning is an error here. The ordinary run's conftest.py
+# needs more packages than these tests do.
+_PYTEST: Final = (
+    *("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"),
+    *("--confcutdir=tests/gpu", "--durations=0"),
+)
 _WITH_TORCH: Final = ("tests/gpu/test_torch_state.py", "tests/gpu/test_torch_variants.py")
 _MANAGED: Final = "tests/gpu/test_torch_managed.py"
 _KILL_S: Final = 30.0
@@ -140,6 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell ignores it for what it starts in the background, and so would the steps, which are ended by it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     ends = time.monotonic() + options.within
     with _environment(options) as environment:
         machine = _machine(environment)
@@ -393,7 +400,7 @@ def _offload_seen(found: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, row in found.get("items", {}).items():
         saw = row.get("saw", {})
-        if name.startswith("native"):
+        if name.startswith("native") and "steps" in saw:
             steps = saw.get("steps", {})
             told = [f"{step} {steps[step]['gb_per_s']} GB/s" for step in ("checkpoint", "restore") if step in steps]
             copies = [f"{way} {one['gb_per_s']} GB/s" for way, one in saw.get("pinned copies", {}).items()]

@@ -208,6 +208,17 @@ def test_on_a_double_of_the_driver_the_table_tells_speeds_and_says_that_they_are
     assert saved["Anonymous"] > 64, "what was saved is not in the process's memory"
 
 
+def test_the_tests_with_kernels_run_on_a_double_of_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = (*run_all._PYTEST, "tests/gpu/test_swaps.py", "-k", "really_free")
+    monkeypatch.setattr(run_all, "STEPS", {"tests": Step(arguments=arguments, longest_s=120, part=1)})
+    assert main([str(tmp_path), "--double"]) == 0, (tmp_path / "tests.log").read_text()
+    assert summary(tmp_path)[2] == "  1 of 1 passed"
+    found = json.loads((tmp_path / "results.json").read_text())["tests"]
+    seen = found["tests"]["test_memory_is_really_free_while_a_kernel_is_suspended"]["saw"]
+    assert seen["saved_mib"] >= 4 * 64, "the kernel held nothing of the double's"
+    assert found["double"] is True
+
+
 def test_on_a_simulated_device_the_steps_run_or_say_what_they_need(tmp_path: Path) -> None:
     assert main([str(tmp_path), "--simulated", "--only=questions", "--only=offload", "--only=phases"]) == 0
     lines = summary(tmp_path)
