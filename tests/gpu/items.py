@@ -285,7 +285,7 @@ def _settled_mib(backend: str, before_mib: float | None) -> float | None:
 
 
 def _used_mib(backend: str) -> float | None:
-    """Return what the device holds, asked by a process that may hang; None if nobody says."""
+    """Return what the device holds, asked by a process that may hang; None if NVML does not answer."""
     command = [sys.executable, "-P", "-m", "tests.gpu.look", backend]
     try:
         done = subprocess.run(command, capture_output=True, env=_environment(), timeout=_LOOK_S, check=True)

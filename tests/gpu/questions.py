@@ -28,7 +28,7 @@ from tests.gpu.talk import SilentError, Talker
 
 __all__ = ["ITEMS"]
 
-_OTHER_UID: Final = 65534  # nobody
+_OTHER_UID: Final = 65534  # the user without rights that every system has
 _START_S: Final = 30.0
 _ANSWER_S: Final = 20.0
 _MAPPED_MIB: Final = 32

@@ -252,7 +252,7 @@ def _double(*, on: bool) -> Iterator[dict[str, str]]:
     if not on:
         yield {}
         return
-    from tests.driver_double.double import Device, DriverDouble  # noqa: PLC0415 - on hardware nobody compiles it
+    from tests.driver_double.double import Device, DriverDouble  # noqa: PLC0415 - it needs a compiler
 
     with tempfile.TemporaryDirectory(prefix="jgl-double-") as folder:
         Path(folder).chmod(0o755)  # some questions are asked as another user
@@ -263,7 +263,7 @@ def _double(*, on: bool) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _tuned(*, on: bool) -> Iterator[None]:
-    """Let the kernel give huge pages to whoever has large memory, and have some for those that ask for them; put back at the end."""
+    """Switch transparent huge pages on and allow reserved ones for the block; both settings are put back at its end. Raises OSError."""
     before: dict[Path, str] = {}
     try:
         if on:

@@ -22,7 +22,7 @@ _SETTLE_S: Final = 20.0
 _STEADY_S: Final = 3.0  # a state that is not one of moving has this long to change
 _POLL_S: Final = 0.1
 _SMALL_MIB: Final = 64
-_KILLED_AT: Final = (0.2, 0.6)  # of the time that the call took when nobody was killed
+_KILLED_AT: Final = (0.2, 0.6)  # of the time that the call takes undisturbed
 # By number, and as the simulated device says it.
 _LOCKED, _CHECKPOINTED = (1, "locked"), (2, "checkpointed")
 _MOVING: Final = (4, 5, "checkpointing", "restoring")

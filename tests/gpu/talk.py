@@ -1,4 +1,4 @@
-"""A process that answers one JSON object a line, with a time limit on each answer: nothing that a driver does can stop who asks."""
+"""A process that answers one JSON object a line, with a time limit on each answer: a driver that hangs does not stop the asking process."""
 
 import json
 import os

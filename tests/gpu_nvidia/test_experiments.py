@@ -99,7 +99,7 @@ def test_the_questions_are_answered_on_a_double_as_it_plays_them(double: DriverD
     assert isinstance(saw["kinds-of-memory"]["import"], dict), saw["kinds-of-memory"]["import"]
 
 
-def test_a_process_that_is_stopped_makes_nobody_wait_for_ever(double: DriverDouble, tmp_path: Path) -> None:
+def test_questions_about_a_stopped_process_have_time_limits(double: DriverDouble, tmp_path: Path) -> None:
     status, rows = run("tests.gpu.questions", tmp_path, "--only=stopped", double=double)
     assert status == 0, rows
     saw = rows["stopped"]["saw"]
