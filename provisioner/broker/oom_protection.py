@@ -87,7 +87,7 @@ class OomProtection:
 
     async def run(self) -> None:
         """Follow the leases' states until cancelled. Cancellation leaves adjustments as they are: kernels outlive the broker."""
-        await asyncio.to_thread(self._read)
+        self._read()
         seen = -1
         while True:
             stirred = self._broker.stirred
@@ -103,7 +103,7 @@ class OomProtection:
         """Bring every adjustment up to date once. What fails is logged and tried the next time."""
         try:
             await asyncio.to_thread(self._apply, self._wanted())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there is no thread for it
             log.warning("the out-of-memory killer's adjustments could not be brought up to date: %s", error)
 
     def _wanted(self) -> Wanted:
