@@ -141,14 +141,18 @@ class DriverHolding:
     def _fork(self) -> dict[str, Any]:
         """Fork a child that inherits the context and makes no call; it ends with this process."""
         reading, writing = os.pipe()
+        begun, telling = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(writing)
+            os.write(telling, b"!")  # what the driver's library does in a child at its start is over
             os.close(0)
             os.close(1)
             os.read(reading, 1)
             os._exit(0)
-        os.close(reading)
+        os.read(begun, 1)
+        for descriptor in (reading, begun, telling):
+            os.close(descriptor)
         self._children.append(writing)
         return {"child": child}
 
