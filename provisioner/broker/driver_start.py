@@ -71,7 +71,7 @@ class DriverStart:
             await self._attempt()
             self._tell(broker, swaps, before)
         if not self.off and broker.monitor.kind != "simulated":
-            log.info("%s", await Trial(broker, self._worker, self._specs).make())
+            log.info("%s", await Trial(broker, swaps, self._worker, self._specs).make())
         await asyncio.Event().wait()  # a service of the broker: its end would end the broker
 
     async def _is_alone(self) -> bool:

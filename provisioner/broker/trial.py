@@ -3,6 +3,8 @@
 The checkpoint worker is the only part that needs privileges, and whether it has them the driver tells only when asked about a real CUDA
 process. What it refuses for good becomes the devices' reason: their kernels stay resident, and everybody is told why, instead of each
 kernel being tried. Anything else that goes wrong (no room, a slow machine) is written to the log and proves nothing.
+
+The process's memory is known, too: if its device counts it under the pid that it has here, devices count processes by these pids.
 """
 
 import asyncio
@@ -17,12 +19,14 @@ from typing import TYPE_CHECKING, Final
 from provisioner.broker.clock import now_ms
 from provisioner.core.events import DeviceSeen
 from provisioner.core.model import DeviceSpec
+from provisioner.gpu.driver_environment import cleaned
 from provisioner.gpu.interface import GPUError, GPUErrorCode
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.process import identify
 
 if TYPE_CHECKING:
     from provisioner.broker.broker import Broker
+    from provisioner.broker.swaps import Swaps
 
 __all__ = ["Trial"]
 
@@ -37,8 +41,11 @@ _FOR_GOOD: Final = frozenset({GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPO
 class Trial:
     """One attempt. `specs` are the broker's devices by id: what is found out is written there, where its eyes look, too."""
 
-    def __init__(self, broker: "Broker", worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]) -> None:
+    def __init__(
+        self, broker: "Broker", swaps: "Swaps", worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]
+    ) -> None:
         self._broker = broker
+        self._swaps = swaps
         self._worker = worker
         self._specs = specs
 
@@ -50,6 +57,8 @@ class Trial:
         try:
             async with self._victim(device_id) as pid:
                 identity = identify(pid)
+                use = await asyncio.to_thread(self._broker.monitor.use, device_id)
+                self._swaps.counts_processes |= any(one.pid == pid and one.used_mib for one in use.processes)
                 took_us = await self._worker.lock(identity, _LOCK_MS)
                 took_us += await self._worker.checkpoint(identity, _MOVE_S)
                 took_us += await self._worker.restore(identity, None, _MOVE_S)
@@ -72,14 +81,17 @@ class Trial:
         return None
 
     def _give_up(self, sentence: str) -> None:
-        strangers = {device.device_id: device.stranger_mib for device in self._broker.arbiter.devices()}
+        views = {device.device_id: device for device in self._broker.arbiter.devices()}
         for device_id, spec in list(self._specs.items()):
-            if not spec.why_not:
-                self._specs[device_id] = replace(spec, why_not=sentence)
-                seen = DeviceSeen(
-                    at_ms=now_ms(), device=self._specs[device_id], stranger_mib=strangers.get(device_id, 0)
+            if spec.why_not:
+                continue
+            self._specs[device_id] = replace(spec, why_not=sentence)
+            view = views.get(device_id)
+            if view is None or not view.lost:  # a lost one is told of when it is seen again
+                stranger_mib = view.stranger_mib if view is not None else 0
+                self._broker.dispatch(
+                    DeviceSeen(at_ms=now_ms(), device=self._specs[device_id], stranger_mib=stranger_mib)
                 )
-                self._broker.dispatch(seen)
 
     @asynccontextmanager
     async def _victim(self, device_id: str) -> AsyncIterator[int]:
@@ -91,7 +103,7 @@ class Trial:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, **monitor.kernel_environment(device_id)},
+            env=cleaned(os.environ, keep=monitor.kernel_environment(device_id)),
         )
         self._broker.backstop.ours.add(process.pid)
         try:

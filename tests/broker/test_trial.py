@@ -9,9 +9,10 @@ from typing import cast
 import pytest
 
 from provisioner.broker.broker import Broker
+from provisioner.broker.swaps import Swaps
 from provisioner.broker.trial import Trial
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.events import DeviceSeen, Event
+from provisioner.core.events import DeviceLost, DeviceSeen, Event
 from provisioner.core.model import DeviceSpec
 from provisioner.gpu.interface import GPUErrorCode
 from provisioner.gpu.simulated import faults
@@ -32,6 +33,7 @@ class World:
         self.kernels: dict[str, object] = {}
         self.used_mib: dict[str, int] = {}
         self.backstop = SimpleNamespace(ours=set[int]())
+        self.swaps = SimpleNamespace(counts_processes=False)
         for spec in self.specs.values():
             self.dispatch(DeviceSeen(at_ms=0, device=spec, stranger_mib=7))
 
@@ -49,7 +51,7 @@ class World:
     async def found(self) -> str:
         """What a trial finds."""
         async with self.worker() as worker:
-            return await Trial(cast("Broker", self), worker, self.specs).make()
+            return await Trial(cast("Broker", self), cast("Swaps", self.swaps), worker, self.specs).make()
 
     @property
     def why_not(self) -> str:
@@ -75,6 +77,7 @@ async def test_where_it_works_nothing_changes(world: World) -> None:
     (device_id,) = world.specs
     assert world.monitor.use(device_id).processes == (), "nothing is left behind"
     assert world.backstop.ours == set()
+    assert world.swaps.counts_processes, "the device counted the process by its pid"
 
 
 @pytest.mark.parametrize("code", [GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED])
@@ -83,6 +86,15 @@ async def test_what_is_refused_for_good_becomes_the_devices_reason(world: World,
     found = await world.found()
     assert world.why_not
     assert world.why_not in found
+
+
+async def test_a_refusal_does_not_bring_a_lost_device_back(world: World) -> None:
+    (device_id,) = world.specs
+    world.arbiter.handle(DeviceLost(at_ms=0, device_id=device_id))
+    faults.inject(world.folder, "lock", f"fail:{GPUErrorCode.NOT_PERMITTED.value}")
+    await world.found()
+    assert [device.lost for device in world.arbiter.devices()] == [True]
+    assert world.specs[device_id].why_not
 
 
 async def test_what_went_wrong_for_another_reason_proves_nothing(world: World) -> None:
