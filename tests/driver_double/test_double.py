@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -292,6 +293,21 @@ def test_memory_that_processes_share_is_one_memory_and_refused_before_610(
         with pytest.raises(GPUError) as caught:
             remote.checkpointer.checkpoint(kernel.pid)
         assert code_of(caught) is C.NOT_SUPPORTED
+
+
+def resident_kib(pid: int, kind: str) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{kind}:"))
+
+
+def test_saved_memory_is_the_targets_own_host_memory(remote: Remote, kernel: KernelProcess) -> None:
+    kernel.run("!x = cuda.allocate(64 << 20); x.fill(b'x')")
+    before = resident_kib(kernel.pid, "RssAnon")
+    assert resident_kib(kernel.pid, "RssShmem") < 1024, "device memory is not in its resident set"
+    suspend(remote, kernel.pid)
+    assert 64 * 1024 <= resident_kib(kernel.pid, "RssAnon") - before < 66 * 1024
+    remote.checkpointer.restore(kernel.pid)
+    assert abs(resident_kib(kernel.pid, "RssAnon") - before) < 1024
 
 
 # ---- who may, and who answers ---------------------------------------------------------------------------------------------
