@@ -77,6 +77,16 @@ def install(package: str, release: str) -> None:
     sys.stdout.write(f"installed {package} {release} for the double of the driver\n")
 
 
+def install_all(*, every: bool) -> None:
+    """Install the oldest and the newest supported releases, of cuda-bindings `every` one. Raises RuntimeError."""
+    for package, first in OLDEST.items():
+        supported = [one for one in offered(package) if _numbers(one) >= _numbers(first)]
+        if package == "cuda-bindings":
+            supported = [one for one in supported if not bindings_refusal(one)]
+        for release in supported if every and package == "cuda-bindings" else (first, supported[-1]):
+            install(package, release)
+
+
 def _pip(*arguments: str) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     if arguments[0] == "index":
@@ -88,16 +98,15 @@ def _pip(*arguments: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Install; 2 for arguments that are not understood."""
+    """Install; 1 where the package index does not give them, 2 for arguments that are not understood."""
     if arguments not in ([], ["--all"]):
         sys.stderr.write("usage: python -m tests.driver_double.releases [--all]\n")
         return 2
-    for package, first in OLDEST.items():
-        supported = [one for one in offered(package) if _numbers(one) >= _numbers(first)]
-        if package == "cuda-bindings":
-            supported = [one for one in supported if not bindings_refusal(one)]
-        for release in supported if arguments and package == "cuda-bindings" else (first, supported[-1]):
-            install(package, release)
+    try:
+        install_all(every=bool(arguments))
+    except RuntimeError as error:
+        sys.stderr.write(f"the double of NVIDIA's driver lacks its Python packages: {error}\n")
+        return 1
     return 0
 
 

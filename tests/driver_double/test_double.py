@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import subprocess
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessKind, ProcessState, ProcessUse
 from provisioner.host.process import read_stat
 from tests.driver_double.conftest import StartKernel
-from tests.driver_double.double import DEFAULTS, Device, DriverDouble
+from tests.driver_double.double import DEFAULTS, Device, DriverDouble, build
 from tests.driver_double.remote import Remote
 from tests.gpu_sim.kernels import MIB, KernelError, KernelProcess, answer, ask, backend_worker, eventually
 
@@ -57,6 +58,16 @@ def test_settings_that_there_are_not_are_refused(double: DriverDouble) -> None:
     with pytest.raises(TypeError, match="a number, a text"):
         double.set(context_mib=None)
     assert "context_mib" in DEFAULTS
+
+
+def test_a_machine_that_cannot_compile_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    with pytest.raises(RuntimeError, match=r"needs a C compiler \(cc\): `tests/run setup`"):
+        build()
+    monkeypatch.setattr("importlib.metadata.distribution", lambda _name: PathDistribution(tmp_path))
+    with pytest.raises(RuntimeError, match=r"needs cuda\.h of the package nvidia-cuda-runtime"):
+        build()
 
 
 # ---- devices and drivers -----------------------------------------------------------------------------------------------
