@@ -166,6 +166,39 @@ def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so
         assert second.must(CHECK).text == "intact\n"
 
 
+# A framework with a caching allocator: what it caches goes back to the device when it is asked to.
+CACHE = """
+import sys, types
+from provisioner.gpu.simulated import cuda
+cached = [cuda.allocate(200 << 20)]
+def empty_cache():
+    for one in cached:
+        one.free()
+    cached.clear()
+torch = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(
+    is_initialized=lambda: True, empty_cache=empty_cache, device_count=lambda: 1, current_device=lambda: 0,
+    get_device_properties=lambda index: types.SimpleNamespace(total_memory=1 << 30),
+    set_per_process_memory_fraction=lambda fraction, index: None, memory_reserved=lambda index: 0,
+)
+sys.modules["torch"] = torch
+"""
+
+
+def test_caches_are_given_back_where_host_memory_is_too_small_for_them_and_for_the_cap(world: World) -> None:
+    world.configure("c.GPUBroker.host_memory = '128MiB'")  # for 16 MiB of data and the context; the cap is 768
+    with Server(world) as server:
+        (name,) = world.install(750)
+        first, second = server.start(name), server.start(name)
+        first.must(fill(1) + CACHE)
+        second.must(fill(2))
+        lease = world.await_state(first.kernel_id, "suspended")
+        assert lease.saved_mib < 128
+        assert first.must(CHECK).text == "intact\n"
+        assert first.must("print(cached)").text == "[]\n"
+        assert second.must(CHECK).text == "intact\n"
+
+
 def test_what_is_long_over_is_forgotten(world: World) -> None:
     path = world.folder / "run" / "ledger-simulated.sqlite"
     now_ms = time.time_ns() // 1_000_000
