@@ -14,6 +14,7 @@
 
 import importlib
 import os
+import select
 import uuid
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -28,6 +29,7 @@ __all__ = ["NvidiaCheckpointer"]
 
 _SUCCESS: Final = 0
 _NOT_INITIALIZED: Final = 3
+_ENDING_MS: Final = 100
 _MAX_TIMEOUT_MS: Final = 2**32 - 1
 
 _CALLS: Final = (
@@ -257,6 +259,8 @@ class NvidiaCheckpointer:
     def _error(self, phase: str, pid: int, result: int) -> GPUError:
         code = _CODES.get(result, GPUErrorCode.UNKNOWN)
         message = f"cannot {phase} the CUDA state of process {pid}: {self._name(result)}"
+        if code is GPUErrorCode.OPERATING_SYSTEM:
+            _await_end(pid)  # the driver may lose a killed process before the system has ended it
         try:
             _check(pid)
         except GPUError as error:
@@ -294,6 +298,20 @@ def _check(pid: int) -> None:
         raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, str(error)) from error
     except ValueError as error:
         raise GPUError(GPUErrorCode.WRONG_IDENTITY, str(error)) from error
+
+
+def _await_end(pid: int) -> None:
+    """Give a process that is being killed a moment to end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:  # it ended; or the system is short of descriptors, and what is seen now has to do
+        return
+    try:
+        watched = select.poll()
+        watched.register(descriptor, select.POLLIN)
+        watched.poll(_ENDING_MS)
+    finally:
+        os.close(descriptor)
 
 
 def _plain(device_id: str) -> str:

@@ -205,6 +205,7 @@ class DoubleHost(Host):
 
     def __init__(self, double: DriverDouble, remote: Remote) -> None:
         self.double = double
+        self._caller = remote.pid
         self.devices = [device.device_id for device in double.devices]
         remote.use(double)
         self.checkpointer: Checkpointer = remote.checkpointer
@@ -247,7 +248,7 @@ class DoubleHost(Host):
         return process is not None and process.lock_waits
 
     def left_behind(self) -> list[int]:
-        return [process.pid for process in self.double.processes()]
+        return [process.pid for process in self.double.processes() if process.pid != self._caller]
 
     def wait_quiet(self, pid: int) -> None:
         def is_over() -> bool:
