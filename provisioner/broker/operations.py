@@ -188,7 +188,8 @@ class Operations:
                 self.end(effect.lease_id, effect.operation_id, str(outcome))
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Look until the truth is known or the lease has moved on."""
+        """Look until the truth is known or the lease has moved on. A failure of the driver is reported once, and looked at again."""
+        reported = ""
         for attempt in count():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)]):
@@ -204,7 +205,7 @@ class Operations:
             except OSError as error:  # short of descriptors or memory: the next look may do better
                 log.error("lease %s could not be looked at: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says
                 continue
-            if truth is None:
+            if truth is None or (truth.state is LeaseState.QUARANTINED and truth.sentence == reported):
                 continue
             state, device_id = truth.state, truth.device_id
             if state is LeaseState.UNARMED and view.device_id is not None:
@@ -218,9 +219,12 @@ class Operations:
                     state=state,
                     device_id=device_id,
                     saved_mib=truth.saved_mib,
+                    sentence=truth.sentence,
                 )
             )
-            return
+            if state is not LeaseState.QUARANTINED:
+                return
+            reported = truth.sentence
 
     async def _begin(self, effect: Suspend | Resume, kind: str, saved_mib: int) -> None:
         """Write the intent down, after the end of what was before. Raises LedgerError: then nothing was begun."""

@@ -101,6 +101,8 @@ checkpoint or a restore on what the driver then says of every process of the ker
 - *Tried again soon*: after a second, then after twice as long each time. *Left alone for a while*: for the pool's `retry_refused`.
   *Not tried again*: as long as the process lives; it stays resident, and status, `%gpu` and refusals say why.
 - *Quarantined*: nobody knows what is true. What it may hold stays reserved, and the driver is asked again until it says.
+  Where it says `failed`, a cell that needs the GPU ends with that sentence instead of waiting; status and `%gpu explain` have it, too.
+  What the kernel had on the GPU is lost then, its other variables can be saved in `%%cpu` cells, and a restart makes it sound.
 - Whatever was locked is unlocked before a kernel counts as resident again. If that fails, it is quarantined.
 - `worker-hung` and `worker-died` are the checkpoint worker's: it is replaced, and the driver is asked what it left behind.
 - `out-of-memory` at a restore is fatal to the process, as far as is known. That is why a restore is never tried before the room is

@@ -137,7 +137,7 @@ def kernel_of(record: LeaseRecord) -> Kernel:
 
 def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:
     """Return state, device and saved MiB for the arbiter."""
-    if truth is None:
+    if truth is None or truth.state is LeaseState.QUARANTINED:
         # The ledger is told of a reservation before anybody makes use of it: what it does not know of is not there.
         return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, saved_mib
     if truth.state is LeaseState.UNARMED and record.state in HOLDING and record.device_id is not None:

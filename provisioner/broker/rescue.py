@@ -211,6 +211,8 @@ async def _rescue_one(swaps: Swaps, backend: Backend, one: _Found) -> Rescued | 
         outcome, sentence = "unknown", "the driver does not say what it is; try again in a moment"
     elif truth.state is LeaseState.UNATTACHED:
         return None
+    elif truth.state is LeaseState.QUARANTINED:
+        outcome, sentence = "failed", truth.sentence
     elif truth.state is LeaseState.SUSPENDED:
         outcome, sentence = await _bring_back(swaps, backend, one)
     else:

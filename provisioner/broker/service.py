@@ -44,7 +44,7 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import LeaseState, LeaseView
+from provisioner.core.model import FAILED, LeaseState, LeaseView
 from provisioner.core.units import format_duration
 from provisioner.host.process import ProcessIdentity
 from provisioner.ledger.records import LedgerError
@@ -349,7 +349,7 @@ class Service:
                 device_id=view.device_id,
                 environment=self.broker.environment(kernel.lease_id, device_ids),
             )
-        if (declined := kernel.take_declined()) is not None:
+        if (declined := kernel.take_declined() or _failure(view)) is not None:
             return Progress(kind=ProgressKind.REFUSED, reason=declined[0], sentence=declined[1])
         ticket = self.broker.ticket(kernel.lease_id)
         reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
@@ -478,6 +478,12 @@ class Service:
         kernel.link.take(answer, time.monotonic())
         if answer.number == 0 and answer.word == "managed":
             self.cannot_be_saved(kernel, answer.detail)
+
+
+def _failure(view: LeaseView) -> tuple[str, str] | None:
+    """Return reason and sentence where waiting would not help, because the driver says that the kernel failed."""
+    failed = view.state is LeaseState.QUARANTINED and view.reason == FAILED
+    return (view.reason, view.sentence) if failed else None
 
 
 def _is_news(progress: Progress, told: Progress | None) -> bool:

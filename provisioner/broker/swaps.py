@@ -65,11 +65,15 @@ class SwapTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What a kernel really is. `state` is unattached, unarmed, resident or suspended."""
+    """What a kernel really is. `state` is unattached, unarmed, resident or suspended.
+
+    It is quarantined where the driver says that a process failed; `sentence` then says what that means for the kernel's user.
+    """
 
     state: LeaseState
     device_id: str | None = None
     saved_mib: int = 0
+    sentence: str = ""
 
 
 class StepError(Exception):
@@ -512,7 +516,8 @@ class Swaps:
             return Truth(state=LeaseState.SUSPENDED, device_id=kernel.home or device_id, saved_mib=saved_mib)
         if kinds == {ProcessState.RUNNING}:
             return Truth(state=LeaseState.RESIDENT, device_id=self._where(kernel, scene) or device_id)
-        return None
+        failed = [identity.pid for identity, state in states.items() if state is ProcessState.FAILED]
+        return _failure(failed[0], device_id, saved_mib) if failed else None
 
     async def _undone(
         self,
@@ -591,6 +596,14 @@ class Swaps:
 def _concerned(kernel: Kernel, effect: Suspend | Resume) -> list[str]:
     """Return the devices that have to be read for the operation: its own, and others on which the kernel's processes were seen."""
     return list(dict.fromkeys([*(effect.device_ids or (effect.device_id,)), *sorted(kernel.seen_on)]))
+
+
+def _failure(pid: int, device_id: str | None, saved_mib: int) -> Truth:
+    sentence = (
+        f"the driver says that process {pid} met an error that cannot be corrected: what this kernel had on the GPU is lost. Its other "
+        "variables are still there: save what you need in cells that begin with %%cpu, then restart the kernel"
+    )
+    return Truth(state=LeaseState.QUARANTINED, device_id=device_id, saved_mib=saved_mib, sentence=sentence)
 
 
 def _rest_mib(kernel: Kernel, scene: Scene, states: dict[ProcessIdentity, ProcessState], saved_mib: int) -> int:

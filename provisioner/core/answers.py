@@ -5,7 +5,7 @@ from provisioner.core.effects import LookAgain
 from provisioner.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
 from provisioner.core.forecasts import RESUME, SUSPEND
 from provisioner.core.lifecycle import FOUND, SOMEWHERE, Lifecycle
-from provisioner.core.model import LeaseState
+from provisioner.core.model import FAILED, LeaseState
 from provisioner.core.records import Wait
 from provisioner.core.resizing import Resizing
 from provisioner.core.state import Lease, Operation
@@ -152,6 +152,11 @@ class Answers:
         changes = self._changes
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
             changes.record(lease.lease_id, "answer.stale", f"it was found {event.state}, which nobody asks any more")
+            return
+        if event.state is LeaseState.QUARANTINED and event.sentence:
+            lease.reason, lease.sentence = FAILED, event.sentence
+            changes.record(lease.lease_id, FAILED, event.sentence)
+            changes.requeued.add(lease.spec.pool)  # a cell that waits hears of it
             return
         device_ids = lease.device_ids
         if event.device_id is not None and event.device_id not in device_ids:

@@ -289,13 +289,17 @@ class ResumeFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruthFound(Event):
-    """The answer to `LookAgain`: what a quarantined lease really is (resident, suspended, unarmed, unattached)."""
+    """The answer to `LookAgain`: what a quarantined lease really is (resident, suspended, unarmed, unattached).
+
+    Quarantined with a sentence: the driver says that it failed, and the search for another answer goes on.
+    """
 
     lease_id: str
     generation: int
     state: LeaseState
     device_id: str | None = None
     saved_mib: int = 0
+    sentence: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

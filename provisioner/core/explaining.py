@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from provisioner.core.model import LeaseState
+from provisioner.core.model import FAILED, LeaseState
 from provisioner.core.records import Footing, Lease, Ticket, Wait
 from provisioner.core.scheduling import candidates
 from provisioner.core.state import Books
@@ -53,6 +53,8 @@ def not_yet(lease: Lease) -> Wait:
             return Wait("wait.own-suspend", "this kernel is being suspended; it comes back right after")
         case LeaseState.RESUMING:
             return Wait("wait.restoring", f"its {format_memory(lease.saved_mib)} are being brought back to the device")
+        case LeaseState.QUARANTINED if lease.reason == FAILED:
+            return Wait("wait.failed", lease.sentence)
         case LeaseState.QUARANTINED:
             return Wait(
                 "wait.quarantine", "nobody knows for certain what state this kernel is in; it is being looked at again"

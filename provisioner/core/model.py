@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 __all__ = [
+    "FAILED",
     "HOLDING",
     "Breach",
     "DeviceSpec",
@@ -39,6 +40,10 @@ class LeaseState(StrEnum):
 
 HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
 """States whose reservation counts against the device (a quarantined lease only if it has a device)."""
+
+
+FAILED = "found.failed"
+"""The reason of a quarantined lease of which the driver says that it failed: waiting would not help its kernel."""
 
 
 class ReserveBy(StrEnum):

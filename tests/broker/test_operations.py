@@ -41,6 +41,7 @@ class Stage:
     disk: Disk
     full_after: int = -1
     failing_looks: list[str] = field(default_factory=list)  # which step of each fails, in order
+    truths: list[Truth] = field(default_factory=list)  # what the first looks find
     events: list[Event] = field(default_factory=list)
     operations: Operations = field(init=False)
 
@@ -77,6 +78,8 @@ class Stage:
 
     async def truth(self, *_arguments: object) -> Truth:
         self._look("truth")
+        if self.truths:
+            return self.truths.pop(0)
         return Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
 
     def _look(self, step: str) -> None:
@@ -178,3 +181,12 @@ async def test_a_lease_is_looked_at_until_the_machine_can_be_looked_at(stage: St
     (found,) = stage.events
     assert isinstance(found, TruthFound)
     assert (found.state, stage.failing_looks) == (LeaseState.RESIDENT, [])
+
+
+async def test_a_failure_of_the_driver_is_reported_once_and_looked_at_again(stage: Stage) -> None:
+    failed = Truth(state=LeaseState.QUARANTINED, device_id=DEVICE, saved_mib=300, sentence="it failed")
+    stage.truths = [failed, failed]
+    stage.operations.start(LookAgain(lease_id=LEASE, generation=1))
+    await asyncio.gather(*stage.operations._looking)
+    found = [(event.state, event.sentence) for event in stage.events if isinstance(event, TruthFound)]
+    assert found == [(LeaseState.QUARANTINED, "it failed"), (LeaseState.RESIDENT, "")]

@@ -482,8 +482,6 @@ async def test_a_resume_that_cannot_be_verified_is_unknown_until_the_driver_says
         ((S.LOCKED, S.RUNNING), Truth(state=LeaseState.RESIDENT, device_id=DEVICE)),
         ((S.CHECKPOINTED, S.CHECKPOINTED), Truth(state=LeaseState.SUSPENDED, device_id=DEVICE, saved_mib=600)),
         ((S.CHECKPOINTED, S.LOCKED), Truth(state=LeaseState.RESIDENT, device_id=DEVICE)),
-        ((S.CHECKPOINTED, S.FAILED), None),
-        ((S.FAILED,), None),
         ((S.UNKNOWN,), None),
         ((S.CHECKPOINTING,), None),
     ],
@@ -627,6 +625,22 @@ async def test_a_machine_that_cannot_be_looked_at_tells_no_truth(
         swaps = swaps_of(driver)
         assert [await swaps.truth(kernel, DEVICE, 0) for _ in range(2)] == [None, None]
         assert await swaps.truth(kernel, DEVICE, 0) == Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
+
+
+@pytest.mark.parametrize("other", [S.RUNNING, S.LOCKED, S.CHECKPOINTED, S.FAILED])
+async def test_a_failed_process_leaves_its_kernel_in_quarantine_with_a_sentence_for_its_user(
+    other: ProcessState,
+) -> None:
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        driver.has_context(pids[0], S.FAILED, 300)
+        driver.has_context(pids[1], other, 300)
+        truth = await swaps_of(driver).truth(kernel, DEVICE, 600)
+        assert truth is not None
+        assert (truth.state, truth.device_id, truth.saved_mib) == (LeaseState.QUARANTINED, DEVICE, 600)
+        assert f"process {pids[0]} met an error" in truth.sentence
+        assert "restart the kernel" in truth.sentence
+        assert "restore" not in [name for name, _ in driver.calls]
 
 
 async def test_a_driver_that_does_not_answer_tells_no_truth() -> None:

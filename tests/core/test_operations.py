@@ -5,7 +5,17 @@ from typing import TypeVar
 
 import pytest
 
-from provisioner.core.effects import Declined, Effect, LookAgain, Resume, Shrink, Suspend, WakeAt
+from provisioner.core.effects import (
+    Declined,
+    Effect,
+    LookAgain,
+    Recorded,
+    Resume,
+    Shrink,
+    Suspend,
+    TicketsChanged,
+    WakeAt,
+)
 from provisioner.core.events import (
     Attached,
     DeviceDrained,
@@ -22,7 +32,7 @@ from provisioner.core.events import (
     TruthFound,
     Unwanted,
 )
-from provisioner.core.model import LeaseState
+from provisioner.core.model import FAILED, LeaseState
 from tests.core.driving import Hand, device, pool
 
 Kind = TypeVar("Kind", bound=Effect)
@@ -557,6 +567,27 @@ def test_a_ticket_of_a_quarantined_lease_is_served_when_the_truth_is_known() -> 
     generation = hand.view("a").generation
     truth = TruthFound(at_ms=0, lease_id="a", generation=generation, state=LeaseState.SUSPENDED, saved_mib=200)
     assert hand.resumes(hand.send(truth)) == [("a", "d0")]
+
+
+def test_a_lease_that_the_driver_calls_failed_says_so_until_another_truth_is_found() -> None:
+    hand = Hand()
+    hand.idle("a")
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), SuspendOutcome.UNKNOWN)
+    hand.want("a")
+    generation = hand.view("a").generation
+    failed = TruthFound(
+        at_ms=0, lease_id="a", generation=generation, state=LeaseState.QUARANTINED, sentence="it failed, restart it"
+    )
+    effects = hand.send(failed)
+    view = hand.view("a")
+    assert (view.state, view.generation, view.reason) == (LeaseState.QUARANTINED, generation, FAILED)
+    assert (view.sentence, hand.ticket("a").sentence) == ("it failed, restart it", "it failed, restart it")
+    assert [(one.reason, one.sentence) for one in effects if isinstance(one, Recorded)] == [(FAILED, view.sentence)]
+    assert any(isinstance(one, TicketsChanged) for one in effects), "a cell that waits does not hear of it"
+    assert not any(isinstance(one, LookAgain) for one in effects), "it is looked at already"
+    assert view.reserved_mib == 600
+    hand.send(TruthFound(at_ms=0, lease_id="a", generation=generation, state=LeaseState.RESIDENT))
+    assert (hand.state("a"), hand.view("a").reason) == (LeaseState.RESIDENT, "found.resident")
 
 
 @pytest.mark.parametrize("state", [LeaseState.QUARANTINED, LeaseState.ENDED, LeaseState.RESUMING])
