@@ -12,6 +12,7 @@ one scene. What happened after it was taken is not in it: certainty needs a new 
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from provisioner.broker.kernels import Kernel
 from provisioner.gpu.interface import DeviceUse, GPUError, GPUErrorCode, Monitor, ProcessState
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.mappings import holds_open
-from provisioner.host.process import ProcessIdentity
+from provisioner.host.process import ProcessIdentity, identify
 from provisioner.host.tree import Snapshot, scan
 
 __all__ = ["ENDED", "LEASE_VARIABLE", "NOMINAL_MIB", "Scene", "Sight", "is_device_file", "stopped_sentence"]
@@ -76,6 +77,7 @@ class Sight:
         self._monitor = monitor
         self._worker = worker
         self.roots: Callable[[], list[ProcessIdentity]] = list
+        self._own = identify(os.getpid())
         self.off = ""  # why the driver cannot be asked, a sentence: what the devices say is what there is
         self.counts_processes = False  # a CUDA process was seen to be counted by a device under its pid here
 
@@ -107,7 +109,9 @@ class Sight:
         """Return the kernel's processes."""
         if kernel.identity is None:
             return []
-        return scene.snapshot.tree(kernel.identity, (LEASE_VARIABLE, kernel.lease_id), apart=self.roots())
+        # A kernel that starts a broker is above it until it serves. Its checkpoint worker is a CUDA process, and none of the kernel's.
+        apart = [*self.roots(), self._own]
+        return scene.snapshot.tree(kernel.identity, (LEASE_VARIABLE, kernel.lease_id), apart=apart)
 
     async def states(self, kernel: Kernel, scene: Scene) -> dict[ProcessIdentity, ProcessState]:
         """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
