@@ -57,13 +57,17 @@ class Administering:
             await self._until_idle(kernel)
             before = devices_of(self._view(kernel))
             await self._begin(kernel, device_id)
+            why_not: tuple[str, str] | None = None
             while (view := self._view(kernel)).state in _ON_THE_WAY:
+                if view.reason == "resume.not-started":  # it may come back where it was: this says why
+                    why_not = view.reason, view.sentence
                 await kernel.change().wait()
         finally:
             kernel.suspend_wishes -= 1
             self._broker.look_at_use(kernel)
         if view.state is not LeaseState.RESIDENT or devices_of(view) == before:
-            raise ConflictError(f"the kernel was not moved: {view.sentence}", reason=view.reason)
+            reason, sentence = why_not or (view.reason, view.sentence)
+            raise ConflictError(f"the kernel was not moved: {sentence}", reason=reason)
         return lease_status(self._broker, kernel, view)
 
     async def _until_idle(self, kernel: Kernel) -> None:
