@@ -18,7 +18,7 @@ from provisioner.core.model import Sharing
 from provisioner.core.units import format_memory
 from provisioner.gpu.interface import DeviceInfo, GPUError
 from provisioner.gpu.nvidia import NvidiaMonitor
-from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from provisioner.gpu.nvidia_support import MOVING_CUDA_VERSION, driver_refusal, driver_warnings, why_no_bindings
 from provisioner.host.process import PROC
 
 __all__ = ["NvidiaLook", "check_pools", "cuda_level", "look_at_nvidia", "mps_processes"]
@@ -125,6 +125,12 @@ def _driver(nvml: ModuleType, ask_level: Callable[[], int | None]) -> Iterator[F
         yield problem("driver", f"{refusal}{now}", "kernels run, and are never suspended, until it is replaced")
     else:
         yield ok("driver", f"{version}{api}")
+    if level and level < MOVING_CUDA_VERSION:
+        yield note(
+            "moving",
+            f"driver {version} cannot bring a kernel's state back on another device than its own",
+            "leave may_move off, or install driver 580 or newer",
+        )
     for sentence in driver_warnings(version):
         yield warning("driver", sentence, "plan for another release, and try it before use")
 

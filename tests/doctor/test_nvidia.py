@@ -221,3 +221,14 @@ def test_mps_is_found_by_its_processes(proc: Path) -> None:
     found = of(look(DoctorsNVML(FakeGPU()), proc), "mps")
     assert found.severity is Severity.WARNING
     assert "process 60" in found.finding
+
+
+@pytest.mark.parametrize(("level", "is_told"), [(12080, True), (13000, False)])
+def test_a_driver_that_cannot_move_kernels_is_an_ordinary_circumstance(
+    proc: Path, level: int, *, is_told: bool
+) -> None:
+    nvml = DoctorsNVML(FakeGPU())
+    nvml.level = level
+    found = [one for one in look(nvml, proc) if one.check == "moving"]
+    assert [one.severity for one in found] == ([Severity.NOTE] if is_told else [])
+    assert all("driver 580 or newer" in one.advice for one in found)
