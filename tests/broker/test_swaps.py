@@ -910,3 +910,13 @@ async def test_only_the_devices_concerned_are_read() -> None:
         driver.read.clear()
         await swaps_of(driver).resume(kernel, resume_of(kernel), 300, journal([]))
     assert driver.read == [DEVICE], "before the restore"
+
+
+async def test_the_broker_is_no_part_of_the_kernel_that_started_it() -> None:
+    driver = Driver()
+    kernel = Kernel(lease_id="lease-of-tests", uid=os.getuid(), token_sha256="")
+    kernel.identity = identify(os.getppid())
+    scene = sight.Scene(snapshot=real_scan(sight.LEASE_VARIABLE), uses={})
+    tree = swaps_of(driver)._sight.tree(kernel, scene)
+    assert kernel.identity in tree
+    assert os.getpid() not in {one.pid for one in tree}

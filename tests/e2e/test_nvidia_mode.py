@@ -1,0 +1,399 @@
+"""The whole broker in its NVIDIA mode, on a double of the driver's libraries: no kernel loses a byte, and each refusal says why.
+
+Drivers 570 and 580 are what the double plays of them. What NVIDIA does not document (the caller dies in the middle of a checkpoint or a
+restore) is played both ways: the target recovers, or it has failed for good.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import product
+from typing import Final
+
+import pytest
+
+from provisioner.protocol.errors import ConflictError, FractionalGPUError
+from tests.support.nvidia_mode import (
+    CHECK,
+    CONTEXT_MIB,
+    DATA_MIB,
+    DEVICE_MIB,
+    NvidiaMode,
+    Pair,
+    fill,
+    nvidia_mode,
+    run_command,
+)
+from tests.support.victims import kill_all
+from tests.support.world import Notebook, Server, World, until
+
+ALL_KILLS: Final = bool(os.environ.get("JUPYTER_GPU_ALL_KILLS"))
+"""Kill at every step, every victim, on every driver; by default each pair of these comes once."""
+
+CALLS: Final = {name: f"cuCheckpointProcess{name.title()}" for name in ("lock", "checkpoint", "restore", "unlock")}
+MOMENTS: Final = [(name, late) for name in CALLS for late in (False, True)]
+VICTIMS: Final = {"broker": ("brokers",), "worker": ("workers",), "both": ("brokers", "workers")}
+# By driver: each call with each victim, each moment with each victim, each of them with each driver.
+SAMPLE: Final = {
+    "570": [
+        ("lock", False, "broker"),
+        ("lock", True, "worker"),
+        ("checkpoint", True, "both"),
+        ("restore", False, "worker"),
+        ("restore", True, "both"),
+        ("unlock", False, "broker"),
+    ],
+    "580": [
+        ("lock", True, "both"),
+        ("checkpoint", False, "worker"),
+        ("checkpoint", True, "broker"),
+        ("restore", True, "broker"),
+        ("unlock", False, "both"),
+        ("unlock", True, "worker"),
+    ],
+}
+
+
+@pytest.fixture
+def mode(request: pytest.FixtureRequest) -> Iterator[NvidiaMode]:
+    """One device, driver 580. Its parameter: the driver, or the driver and how many devices."""
+    driver, devices = getattr(request, "param", ("580", 1))
+    with nvidia_mode(driver=driver, devices=devices) as made:
+        yield made
+
+
+@pytest.fixture
+def world(mode: NvidiaMode) -> World:
+    return mode.world
+
+
+@pytest.fixture
+def server(world: World) -> Iterator[Server]:
+    world.start_broker()
+    with Server(world) as started:
+        yield started
+
+
+on_each_driver = pytest.mark.parametrize("mode", [("570", 1), ("580", 1)], indirect=True, ids=["570", "580"])
+
+
+@contextmanager
+def asked(mode: NvidiaMode, notebook: Notebook) -> Iterator[None]:
+    """Have another thread ask for a suspend whose answer may never come, because what carries it out is killed."""
+
+    def ask() -> None:
+        with suppress(FractionalGPUError):
+            mode.suspend(notebook)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+# -- before the first kernel -------------------------------------------------------------------------------------------------
+
+
+@on_each_driver
+def test_doctor_and_broker_try_a_checkpoint_and_the_doctor_says_whether_kernels_can_move(
+    mode: NvidiaMode, request: pytest.FixtureRequest
+) -> None:
+    said = run_command(mode.world, "doctor", "--json")
+    findings = {one["check"]: one for one in json.loads(said.stdout)["findings"]}
+    assert findings["checkpoint"]["severity"] == findings["process-use"]["severity"] == "ok", said.stdout
+    assert "saved and brought back" in findings["checkpoint"]["finding"]
+    assert mode.calls("cuCheckpointProcessRestore")
+    assert ("moving" in findings) is (request.node.callspec.id == "570")
+    if "moving" in findings:
+        assert (findings["moving"]["severity"], "driver 580" in findings["moving"]["advice"]) == ("note", True)
+    mode.world.start_broker()
+    until(lambda: "tried on a process of our own: it works" in mode.world.logs()["broker.log"], "the broker tried")
+    assert len(mode.calls("cuCheckpointProcessRestore")) == 2
+    until(
+        lambda: {one.pid for one in mode.double.processes()} <= set(mode.workers()), "the processes tried on are gone"
+    )
+
+
+# -- turns and moves -----------------------------------------------------------------------------------------------------------
+
+
+@on_each_driver
+def test_two_kernels_that_do_not_fit_together_take_turns(mode: NvidiaMode, server: Server) -> None:
+    pair = Pair(mode, server)
+    for _ in range(3):
+        pair.end_turn(pair.begin_turn())
+        pair.saved()
+    mode.settled()
+
+
+@pytest.mark.parametrize("mode", [("580", 3)], indirect=True, ids=["580"])
+def test_a_move_gives_the_driver_a_pair_for_every_device_and_loses_no_byte(mode: NvidiaMode, server: Server) -> None:
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    pid = mode.pid(notebook)
+    raw = [one.device_id.removeprefix("GPU-").replace("-", "") for one in mode.double.devices]
+    assert mode.world.lease(notebook.kernel_id).device_id == mode.double.devices[0].device_id
+    for old, new, other in ((0, 1, 2), (1, 2, 0)):
+        ids = [raw[index] for index in (old, new, other)]
+        said = run_command(mode.world, "move", mode.world.lease(notebook.kernel_id).lease_id, "--to", str(new))
+        assert said.returncode == 0, said.stderr
+        pairs = mode.calls("cuCheckpointProcessRestore", pid)[-1].arguments["pairs"]
+        found = {pairs[at : at + 32]: pairs[at + 32 : at + 64] for at in range(0, len(pairs), 64)}
+        assert found[ids[0]] == ids[1]
+        assert set(found) == set(found.values()) == set(ids), "each device once on either side"
+        assert mode.world.lease(notebook.kernel_id).device_id == mode.double.devices[new].device_id
+        (process,) = [one for one in mode.double.processes() if one.pid == pid]
+        assert process.mib == {mode.double.devices[new].device_id: DATA_MIB + CONTEXT_MIB}
+        assert notebook.must(CHECK).text == "intact\n"
+
+
+@pytest.mark.parametrize("mode", [("570", 2)], indirect=True, ids=["570"])
+def test_a_driver_that_cannot_move_kernels_is_given_as_the_reason_and_the_kernel_stays(
+    mode: NvidiaMode, server: Server
+) -> None:
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    home = mode.world.lease(notebook.kernel_id).device_id
+    said = run_command(mode.world, "move", mode.world.lease(notebook.kernel_id).lease_id, "--to", "1")
+    assert said.returncode == 1
+    assert "install driver 580 or newer" in said.stderr, said.stderr
+    assert notebook.must(CHECK).text == "intact\n"
+    assert mode.world.lease(notebook.kernel_id).device_id == home
+
+
+# -- kills ---------------------------------------------------------------------------------------------------------------------
+
+
+@on_each_driver
+def test_a_kill_at_any_step_of_a_turn_loses_nothing(
+    mode: NvidiaMode, server: Server, request: pytest.FixtureRequest
+) -> None:
+    driver = request.node.callspec.id
+    pair = Pair(mode, server)
+    every = [(name, late, victim) for (name, late), victim in product(MOMENTS, VICTIMS)]
+    for name, late, victim in every if ALL_KILLS else SAMPLE[driver]:
+        with mode.held(CALLS[name], late=late) as await_held:
+            cell = pair.begin_turn()
+            await_held()
+            pids = [pid for kind in VICTIMS[victim] for pid in getattr(mode, kind)()]
+            assert pids, (name, late, victim)
+            kill_all(pids)
+        pair.end_turn(cell)
+        mode.settled()
+    pair.end_turn(pair.begin_turn())
+    assert len(mode.brokers()) == len(mode.workers()) == 1
+
+
+# -- the caller dies in the middle ---------------------------------------------------------------------------------------------
+
+
+def die_in_the_middle(mode: NvidiaMode, notebook: Notebook, operation: str, *, of: tuple[str, ...]) -> str:
+    """Kill in the middle of a checkpoint or a restore, and wait until the target has noticed; return the cell that waits for it."""
+    pid, moving = mode.pid(notebook), {"checkpoint": "checkpointing", "restore": "restoring"}[operation]
+    cell = ""
+    if operation == "restore":
+        mode.suspend(notebook)
+    mode.double.set(save_gb_s=0.02, load_gb_s=0.02)
+
+    def kill() -> None:
+        until(lambda: mode.state(pid) == moving, f"the {operation} is under way")
+        kill_all([victim for kind in of for victim in getattr(mode, kind)()])
+        mode.double.set(save_gb_s=0, load_gb_s=0)
+        until(lambda: mode.state(pid) != moving, "the target noticed")
+
+    if operation == "restore":
+        cell = notebook.send(CHECK)
+        kill()
+    else:
+        with asked(mode, notebook):
+            kill()
+        cell = notebook.send(CHECK)
+    return cell
+
+
+@on_each_driver
+def test_a_kernel_that_outlives_its_callers_death_has_all_its_bytes(
+    mode: NvidiaMode, server: Server, request: pytest.FixtureRequest
+) -> None:
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    victims = list(VICTIMS.values())
+    turn = request.node.callspec.indices["mode"]
+    for number, (operation, ending) in enumerate(product(("checkpoint", "restore"), ("back", "done"))):
+        mode.double.set(caller_death=ending)
+        reply = notebook.wait(die_in_the_middle(mode, notebook, operation, of=victims[1 + (number + turn) % 2]))
+        assert reply.text == "intact\n", (operation, ending, reply.error)
+        mode.settled()
+
+
+@pytest.mark.parametrize(
+    ("mode", "operation", "victim"),
+    [(("570", 1), "checkpoint", "both"), (("580", 1), "restore", "worker")],
+    indirect=["mode"],
+    ids=["570-checkpoint", "580-restore"],
+)
+def test_a_kernel_that_failed_with_its_caller_is_left_alone_and_its_user_is_told(
+    mode: NvidiaMode, server: Server, operation: str, victim: str
+) -> None:
+    notebook, neighbour = mode.start(server), mode.start(server)
+    notebook.must(f"kept = 'in host memory'\n{fill(1)}")
+    mode.double.set(caller_death="failed")
+    pid = mode.pid(notebook)
+    reply = notebook.wait(die_in_the_middle(mode, notebook, operation, of=VICTIMS[victim]))
+    assert reply.status == "error"
+    assert f"process {pid} met an error that cannot be corrected" in reply.error
+    assert "restart the kernel" in reply.error
+    lease = mode.world.lease(notebook.kernel_id)
+    assert (lease.state, lease.sentence in reply.error) == ("quarantined", True), (lease, reply.error)
+    assert lease.sentence in mode.story(notebook)
+    explained = notebook.must("%gpu explain")
+    assert "met an error that cannot be corrected" in str(explained.data)
+    assert "met an error that cannot be corrected" in run_command(mode.world, "explain", lease.lease_id).stdout
+    assert notebook.must("%%cpu\nprint(kept)").text == "in host memory\n"
+    restores = len(mode.calls("cuCheckpointProcessRestore", pid))
+    with pytest.raises(ConflictError, match="met an error"), mode.world.client() as client:
+        client.resume(lease.lease_id)
+    assert len(mode.calls("cuCheckpointProcessRestore", pid)) == restores, "nothing is tried with it"
+    mode.double.set(caller_death="back")
+    notebook.restart()
+    again = server.connect(notebook.kernel_id)
+    again.must(fill(2))
+    neighbour.must(fill(3))
+    assert again.must(CHECK).text == "intact\n"
+    assert neighbour.must(CHECK).text == "intact\n"
+
+
+# -- processes that are not like others ----------------------------------------------------------------------------------------
+
+CHILD = """
+import subprocess, sys
+code = "from tests.driver_double import device; device.start(); print('started', flush=True); input()"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+assert child.stdout.readline() == "started\\n"
+"""
+FORK = """
+import os
+inherited, release = os.pipe()
+forked = os.fork()
+if forked == 0:
+    os.close(release)
+    os.read(inherited, 1)
+    os._exit(0)
+print(forked)
+"""
+
+
+@pytest.mark.parametrize("listed", ["unlisted", "zero"])
+def test_processes_that_only_started_the_driver_are_saved_and_come_back(
+    mode: NvidiaMode, server: Server, listed: str
+) -> None:
+    mode.double.set(init_only_listed=listed)
+    bare, parent = mode.start(server), mode.start(server)
+    bare.must("from tests.driver_double import device as cuda; cuda.start()")
+    parent.must(fill(1) + CHILD)
+    child = int(parent.must("print(child.pid)").text)
+    for notebook, pids in ((bare, [mode.pid(bare)]), (parent, [mode.pid(parent), child])):
+        if mode.world.lease(notebook.kernel_id).state == "resident":
+            mode.suspend(notebook)
+        assert {mode.state(one) for one in pids} == {"checkpointed"}
+    for _ in range(2):
+        bare.must("buffer = cuda.allocate(1 << 20); buffer.fill(b'after')")
+        assert parent.must(CHECK).text == "intact\n"
+        assert mode.state(child) == "running"
+    parent.must("child.communicate('')")
+    mode.settled()
+
+
+def test_a_forked_child_that_shares_the_context_is_named_until_it_ends(mode: NvidiaMode, server: Server) -> None:
+    mode.double.set(forked_known=True)
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    child = int(notebook.must(FORK).text)
+    with pytest.raises(ConflictError, match=f"process {child} was forked by the kernel"):
+        mode.suspend(notebook)
+    assert not mode.calls("cuCheckpointProcessCheckpoint", mode.pid(notebook))
+    assert notebook.must(f"os.close(release); os.waitpid(forked, 0)\n{CHECK}").text == "intact\n"
+    mode.suspend(notebook)
+    assert mode.calls("cuCheckpointProcessCheckpoint", mode.pid(notebook))
+    assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_a_stopped_kernel_is_refused_at_once_by_its_pid(mode: NvidiaMode, server: Server) -> None:
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    pid = mode.pid(notebook)
+    until(lambda: not mode.world.lease(notebook.kernel_id).busy, "the cell has ended")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(ConflictError, match=f"process {pid} is stopped.*kill -CONT {pid}"):
+            mode.suspend(notebook)
+        assert not mode.calls("cuCheckpointProcessLock", pid)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    mode.suspend(notebook)
+    assert notebook.must(CHECK).text == "intact\n"
+
+
+# -- room ----------------------------------------------------------------------------------------------------------------------
+
+STRANGER = """
+from tests.driver_double import device
+device.allocate({mib} << 20)
+print("holding", flush=True)
+input()
+"""
+
+
+@contextmanager
+def stranger(mode: NvidiaMode, mib: int) -> Iterator[None]:
+    """A process without a lease that holds so much of the device."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STRANGER.format(mib=mib - CONTEXT_MIB)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=mode.world.environment,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        yield
+    finally:
+        process.communicate("\n")
+
+
+@pytest.mark.parametrize("is_seen_before", [True, False], ids=["seen", "sudden"])
+def test_no_restore_is_tried_where_a_stranger_leaves_too_little_room(
+    mode: NvidiaMode, server: Server, *, is_seen_before: bool
+) -> None:
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    pid = mode.pid(notebook)
+    mode.suspend(notebook)
+    free_mib = DATA_MIB + CONTEXT_MIB + 16  # room for what is saved, and not for the margin
+    with stranger(mode, DEVICE_MIB - free_mib):
+        if is_seen_before:
+            until(lambda: mode.world.status().devices[0].stranger_mib > 0, "the broker sees the stranger")
+        cell = notebook.send(CHECK)
+        why = "processes that hold no lease use the rest" if is_seen_before else "MiB"
+        until(lambda: mode.world.lease(notebook.kernel_id).position == 1, "the cell waits")
+        until(lambda: any(why in line for line in waits(mode, notebook)), "it is said why")
+        until(lambda: mode.world.status().devices[0].stranger_mib > 0, "the broker sees the stranger")
+        mode.world.await_state(notebook.kernel_id, "suspended")  # a resume that found no room pauses for a moment
+        assert not mode.calls("cuCheckpointProcessRestore", pid)
+    assert notebook.wait(cell).text == "intact\n"
+    assert len(mode.calls("cuCheckpointProcessRestore", pid)) == 1
+
+
+def waits(mode: NvidiaMode, notebook: Notebook) -> list[str]:
+    """Return what was said about the kernel since it was suspended."""
+    said = mode.story(notebook)
+    last = max(index for index, line in enumerate(said) if "saved in host memory" in line)
+    return [*said[last + 1 :], mode.world.lease(notebook.kernel_id).sentence]
