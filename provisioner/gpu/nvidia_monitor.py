@@ -6,6 +6,8 @@
 - A device's memory is what processes can have: what the driver keeps for itself is neither in the total nor in the
   use.
 - Devices are named by UUID; an index is for people and may change with every boot.
+- The handle of a device is valid until NVML is shut down, and looking one up is a call of its own: handles are kept. A call that fails with
+  a kept handle is made again with a fresh one, so an error is always that of a device that was looked up just now.
 - A device in MIG mode is not listed itself: its instances are, each as a device.
 - Who works on a device is known from the samples that the driver keeps of each process's utilisation. A sample tells of a period that ends
   with it (up to a second long, the shorter the better the device), so for a while after work ended it may look as if it went on.
@@ -21,8 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from provisioner.gpu.interface import (
     DeviceActivity,
@@ -37,6 +40,8 @@ from provisioner.gpu.interface import (
 from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
 
 __all__ = ["NvidiaMonitor"]
+
+T = TypeVar("T")
 
 _MIB: Final = 1024 * 1024
 
@@ -92,6 +97,7 @@ class NvidiaMonitor:
         self._bindings = bindings
         self._starting = threading.Lock()
         self._started = False
+        self._handles: dict[str, object] = {}  # by device id; replaced at each shutdown
         self._why_none = ""
         self._warnings: tuple[str, ...] = ()
 
@@ -140,18 +146,20 @@ class NvidiaMonitor:
         if not self._start():
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
         try:
-            handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
-            total, used = self._memory(handle)
-            by_pid: dict[int, int | None] = {}
-            kinds: dict[int, ProcessKind] = {}
-            for kind, processes in self._processes(handle):
-                for process in processes:
-                    # One that computes and draws is in both lists with all that it uses.
-                    known = [one for one in (by_pid.get(process.pid), process.usedGpuMemory) if one is not None]
-                    by_pid[process.pid] = max(known, default=None)
-                    kinds.setdefault(process.pid, kind)
+            return self._read(device_id, partial(self._use, device_id))
         except self._nvml.NVMLError as error:
             raise self._error(error, f"reading device {device_id}") from error
+
+    def _use(self, device_id: str, handle: object) -> DeviceUse:
+        total, used = self._memory(handle)
+        by_pid: dict[int, int | None] = {}
+        kinds: dict[int, ProcessKind] = {}
+        for kind, processes in self._processes(handle):
+            for process in processes:
+                # One that computes and draws is in both lists with all that it uses.
+                known = [one for one in (by_pid.get(process.pid), process.usedGpuMemory) if one is not None]
+                by_pid[process.pid] = max(known, default=None)
+                kinds.setdefault(process.pid, kind)
         return DeviceUse(
             device_id=device_id,
             memory_mib=total // _MIB,
@@ -166,8 +174,7 @@ class NvidiaMonitor:
         now_us = time.time_ns() // 1000
         worked_us: dict[int, int] = {}
         try:
-            handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
-            for sample in self._samples(handle, since_us):
+            for sample in self._read(device_id, partial(self._samples, since_us)):
                 if _is_sane(sample, now_us) and any(_rates(sample)):
                     at_us = min(int(sample.timeStamp), now_us) - _SAMPLE_LATE_US
                     worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
@@ -178,7 +185,7 @@ class NvidiaMonitor:
         worked_us = {pid: at_us for pid, at_us in worked_us.items() if pid > 0 and at_us > since_us}
         return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
 
-    def _samples(self, handle: object, since_us: int) -> list[Any]:
+    def _samples(self, since_us: int, handle: object) -> list[Any]:
         """Return the samples since then. The library asks for their number first, and fails if more have come by the second call."""
         for _ in range(_READS - 1):
             try:
@@ -195,16 +202,32 @@ class NvidiaMonitor:
         if not self._start():
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
         try:
-            handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
-            rates = self._told("nvmlDeviceGetUtilizationRates", handle)
-            return DeviceSensors(
-                busy_percent=None if rates is None else int(rates.gpu),
-                temperature_c=self._told("nvmlDeviceGetTemperature", handle, _CHIP),
-                power_mw=self._told("nvmlDeviceGetPowerUsage", handle),
-                energy_mj=self._told("nvmlDeviceGetTotalEnergyConsumption", handle),
-            )
+            return self._read(device_id, self._sensors)
         except self._nvml.NVMLError as error:
             raise self._error(error, f"reading the sensors of device {device_id}") from error
+
+    def _sensors(self, handle: object) -> DeviceSensors:
+        rates = self._told("nvmlDeviceGetUtilizationRates", handle)
+        return DeviceSensors(
+            busy_percent=None if rates is None else int(rates.gpu),
+            temperature_c=self._told("nvmlDeviceGetTemperature", handle, _CHIP),
+            power_mw=self._told("nvmlDeviceGetPowerUsage", handle),
+            energy_mj=self._told("nvmlDeviceGetTotalEnergyConsumption", handle),
+        )
+
+    def _read(self, device_id: str, read: Callable[[object], T]) -> T:
+        """Return what `read` makes of the device's handle. Raises NVMLError, always with a handle that was looked up for it."""
+        handles = self._handles
+        kept = handles.get(device_id)
+        if kept is not None:
+            try:
+                return read(kept)
+            except self._nvml.NVMLError:
+                handles.pop(device_id, None)
+        handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
+        found = read(handle)
+        handles[device_id] = handle
+        return found
 
     def _told(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
         """Return the answer, None where the device or the library does not know the question, or not for this user."""
@@ -224,6 +247,7 @@ class NvidiaMonitor:
         with self._starting:
             if self._started:
                 self._started = False
+                self._handles = {}
                 self._nvml.nvmlShutdown()
 
     def _start(self) -> bool:

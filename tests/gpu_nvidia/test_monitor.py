@@ -391,3 +391,57 @@ def test_the_library_is_started_once_and_given_back_once() -> None:
     monitor.close()
     assert nvml.started == 0
     assert monitor.use(nvml.gpus[0].uuid).used_mib == 1
+
+
+# ---- handles ---------------------------------------------------------------------------------------------------------
+
+
+class CountingNVML(FakeNVML):
+    """Counts how often a device is looked up by its UUID."""
+
+    lookups = 0
+
+    def nvmlDeviceGetHandleByUUID(self, device_id: str) -> FakeGPU:  # noqa: N802
+        self.lookups += 1
+        return super().nvmlDeviceGetHandleByUUID(device_id)
+
+
+def test_a_device_is_looked_up_once() -> None:
+    nvml = CountingNVML(FakeGPU(), FakeGPU())
+    monitor = monitor_of(nvml)
+    for _ in range(3):
+        for gpu in nvml.gpus:
+            monitor.use(gpu.uuid)
+            monitor.sensors(gpu.uuid)
+            monitor.activity(gpu.uuid, 0)
+    assert nvml.lookups == 2
+
+
+def test_a_handle_that_fails_is_looked_up_again() -> None:
+    nvml = CountingNVML(FakeGPU(used=MIB))
+    monitor, old = monitor_of(nvml), nvml.gpus[0]
+    monitor.use(old.uuid)
+    old.fails["*"] = GPU_IS_LOST
+    fails(GPUErrorCode.DEVICE_LOST, "reading", lambda: monitor.use(old.uuid))
+    fails(GPUErrorCode.DEVICE_LOST, "reading", lambda: monitor.use(old.uuid))
+    assert nvml.lookups == 3  # each failure is that of a device looked up for it
+    nvml.gpus[0] = FakeGPU(uuid=old.uuid, used=2 * MIB)
+    assert monitor.use(old.uuid).used_mib == 2
+
+
+def test_a_kept_handle_does_not_hide_the_device_that_took_its_place() -> None:
+    nvml = CountingNVML(FakeGPU(used=MIB))
+    monitor, old = monitor_of(nvml), nvml.gpus[0]
+    monitor.use(old.uuid)
+    old.fails["*"] = GPU_IS_LOST
+    nvml.gpus[0] = FakeGPU(uuid=old.uuid, used=2 * MIB)
+    assert monitor.use(old.uuid).used_mib == 2
+
+
+def test_a_library_that_is_started_again_gives_handles_anew() -> None:
+    nvml = CountingNVML(FakeGPU())
+    monitor = monitor_of(nvml)
+    monitor.use(nvml.gpus[0].uuid)
+    monitor.close()
+    monitor.use(nvml.gpus[0].uuid)
+    assert nvml.lookups == 2
