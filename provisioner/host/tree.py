@@ -16,10 +16,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from provisioner.host.process import PROC, ProcessIdentity, boot_id, parse_environment, parse_stat, parse_uid
 
 __all__ = ["Snapshot", "scan"]
+
+
+_AT_ONCE: Final = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +138,22 @@ def scan(marker_name: str | None = None, *, proc: Path = PROC) -> Snapshot:
     """Look at every process once, and at the variable `marker_name` of each one's environment. Raises OSError."""
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
-    seen = (_look(pid, boot, marker_name, proc) for pid in pids)
+    # A pass is on the way of every suspend and resume: no objects for paths and files, one read where that tells all.
+    marker = None if marker_name is None else (marker_name, os.fsencode(marker_name))
+    seen = (_look(pid, boot, marker, f"{proc}/{pid}") for pid in pids)
     return Snapshot(boot, (process for process in seen if process is not None), marker_name)
 
 
-def _look(pid: int, boot: str, marker_name: str | None, proc: Path) -> _Seen | None:
+def _look(pid: int, boot: str, marker_name: tuple[str, bytes] | None, path: str) -> _Seen | None:
     try:
-        folder = os.open(proc / str(pid), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
         return None
     try:
         stat = parse_stat(_read_at(folder, "stat"))
         if stat.dead or stat.kernel_thread:
             return None
-        marker = None if marker_name is None else _marker(folder, marker_name)
+        marker = None if marker_name is None else _marker(folder, *marker_name)
         uid = parse_uid(_read_at(folder, "status"))
     except (FileNotFoundError, ProcessLookupError):
         return None  # it exited while it was looked at
@@ -157,16 +163,22 @@ def _look(pid: int, boot: str, marker_name: str | None, proc: Path) -> _Seen | N
     return _Seen(identity, stat.ppid, stat.session, uid, marker, stat.held_up, stat.forked)
 
 
-def _marker(folder: int, name: str) -> str | None:
+def _marker(folder: int, name: str, encoded: bytes) -> str | None:
     try:
         raw = _read_at(folder, "environ")
     except PermissionError:
         return None
     # Most environments do not name it at all: looking for the bytes first is far cheaper than parsing.
-    return parse_environment(raw).get(name) if os.fsencode(name) in raw else None
+    return parse_environment(raw).get(name) if encoded in raw else None
 
 
 def _read_at(folder: int, name: str) -> bytes:
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        return file.read()
+    try:
+        whole = part = os.read(descriptor, _AT_ONCE)
+        while len(part) == _AT_ONCE:  # these files give all that fits: less than asked for is the end
+            part = os.read(descriptor, _AT_ONCE)
+            whole += part
+        return whole
+    finally:
+        os.close(descriptor)

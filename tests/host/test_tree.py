@@ -89,6 +89,11 @@ def test_an_orphan_outside_of_the_session_is_found_by_its_marker_only(family: Ca
     assert one.orphan not in pids(scan(MARKER).tree(one.root, (MARKER, LEASE_2)))
 
 
+def test_a_marker_at_the_end_of_a_long_environment_is_found(family: Callable[..., Family]) -> None:
+    one = family(session=False, FILLER_1="x" * 100_000, FILLER_2="x" * 100_000, **{MARKER: LEASE_1})
+    assert one.orphan in pids(scan(MARKER).tree(one.root, (MARKER, LEASE_1)))
+
+
 def test_a_tree_holds_nothing_of_another(family: Callable[..., Family]) -> None:
     one, two = family(**{MARKER: LEASE_1}), family(**{MARKER: LEASE_2})
     snapshot = scan(MARKER)
