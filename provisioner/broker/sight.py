@@ -87,13 +87,16 @@ class Sight:
         Raises GPUError, also where the system is short of what a look takes.
         """
         try:
-            return await asyncio.to_thread(self._scene, device_ids)
+            # Both wait, for the system and for the driver: side by side.
+            snapshot, uses = await asyncio.gather(
+                asyncio.to_thread(scan, LEASE_VARIABLE), asyncio.to_thread(self._uses, device_ids)
+            )
+            return Scene(snapshot=snapshot, uses=uses)
         except (OSError, RuntimeError) as error:  # descriptors, memory, threads: a step that failed, with its way back
             sentence = f"the machine could not be looked at: {error}"
             raise GPUError(GPUErrorCode.OPERATING_SYSTEM, sentence) from error
 
-    def _scene(self, device_ids: Sequence[str] | None) -> Scene:
-        snapshot = scan(LEASE_VARIABLE)
+    def _uses(self, device_ids: Sequence[str] | None) -> dict[str, DeviceUse]:
         if device_ids is None:
             device_ids = [device.device_id for device in self._monitor.devices()]
         uses: dict[str, DeviceUse] = {}
@@ -103,7 +106,7 @@ class Sight:
             except GPUError as error:
                 if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
                     raise  # of a lost device nothing is known: what needs it finds it missing
-        return Scene(snapshot=snapshot, uses=uses)
+        return uses
 
     def tree(self, kernel: Kernel, scene: Scene) -> list[ProcessIdentity]:
         """Return the kernel's processes."""
