@@ -76,6 +76,9 @@ class LedgerWriter:
 
     async def _flush(self) -> None:
         loop = asyncio.get_running_loop()
+        await asyncio.sleep(
+            0
+        )  # what is handed over next, as the intent of a decision just taken, goes into the same transaction
         while self._pending:
             group, self._pending = self._pending, []
             begun_s = time.monotonic()

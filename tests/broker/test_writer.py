@@ -28,18 +28,24 @@ def told(ledger: Ledger) -> list[str]:
     return [line.sentence for line in ledger.story("lease")]
 
 
-async def test_writes_keep_their_order_and_share_transactions(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    transactions = 0
+@pytest.fixture
+def transactions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One entry for each transaction so far."""
+    counted: list[str] = []
     real = Ledger.transaction
 
     @contextmanager
-    def counted(self: Ledger) -> Iterator[None]:
-        nonlocal transactions
-        transactions += not self._require().in_transaction
+    def count(self: Ledger) -> Iterator[None]:
+        if not self._require().in_transaction:
+            counted.append("transaction")
         with real(self):
             yield
 
-    monkeypatch.setattr(Ledger, "transaction", counted)
+    monkeypatch.setattr(Ledger, "transaction", count)
+    return counted
+
+
+async def test_writes_keep_their_order_and_share_transactions(ledger: Ledger, transactions: list[str]) -> None:
     writer = LedgerWriter(ledger)
     begun, held = threading.Event(), threading.Event()
 
@@ -55,7 +61,18 @@ async def test_writes_keep_their_order_and_share_transactions(ledger: Ledger, mo
     await last
     assert all(one.done() for one in notes)
     assert told(ledger) == [*map(str, range(50)), "last"]
-    assert transactions == 2
+    assert len(transactions) == 2
+    await writer.close()
+
+
+async def test_the_intent_of_an_operation_shares_the_transaction_of_the_decision(
+    ledger: Ledger, transactions: list[str]
+) -> None:
+    writer = LedgerWriter(ledger)
+    writer.submit(note(ledger, "decision"))
+    await asyncio.create_task(writer.run(note(ledger, "intent")))
+    assert len(transactions) == 1
+    assert told(ledger) == ["decision", "intent"]
     await writer.close()
 
 
