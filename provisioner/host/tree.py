@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from provisioner.host.process import PROC, ProcessIdentity, boot_id, parse_environment, parse_stat, parse_uid
+from provisioner.host.process import PROC, ProcessIdentity, boot_id, parse_stat, parse_uid
 
 __all__ = ["Snapshot", "scan"]
 
@@ -139,12 +139,12 @@ def scan(marker_name: str | None = None, *, proc: Path = PROC) -> Snapshot:
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
     # A pass is on the way of every suspend and resume: no objects for paths and files, one read where that tells all.
-    marker = None if marker_name is None else (marker_name, os.fsencode(marker_name))
+    marker = None if marker_name is None else b"\0" + os.fsencode(marker_name) + b"="
     seen = (_look(pid, boot, marker, f"{proc}/{pid}") for pid in pids)
     return Snapshot(boot, (process for process in seen if process is not None), marker_name)
 
 
-def _look(pid: int, boot: str, marker_name: tuple[str, bytes] | None, path: str) -> _Seen | None:
+def _look(pid: int, boot: str, marker: bytes | None, path: str) -> _Seen | None:
     try:
         folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
@@ -153,23 +153,24 @@ def _look(pid: int, boot: str, marker_name: tuple[str, bytes] | None, path: str)
         stat = parse_stat(_read_at(folder, "stat"))
         if stat.dead or stat.kernel_thread:
             return None
-        marker = None if marker_name is None else _marker(folder, *marker_name)
+        value = None if marker is None else _value(folder, marker)
         uid = parse_uid(_read_at(folder, "status"))
     except (FileNotFoundError, ProcessLookupError):
         return None  # it exited while it was looked at
     finally:
         os.close(folder)
     identity = ProcessIdentity(boot, pid, stat.start_time)
-    return _Seen(identity, stat.ppid, stat.session, uid, marker, stat.held_up, stat.forked)
+    return _Seen(identity, stat.ppid, stat.session, uid, value, stat.held_up, stat.forked)
 
 
-def _marker(folder: int, name: str, encoded: bytes) -> str | None:
+def _value(folder: int, marker: bytes) -> str | None:
+    """Return what the environment says after the marker, which is NUL, the variable's name and "=". The first one counts."""
     try:
-        raw = _read_at(folder, "environ")
+        raw = b"\0" + _read_at(folder, "environ")
     except PermissionError:
         return None
-    # Most environments do not name it at all: looking for the bytes first is far cheaper than parsing.
-    return parse_environment(raw).get(name) if encoded in raw else None
+    _before, found, after = raw.partition(marker)
+    return os.fsdecode(after.partition(b"\0")[0]) if found else None
 
 
 def _read_at(folder: int, name: str) -> bytes:

@@ -233,6 +233,23 @@ def test_an_unreadable_environment_carries_no_marker(proc: Path, monkeypatch: py
     assert pids(scan(MARKER, proc=proc).tree(ProcessIdentity("boot", 10, 100), (MARKER, "x"))) == [10]
 
 
+@pytest.mark.parametrize(
+    ("environ", "marker"),
+    [
+        (f"{MARKER}=one\0HOME=/\0", "one"),
+        (f"HOME=/\0{MARKER}=one", "one"),
+        (f"{MARKER}=one\0{MARKER}=two\0", "one"),
+        (f"X{MARKER}=no\0{MARKER}X=no\0{MARKER}=one\0", "one"),
+        (f"{MARKER}=\0", ""),
+        (f"X{MARKER}=no\0HOME={MARKER}=no\0{MARKER}\0", None),
+        ("", None),
+    ],
+)
+def test_the_marker_is_the_variable_of_just_that_name(proc: Path, environ: str, marker: str | None) -> None:
+    make_process(proc, 10, 1, environ=environ.encode())
+    assert list(scan(MARKER, proc=proc).marked()) == ([] if marker is None else [marker])
+
+
 def test_the_marked_are_listed_by_their_marker(family: Callable[..., Family]) -> None:
     one = family(**{MARKER: LEASE_1})
     members = [one.root.pid, one.child, one.in_new_session, one.orphan]
