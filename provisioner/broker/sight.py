@@ -13,7 +13,8 @@ one scene. What happened after it was taken is not in it: certainty needs a new 
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from provisioner.broker.kernels import Kernel
@@ -81,20 +82,23 @@ class Sight:
         self.off = ""  # why the driver cannot be asked, a sentence: what the devices say is what there is
         self.counts_processes = False  # a CUDA process was seen to be counted by a device under its pid here
 
-    async def scene(self, device_ids: Sequence[str] | None = None) -> Scene:
-        """Look at the machine and at these devices (None: all there are).
+    async def snapshot(self) -> Snapshot:
+        """Look at the processes. Raises GPUError where the system is short of what a look takes."""
+        with _short():
+            return await asyncio.to_thread(scan, LEASE_VARIABLE)
+
+    async def scene(self, device_ids: Sequence[str] | None = None, snapshot: Snapshot | None = None) -> Scene:
+        """Look at the machine and at these devices (None: all there are). A snapshot that was taken a moment ago saves one.
 
         Raises GPUError, also where the system is short of what a look takes.
         """
-        try:
+        with _short():
+            looking = asyncio.to_thread(self._uses, device_ids)
+            if snapshot is not None:
+                return Scene(snapshot=snapshot, uses=await looking)
             # Both wait, for the system and for the driver: side by side.
-            snapshot, uses = await asyncio.gather(
-                asyncio.to_thread(scan, LEASE_VARIABLE), asyncio.to_thread(self._uses, device_ids)
-            )
-            return Scene(snapshot=snapshot, uses=uses)
-        except (OSError, RuntimeError) as error:  # descriptors, memory, threads: a step that failed, with its way back
-            sentence = f"the machine could not be looked at: {error}"
-            raise GPUError(GPUErrorCode.OPERATING_SYSTEM, sentence) from error
+            seen, uses = await asyncio.gather(asyncio.to_thread(scan, LEASE_VARIABLE), looking)
+            return Scene(snapshot=seen, uses=uses)
 
     def _uses(self, device_ids: Sequence[str] | None) -> dict[str, DeviceUse]:
         if device_ids is None:
@@ -181,6 +185,16 @@ class Sight:
         if scene.used_mib(identity.pid) or not any(one in cuda for one in scene.snapshot.forked_from(identity)):
             return False
         return identity in cuda or not asked or holds_open(identity.pid, is_device_file)
+
+
+@contextmanager
+def _short() -> Iterator[None]:
+    """Let what a look lacks (descriptors, memory, threads) be a step that failed, with its way back: GPUError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        sentence = f"the machine could not be looked at: {error}"
+        raise GPUError(GPUErrorCode.OPERATING_SYSTEM, sentence) from error
 
 
 def stopped_sentence(pid: int) -> str:

@@ -17,6 +17,7 @@ The rules:
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 _LONGEST_REASON = 300
 _SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
+_FRESH_S = 0.25  # so old may be what was seen of the processes, for a first look
 
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
 """Writes a step of an operation durably: phase, processes, MiB."""
@@ -165,8 +167,8 @@ class Swaps:
         try:
             self._check_goes_on(kernel)
             gated = await (self._shut_gate(kernel) if effect.preempt else self._close_gate(kernel))
-            unshrunk = await self._shrink(kernel) if gated and not effect.preempt and not self.off else None
-            scene = await self._sight.scene(_concerned(kernel, effect))
+            shrinks = gated and not effect.preempt and not self.off
+            unshrunk, scene = await self._first_look(kernel, effect, shrinks=shrinks)
             use, heirs = await self._sight.use(kernel, scene)
             if not use:
                 if gated and not effect.preempt:
@@ -298,6 +300,18 @@ class Swaps:
                 f"{format_memory(sum(use.values()))} would have to be saved in host memory, "
                 f"where {format_memory(short.left_mib)} are left (limited by {printable(short.limited_by)})",
             )
+
+    async def _first_look(self, kernel: Kernel, effect: Suspend, *, shrinks: bool) -> tuple[StepError | None, Scene]:
+        """Have the kernel shrink, if it `shrinks`; return what speaks against saving what is left, and the scene. Raises GPUError.
+
+        The processes are looked at while it shrinks, the devices afterwards. What begins or ends meanwhile is seen after the locks.
+        """
+        if not shrinks:
+            return None, await self._sight.scene(_concerned(kernel, effect))
+        begun_s = time.monotonic()
+        unshrunk, snapshot = await asyncio.gather(self._shrink(kernel), self._sight.snapshot())
+        fresh = unshrunk is None and time.monotonic() - begun_s < _FRESH_S
+        return unshrunk, await self._sight.scene(_concerned(kernel, effect), snapshot if fresh else None)
 
     async def _shrink(self, kernel: Kernel) -> StepError | None:
         """Have cached memory given back on the idle main loop; return what speaks against saving what is left."""

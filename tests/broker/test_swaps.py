@@ -406,8 +406,12 @@ async def test_a_kernel_on_several_devices_is_where_its_first_one_is() -> None:
         assert await swaps_of(driver).truth(kernel, None, 0) == Truth(state=LeaseState.RESIDENT, device_id=OTHERS[0])
 
 
-async def test_a_suspend_looks_at_the_machine_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fresh_s", "count"), [(60.0, 2), (0.0, 3)], ids=["soon", "after-a-slow-shrink"])
+async def test_a_suspend_looks_at_the_processes_twice_and_again_if_shrinking_takes_long(
+    monkeypatch: pytest.MonkeyPatch, fresh_s: float, count: int
+) -> None:
     driver, looks = Driver(), list[str]()
+    monkeypatch.setattr(swaps_module, "_FRESH_S", fresh_s)
 
     def scan(name: str) -> Snapshot:
         looks.append(name)
@@ -418,7 +422,7 @@ async def test_a_suspend_looks_at_the_machine_twice(monkeypatch: pytest.MonkeyPa
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.SAVED, sentence
-    assert len(looks) == 2
+    assert len(looks) == count
 
 
 @pytest.mark.parametrize(
