@@ -30,12 +30,14 @@ __all__ = [
     "parse_stat",
     "parse_uid",
     "read_environment",
+    "read_file",
     "read_stat",
 ]
 
 PROC: Final = Path("/proc")
 _DEAD_STATES: Final = frozenset("ZXx")
 _HELD_UP_STATES: Final = frozenset("Tt")
+_AT_ONCE: Final = 1 << 16  # bytes
 _PF_FORKNOEXEC: Final = 0x00000040
 _PF_KTHREAD: Final = 0x00200000
 
@@ -128,7 +130,7 @@ def parse_environment(raw: bytes) -> dict[str, str]:
 
 def boot_id(*, proc: Path = PROC) -> str:
     """Return the id of this boot of the machine; it changes with every boot. Raises OSError."""
-    return (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return read_file(f"{proc}/sys/kernel/random/boot_id").decode("ascii").strip()
 
 
 def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
@@ -203,9 +205,25 @@ def open_pidfd(identity: ProcessIdentity) -> int:
     return descriptor
 
 
+def read_file(path: str, folder: int | None = None) -> bytes:
+    """Return all of a file, of a path relative to the descriptor of a folder where one is given. Raises OSError.
+
+    These files are read dozens of times in a suspend: nothing is made but the bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        whole = part = os.read(descriptor, _AT_ONCE)
+        while len(part) == _AT_ONCE:  # files of /proc give all that fits: less than asked for is the end
+            part = os.read(descriptor, _AT_ONCE)
+            whole += part
+        return whole
+    finally:
+        os.close(descriptor)
+
+
 def _read(pid: int, name: str, proc: Path) -> bytes:
     try:
-        return (proc / str(pid) / name).read_bytes()
+        return read_file(f"{proc}/{pid}/{name}")
     except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
         raise ProcessLookupError(f"no process has the id {pid}") from None
 

@@ -16,14 +16,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from provisioner.host.process import PROC, ProcessIdentity, boot_id, parse_stat, parse_uid
+from provisioner.host.process import PROC, ProcessIdentity, boot_id, parse_stat, parse_uid, read_file
 
 __all__ = ["Snapshot", "scan"]
-
-
-_AT_ONCE: Final = 1 << 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +170,4 @@ def _value(folder: int, marker: bytes) -> str | None:
 
 
 def _read_at(folder: int, name: str) -> bytes:
-    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        whole = part = os.read(descriptor, _AT_ONCE)
-        while len(part) == _AT_ONCE:  # these files give all that fits: less than asked for is the end
-            part = os.read(descriptor, _AT_ONCE)
-            whole += part
-        return whole
-    finally:
-        os.close(descriptor)
+    return read_file(name, folder)
