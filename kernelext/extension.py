@@ -1,7 +1,7 @@
 """The extension of a kernel that has a lease: its parts, put together."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
@@ -18,7 +18,7 @@ from kernelext.managed import ManagedMemory
 from kernelext.memory import MemoryLimits
 from kernelext.notices import Notices
 from kernelext.settings import Settings
-from kernelext.shrink import Shrinker, set_startup_objects_apart
+from kernelext.shrink import Shrinker
 
 __all__ = ["LeasedKernel"]
 
@@ -50,7 +50,6 @@ class LeasedKernel:
             bursts=self._magics.bursts,
         )
         self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
-        self._collect_all_again: Callable[[], None] | None = None
 
     def load(self) -> None:
         """Guard the shell from now on; returns before the broker is spoken to."""
@@ -61,15 +60,10 @@ class LeasedKernel:
         self._shell.input_transformers_cleanup.append(self._cell_transform)
         self._notices.install()
         self._guard.install()
-        if self._main_loop() is None:  # the kernel has not begun to serve: no cell has run, and no file of the user's
-            self._collect_all_again = set_startup_objects_apart()
         self._link.start()
 
     def unload(self) -> None:
         """Leave the shell as it was; limits that were set stay."""
-        if self._collect_all_again is not None:
-            self._collect_all_again()
-            self._collect_all_again = None
         self._link.stop()
         self._guard.uninstall()
         self._notices.uninstall()
@@ -104,11 +98,8 @@ class LeasedKernel:
 
     def _on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
         """Hand a callback to the kernel's main loop; False where there is none (a terminal, or a kernel that has not started)."""
-        loop = self._main_loop()
+        loop = getattr(getattr(self._shell, "kernel", None), "io_loop", None)
         if loop is None:
             return False
         loop.add_callback(callback)
         return True
-
-    def _main_loop(self) -> Any:  # noqa: ANN401 - as above
-        return getattr(getattr(self._shell, "kernel", None), "io_loop", None)

@@ -3,9 +3,8 @@
 Only what is loaded already is asked, only if CUDA is initialised in it, and only on the kernel's idle main loop: a garbage collection
 runs finalisers, and those belong to the thread that runs the user's code.
 
-A collection looks at every container object. The tens of thousands that IPython and ipykernel made before the user's first line hold no
-device memory and hardly ever become garbage: `set_startup_objects_apart` keeps them out of every later collection, which takes most of a
-collection's time away in a kernel without large libraries.
+A collection looks at every container object, which takes tens of milliseconds in a bare kernel and more beside large libraries. It is made
+only where a package is loaded whose Python objects hold device memory.
 """
 
 import gc
@@ -16,24 +15,39 @@ from collections.abc import Callable
 from kernelext.frameworks import reserved_mib
 from kernelext.gate import Gate
 
-__all__ = ["TIME_LIMIT_S", "Shrinker", "free_caches", "set_startup_objects_apart"]
+__all__ = ["TIME_LIMIT_S", "Shrinker", "free_caches"]
+
+_HOLDERS = (
+    *(
+        "torch",
+        "cupy",
+        "jax",
+        "tensorflow",
+        "numba.cuda",
+        "paddle",
+        "mxnet",
+        "warp",
+        "taichi",
+        "pycuda.driver",
+        "cuda.bindings",
+        "cuda.core",
+    ),
+    *("rmm", "xgboost", "tensorrt", "onnxruntime", "llama_cpp", "provisioner.gpu.simulated.cuda"),
+)
+"""Packages whose Python objects own device memory, or objects that do. One that is missing here costs bytes, never state."""
 
 TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
 
-def set_startup_objects_apart() -> Callable[[], None]:
-    """Keep the objects that exist now out of garbage collections; return what undoes it. Only before any of the user's code has run.
-
-    They are still freed when nothing refers to them. What was made later is collected as always.
-    """
-    gc.freeze()
-    return gc.unfreeze
-
-
 def free_caches() -> str:
-    """Collect garbage and empty the caching allocators; returns what was done, for the broker's log. Raises nothing of CUDA's."""
-    done = ["gc"]
-    gc.collect()
+    """Collect garbage that may hold device memory and empty the caching allocators; returns what was done, for the broker's log.
+
+    Raises nothing of CUDA's.
+    """
+    done = []
+    if any(name in sys.modules for name in _HOLDERS):
+        gc.collect()
+        done.append("gc")
     for name, free in (("torch", _free_torch), ("cupy", _free_cupy)):
         if name in sys.modules:
             try:
@@ -42,7 +56,7 @@ def free_caches() -> str:
                 done.append(f"{name} failed: {error}"[:200])
             else:
                 done.append(name)
-    return ", ".join(done)
+    return ", ".join(done) or "nothing that holds device memory is loaded"
 
 
 def _free_torch() -> None:

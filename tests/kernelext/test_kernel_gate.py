@@ -419,31 +419,3 @@ def test_a_forked_child_has_an_inert_gate(kernel: RunningKernel, broker: Scripte
     assert kernel.run(code).printed == "b'42'\n"
     assert broker.count("acquire") == 1, "only the parent's first cell asked"
     assert broker.hung_up == []
-
-
-def test_a_shrink_collects_what_cells_made_and_leaves_the_startup_alone(
-    kernel: RunningKernel, broker: ScriptedBroker
-) -> None:
-    open_gate(kernel, broker)
-    kernel.run(
-        "import gc, weakref\n"
-        "class Node: pass\n"
-        "gc.disable(); node = Node(); node.itself = node; seen = weakref.ref(node); del node"
-    )
-    assert kernel.run("print(seen() is not None, gc.get_freeze_count() > 10_000)").printed == "True True\n"
-    broker.stream("gate").command(GateVerb.CLOSE, 5)
-    assert broker.answer_to(5) == "closed"
-    broker.stream("gate").command(GateVerb.SHRINK, 6)
-    assert broker.answer_to(6) == "done"
-    broker.stream("gate").command(GateVerb.OPEN, 7)
-    assert broker.answer_to(7) == "open"
-    assert kernel.run("print(seen())").printed == "None\n"
-
-
-def test_an_extension_that_is_loaded_late_leaves_what_cells_made_to_the_collector(
-    kernel: RunningKernel, broker: ScriptedBroker
-) -> None:
-    open_gate(kernel, broker)
-    unloaded = kernel.run("import gc\n%unload_ext kernelext\nprint(gc.get_freeze_count())")
-    assert unloaded.printed == "0\n"
-    assert kernel.run("%load_ext kernelext\nprint(gc.get_freeze_count())").printed == "0\n"

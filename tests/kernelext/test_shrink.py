@@ -1,12 +1,15 @@
 """Caches are given back on the idle main loop, or the answer is "busy"."""
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
+from kernelext import shrink
 from kernelext.gate import Gate
 from kernelext.shrink import Shrinker, free_caches
 
@@ -90,6 +93,30 @@ def test_only_loaded_frameworks_that_use_cuda_are_asked(monkeypatch: pytest.Monk
     cuda.is_initialized = lambda: True
     free_caches()
     assert calls[2:] == ["torch", "cupy", "cupy"]
+
+
+class Cyclic:
+    """Garbage that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.mark.parametrize("package", ["", "torch", "warp"])
+def test_garbage_is_collected_where_it_may_hold_device_memory(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    for name in shrink._HOLDERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if package:
+        cuda = SimpleNamespace(is_initialized=lambda: False)
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(cuda=cuda))
+    gc.collect()
+    gc.disable()
+    try:
+        garbage = weakref.ref(Cyclic())
+        free_caches()
+        assert (garbage() is None) is bool(package)
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_cuda_is_told_and_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

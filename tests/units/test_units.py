@@ -116,7 +116,9 @@ def test_what_is_not_a_duration_is_refused_at_once_with_what_is_allowed(value: o
 @given(st.integers(1, 2**40))
 def test_a_size_that_is_printed_reads_back_within_its_last_digit(mib: int) -> None:
     read = parse_memory_mib(format_memory(mib))
-    assert abs(read - mib) <= (0 if mib < 1024 else 1024 * Fraction(1, 20))
+    assert abs(read - mib) <= (
+        0 if mib < 1024 else 1024 * Fraction(1, 20) + 1
+    )  # half a digit, and a MiB that reading rounds off
 
 
 @given(st.integers(0, 10**9))
