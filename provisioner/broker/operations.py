@@ -162,10 +162,11 @@ class Operations:
             if kernel is None or view is None:
                 outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
                 return
-            await self._begin(effect, "resume", view.saved_mib)
+            # Looking changes nothing: it need not wait until the intent is written.
+            _, seen = await asyncio.gather(self._begin(effect, "resume", view.saved_mib), self._swaps.glance())
             written = True
             step = partial(self._step, effect.operation_id)
-            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step)
+            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step, seen)
             if outcome is ResumeOutcome.NOT_STARTED:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
         except LedgerError as error:

@@ -33,10 +33,11 @@ from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessSt
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.memory import shortage
 from provisioner.host.process import ProcessIdentity, is_alive, read_stat
+from provisioner.host.tree import Snapshot
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.messages import GateVerb
 
-__all__ = ["StepError", "SwapTimes", "Swaps", "Truth"]
+__all__ = ["Seen", "StepError", "SwapTimes", "Swaps", "Truth"]
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,14 @@ class Truth:
     device_id: str | None = None
     saved_mib: int = 0
     sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The processes, as they were seen at a moment of the monotonic clock, seconds."""
+
+    snapshot: Snapshot
+    at_s: float
 
 
 class StepError(Exception):
@@ -150,6 +159,14 @@ class Swaps:
         except GPUError as error:
             log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
             return None
+
+    async def glance(self) -> Seen | None:
+        """Look at the processes, for a `resume` that follows; None if that fails."""
+        at_s = time.monotonic()
+        try:
+            return Seen(await self._sight.snapshot(), at_s)
+        except GPUError:
+            return None  # the operation looks by itself, and says what is wrong
 
     async def until_alone(self) -> None:
         """Return when no checkpoint worker of an earlier broker is at work any more. Cancellation stops the waiting."""
@@ -413,14 +430,18 @@ class Swaps:
     # -- resume -----------------------------------------------------------------------------------------------------------
 
     async def resume(
-        self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal
+        self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal, seen: Seen | None = None
     ) -> tuple[ResumeOutcome, str]:
-        """Return the outcome and a sentence. Cancellation may leave a half-done resume: only at the broker's end."""
+        """Return the outcome and a sentence. `seen` a moment ago saves a look at the processes.
+
+        Cancellation may leave a half-done resume: only at the broker's end.
+        """
         if self.off:
             return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self.off}"
         device_ids = effect.device_ids or (effect.device_id,)
+        fresh = seen is not None and time.monotonic() - seen.at_s < _FRESH_S
         try:
-            scene = await self._sight.scene(_concerned(kernel, effect))
+            scene = await self._sight.scene(_concerned(kernel, effect), seen.snapshot if seen and fresh else None)
             states = await self._sight.states(kernel, scene)
             # What another broker saved is not known: as much as is reserved for it must be free.
             pids = {identity.pid for identity in states}

@@ -73,6 +73,9 @@ class Stage:
         self._worked()
         return ResumeOutcome.RESTORED, ""
 
+    async def glance(self) -> None:
+        """Nothing was seen."""
+
     async def until_alone(self) -> None:
         self._look("until_alone")
 

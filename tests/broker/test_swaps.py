@@ -777,6 +777,33 @@ async def test_a_restore_leaves_a_margin_free(others_mib: int, outcome: ResumeOu
         assert (await swaps.resume(kernel, resume_of(kernel), 345, journal([])))[0] is ResumeOutcome.RESTORED, "no more"
 
 
+@pytest.mark.parametrize(("age_s", "looks"), [(0.0, 1), (1.0, 2)], ids=["fresh", "stale"])
+async def test_a_resume_goes_by_what_was_seen_a_moment_ago_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, looks: int
+) -> None:
+    counted = 0
+
+    def scan(name: str) -> Snapshot:
+        nonlocal counted
+        counted += 1
+        return real_scan(name)
+
+    monkeypatch.setattr(sight, "scan", scan)
+    driver = Driver()
+    swaps = swaps_of(driver)
+    async with kernel_of(1) as (kernel, _, pids):
+        saved(driver, pids)
+        seen = await swaps.glance()
+        assert seen is not None
+        result = await swaps.resume(kernel, resume_of(kernel), 300, journal([]), replace(seen, at_s=seen.at_s - age_s))
+    assert (result[0], counted) == (ResumeOutcome.RESTORED, looks)
+
+
+async def test_a_glance_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_to_look(monkeypatch, SHORT[0], {1})
+    assert await swaps_of(Driver()).glance() is None
+
+
 async def test_a_device_of_its_own_needs_no_margin() -> None:
     driver = Driver()
     async with kernel_of(1) as (kernel, _, pids):
