@@ -17,8 +17,8 @@ from kernelext.gate import Gate
 
 __all__ = ["TIME_LIMIT_S", "Shrinker", "free_caches"]
 
-_HOLDERS = (
-    *(
+_HOLDERS = frozenset(
+    {
         "torch",
         "cupy",
         "jax",
@@ -29,12 +29,16 @@ _HOLDERS = (
         "warp",
         "taichi",
         "pycuda.driver",
-        "cuda.bindings",
         "cuda.core",
-    ),
-    *("rmm", "xgboost", "tensorrt", "onnxruntime", "llama_cpp", "provisioner.gpu.simulated.cuda"),
+        "rmm",
+        "xgboost",
+        "tensorrt",
+        "onnxruntime",
+        "llama_cpp",
+        "provisioner.gpu.simulated.cuda",
+    }
 )
-"""Packages whose Python objects own device memory, or objects that do. One that is missing here costs bytes, never state."""
+"""Packages whose Python objects own device memory (those of `cuda.bindings` are numbers). One that is missing costs bytes, never state."""
 
 TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
 
@@ -45,7 +49,7 @@ def free_caches() -> str:
     Raises nothing of CUDA's.
     """
     done = []
-    if any(name in sys.modules for name in _HOLDERS):
+    if not _HOLDERS.isdisjoint(sys.modules):
         gc.collect()
         done.append("gc")
     for name, free in (("torch", _free_torch), ("cupy", _free_cupy)):
