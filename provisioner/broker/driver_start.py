@@ -92,9 +92,8 @@ class DriverStart:
             return
         try:
             await self._worker.until_alone()
-        except (
-            OSError
-        ) as error:  # no locks on this filesystem, say: the attempt meets the same and gives it as its reason
+        except OSError as error:
+            # No locks on this filesystem, say: the attempt meets the same and gives it as its reason.
             log.warning("whether an earlier checkpoint worker is at work cannot be found out: %s", error)
 
     @property

@@ -38,9 +38,8 @@ __all__ = ["Lowered", "OomProtection", "protect_this_process"]
 
 log = logging.getLogger(__name__)
 
-_OURS: Final = (
-    -500
-)  # for the broker and its worker: after everything of users, before what the system cannot do without
+_OURS: Final = -500
+"""For the broker and its worker: after everything of users, before what the system cannot do without."""
 _SWEEP_S: Final = 30.0
 _SHORTEST_S: Final = 0.05
 _SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})

@@ -76,9 +76,8 @@ class LedgerWriter:
 
     async def _flush(self) -> None:
         loop = asyncio.get_running_loop()
-        await asyncio.sleep(
-            0
-        )  # what is handed over next, as the intent of a decision just taken, goes into the same transaction
+        # What is handed over next, as the intent of a decision just taken, goes into the same transaction.
+        await asyncio.sleep(0)
         while self._pending:
             group, self._pending = self._pending, []
             begun_s = time.monotonic()
