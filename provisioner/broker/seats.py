@@ -43,7 +43,7 @@ from provisioner.core.events import LeaseReleased
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
 from provisioner.core.units import format_fraction
 from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import SeatRecord
+from provisioner.ledger.records import LedgerError, SeatRecord
 from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError, UnauthorizedError
 from provisioner.protocol.limits import MAX_NAME, PULSE_S
 from provisioner.protocol.messages import LeaseRequest
@@ -69,11 +69,18 @@ _WRITE_AGAIN_S = 1.0
 
 
 class _Waiter:
-    """Somebody who waits for a seat. Compared by identity."""
+    """A request in the line of its pool. Compared by identity. `seat` or `refused` is set when the request leaves the line."""
 
-    def __init__(self, request: SeatRequest, priority: int) -> None:
+    def __init__(self, request: SeatRequest, group: str, terms: GroupTerms, memory_mib: int) -> None:
         self.request = request
-        self.priority = priority
+        self.group = group
+        self.terms = terms
+        self.memory_mib = memory_mib
+        self.seat: SeatRecord | None = None  # reserved for it, and on its way to the disk ...
+        self.written: asyncio.Future[None] | None = None  # ... until this is done
+        self.token = ""
+        self.given = False  # the caller has heard of the seat
+        self.refused: NoRoomError | None = None  # its owner or group reached a limit while it waited
 
 
 class Seats:
@@ -158,44 +165,47 @@ class Seats:
             check_limits(request, group, pool, self._others(request))
             self.forecasts.check_ever(request, pool, hub, memory_mib)
         except (ForbiddenError, NoRoomError) as error:
-            log.warning("no seat for %r: %s (%s)", request.owner, error, error.reason)
-            yield SeatProgress(kind=ProgressKind.REFUSED, reason=error.reason, sentence=str(error))
+            yield self._limited(request, error)
             return
-        async with contextlib.aclosing(self._line_up(request, pool, hub, (group, terms), memory_mib)) as line:
+        waiter = _Waiter(request, group, terms, memory_mib)
+        async with contextlib.aclosing(self._line_up(waiter)) as line:
             async for progress in line:
                 yield progress
 
-    async def _line_up(
-        self, request: SeatRequest, pool: PoolSpec, hub: HubPool, terms: tuple[str, GroupTerms], memory_mib: int
-    ) -> AsyncGenerator[SeatProgress, None]:
-        line = self._waiting.setdefault(pool.name, [])
-        waiter = _Waiter(request, terms[1].priority)
-        line.insert(sum(other.priority >= waiter.priority for other in line), waiter)
+    async def _line_up(self, waiter: _Waiter) -> AsyncGenerator[SeatProgress, None]:
+        """Wait in the pool's line until the seat is reserved or refused, then write it down."""
+        request, line = waiter.request, self._waiting.setdefault(waiter.request.pool, [])
+        line.insert(sum(other.terms.priority >= waiter.terms.priority for other in line), waiter)
         deadline_ms = now_ms() + min(request.wait_ms, _LONGEST_WAIT_MS)
         told: SeatProgress | None = None
         try:
             while True:
-                changed = self._changed
-                # A change of the pool while one waits counts at once.
-                pool, hub = self._pool(request.pool)
+                changed, last_look = self._changed, now_ms() >= deadline_ms
+                _, hub = self._pool(request.pool)  # a change of the pool counts at once
+                full = None
+                if line[:1] == [waiter] or last_look or not hub.waits_when_full:
+                    # Before a refusal, too: requests ahead that can be served now are no reason to refuse this one.
+                    full = self._serve(request.pool)
+                if waiter.seat is not None:
+                    yield await self._give(waiter, waiter.seat)
+                    return
+                if waiter.refused is not None:
+                    yield self._limited(request, waiter.refused)
+                    return
                 position = line.index(waiter) + 1
-                full = Full("seat-queue", f"{_others_wait(position - 1)} before you for a place in pool {pool.name!r}")
-                if position == 1:
-                    place = self.forecasts.full(request, pool, hub, memory_mib, self._others(request))
-                    if not isinstance(place, Full):
-                        yield await self._give(request, hub, terms, memory_mib, place)
-                        return
-                    full = place
-                if not hub.waits_when_full or now_ms() >= deadline_ms:
+                if full is None or position > 1:
+                    full = Full(
+                        "seat-queue", f"{_others_wait(position - 1)} before you for a place in pool {request.pool!r}"
+                    )
+                if last_look or not hub.waits_when_full:
                     yield self._refused(request, hub, full)
                     return
-                expected_ms = self.forecasts.expected_ms(pool.name, position, len(self._of_pool(pool.name)))
                 progress = SeatProgress(
                     kind=ProgressKind.WAITING,
                     reason=full.reason,
                     sentence=full.sentence,
                     position=position,
-                    expected_ms=expected_ms,
+                    expected_ms=self.forecasts.expected_ms(request.pool, position, len(self._of_pool(request.pool))),
                 )
                 if progress != told:
                     yield progress
@@ -206,8 +216,38 @@ class Seats:
                     async with asyncio.timeout(min(PULSE_S, max(0.0, (deadline_ms - now_ms()) / 1000))):
                         await changed.wait()
         finally:
-            line.remove(waiter)
+            if waiter in line:
+                line.remove(waiter)
+                self._notify()
+            elif waiter.seat is not None and not waiter.given and waiter.seat.seat_id in self._seats:
+                self._end(waiter.seat, "abandoned")
+
+    def _serve(self, pool_name: str) -> Full | None:
+        """Reserve seats for the head of the pool's line, one after another; return why the next one does not fit.
+
+        A request that is served, or refused for a limit, leaves the line here, before anything is awaited: while the ledger is being
+        written nobody waits behind it.
+        """
+        pool, hub = self._pool(pool_name)
+        line, full, served = self._waiting.get(pool_name, []), None, False
+        while line and full is None:
+            first = line[0]
+            others = self._others(first.request)
+            try:
+                check_limits(first.request, first.group, pool, others)
+                place = self.forecasts.full(first.request, pool, hub, first.memory_mib, others)
+            except NoRoomError as error:
+                first.refused = error
+            else:
+                if isinstance(place, Full):
+                    full = place
+                    continue
+                self._reserve(first, hub, place)
+            del line[0]
+            served = True
+        if served:
             self._notify()
+        return full
 
     @staticmethod
     def _refused(request: SeatRequest, hub: HubPool, full: Full) -> SeatProgress:
@@ -216,37 +256,55 @@ class Seats:
         log.warning("no seat for %r: %s (%s)", request.owner, sentence, full.reason)
         return SeatProgress(kind=ProgressKind.REFUSED, reason=full.reason, sentence=sentence)
 
-    async def _give(
-        self, request: SeatRequest, hub: HubPool, terms: tuple[str, GroupTerms], memory_mib: int, device_id: str | None
-    ) -> SeatProgress:
-        """Write the seat down and hand it out. Raises LedgerError. Cancelled: it expires by itself."""
-        token, wall = secrets.token_urlsafe(32), wall_ms()
-        seat = SeatRecord(
+    @staticmethod
+    def _limited(request: SeatRequest, error: ForbiddenError | NoRoomError) -> SeatProgress:
+        log.warning("no seat for %r: %s (%s)", request.owner, error, error.reason)
+        return SeatProgress(kind=ProgressKind.REFUSED, reason=error.reason, sentence=str(error))
+
+    def _reserve(self, waiter: _Waiter, hub: HubPool, device_id: str | None) -> None:
+        """Take room for the seat at once: no other request gets it. An older seat of the same server ends."""
+        request, wall = waiter.request, wall_ms()
+        waiter.token = secrets.token_urlsafe(32)
+        waiter.seat = seat = SeatRecord(
             seat_id=secrets.token_hex(12),
             owner=request.owner,
             server=request.server,
-            group_name=terms[0],
+            group_name=waiter.group,
             pool=request.pool,
             fraction_milli=request.fraction_milli,
-            memory_mib=memory_mib,
+            memory_mib=waiter.memory_mib,
             devices=1,
-            priority=terms[1].priority,
-            weight=terms[1].weight,
+            priority=waiter.terms.priority,
+            weight=waiter.terms.weight,
             max_kernels=hub.kernels_per_seat,
             uid=request.uid,
             device_id=device_id,
-            token_sha256=token_digest(token),
+            token_sha256=token_digest(waiter.token),
             created_ms=wall,
             expires_ms=wall + min(request.ttl_ms, _LONGEST_TTL_MS),
         )
         for older in [one for one in self._seats.values() if (one.owner, one.server) == (seat.owner, seat.server)]:
             self._end(older, "replaced")
-        self._seats[seat.seat_id] = seat  # before anything is awaited: nobody else gets the same room
-        try:
-            await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, seat))
-        except BaseException:
-            self._seats.pop(seat.seat_id, None)
-            raise
+        self._seats[seat.seat_id] = seat
+        waiter.written = self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
+
+    async def _give(self, waiter: _Waiter, seat: SeatRecord) -> SeatProgress:
+        """Hand the reserved seat out once it is on the disk. Raises LedgerError. Cancelled: the caller ends the seat."""
+        if waiter.written is not None:
+            try:
+                await asyncio.shield(waiter.written)
+            except LedgerError:
+                if self._seats.pop(seat.seat_id, None) is not None:
+                    self._notify()
+                raise
+        if seat.seat_id not in self._seats:
+            return SeatProgress(
+                kind=ProgressKind.REFUSED,
+                reason="seat-ended",
+                sentence="the seat ended while it was being written down: its time to live was over, or a later request for the same "
+                "server has taken its place; start the server again",
+            )
+        waiter.given = True
         log.info(
             "seat %s: %s GPU of pool %r for %r",
             seat.seat_id[:8],
@@ -257,8 +315,8 @@ class Seats:
         return SeatProgress(
             kind=ProgressKind.GRANTED,
             seat_id=seat.seat_id,
-            token=token,
-            memory_mib=memory_mib,
+            token=waiter.token,
+            memory_mib=seat.memory_mib,
             priority=seat.priority,
             sentence=f"{format_fraction(seat.fraction_milli)} GPU of pool {seat.pool!r}",
         )

@@ -1,14 +1,17 @@
 """A hub takes seats from a broker, and kernels never have more than the seat that they draw on."""
 
+import asyncio
 import json
 import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import aclosing, closing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -281,6 +284,133 @@ def test_a_full_pool_lets_wait_first_come_first_served(live: LiveBroker) -> None
             hub.release_seat(granted.seat_id)
         assert list(lines[1])[-1].kind == ProgressKind.GRANTED
     assert live.is_alive()
+
+
+@contextmanager
+def held_back(live: LiveBroker) -> Iterator[None]:
+    """Nothing that is written reaches the disk during the block."""
+    live.disk.goes_on.clear()
+    try:
+        yield
+    finally:
+        live.disk.goes_on.set()
+
+
+def ask_at_once(live: LiveBroker, requests: Sequence[dict[str, Any]]) -> list[SeatProgress]:
+    """Take seats over as many connections at once; nothing is written before each one is either refused or about to be written."""
+    with ThreadPoolExecutor(len(requests)) as threads:
+        with held_back(live):
+            asked = [threads.submit(partial(take, live, **fields)) for fields in requests]
+
+            async def decided() -> None:
+                seats: Seats = live.service.seats
+                deadline_s = time.monotonic() + DEADLINE_S
+                while len(seats.live()) + sum(one.done() for one in asked) < len(requests):
+                    assert time.monotonic() < deadline_s, "some wait behind a seat that is being written down"
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(seats._changed.wait(), 0.05)
+
+            live.on_loop(decided)
+            assert seats_waiting(live) == {}
+        return [one.result(DEADLINE_S) for one in asked]
+
+
+def seats_waiting(live: LiveBroker) -> dict[str, int]:
+    with client_of(live) as client:
+        return client.seats().waiting
+
+
+@pytest.mark.parametrize("when_full", ["wait", "refuse"])
+def test_seats_asked_for_at_once_are_all_given_though_the_disk_is_slow(when_full: str) -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%", "when_full": when_full}}
+    with live_broker(pools=pools) as live:
+        told = ask_at_once(live, [{"owner": f"user{number}", "wait_ms": 0} for number in range(6)])
+        reasons = sorted(one.reason for one in told if one.kind == ProgressKind.REFUSED)
+        assert reasons == ["pool-full", "pool-full"], "four quarters fit, and no other request is in the way"
+        assert len({one.seat_id for one in told if one.kind == ProgressKind.GRANTED}) == 4
+    with live_broker(pools={"default": {"wait_bound": "100%", "when_full": when_full}}) as live:
+        told = ask_at_once(live, [{"owner": f"user{number}", "wait_ms": 0} for number in range(6)])
+        assert {one.kind for one in told} == {ProgressKind.GRANTED}
+
+
+def test_a_seat_that_cannot_be_written_down_gives_its_room_back() -> None:
+    with (
+        live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live,
+        client_of(live) as client,
+    ):
+        live.disk.full = True
+        with pytest.raises(InternalBrokerError, match="the disk is full"):
+            take(live, fraction_milli=1000)
+        assert client.seats().seats == []
+        live.disk.full = False
+        assert take(live, owner="bob", fraction_milli=1000).kind == ProgressKind.GRANTED
+
+
+def test_a_request_that_is_dropped_while_its_seat_is_written_down_keeps_no_room() -> None:
+    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live:
+        seats: Seats = live.service.seats
+        with held_back(live):
+
+            async def drop() -> None:
+                line = seats.take(SeatRequest(owner="ada", pool="default", fraction_milli=1000))
+                asked = asyncio.ensure_future(anext(line))
+                while not seats.live():
+                    await seats._changed.wait()
+                asked.cancel()
+                await asyncio.wait([asked])
+                await line.aclose()
+
+            live.on_loop(drop)
+            assert seats.live() == []
+        assert take(live, owner="bob", fraction_milli=1000).kind == ProgressKind.GRANTED
+        assert [seat.owner for seat in found_again(live)] == ["bob"]
+
+
+def test_two_seats_of_a_user_that_wait_together_keep_the_users_limit() -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%", "user_limits": {"fraction": "1/2"}}}
+    with live_broker(pools=pools) as live, client_of(live) as hub:
+        holder = [take(live, owner=owner, fraction_milli=500).seat_id for owner in ("eve", "kim")]
+        clients = [client_of(live) for _ in range(2)]
+        lines = [
+            client.take_seat(
+                SeatRequest(owner="bob", server=server, pool="default", fraction_milli=500, wait_ms=60_000)
+            )
+            for client, server in zip(clients, "ab", strict=True)
+        ]
+        assert [next(iter(line)).position for line in lines] == [1, 2]
+        for seat_id in holder:
+            hub.release_seat(seat_id)
+        first, second = (list(line)[-1] for line in lines)
+        assert first.kind == ProgressKind.GRANTED
+        assert (second.kind, second.reason) == (ProgressKind.REFUSED, "user-limit")
+        for client in clients:
+            client.close()
+
+
+def test_a_later_request_for_the_same_server_ends_the_seat_that_is_being_written_down() -> None:
+    with live_broker(pools={"default": {"wait_bound": "100%"}}) as live:
+        seats: Seats = live.service.seats
+
+        async def ask_twice() -> list[SeatProgress]:
+            request = SeatRequest(owner="ada", server="lab", pool="default", fraction_milli=250)
+            lines = [seats.take(request), seats.take(request)]
+            asked: list[asyncio.Future[SeatProgress]] = []
+            for line in lines:
+                before = seats.live()
+                asked.append(asyncio.ensure_future(anext(line)))
+                while seats.live() == before:
+                    await seats._changed.wait()
+            live.disk.goes_on.set()
+            told = [await one for one in asked]
+            for line in lines:
+                await line.aclose()
+            return told
+
+        with held_back(live):
+            older, newer = live.on_loop(ask_twice)
+        assert (older.kind, older.reason) == (ProgressKind.REFUSED, "seat-ended")
+        assert newer.kind == ProgressKind.GRANTED
+        assert [seat.seat_id for seat in found_again(live)] == [newer.seat_id]
 
 
 def test_who_gives_up_leaves_the_queue(live: LiveBroker) -> None:
