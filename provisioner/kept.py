@@ -1,7 +1,9 @@
 """The records of kernels that outlive their server: what the next server needs to take one over.
 
 - One file a kernel, mode 0600, in a private folder; it holds the connection's key and the path of the lease's token.
-- The server that has a kernel holds a lock on its record for as long as it lives: nobody takes over what somebody has.
+- The server that has a kernel holds a lock on its record for as long as it lives: nobody takes over what somebody has. A record that
+  is written anew is another file of the same name, which is locked before it takes the name; a lock on a file that has lost the name
+  counts for nothing.
 - A record says first that a process is about to be started, and with which lease; it is written anew when that process is attached,
   also after a restart, and removed when the kernel is shut down. A server that dies in between leaves a process that nobody could talk
   to: the next server ends it.
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from provisioner.discovery import runtime_dir
+from provisioner.files import replace_file
 
 __all__ = ["KeptRecord", "kept_records"]
 
@@ -40,20 +43,25 @@ class KeptRecord:
     @classmethod
     def hold(cls, path: Path, flags: int = 0) -> "KeptRecord | None":
         """Open the record and hold it; None if another server does. Raises OSError."""
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return cls(path, descriptor)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+            try:
+                _lock(descriptor)
+                if _has_name(descriptor, path):
+                    return cls(path, descriptor)
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            os.close(descriptor)  # it was replaced or removed between the two steps: look again
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace what it says, in one step: a server that is killed leaves the old text or the new one."""
+        """Replace what it says, in one step: a server that is killed, or a disk that is full, leaves the old text or the new one.
+
+        Raises OSError, and then the old text stands.
+        """
         line = json.dumps(content).encode() + b"\n"
-        os.pwrite(self._descriptor, line, 0)
-        os.ftruncate(self._descriptor, len(line))
-        os.fsync(self._descriptor)
+        old, self._descriptor = self._descriptor, replace_file(self.path, line, prepare=_lock, keep=True)
+        os.close(old)
 
     def read(self) -> dict[str, Any]:
         """Return what it says. Raises ValueError if it was never finished."""
@@ -74,6 +82,19 @@ class KeptRecord:
         with suppress(FileNotFoundError):
             self.path.unlink()
         self.close()
+
+
+def _lock(descriptor: int) -> None:
+    """Lock the file against other servers. Raises BlockingIOError where one has it."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _has_name(descriptor: int, path: Path) -> bool:
+    """Whether the name still leads to the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def kept_records() -> Iterator[KeptRecord]:

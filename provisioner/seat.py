@@ -5,11 +5,11 @@ What it says of pool, fraction and memory is for people and menus; what counts i
 
 import json
 import os
-import secrets
 import stat
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from provisioner.files import replace_file
 from provisioner.protocol.errors import FractionalGPUError
 
 __all__ = ["SEAT_FILE_VARIABLE", "Seat", "own_seat", "read_seat", "write_seat"]
@@ -64,14 +64,9 @@ def read_seat(path: str) -> Seat:
 
 def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | None = None) -> None:
     """Write the seat to a new private file, which belongs to that user (None: to this process's). Raises OSError."""
-    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(asdict(seat), file)
-            if uid is not None:
-                os.fchown(file.fileno(), uid, -1 if gid is None else gid)
-        fresh.rename(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+
+    def give(descriptor: int) -> None:
+        if uid is not None:
+            os.fchown(descriptor, uid, -1 if gid is None else gid)
+
+    replace_file(path, json.dumps(asdict(seat)).encode(), prepare=give)

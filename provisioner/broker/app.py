@@ -13,7 +13,6 @@ import logging
 import logging.handlers
 import os
 import resource
-import secrets
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from provisioner.broker.sharing import without_share
 from provisioner.client import BrokerClient
 from provisioner.config import ConfigError, load
 from provisioner.discovery import check_folder, socket_path
+from provisioner.files import replace_file
 from provisioner.gpu.interface import GPUError
 from provisioner.host.claims import DeviceClaim, DeviceClaimedError
 from provisioner.ledger.ledger import Ledger
@@ -317,9 +317,4 @@ def _restart_file(options: BrokerOptions, socket: str) -> None:
             if name.startswith(_RESTART_ENVIRONMENT) and name not in _NOT_INHERITED
         },
     }
-    path = Path(socket).with_name("broker.json")
-    fresh = path.with_suffix(f".{secrets.token_hex(4)}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(content, file)
-    fresh.rename(path)
+    replace_file(Path(socket).with_name("broker.json"), json.dumps(content).encode())

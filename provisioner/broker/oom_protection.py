@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from provisioner.core.model import LeaseState
+from provisioner.files import replace_file
 from provisioner.host.memory import smallest_limit
 from provisioner.host.oom import LEAST, adjustment, lower, put_back
 from provisioner.host.process import ProcessIdentity, identify, is_alive
@@ -198,11 +199,7 @@ class OomProtection:
     # -- the record ----------------------------------------------------------------------------------------------------------
 
     def _write(self, lowered: Mapping[ProcessIdentity, Lowered]) -> None:
-        fresh = self._record.with_suffix(".new")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            json.dump([asdict(one) for one in lowered.values()], file)
-        fresh.replace(self._record)
+        replace_file(self._record, json.dumps([asdict(one) for one in lowered.values()]).encode("ascii"))
 
     def _read(self) -> None:
         """Take over what an earlier broker changed. A record that cannot be read is left: nothing of it can be put back."""

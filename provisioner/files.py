@@ -1,0 +1,61 @@
+"""Replacing a small file in one step. Standard library only.
+
+The new content is written to another file in the same folder, brought to the disk (fsync), and renamed over the old one; then the
+folder is brought to the disk. A writer that is killed, a full disk, or a power failure leaves the old content or the new one, whole.
+"""
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["replace_file", "sync_folder", "write_all"]
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def replace_file(
+    path: Path, content: bytes, *, prepare: Callable[[int], None] | None = None, keep: bool = False
+) -> int:
+    """Write a private file (0600) in place of the one at `path`, if there is one; a link there is replaced, not followed.
+
+    `prepare` is called with the descriptor of the new file before it takes the name: to lock it, or to change its owner.
+    Returns the open descriptor of the new file if `keep` is set, else -1.
+    Raises OSError, and then the old file is as it was.
+    """
+    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    descriptor = os.open(fresh, _FLAGS, 0o600)
+    try:
+        write_all(descriptor, content)
+        if prepare is not None:
+            prepare(descriptor)
+        os.fsync(descriptor)
+        fresh.rename(path)
+    except BaseException:
+        os.close(descriptor)
+        with suppress(OSError):
+            fresh.unlink()
+        raise
+    if not keep:
+        os.close(descriptor)
+        descriptor = -1
+    with suppress(OSError):  # the file has its name; that it has it after a power failure, too, is the disk's to say
+        sync_folder(path.parent)
+    return descriptor
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Write everything. Raises OSError where the system takes only a part, and then nothing more."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
