@@ -5,6 +5,7 @@ import os
 import select
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,23 @@ def test_jupyter_execute_runs_a_notebook(world: World, name: str) -> None:
     used_a_device(world)
 
 
+def hears_the_kernel(world: World, pid: int) -> bool:
+    """Whether a process has its connection to the one kernel's IOPub channel."""
+    for path in (world.folder / "run").glob("kernel-*.json"):
+        try:
+            port = json.loads(path.read_text())["iopub_port"]
+        except (ValueError, KeyError):  # it is being written
+            return False
+        sockets = set[str]()
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                sockets.add(str(entry.readlink()))
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        established = {f"socket:[{row[9]}]" for row in rows if row[2].endswith(f":{port:04X}") and row[3] == "01"}
+        return not sockets.isdisjoint(established)
+    return False
+
+
 def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
     lines = [
         "from provisioner.gpu.simulated import cuda",
@@ -92,7 +110,9 @@ def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
     )
     assert console.stdin is not None
     assert console.stdout is not None
-    with console:
+    try:
+        # It does not wait for this connection, and waits for ever for the end of a cell that ended before: with any kernel.
+        until(lambda: hears_the_kernel(world, console.pid), "the console hears what the kernel publishes")
         console.stdin.write("".join(f"{line}\n" for line in lines).encode())
         seen = b""
         while b"read back: b'kept'" not in seen:
@@ -104,6 +124,10 @@ def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
         console.stdin.write(b"exit\n")
         console.stdin.close()
         assert console.wait(DEADLINE_S) == 0
+    finally:
+        console.kill()
+        with console:  # closes the pipes and waits
+            pass
     until(
         lambda: world.status().leases == [] or world.status().leases[0].pid is None, "the kernel ends with the console"
     )
