@@ -191,10 +191,12 @@ class Broker:
         kernel = self.kernels.get(refusal.lease_id)
         if kernel is None or refusal.about in {"pin", "move"}:
             return  # whoever pins or moves reads the answer from `dispatch`
-        if refusal.about == "resize":
-            kernel.resize_declined = (refusal.reason, refusal.sentence)
-        else:
-            kernel.declined = (refusal.reason, refusal.sentence)
+        if refusal.about != "resize":
+            # The arbiter merges all requests to suspend one lease: its answer is the answer to each of them.
+            for request in kernel.suspend_requests:
+                request.declined = (refusal.reason, refusal.sentence)
+        elif kernel.resizing is not None:
+            kernel.resizing.declined = (refusal.reason, refusal.sentence)
         kernel.notify()
 
     def _told(self, effect: Resized | Pinned | SuspendAnnounced) -> None:

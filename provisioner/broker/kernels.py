@@ -11,7 +11,18 @@ from provisioner.broker.iopub import IOPubWatch
 from provisioner.core.events import ResizeRequested
 from provisioner.host.process import ProcessIdentity, open_pidfd
 
-__all__ = ["Kernel"]
+__all__ = ["Kernel", "Request"]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A client's request to suspend or to resize a lease, from its event to its reply.
+
+    `declined` is the arbiter's refusal (reason, sentence). It is kept here, not on the lease: another request about the same lease may
+    be under way.
+    """
+
+    declined: tuple[str, str] | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,9 +52,8 @@ class Kernel:
     watch: IOPubWatch | None = None
     link: GateLink | None = None
     waiting: int = 0  # open acquire streams
-    declined: tuple[str, str] | None = None  # the arbiter's last refusal (reason, sentence), until read
-    resize_declined: tuple[str, str] | None = None  # the same of a resize
-    resizing: object | None = None  # the request for another size that waits
+    suspend_requests: list[Request] = field(default_factory=list)  # that the arbiter has not answered yet
+    resizing: Request | None = None  # the request for another size that waits
     asked_of_seat: tuple[int, int] = (0, 0)  # fraction and memory of the resize that waits
     own_size: ResizeRequested | None = None  # during a burst: what the lease goes back to if the process ends in it
     wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
@@ -72,11 +82,6 @@ class Kernel:
             async with asyncio.timeout(patience_s):
                 while self.gated and self.link is None:
                     await self.change().wait()
-
-    def take_declined(self) -> tuple[str, str] | None:
-        """Return the arbiter's last refusal (reason, sentence) once."""
-        declined, self.declined = self.declined, None
-        return declined
 
     @property
     def checkpointed_mib(self) -> int:

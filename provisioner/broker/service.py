@@ -27,7 +27,7 @@ from provisioner.broker.checks import Peer, lease_spec, user_name, verified_proc
 from provisioner.broker.decode import printable
 from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
-from provisioner.broker.kernels import Kernel
+from provisioner.broker.kernels import Kernel, Request
 from provisioner.broker.seats import Seats
 from provisioner.broker.sharing import launch_environment
 from provisioner.broker.status import lease_status, neighbours
@@ -306,7 +306,6 @@ class Service:
         kernel.waiting += 1
         try:
             self._tell_busy(kernel)
-            kernel.take_declined()
             broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
             told: Progress | None = None
             while True:
@@ -349,8 +348,8 @@ class Service:
                 device_id=view.device_id,
                 environment=self.broker.environment(kernel.lease_id, device_ids),
             )
-        if (declined := kernel.take_declined() or _failure(view)) is not None:
-            return Progress(kind=ProgressKind.REFUSED, reason=declined[0], sentence=declined[1])
+        if (failure := _failure(view)) is not None:
+            return Progress(kind=ProgressKind.REFUSED, reason=failure[0], sentence=failure[1])
         ticket = self.broker.ticket(kernel.lease_id)
         reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
         if time.monotonic() >= deadline_s:
@@ -378,20 +377,25 @@ class Service:
         view = self._view(kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
             return self.status_of(kernel)
+        request = Request()
         kernel.suspend_wishes += 1  # whoever asks means it: only a running cell is in the way
         try:
             if view.state is LeaseState.RESIDENT:
                 self.broker.look_at_use(kernel)
                 await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
-                kernel.take_declined()
-                self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id))
+                if self._view(kernel).state is LeaseState.RESIDENT:  # it may have left the device meanwhile
+                    kernel.suspend_requests.append(request)
+                    self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id))
             # A suspend that has to wait for the swap channel starts later: until then the lease is resident, and was asked.
-            await self._until(kernel, lambda: self._settled(kernel), None)
+            await self._until(kernel, lambda: request.declined is not None or self._settled(kernel), None)
         finally:
             kernel.suspend_wishes -= 1
+            if request in kernel.suspend_requests:
+                kernel.suspend_requests.remove(request)
             self.broker.look_at_use(kernel)
-        if (declined := kernel.take_declined()) is not None:
-            raise ConflictError(declined[1], reason=declined[0])
+        if request.declined is not None:
+            reason, sentence = request.declined
+            raise ConflictError(sentence, reason=reason)
         view = self._view(kernel)
         if view.state not in (LeaseState.SUSPENDED, LeaseState.UNARMED):
             raise ConflictError(f"the kernel was not suspended: {view.sentence}", reason=view.reason)

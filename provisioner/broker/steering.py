@@ -6,7 +6,7 @@ from functools import partial
 
 from provisioner.broker.broker import Broker, now_ms
 from provisioner.broker.checks import Peer, cap_mib, guaranteed_mib
-from provisioner.broker.kernels import Kernel
+from provisioner.broker.kernels import Kernel, Request
 from provisioner.broker.status import device_status, lease_status
 from provisioner.core.effects import Declined
 from provisioner.core.events import DeviceDrained, DeviceUndrained, PinRequested, ResizeRequested, UnpinRequested
@@ -76,8 +76,7 @@ class Steering:
             await self._measured(kernel)
         if kernel.resizing is not None:  # only one can wait: the older one gives up
             self._stay(kernel)
-        mine = kernel.resizing = object()
-        kernel.resize_declined = None
+        mine = kernel.resizing = Request()
         wait_s = max(0.0, min(request.wait_ms / 1000, MAX_WAIT_S))
         try:
             self._broker.dispatch(event)
@@ -97,7 +96,7 @@ class Steering:
         finally:
             if kernel.resizing is mine:
                 kernel.resizing = None
-                waits = kernel.resize_declined is None and kernel.lease_id in self._broker.kernels
+                waits = mine.declined is None and kernel.lease_id in self._broker.kernels
                 if waits and not self._has(kernel, event):
                     self._stay(kernel)
         kernel.own_size = (kernel.own_size or before) if request.burst else None
@@ -127,7 +126,7 @@ class Steering:
             request_mib=guaranteed_mib(arbiter, pool, fraction_milli, reserve_mib, None),
         )
 
-    async def _resized(self, kernel: Kernel, event: ResizeRequested, mine: object) -> None:
+    async def _resized(self, kernel: Kernel, event: ResizeRequested, mine: Request) -> None:
         """Return when the lease has its size. Raises ConflictError when it will not have it, NotFoundError when it is over."""
         while True:
             change = kernel.change()
@@ -135,8 +134,8 @@ class Steering:
                 raise ConflictError("a newer request for another size replaced this one", reason="replaced")
             if self._has(kernel, event):
                 return
-            if kernel.resize_declined is not None:
-                reason, sentence = kernel.resize_declined
+            if mine.declined is not None:
+                reason, sentence = mine.declined
                 raise ConflictError(sentence, reason=reason)
             await change.wait()
 

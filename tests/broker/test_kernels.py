@@ -59,10 +59,3 @@ async def test_a_change_between_looking_and_waiting_is_not_missed() -> None:
     async with asyncio.timeout(DEADLINE_S):
         await change.wait()
     assert not watched.change().is_set()
-
-
-def test_a_refusal_is_read_once() -> None:
-    watched = kernel()
-    watched.declined = ("busy", "a cell runs")
-    assert watched.take_declined() == ("busy", "a cell runs")
-    assert watched.take_declined() is None
