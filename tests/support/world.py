@@ -306,9 +306,15 @@ class Notebook:
         self.server = server
         self.kernel_id = kernel_id
         self.session = uuid.uuid4().hex
-        address = server.url.replace("http", "ws", 1) + f"api/kernels/{kernel_id}/channels?session_id={self.session}"
-        self.socket = websocket.create_connection(
-            address, header=[f"Authorization: token {server.token}"], timeout=DEADLINE_S
+        self.socket = self._connected()
+
+    def _connected(self) -> websocket.WebSocket:
+        """A websocket of this session: the server answers on it only once it hears what the kernel publishes."""
+        address = self.server.url.replace("http", "ws", 1)
+        return websocket.create_connection(
+            f"{address}api/kernels/{self.kernel_id}/channels?session_id={self.session}",
+            header=[f"Authorization: token {self.server.token}"],
+            timeout=DEADLINE_S,
         )
 
     def send(self, code: str, *, silent: bool = False) -> str:
@@ -392,8 +398,10 @@ class Notebook:
         self.server.request("POST", f"api/kernels/{self.kernel_id}/interrupt")
 
     def restart(self) -> None:
-        """Restart the kernel."""
+        """Restart the kernel, and connect anew as JupyterLab does: the old connection may miss what the new process publishes first."""
         self.server.request("POST", f"api/kernels/{self.kernel_id}/restart")
+        self.socket.close()
+        self.socket = self._connected()
 
     def shut_down(self) -> None:
         """Shut the kernel down."""
