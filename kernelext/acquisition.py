@@ -8,9 +8,11 @@ Rules:
 - Listeners are told through a queue each, so a waiting main thread stays interruptible: what blocks in the socket is our thread.
 - A broker that dies meanwhile is started again and asked again. Only a broker that fails several times without a word in between, or
   that cannot be started, is an answer.
+- A broker that is there and does not answer is waited for, and the listeners are told so (see `provisioner.silence`).
 """
 
 import threading
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,7 @@ from kernelext.settings import Settings
 
 if TYPE_CHECKING:
     from provisioner.client import BrokerClient
-    from provisioner.protocol.errors import FractionalGPUError
+    from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
     from provisioner.protocol.messages import Progress
 
 __all__ = ["INTERRUPTED", "OPENED", "Acquirer", "Refusal", "Waiter", "explain"]
@@ -108,15 +110,20 @@ class Acquirer:
         self._attempt = None
 
     def _run(self, attempt: _Attempt) -> None:
+        from provisioner.silence import SilenceWatch  # noqa: PLC0415 - off the kernel's start
+
         refusal = Refusal(
             "The thread that asks the GPU broker ended unexpectedly; the kernel's log says why. Run the cell again."
         )
+        watch = SilenceWatch(self._settings.connect, partial(self._tell_silence, attempt))
+        watch.start()
         try:
             answer = self._pursue(attempt)
             if answer is None:
                 return
             refusal = answer
         finally:
+            watch.stop()
             with self._lock:
                 if self._attempt is attempt:
                     self._attempt = None
@@ -148,7 +155,9 @@ class Acquirer:
                 self._tell(attempt, _reviving())
                 self._settings.revive()
             except FractionalGPUError as error:
-                return Refusal(str(error))
+                if error.reason != "timeout":  # else a broker is there: it is asked again for as long as it takes
+                    return Refusal(str(error))
+                fruitless = 0
             if breaks > 1:  # a broker that breaks each time it is asked is not hammered
                 attempt.pause(min(0.1 * 2**breaks, LONGEST_PAUSE_S))
         return None
@@ -179,6 +188,13 @@ class Acquirer:
         finally:
             client.close()
 
+    def _tell_silence(self, attempt: _Attempt, error: "BrokerUnavailableError | None") -> None:
+        """Tell that the broker does not answer, or, when it does again, what it said last."""
+        if error is not None:
+            self._tell(attempt, _silent(str(error)))
+        elif attempt.last is not None:
+            self._tell(attempt, attempt.last)
+
     def _tell(self, attempt: _Attempt, progress: "Progress") -> None:
         with self._lock:
             if self._attempt is attempt:
@@ -197,3 +213,9 @@ def _reviving() -> "Progress":
     from provisioner.protocol.messages import Progress, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
     return Progress(kind=ProgressKind.WAITING, reason="broker-starting", sentence=REVIVING)
+
+
+def _silent(sentence: str) -> "Progress":
+    from provisioner.protocol.messages import Progress, ProgressKind  # noqa: PLC0415 - off the kernel's start
+
+    return Progress(kind=ProgressKind.WAITING, reason="broker-silent", sentence=sentence)

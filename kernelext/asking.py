@@ -5,6 +5,7 @@ Rules:
 - The call is made in a thread of its own; what the cell's thread waits for is a queue (see `waiting`), so an interrupt works at any
   moment, in asynchronous cells too. It hangs up, and for the broker a caller that hangs up has changed its mind.
 - If the answer takes longer than a moment, a second connection follows what the broker says about this lease meanwhile.
+- A broker that does not answer is said so within 5 s: on the live line, where there is one, else as an error.
 """
 
 import threading
@@ -18,8 +19,9 @@ from kernelext.acquisition import INTERRUPTED
 from kernelext.display import LiveLine
 from kernelext.settings import Settings
 from kernelext.waiting import LOOK_UP_S, QUIET_S, interrupts_to
-from provisioner.protocol.errors import FractionalGPUError, InternalBrokerError
+from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError, InternalBrokerError
 from provisioner.protocol.messages import LeaseStatus
+from provisioner.silence import SilenceWatch
 
 if TYPE_CHECKING:
     from provisioner.client import BrokerClient
@@ -49,11 +51,13 @@ def ask(
     note: SimpleQueue[object] = SimpleQueue()
     question = _Question(settings, call, note.put, timeout_s=timeout_s, revive=revive)
     follower = _Follower(settings, note.put) if line is not None and describe is not None else None
+    watch = SilenceWatch(settings.connect, note.put)
     with interrupts_to(note):
         try:
             question.start()
-            _listen(note, follower, line, describe)
+            _listen(note, watch, follower, line, describe)
         finally:
+            watch.stop()
             question.hang_up()
             if follower is not None:
                 follower.hang_up()
@@ -61,21 +65,36 @@ def ask(
 
 
 def _listen(
-    note: SimpleQueue[object], follower: "_Follower | None", line: LiveLine | None, describe: Describe | None
+    note: SimpleQueue[object],
+    watch: SilenceWatch,
+    follower: "_Follower | None",
+    line: LiveLine | None,
+    describe: Describe | None,
 ) -> None:
-    """Show what is told until the answer is there. Raises KeyboardInterrupt."""
+    """Show what is told until the answer is there.
+
+    Raises KeyboardInterrupt, and BrokerUnavailableError where the broker does not answer and no line could say so.
+    """
     loud_from = time.monotonic() + QUIET_S
     while True:
         try:
             news = note.get(timeout=max(0.0, min(LOOK_UP_S, loud_from - time.monotonic())) or LOOK_UP_S)
         except Empty:
-            if follower is not None and time.monotonic() >= loud_from:
-                follower.start()
+            if time.monotonic() >= loud_from:
+                watch.start()
+                if follower is not None:
+                    follower.start()
             continue
         if news == INTERRUPTED:
             raise KeyboardInterrupt
         if isinstance(news, _Question):
             return
+        if isinstance(news, BrokerUnavailableError):
+            if line is None:
+                raise news
+            line.show(
+                f"{news}. It goes on by itself when the broker answers again. Interrupt the kernel to stop waiting."
+            )
         if isinstance(news, LeaseStatus) and line is not None and describe is not None:
             line.show(describe(news))
 

@@ -45,10 +45,15 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         return BrokerClient(self.socket_path, token=self._token(), timeout_s=timeout_s)
 
     def revive(self) -> None:
-        """Start the broker if nobody answers; returns when one serves. Raises BrokerUnavailableError. Blocks up to 30 s."""
+        """Start the broker if none serves; returns when one does. Blocks up to 30 s.
+
+        Raises BrokerUnavailableError, with the reason "timeout" after 5 s for a broker that is there and does not answer.
+        """
+        from provisioner.broker_process import ANSWER_S  # noqa: PLC0415 - as above
         from provisioner.discovery import ensure_broker  # noqa: PLC0415 - as above
 
-        ensure_broker(self.socket_path, token=self._token(), timeout_s=_REVIVE_TIMEOUT_S).close()
+        token = self._token()
+        ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()
 
     def _token(self) -> str:
         from provisioner.protocol.errors import UnauthorizedError  # noqa: PLC0415 - as above

@@ -17,6 +17,7 @@ _NEXT = {
     "wait.user-limit": "It goes on when another kernel of yours gives its share back",
     "wait.group-limit": "It goes on when another kernel of your group gives its share back",
     "wait.preempted": "It goes on when it is this kernel's turn again",
+    "broker-silent": "The cell goes on by itself when the broker answers again",
     "wait.device-draining": "It goes on when the administrator lets kernels onto the device again",
 }
 

@@ -99,9 +99,9 @@ class BrokerClient:
     def __del__(self) -> None:
         self._close_kept()
 
-    def ping(self) -> Pong:
-        """Who answers."""
-        return decode_message(Pong, self._call("GET", "/v1/ping"))
+    def ping(self, timeout_s: float | None = None) -> Pong:
+        """Who answers, within `timeout_s` seconds (default: the client's)."""
+        return decode_message(Pong, self._call("GET", "/v1/ping", timeout_s=timeout_s))
 
     def status(self) -> HostStatus:
         """Devices, pools and the leases that this user may see."""

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_runtime_dir
 
+from provisioner.broker_process import is_service_socket
 from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.versions import OWN, Version, refusal
@@ -79,17 +80,19 @@ def ensure_broker(
     *,
     token: str | None = None,
     timeout_s: float = 30.0,
+    answer_s: float | None = None,
 ) -> BrokerClient:
     """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if nobody answers there.
 
-    `timeout_s` bounds, in seconds, the start as well as each of the client's calls. Blocks: from an event loop, call
-    it in a thread. Raises BrokerUnavailableError with what a person can do about it.
+    `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the wait for the first
+    answer of a broker that is there. Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError with what a person
+    can do about it.
     """
     path = socket if socket is not None else socket_path()
     check_folder(path)
     client = BrokerClient(path, token=token, timeout_s=timeout_s)
     try:
-        if not _answers(client):
+        if not _answers(client, timeout_s if answer_s is None else answer_s):
             _start(path, timeout_s)
             client.ping()
     except BaseException:
@@ -108,13 +111,13 @@ def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> Br
     return BrokerClient(path, token=token, timeout_s=timeout_s)
 
 
-def _answers(client: BrokerClient) -> bool:
+def _answers(client: BrokerClient, answer_s: float) -> bool:
     """Whether a broker that this client understands serves.
 
     Only "nobody there" is False; a broker that hangs or refuses us is an error.
     """
     try:
-        pong = client.ping()
+        pong = client.ping(answer_s)
     except BrokerUnavailableError as error:
         if error.reason in {"no-broker", "hung-up"} and not isinstance(error.__cause__, PermissionError):
             return False
@@ -126,7 +129,7 @@ def _answers(client: BrokerClient) -> bool:
 
 def _start(path: str, timeout_s: float) -> None:
     """Run the start command until it says that a broker serves."""
-    if _is_system(path):
+    if is_service_socket(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service and does not run; "
             "an administrator starts it (systemctl status jupyter-gpu)"
@@ -228,19 +231,13 @@ def _is_trusted(status: os.stat_result) -> bool:
     )
 
 
-def _is_system(path: str) -> bool:
-    """Whether the socket is a system service's: under /run, but not in a user's own part of it."""
-    real = Path(os.path.realpath(path))
-    return real.is_relative_to("/run") and not real.is_relative_to("/run/user")
-
-
 def check_folder(path: str) -> None:
     """Refuse a socket where somebody else could have put it. Raises BrokerUnavailableError.
 
     Root alone writes below /run, so service users may own folders there.
     """
     folder = Path(path).absolute().parent
-    if _is_system(path):
+    if is_service_socket(path):
         return
     try:
         link, status = folder.lstat(), folder.stat()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from provisioner.broker_process import listener_pid, not_answering
 from provisioner.protocol.errors import (
     BadRequestError,
     BrokerUnavailableError,
@@ -268,9 +269,9 @@ class Connection:
 
     def _broken(self, error: OSError | None) -> BrokerUnavailableError:
         if isinstance(error, TimeoutError):
-            seconds = self._socket.gettimeout()
+            seconds = self._socket.gettimeout() or 0.0
             return BrokerUnavailableError(
-                f"the GPU broker at {self.path} did not answer within {seconds:g} s", reason="timeout"
+                not_answering(self.path, seconds, listener_pid(self._socket)), reason="timeout"
             )
         what = f": {error.strerror}" if error is not None and error.strerror else ""
         return BrokerUnavailableError(f"the GPU broker at {self.path} closed the connection{what}", reason="hung-up")
@@ -337,7 +338,9 @@ def _connect(path: str, timeout_s: float | None) -> socket.socket:
                 return sock
     except OSError as error:
         sock.close()
-        raise BrokerUnavailableError(_why_no_connection(path, error), reason="no-broker") from error
+        # A full backlog is a broker's that is there, and takes nobody in: another must not be started beside it.
+        reason = "timeout" if isinstance(error, BlockingIOError) else "no-broker"
+        raise BrokerUnavailableError(_why_no_connection(path, error), reason=reason) from error
     except BaseException:
         sock.close()
         raise
@@ -352,5 +355,8 @@ def _why_no_connection(path: str, error: OSError) -> str:
     if isinstance(error, PermissionError):
         return f"the socket of the GPU broker, {path}, may not be opened by this user; ask the administrator for access"
     if isinstance(error, BlockingIOError) or error.errno == errno.EAGAIN:
-        return f"the GPU broker at {path} takes no connections now: it is overloaded or stopped"
+        return (
+            f"the GPU broker at {path} takes no connections now: it is overloaded or stopped; if it stays so, "
+            f"`jupyter gpu broker --restart --socket {path}` replaces it, which loses nothing of any kernel"
+        )
     return f"the GPU broker at {path} cannot be reached: {error.strerror or error}"

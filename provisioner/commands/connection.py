@@ -2,6 +2,7 @@
 
 import argparse
 
+from provisioner.broker_process import ANSWER_S
 from provisioner.client import BrokerClient
 from provisioner.commands.failure import CommandError
 from provisioner.discovery import ensure_broker, restart_file, socket_path
@@ -23,13 +24,14 @@ def add_socket_argument(parser: argparse.ArgumentParser) -> None:
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
     """Return a client of the broker that runs, or None; one that ended without being told to is started again.
 
-    Raises BrokerUnavailableError if there may be one that cannot be reached, or if it cannot be started again.
+    Raises BrokerUnavailableError if there may be one that cannot be reached or does not answer within 5 s, or if it cannot be started
+    again.
     """
     path = socket or socket_path()
     seat = own_seat()
     client = BrokerClient(path, token=seat.token if seat is not None else None)
     try:
-        client.ping()
+        client.ping(ANSWER_S)
     except BrokerUnavailableError as error:
         if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
             raise

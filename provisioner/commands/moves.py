@@ -15,6 +15,7 @@ from provisioner.commands.failure import CommandError, UsageError
 from provisioner.commands.words import lease_name
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from provisioner.protocol.messages import LeaseStatus
+from provisioner.silence import SilenceWatch
 
 __all__ = ["Move", "configure_move", "find_lease", "patience", "run_move"]
 
@@ -63,16 +64,39 @@ def _listed(leases: Sequence[LeaseStatus]) -> str:
 
 
 @contextmanager
-def patience(text: str, out: TextIO, after_s: float = PATIENCE_S) -> Iterator[None]:
-    """Write the text to `out` if the body takes longer than `after_s` seconds."""
+def patience(text: str, out: TextIO, after_s: float = PATIENCE_S, client: BrokerClient | None = None) -> Iterator[None]:
+    """Write the text to `out` if the body takes longer than `after_s` seconds, and that the client's broker does not answer if so."""
     timer = threading.Timer(after_s, lambda: print(text, file=out, flush=True))
     timer.daemon = True
     timer.start()
+    watch = _watch(client, out) if client is not None else None
     try:
         yield
     finally:
         timer.cancel()
         timer.join()
+        if watch is not None:
+            watch.stop()
+
+
+def _watch(client: BrokerClient, out: TextIO) -> SilenceWatch:
+    """Say once when the broker falls silent, and once when it answers again."""
+    silent = False
+
+    def tell(error: BrokerUnavailableError | None) -> None:
+        nonlocal silent
+        if error is None:
+            print("The broker answers again.", file=out, flush=True)
+        elif not silent:
+            print(f"{error}. This command goes on by itself when the broker answers.", file=out, flush=True)
+        silent = error is not None
+
+    def connect(timeout_s: float) -> BrokerClient:
+        return BrokerClient(client.socket_path, token=client.token, timeout_s=timeout_s)
+
+    watch = SilenceWatch(connect, tell)
+    watch.start()
+    return watch
 
 
 def _chosen(options: argparse.Namespace, move: Move, leases: Sequence[LeaseStatus]) -> list[LeaseStatus]:
@@ -92,7 +116,7 @@ def _move_each(
     for lease in leases:
         text = f"{move.doing} {lease_name(lease)} ... (Ctrl-C {move.interrupted})"
         try:
-            with patience(text, sys.stderr):
+            with patience(text, sys.stderr, client=client):
                 moved.append(move.call(client, lease.lease_id))
         except BrokerUnavailableError:
             raise

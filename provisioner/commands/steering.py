@@ -49,7 +49,7 @@ def steer(
     with running_broker(options.socket) as client:
         lease = find_lease(options.lease, client.status().leases)
         try:
-            with patience(f"{doing} {lease_name(lease)} ... (Ctrl-C gives up)", sys.stderr):
+            with patience(f"{doing} {lease_name(lease)} ... (Ctrl-C gives up)", sys.stderr, client=client):
                 answer = call(client, lease.lease_id)
         except BrokerUnavailableError:
             raise

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from provisioner import discovery
+from provisioner.broker_process import is_service_socket
 from provisioner.discovery import ensure_broker, runtime_dir, socket_path, unstarted_broker
 from provisioner.protocol.errors import BrokerUnavailableError, ForbiddenError
 from tests.support.fake_broker import FakeBroker
@@ -256,7 +257,7 @@ def test_without_settings_this_interpreter_starts_it(home: Path) -> None:
 def test_a_system_service_is_never_started_by_us() -> None:
     with pytest.raises(BrokerUnavailableError, match="system service"):
         ensure_broker("/run/jupyter-gpu-nowhere/b.sock")
-    assert not discovery._is_system("/run/user/1000/b.sock")
+    assert not is_service_socket("/run/user/1000/b.sock")
 
 
 def test_a_broker_of_another_protocol_is_not_spoken_to(home: Path) -> None:

@@ -1,0 +1,101 @@
+"""A broker that is there and does not answer: who waits for it is told so, with its process and what to do, and nothing is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.stories import CHECK, fill
+from tests.support.world import DEADLINE_S, Notebook, Server, World
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def command(world: World, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `jupyter gpu` in the world."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "provisioner.commands.main", *words],
+        env=world.environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def shown(notebook: Notebook, text: str) -> str:
+    """Return the next message that has the text."""
+    while text not in (message := str(notebook.socket.recv())):
+        pass
+    return message
+
+
+def suspended(world: World, server: Server) -> Notebook:
+    """A kernel with data that are saved in host memory."""
+    (name,) = world.install(1000)
+    notebook = server.start(name)
+    notebook.must(fill(1))
+    notebook.send("%gpu suspend")
+    world.await_state(notebook.kernel_id, "suspended")
+    return notebook
+
+
+def test_a_cell_says_that_the_broker_is_stopped_and_goes_on_when_it_answers(world: World, server: Server) -> None:
+    notebook = suspended(world, server)
+    pid = world.broker_pid()
+    assert pid is not None
+    with stopped(pid):
+        cell = notebook.send(CHECK)
+        line = shown(notebook, "did not answer")
+    assert f"(process {pid})" in line
+    assert f"kill -CONT {pid}" in line
+    assert "goes on by itself" in line
+    reply = notebook.wait(cell)
+    assert (reply.status, reply.text) == ("ok", "intact\n")
+    assert world.broker_pid() == pid
+
+
+def test_a_cell_that_waits_already_says_it_too_and_keeps_its_place(world: World, server: Server) -> None:
+    (name,) = world.install(1000)
+    holder, waiter = server.start(name), server.start(name)
+    stop = world.folder / "stop"
+    holder.must(fill(1))
+    busy = holder.send(f"import os\nwhile not os.path.exists({str(stop)!r}):\n    buffer.read()")
+    cell = waiter.send(fill(2) + CHECK)
+    shown(waiter, "This cell waits for the GPU")
+    pid = world.broker_pid()
+    assert pid is not None
+    with stopped(pid):
+        shown(waiter, f"kill -CONT {pid}")
+    shown(waiter, "place 1 in the queue")  # what the broker said last is shown again
+    stop.touch()
+    assert holder.wait(busy).status == "ok"
+    assert waiter.wait(cell).text == "intact\n"
+
+
+def test_what_looks_and_asks_says_it_instead_of_hanging(world: World, server: Server) -> None:
+    (name,) = world.install(1000)
+    notebook = server.start(name)
+    notebook.must(fill(1))
+    lease = world.lease(notebook.kernel_id).lease_id
+    pid = world.broker_pid()
+    assert pid is not None
+    remedy = f"`kill -CONT {pid}` lets it go on"
+    with stopped(pid):
+        assert remedy in notebook.must("%gpu").data[-1]["text/plain"]
+        assert remedy in notebook.run("%gpu pin 5m").text
+        for words in (["status"], ["status", "--json"], ["suspend", lease], ["pin", lease, "5m"], ["doctor"]):
+            done = command(world, *words)
+            assert remedy in done.stdout + done.stderr, (words, done)
+            assert done.returncode == 1
+    assert notebook.must(CHECK).text == "intact\n"
