@@ -81,19 +81,20 @@ def ensure_broker(
     token: str | None = None,
     timeout_s: float = 30.0,
     answer_s: float | None = None,
+    command: tuple[list[str], dict[str, str]] | None = None,
 ) -> BrokerClient:
     """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if nobody answers there.
 
-    `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the wait for the first
-    answer of a broker that is there. Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError with what a person
-    can do about it.
+    `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the
+    wait for the first answer of a broker that is there. `command` starts one, by default what `restart_command` returns.
+    Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError with what a person can do about it.
     """
     path = socket if socket is not None else socket_path()
     check_folder(path)
     client = BrokerClient(path, token=token, timeout_s=timeout_s)
     try:
         if not _answers(client, timeout_s if answer_s is None else answer_s):
-            _start(path, timeout_s)
+            _start(path, timeout_s, command)
             client.ping()
     except BaseException:
         client.close()
@@ -127,14 +128,14 @@ def _answers(client: BrokerClient, answer_s: float) -> bool:
     return True
 
 
-def _start(path: str, timeout_s: float) -> None:
+def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
     """Run the start command until it says that a broker serves."""
     if is_service_socket(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service and does not run; "
             "an administrator starts it (systemctl status jupyter-gpu)"
         )
-    argv, environment = _start_command(path)
+    argv, environment = command or _start_command(path)
     with tempfile.TemporaryFile() as complaint:  # not a pipe: the broker may keep its end open
         try:
             process = subprocess.Popen(

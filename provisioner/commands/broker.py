@@ -17,9 +17,16 @@ examples:
   jupyter gpu broker --simulate 2x80GiB               two simulated GPUs instead of real ones
   jupyter gpu broker --generate-config > jupyter_gpu_config.py
   jupyter gpu broker --config jupyter_gpu_config.py   pools and policies of your own
+  jupyter gpu broker --restart                        end the one that runs and start it with the same options, in the background
+  jupyter gpu broker --stop --json
 
 There is one broker for each machine or user. It starts by itself with the first kernel that wants a GPU, and stops by itself when
-nobody needs it; it never stops while kernels hold or wait for a GPU. Ctrl-C or SIGTERM stops it: kernels live on without it.
+nobody needs it; it never stops while kernels hold or wait for a GPU. Ctrl-C, SIGTERM or --stop stops it: kernels live on without it.
+Resident ones work as before; suspended ones wait until a broker is started, which their next cell does by itself.
+
+--stop and --restart find a broker that does not answer, too, and one whose socket was deleted. They send SIGTERM, and SIGKILL after
+30 s; neither loses anything of a kernel. What runs under a supervisor is restarted there: a system service with systemctl, the hub's
+own broker by the hub, which starts it again by itself.
 """
 
 
@@ -54,6 +61,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="where another broker serves on the socket, wait until it ends and serve then (for a service)",
     )
+    ending = parser.add_mutually_exclusive_group()
+    ending.add_argument("--stop", action="store_true", help="end the broker that runs on the socket; kernels live on")
+    ending.add_argument(
+        "--restart", action="store_true", help="end it and start it in the background, with the options that it had"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="with --stop and --restart: print what was done as one JSON object"
+    )
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, type=str.upper, help="how much it writes to its log (default: INFO)"
     )
@@ -68,8 +83,40 @@ def _checked_idle_exit(text: str | None) -> str | None:
     return text
 
 
+def _check_ending(options: argparse.Namespace) -> None:
+    """Raise UsageError for options that do not go together with ending a broker."""
+    if not (options.stop or options.restart):
+        if options.json:
+            raise UsageError(
+                "--json goes with --stop and --restart; a running broker is shown by `jupyter gpu status --json`"
+            )
+        return
+    what = "--stop" if options.stop else "--restart"
+    others = {
+        "--config": options.config,
+        "--generate-config": options.generate_config,
+        "--simulate": options.simulate,
+        "--detach": options.detach,
+        "--idle-exit": options.idle_exit,
+        "--state-dir": options.state_dir,
+        "--settings": options.settings,
+        "--stand-by": options.stand_by,
+        "--log-level": options.log_level,
+    }
+    if given := [name for name, value in others.items() if value]:
+        raise UsageError(
+            f"{what} takes --socket and --json only, not {', '.join(given)}: a broker that is restarted has the options that it had; "
+            "to give it others, stop it and start it with them"
+        )
+
+
 def run(options: argparse.Namespace) -> int:
-    """Print the example configuration, or run the broker until it stops and return its exit code."""
+    """Print the example configuration, end a broker, or run one until it stops; return the exit code."""
+    _check_ending(options)
+    if options.stop or options.restart:
+        from provisioner.commands.broker_stop import run_stop  # noqa: PLC0415 - needed here only
+
+        return run_stop(options.socket, restart=options.restart, as_json=options.json)
     from provisioner.config import ConfigError, example_config  # noqa: PLC0415 - heavy, and needed here only
 
     if options.generate_config:

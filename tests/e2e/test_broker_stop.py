@@ -1,0 +1,150 @@
+"""`jupyter gpu broker --stop` and `--restart`: healthy brokers, stopped ones, hung ones, ones without a socket, and other people's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provisioner.commands import broker_stop
+from provisioner.commands.broker_stop import find_broker
+from provisioner.commands.failure import CommandError
+from provisioner.commands.main import main
+from tests.support.stories import CHECK, fill
+from tests.support.victims import brokers
+from tests.support.world import Server, World
+
+PATIENCE_S = 120.0
+
+
+def ended(world: World, *words: str, code: int = 0) -> dict[str, Any]:
+    """Run `jupyter gpu broker WORDS --json` in the world and return what it printed."""
+    # What broker.json does not tell must come from the broker that ran: nothing of it is in this environment.
+    environment = {name: value for name, value in world.environment.items() if name != "JUPYTER_GPU_SIMULATE"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", *words, "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def test_a_stopped_broker_leaves_its_kernels_and_the_next_cell_starts_another(world: World, server: Server) -> None:
+    (name,) = world.install(1000)
+    suspended, resident = server.start(name), server.start(name)
+    suspended.must(fill(1))
+    resident.must(fill(2))
+    world.await_state(suspended.kernel_id, "suspended")
+    pid = world.broker_pid()
+    told = ended(world, "--stop")
+    assert told == {
+        "socket": world.socket,
+        "pid": pid,
+        "how": "orderly",
+        "resident": 1,
+        "suspended": 1,
+        "waiting": 0,
+        "restarted": None,
+    }
+    assert brokers(world) == []
+    assert resident.must(CHECK).text == "intact\n"
+    assert brokers(world) == [], "a resident kernel needs none"
+    assert suspended.must(CHECK).text == "intact\n"
+    assert world.status().simulated
+    assert ended(world, "--stop")["pid"] is not None
+    assert ended(world, "--stop") == {
+        **told,
+        "pid": None,
+        "how": "none",
+        "resident": None,
+        "suspended": None,
+        "waiting": None,
+    }
+
+
+@pytest.mark.parametrize("gone", [(), ("broker.sock",), ("broker.sock", "broker.sock.lock", "broker.json")], ids=str)
+def test_a_restarted_broker_has_the_options_that_it_had_even_if_its_files_are_gone(
+    world: World, server: Server, gone: tuple[str, ...]
+) -> None:
+    (name,) = world.install(1000)
+    notebook = server.start(name)
+    notebook.must(fill(1))
+    pid = world.broker_pid()
+    for file in gone:
+        Path(world.socket).with_name(file).unlink()
+    told = ended(world, "--restart")
+    assert (told["pid"], told["how"]) == (pid, "orderly")
+    assert told["restarted"] == world.broker_pid() != pid
+    assert world.status().simulated
+    assert notebook.must(CHECK).text == "intact\n"
+    assert world.lease(notebook.kernel_id).state == "resident"
+
+
+def test_a_broker_that_is_stopped_by_a_signal_is_ended_in_order(world: World) -> None:
+    world.start_broker()
+    pid = world.broker_pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    told = ended(world, "--restart")
+    assert (told["pid"], told["how"], told["resident"]) == (pid, "orderly", None)
+    assert pid not in brokers(world)
+
+
+def test_a_broker_that_does_not_end_is_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.start_broker()
+    pid = world.broker_pid()
+    assert pid is not None
+    monkeypatch.setattr(broker_stop, "ORDERLY_S", 0.0)
+    assert broker_stop._end(pid) == "killed"
+    assert broker_stop._end(pid) == "orderly", "it has ended already"
+    assert pid not in brokers(world)
+    assert find_broker(world.socket) is None
+
+
+def test_a_broker_of_another_user_is_not_touched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.start_broker()
+    pid = world.broker_pid()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4711)
+    with pytest.raises(CommandError, match=f"process {pid}, is another user's"):
+        broker_stop.run_stop(world.socket, restart=True, as_json=False)
+    monkeypatch.undo()
+    assert world.broker_pid() == pid
+
+
+def test_a_system_service_is_left_to_systemctl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["broker", "--stop", "--socket", "/run/jupyter-gpu-nowhere/broker.sock"]) == 1
+    assert "systemctl stop jupyter-gpu" in capsys.readouterr().err
+
+
+def test_who_rescues_kernels_is_no_broker(tmp_path: Path) -> None:
+    socket = tmp_path / "broker.sock"
+    program = (
+        "import fcntl, os, sys; lock = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT); fcntl.flock(lock, fcntl.LOCK_EX);"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "rescue", f"{socket}.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert find_broker(str(socket)) == process.pid
+        with pytest.raises(CommandError, match="is no broker"):
+            broker_stop.run_stop(str(socket), restart=False, as_json=False)
+        assert process.poll() is None
+        process.communicate()
+
+
+def test_what_does_not_go_together_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["broker", "--restart", "--simulate", "1x1GiB", "--detach"]) == 2
+    assert "--simulate, --detach" in capsys.readouterr().err
+    assert main(["broker", "--json"]) == 2
+    assert "--json goes with --stop and --restart" in capsys.readouterr().err
