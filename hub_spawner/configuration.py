@@ -23,13 +23,13 @@ from provisioner.config import ConfigError, load
 from provisioner.discovery import SYSTEM_SOCKET, restart_file, runtime_dir
 from provisioner.protocol.errors import FractionalGPUError
 from provisioner.seat_client import SeatClient
+from provisioner.state_folder import SERVICE_STATE, is_network
 
 __all__ = ["SPAWNERS", "configure"]
 
 SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-systemd", "fractional-gpu-docker")
 _WHERE = "jupyterhub_config.py"
 _LONGEST_PATH = 100  # bytes, as for every socket of the broker
-_STATE_DIR = "/var/lib/jupyter-gpu"
 
 
 def configure(
@@ -127,13 +127,15 @@ def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: st
     given.setdefault("seats_required", True)
     given.setdefault("idle_exit", "never")
     if root and path == SYSTEM_SOCKET:
-        given.setdefault("state_dir", _STATE_DIR)
+        given.setdefault("state_dir", str(SERVICE_STATE))
     elif path == SYSTEM_SOCKET:
         raise ConfigError(
             f"{_WHERE}: socket = {path!r}: only a hub that runs as root can serve there; leave socket out"
         )
     else:
-        given.setdefault("state_dir", str(Path(jupyter_data_dir()) / "gpu-hub"))
+        folder = Path(jupyter_data_dir()) / "gpu-hub"
+        if not is_network(folder):  # else the broker's own choice, which is on a local disk
+            given.setdefault("state_dir", str(folder))
     try:
         load(config_file, given, origin=_WHERE)
     except ConfigError as error:

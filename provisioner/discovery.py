@@ -8,8 +8,8 @@ Rules:
   else may write to it.
 - A broker that is not there is started, except for a system service's socket, which its administrator starts. Two
   starters at once are fine: the command ends well when *a* broker serves, whoever won.
-- The start command is what the last broker wrote into `broker.json` beside the socket, so that a kernel in another
-  environment starts the broker of the environment that installed it; else this interpreter's own.
+- The start command is what the last broker wrote into `broker.json` beside the socket, and again into its state
+  folder, so that a kernel in another environment starts the broker of the environment that installed it; else this interpreter's own.
 """
 
 import contextlib
@@ -28,15 +28,18 @@ from provisioner.broker_process import is_service_socket
 from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.versions import OWN, Version, refusal
+from provisioner.state_folder import state_folder
 
 __all__ = [
     "SYSTEM_SOCKET",
     "check_folder",
     "ensure_broker",
+    "has_restart_file",
     "restart_command",
     "restart_file",
     "runtime_dir",
     "socket_path",
+    "spare_restart_file",
     "unstarted_broker",
 ]
 
@@ -180,6 +183,16 @@ def restart_file(path: str) -> Path:
     return Path(path).with_name("broker.json")
 
 
+def spare_restart_file(path: str) -> Path:
+    """Return where the same is written a second time: a cleaner may empty the socket's folder."""
+    return state_folder(path) / "broker.json"
+
+
+def has_restart_file(path: str) -> bool:
+    """Whether a broker on this socket ended without being told to, or while leases lived."""
+    return restart_file(path).exists() or spare_restart_file(path).exists()
+
+
 def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
     """Return argv and extra environment of the start command."""
     default = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", path]
@@ -191,10 +204,14 @@ def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
 
     Raises BrokerUnavailableError for a file that others could have written, or that is none of ours.
     """
-    settings = restart_file(path)
+    command = _read_restart_file(restart_file(path))
+    return command if command is not None else _read_restart_file(spare_restart_file(path))
+
+
+def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | None:
     try:
         descriptor = os.open(settings, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise BrokerUnavailableError(

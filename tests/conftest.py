@@ -5,6 +5,8 @@ tests/gpu needs a GPU and has its own command: docs/gpu-tests.md.
 
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +16,15 @@ collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for what it starts in the background, and so would every process that the tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_state() -> Iterator[None]:
+    """Brokers that the tests start in this process, or give its environment, keep their state in no folder of the user's."""
+    with tempfile.TemporaryDirectory(prefix="jfg-state-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", folder)
+        yield
+
 
 SLOW = ("hub", "e2e", "launcher", "labextension", "kernelext", "provisioning")
 

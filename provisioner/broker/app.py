@@ -17,24 +17,26 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
 from provisioner.broker.backend import BackendError, open_backend
+from provisioner.broker.ledger_move import move_ledger
 from provisioner.broker.oom_protection import protect_this_process
+from provisioner.broker.restarting import NOT_INHERITED, BrokerOptions, remove_restart_files, write_restart_files
 from provisioner.broker.run import Run, device_specs, is_service_socket
 from provisioner.broker.sharing import without_share
 from provisioner.client import BrokerClient
 from provisioner.config import ConfigError, load
 from provisioner.discovery import check_folder, socket_path
-from provisioner.files import replace_file
 from provisioner.gpu.interface import GPUError
 from provisioner.host.claims import DeviceClaim, DeviceClaimedError
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError, LedgerInUseError
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from provisioner.state_folder import ledger_name, make_state_folder, old_folder
 
 __all__ = ["BrokerOptions", "run_broker", "run_detached"]
 
@@ -44,34 +46,6 @@ _OTHER_PATIENCE_S = 30.0
 _LETTING_GO_S = 1.0
 _RETRY_S = 0.05
 _OPEN_FILES = 65536
-_RESTART_ENVIRONMENT = ("JUPYTER_", "PYTHON", "XDG_")
-_NOT_INHERITED = (
-    "JUPYTER_GPU_LEASE",
-    "JUPYTER_GPU_TOKEN_FILE",
-    "JUPYTER_GPU_NOTICE",
-    "JUPYTER_GPU_SEAT_FILE",
-    "JUPYTER_GPU_MEMORY_MIB",
-    "JUPYTER_GPU_DEVICE_MIB",
-    "JUPYTER_GPU_CONTEXT_MIB",
-    "JUPYTER_GPU_SIMULATED_DEVICE",
-    "JPY_PARENT_PID",
-    "CUDA_VISIBLE_DEVICES",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerOptions:
-    """What `jupyter gpu broker` was told; None means the configured or default value."""
-
-    socket: str | None = None
-    config_file: str | None = None
-    simulate: str | None = None
-    detach: bool = False
-    idle_exit: str | None = None
-    state_dir: str | None = None
-    log_level: str | None = None
-    settings: str | None = None  # JSON: settings by their names, which win over the files
-    stand_by: bool = False  # where another broker serves, wait until it ends, and serve then
 
 
 def run_broker(options: BrokerOptions) -> int:
@@ -122,7 +96,7 @@ def run_detached(argument: str) -> int:
 def _detach(options: BrokerOptions, socket: str) -> int:
     reader, writer = os.pipe()
     argument = json.dumps({**asdict(options), "ready_fd": writer})
-    environment = {name: value for name, value in without_share(os.environ).items() if name not in _NOT_INHERITED}
+    environment = {name: value for name, value in without_share(os.environ).items() if name not in NOT_INHERITED}
     log_file = os.open(
         Path(socket).with_name("broker.err"),
         os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
@@ -173,10 +147,9 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient))
             specs = device_specs(settings, backend)
             claims = [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
-            state_dir = settings.state_dir or Path(socket).parent
-            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            ledger = _opened(state_dir / ("ledger-simulated.sqlite" if backend.simulated else "ledger.sqlite"))
-            _restart_file(options, socket)
+            folder = make_state_folder(socket, settings.state_dir)
+            ledger = _opened(folder / ledger_name(simulated=backend.simulated), old_folder(socket))
+            write_restart_files(replace(options, state_dir=str(folder)), socket)
             run = Run(
                 settings=settings,
                 backend=backend,
@@ -189,7 +162,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             leases_live = asyncio.run(run.main())
             if not leases_live:
                 backend.remove_if_unused()
-                Path(socket).with_name("broker.json").unlink(missing_ok=True)
+                remove_restart_files(socket)
         except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
             return str(error)
         except OSError as error:
@@ -221,11 +194,12 @@ def _claimed(device_id: str) -> DeviceClaim:
             time.sleep(_RETRY_S)
 
 
-def _opened(path: Path) -> Ledger:
-    """Open the ledger, with the same patience."""
+def _opened(path: Path, before: Path) -> Ledger:
+    """Open the ledger, with the same patience, after taking along what an earlier version left in its folder."""
     deadline = time.monotonic() + _LETTING_GO_S
     while True:
         try:
+            move_ledger(before / path.name, path)
             return Ledger.open(path)
         except LedgerInUseError:
             if time.monotonic() > deadline:
@@ -296,25 +270,3 @@ def _set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
     root.addHandler(handler)
     root.setLevel(level)
     logging.getLogger("tornado").setLevel(logging.WARNING)
-
-
-def _restart_file(options: BrokerOptions, socket: str) -> None:
-    """Write how to start this broker again, for whoever finds it gone."""
-    # Whoever starts it again wants to know at once that a broker serves.
-    argument = {name: value for name, value in asdict(replace(options, stand_by=False)).items() if value is not None}
-    content = {
-        "argv": [
-            sys.executable,
-            "-P",
-            "-m",
-            "provisioner.broker",
-            "--detach",
-            json.dumps({**argument, "socket": socket}),
-        ],
-        "env": {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(_RESTART_ENVIRONMENT) and name not in _NOT_INHERITED
-        },
-    }
-    replace_file(Path(socket).with_name("broker.json"), json.dumps(content).encode())

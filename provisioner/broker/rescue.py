@@ -16,11 +16,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from provisioner.broker.app import BrokerOptions
 from provisioner.broker.backend import Backend, open_backend, simulated_folder
 from provisioner.broker.broker import wall_ms
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.recovery import kernel_of
+from provisioner.broker.restarting import BrokerOptions
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.broker.swaps import Swaps, SwapTimes
 from provisioner.config import Settings, load
@@ -37,6 +37,7 @@ from provisioner.host.tree import scan
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import ConflictError
+from provisioner.state_folder import find_ledger
 
 __all__ = ["Rescue", "Rescued", "rescue"]
 
@@ -94,8 +95,7 @@ def rescue(options: BrokerOptions) -> Rescue:
         backend = stack.enter_context(open_backend(simulate, socket))
         for device in backend.devices:
             stack.enter_context(DeviceClaim.claim(device.device_id))
-        folder = settings.state_dir or Path(socket).parent
-        path = folder / ("ledger-simulated.sqlite" if backend.simulated else "ledger.sqlite")
+        path = find_ledger(socket, settings.state_dir, simulated=backend.simulated)
         ledger, problem = _opened(path)
         if ledger is not None:
             stack.enter_context(closing(ledger))

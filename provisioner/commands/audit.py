@@ -24,6 +24,7 @@ from provisioner.config import ConfigError, load
 from provisioner.core.units import parse_duration_ms
 from provisioner.discovery import socket_path
 from provisioner.protocol.errors import BrokerUnavailableError
+from provisioner.state_folder import find_state_file
 
 __all__ = ["configure", "follow", "outcomes", "run", "sentence"]
 
@@ -97,7 +98,7 @@ def _path(socket: str | None) -> Path:
         settings = load()
     except ConfigError as error:
         raise CommandError(f"{error}; or name the log with --file") from None
-    return settings.audit_file or (settings.state_dir or Path(where).parent) / FILE_NAME
+    return settings.audit_file or find_state_file(where, settings.state_dir, FILE_NAME)
 
 
 class _Log:

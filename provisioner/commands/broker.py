@@ -52,7 +52,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--idle-exit", metavar="DURATION", help="stop after so long without kernels and questions, such as 10m or never"
     )
-    parser.add_argument("--state-dir", metavar="DIR", help="where the ledger and the log are kept")
+    parser.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="where the ledger is kept: an absolute path on a local disk (default: a folder of this host in your state folder)",
+    )
     parser.add_argument(
         "--settings", metavar="JSON", help="settings by their names, which win over the files: what a hub passes on"
     )

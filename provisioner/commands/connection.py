@@ -5,7 +5,7 @@ import argparse
 from provisioner.broker_process import ANSWER_S
 from provisioner.client import BrokerClient
 from provisioner.commands.failure import CommandError
-from provisioner.discovery import ensure_broker, restart_file, socket_path
+from provisioner.discovery import ensure_broker, has_restart_file, socket_path
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.seat import own_seat
 
@@ -36,7 +36,7 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
         if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
             raise
         # A broker that ends with no lease left takes this file with it.
-        return ensure_broker(path, token=client.token) if restart_file(path).exists() else None
+        return ensure_broker(path, token=client.token) if has_restart_file(path) else None
     return client
 
 

@@ -19,6 +19,7 @@ from provisioner.ledger.schema import APPLICATION_ID, newest_version
 from provisioner.protocol.errors import FractionalGPUError
 from provisioner.protocol.limits import PROTOCOL_VERSION
 from provisioner.protocol.messages import Pong
+from provisioner.state_folder import filesystem_type, find_ledger, is_network, state_folder
 
 __all__ = ["broker_pid", "check_broker", "check_ledgers"]
 
@@ -95,15 +96,22 @@ def _answers(client: BrokerClient, path: str) -> Iterator[Finding]:
 
 def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
     """Say whether the ledgers of the broker on this socket can be read."""
-    state_dir = settings.state_dir if settings is not None and settings.state_dir is not None else Path(socket).parent
+    configured = settings.state_dir if settings is not None else None
+    folder = state_folder(socket, configured)
     there = False
-    for name in ("ledger.sqlite", "ledger-simulated.sqlite"):
-        file = state_dir / name
+    for simulated in (False, True):
+        file = find_ledger(socket, configured, simulated=simulated)
         if file.exists():
             there = True
             yield _ledger(file)
     if not there:
-        yield note("ledger", f"none in {state_dir}: the first broker makes one")
+        yield note("ledger", f"none in {folder}: the first broker makes one")
+    if is_network(folder):
+        yield warning(
+            "ledger",
+            f"{folder} is on a network filesystem ({filesystem_type(folder)}), where SQLite's write-ahead log is not safe",
+            "set c.GPUBroker.state_dir to a folder on a local disk",
+        )
 
 
 def _ledger(file: Path) -> Finding:

@@ -48,6 +48,7 @@ def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str
         "JUPYTER_CONFIG_DIR": str(root / "config"),
         "IPYTHONDIR": str(root / "ipython"),
         "JUPYTER_GPU_SOCKET": str(root / "broker.sock"),
+        "XDG_STATE_HOME": str(root / "state"),  # the broker's ledger
     }
     return environment
 

@@ -31,7 +31,7 @@ class Settings:
     """A broker's settings. Memory in MiB, durations in milliseconds, fractions in milli-GPU."""
 
     files: tuple[Path, ...]  # that were read, the last one wins
-    state_dir: Path | None  # None: beside the socket
+    state_dir: Path | None  # None: the folder that provisioner.state_folder chooses
     idle_exit_ms: int | None  # None: never
     host_memory_mib: int | None  # either this
     host_memory_milli: int | None  # or this: thousandths of the machine's memory

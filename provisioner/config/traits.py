@@ -17,8 +17,9 @@ class GPUBroker(Configurable):
 
     state_dir = Unicode(
         "",
-        help="""Where the ledger and the log are kept: an absolute path on a local disk, private to the broker.
-        Empty: beside the broker's socket.""",
+        help="""Where the ledger is kept: an absolute path on a local disk, private to the broker.
+        Empty: /var/lib/jupyter-gpu for a system service, else a folder for each host and socket in the user's state folder
+        (~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID where that is on a network filesystem.""",
     ).tag(config=True, example="/var/lib/jupyter-gpu")
     idle_exit = _text_or_number(
         "10m",

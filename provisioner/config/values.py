@@ -242,7 +242,7 @@ def log_level(value: object) -> str:
 
 def state_dir(value: object) -> Path | None:
     """Return an absolute path, `~` expanded; None for the broker's own choice."""
-    return _absolute(value, "'/var/lib/jupyter-gpu' or '~/.local/share/jupyter-gpu'")
+    return _absolute(value, "'/var/lib/jupyter-gpu' or '~/.local/state/jupyter-gpu'")
 
 
 def audit_file(value: object) -> Path | None:

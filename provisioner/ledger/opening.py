@@ -18,7 +18,7 @@ from pathlib import Path
 from provisioner.ledger import schema
 from provisioner.ledger.records import LedgerError, LedgerInUseError
 
-__all__ = ["connect", "lock", "say"]
+__all__ = ["connect", "count_live", "fold", "lock", "say"]
 
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
@@ -81,6 +81,34 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise say(path, f"cannot be read: {error}") from error
     return connection
+
+
+def fold(path: Path) -> None:
+    """Bring what is in the write-ahead log into the file, so that the file alone is the ledger. The lock must be held.
+
+    Raises LedgerError for what is no sound ledger, and OSError if there is none. Its schema is left as it is.
+    """
+    _check_file(path, os.lstat(path))
+    with contextlib.closing(_connect(path)) as connection:
+        try:
+            _check_contents(path, connection)
+            connection.execute("PRAGMA synchronous = FULL")
+            (mode,) = connection.execute("PRAGMA journal_mode = DELETE").fetchone()
+        except sqlite3.Error as error:
+            raise say(path, f"cannot be moved: {error}", "end the program that has it open, if there is one") from error
+    if mode != "delete":
+        raise say(path, "cannot be moved: another program has it open", "end that program")
+
+
+def count_live(path: Path) -> int:
+    """Return how many leases have not ended. The lock must be held. Raises LedgerError."""
+    try:
+        _check_file(path, os.lstat(path))
+        with contextlib.closing(_connect(path)) as connection:
+            (live,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
+    except (OSError, sqlite3.Error) as error:
+        raise say(path, f"cannot be read: {error}") from error
+    return int(live)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -17,6 +17,7 @@ from provisioner.discovery import ensure_broker
 from provisioner.gpu.interface import DeviceInfo, GPUError, GPUErrorCode
 from provisioner.ledger.ledger import Ledger
 from provisioner.protocol.errors import BrokerUnavailableError
+from provisioner.state_folder import make_state_folder
 from tests.support.world import Server, World, new_world
 
 
@@ -41,6 +42,11 @@ def complaint(world: World) -> str:
 
 
 def ledger_of(world: World) -> Path:
+    return make_state_folder(world.socket) / "ledger-simulated.sqlite"
+
+
+def earlier_ledger_of(world: World) -> Path:
+    """Where an earlier version had it."""
     return Path(world.socket).with_name("ledger-simulated.sqlite")
 
 
@@ -79,10 +85,11 @@ def foreign(path: Path) -> None:
         (foreign, ["is a database of another program", "choose another state_dir"]),
     ],
 )
+@pytest.mark.parametrize("place", [ledger_of, earlier_ledger_of])
 def test_an_unreadable_ledger_stops_the_broker_and_is_left_as_it_is(
-    world: World, spoil: Callable[[Path], None], says: list[str]
+    world: World, spoil: Callable[[Path], None], says: list[str], place: Callable[[World], Path]
 ) -> None:
-    path = ledger_of(world)
+    path = place(world)
     spoil(path)
     before = path.read_bytes() if path.is_file() else None
     message = complaint(world)

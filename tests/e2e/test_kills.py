@@ -356,7 +356,7 @@ def test_nothing_is_granted_before_the_ledger_holds_it(world: World, server: Ser
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
     ran = world.folder / "ran"
-    ledger = sqlite3.connect(Path(world.socket).with_name("ledger-simulated.sqlite"), isolation_level=None)
+    ledger = sqlite3.connect(world.ledger, isolation_level=None)
     ledger.execute("BEGIN IMMEDIATE")  # the broker's writes wait
     cell = first.send(f"from pathlib import Path\nPath({str(ran)!r}).touch()")
     world.await_state(first.kernel_id, "resident")

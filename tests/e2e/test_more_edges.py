@@ -200,7 +200,7 @@ def test_caches_are_given_back_where_host_memory_is_too_small_for_them_and_for_t
 
 
 def test_what_is_long_over_is_forgotten(world: World) -> None:
-    path = world.folder / "run" / "ledger-simulated.sqlite"
+    path = world.ledger
     now_ms = time.time_ns() // 1_000_000
     with Ledger.open(path) as ledger:
         ledger.record("old", now_ms - 100 * 24 * 3_600_000, "test", "a hundred days ago")

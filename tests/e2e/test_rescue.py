@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from tests.support.stories import CHECK, fill
@@ -62,7 +61,7 @@ def test_a_suspended_kernel_is_rescued_where_no_broker_starts(world: World, serv
 def test_without_a_readable_ledger_proc_shows_the_kernels(world: World, server: Server) -> None:
     first, second = suspended(world, server, 1), suspended(world, server, 2)
     world.kill_broker()
-    (ledger,) = Path(world.socket).parent.glob("ledger*.sqlite")
+    ledger = world.ledger
     ledger.write_bytes(b"not a ledger" * 1000)
     code, result, _ = rescue(world)
     assert str(ledger) in result["problem"]

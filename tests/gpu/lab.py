@@ -114,6 +114,7 @@ class Lab:
             "IPYTHONDIR": str(self.folder / "ipython"),
             "JUPYTER_GPU_SOCKET": self.socket,
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+            "XDG_STATE_HOME": str(self.folder / "state"),
         }
         if self.simulated:
             made["JUPYTER_GPU_SIMULATE"] = f"1x{self.capacity_mib}MiB"
@@ -172,7 +173,8 @@ class Lab:
     def operations(self) -> list[tuple[str, str]]:
         """The kinds and phases of what is under way, from the ledger, whether or not a broker lives."""
         name = "ledger-simulated.sqlite" if self.simulated else "ledger.sqlite"
-        uri = f"{(self.folder / name).as_uri()}?mode=ro"
+        (path,) = (self.folder / "state" / "jupyter-gpu").glob(f"*/*/{name}")
+        uri = f"{path.as_uri()}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True, timeout=5.0)) as connection:
             return connection.execute("SELECT kind, phase FROM operations WHERE finished_ms IS NULL").fetchall()
 

@@ -115,11 +115,11 @@ def test_a_client_does_not_speak_to_what_others_could_have_put_there(
 
 def test_a_user_cannot_put_anything_into_a_brokers_folder(world: World) -> None:
     world.start_broker()
-    run = Path(world.socket).parent
-    for above in (world.folder, run):
+    run, state = Path(world.socket).parent, world.state
+    for above in (world.folder, run, *(one for one in (state, *state.parents) if one.is_relative_to(world.folder))):
         above.chmod(stat.S_IMODE(above.stat().st_mode) | 0o011)  # even where others may pass
     attack = """
-for name in ("broker.json", "ledger-simulated.sqlite", "broker.log", "broker.sock.lock", "broker.sock"):
+for name in ("broker.json", "ledger-simulated.sqlite", "ledger-simulated.sqlite.lock", "broker.log", "broker.sock.lock", "broker.sock"):
     for act in (lambda path: open(path).read(), lambda path: open(path, "a"), os.unlink, lambda path: os.symlink("/", path + ".x"),
                 lambda path: os.link("/etc/passwd", path + ".y")):
         try:
@@ -129,9 +129,10 @@ for name in ("broker.json", "ledger-simulated.sqlite", "broker.log", "broker.soc
         else:
             print(name)
 """
-    before = everything(run)
-    assert as_nobody(attack, str(run)) == ""
-    assert everything(run) == before
+    for place in (run, state):
+        before = everything(place)
+        assert as_nobody(attack, str(place)) == ""
+        assert everything(place) == before
 
 
 def refused_start(world: World) -> str:

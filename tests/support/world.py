@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from unittest.mock import patch
 
 import websocket
 
@@ -27,6 +28,7 @@ from provisioner.gpu.simulated.store import SimulatedHostError
 from provisioner.kernelspecs import install
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.messages import HostStatus, LeaseStatus
+from provisioner.state_folder import make_state_folder
 
 T = TypeVar("T")
 
@@ -75,7 +77,19 @@ class World:
             "JUPYTER_GPU_SOCKET": self.socket,
             "JUPYTER_GPU_SIMULATE": simulate,
             "PYTHONPATH": str(Path(__file__).parents[2]),
+            "XDG_STATE_HOME": str(folder / "state"),
         }
+
+    @property
+    def state(self) -> Path:
+        """Where the broker's ledger lies, or will."""
+        with patch.dict(os.environ, {"XDG_STATE_HOME": self.environment["XDG_STATE_HOME"]}):
+            return make_state_folder(self.socket)
+
+    @property
+    def ledger(self) -> Path:
+        """The ledger's file."""
+        return self.state / "ledger-simulated.sqlite"
 
     def configure(self, text: str) -> None:
         """Write the broker's config file; takes effect with the next broker."""
