@@ -2,7 +2,7 @@
 
 Rules:
 
-- The event loop never waits for the broker: every call to it runs in a thread.
+- The event loop never waits for the broker: every call to it runs in a thread (`provisioner.threads` says which kind).
 - What a kernelspec asks for is checked before anything is started. What is wrong at a first start is raised as one
   sentence, for JupyterLab's dialog; a *re*start never fails for reasons of the GPU (after a failed one Jupyter lists
   the kernel as idle for ever): the kernel then starts without a GPU, and says why at its first cell.
@@ -16,7 +16,6 @@ Rules:
   where no broker can be had they start as they always did.
 """
 
-import asyncio
 import os
 import signal
 import threading
@@ -49,6 +48,7 @@ from provisioner.kernel_record import KernelRecord
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from provisioner.protocol.limits import MAX_NAME
 from provisioner.protocol.messages import LeaseRequest
+from provisioner.threads import in_thread
 
 __all__ = ["FractionalGPUProvisioner"]
 
@@ -140,7 +140,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         environment = dict(kwargs.get("env") or os.environ)
         folder = os.fspath(kwargs.get("cwd") or Path.cwd())
         with_spec = self._spec_environment(environment)
-        self._plan = await asyncio.to_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
+        self._plan = await in_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
         request = self._request(config, environment)
         self._notice = ""
         lease, notice = await self._obtain(request)
@@ -174,11 +174,11 @@ class FractionalGPUProvisioner(LocalProvisioner):
         """
         lease = self._launching
         if lease is not None and self._record.is_wanted:
-            await asyncio.to_thread(self._record.launching, lease)
+            await in_thread(self._record.launching, lease)
         try:
             connection = await super().launch_kernel(cmd, **kwargs)
             if lease is not None:
-                await asyncio.to_thread(self._attach, lease, connection)
+                await in_thread(self._attach, lease, connection)
         except FractionalGPUError as error:
             await self._undo_launch()
             if not self._is_restart:
@@ -190,7 +190,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             raise
         self._is_restart = True
         if lease is not None and self._record.is_wanted:
-            await asyncio.to_thread(self._record.launched, kwargs, connection, self._info_for_the_next)
+            await in_thread(self._record.launched, kwargs, connection, self._info_for_the_next)
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
@@ -245,7 +245,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 self._record.remove()
                 await self._give_back()
             elif self._lease is not None:
-                await asyncio.to_thread(self._lease.detach)
+                await in_thread(self._lease.detach)
         except FractionalGPUError as error:
             self.log.warning("The GPU broker did not hear of the end of kernel %s: %s", self.kernel_id, error)
         finally:
@@ -269,7 +269,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         """
         await super().load_provisioner_info(provisioner_info)
         try:
-            await asyncio.to_thread(self._adopt, provisioner_info)
+            await in_thread(self._adopt, provisioner_info)
         except ProcessGoneError as error:
             self.log.warning("Kernel %s cannot be taken over: %s", self.kernel_id, error)
 
@@ -352,9 +352,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         """Return the lease, or None and why the kernel starts without (empty: it starts as if we were not there)."""
         try:
             if self._lease is None:
-                self._lease = await asyncio.to_thread(take_lease, request, timeout_s=self.broker_timeout)
+                self._lease = await in_thread(take_lease, request, timeout_s=self.broker_timeout)
             else:
-                self._lease = await asyncio.to_thread(renew_lease, self._lease, request, timeout_s=self.broker_timeout)
+                self._lease = await in_thread(renew_lease, self._lease, request, timeout_s=self.broker_timeout)
         except FractionalGPUError as error:
             if self._is_restart:
                 return None, self._explain(error)
@@ -399,7 +399,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         lease, self._lease, self._launching = self._lease, None, None
         if lease is not None:
             try:
-                await asyncio.to_thread(lease.release)
+                await in_thread(lease.release)
             except FractionalGPUError as error:
                 self.log.warning("The GPU lease of kernel %s could not be given back: %s", self.kernel_id, error)
 
@@ -407,7 +407,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if self._lease is None or self.process is None:
             return False
         try:
-            return await asyncio.to_thread(self._lease.is_frozen)
+            return await in_thread(self._lease.is_frozen)
         except FractionalGPUError:
             return False  # unknown: the usual way, which ends in a kill as well
 
