@@ -161,7 +161,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             launch["cmd"] = self._plan.command(launch["cmd"])
         if lease is not None:
             launch["env"] = environment_with(lease, launch["env"])
-            launch["independent"] = self._record.is_wanted
+            launch["independent"] = self._record.is_wanted or launch.get("independent", False)
         elif notice:
             launch["env"] = environment_without(notice, launch["env"])
         return launch

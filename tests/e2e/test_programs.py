@@ -1,11 +1,14 @@
 """Ordinary programs that start kernels and know nothing of us, in the ways in which they treat event loops, forks and their own end."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
 
 from provisioner.kernelspecs import PROVISIONER_NAME
+from tests.support.managed import entered, must
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, World, until
 
@@ -50,24 +53,56 @@ for code in CODES:
 """
 
 
+def run_program(world: World, program: str) -> str:
+    """Run it to its successful end, with us as everybody's default provisioner, and return what it said. `CODES` are two cells."""
+    world.environment |= {"JUPYTER_DEFAULT_PROVISIONER_NAME": PROVISIONER_NAME, "JUPYTER_GPU_DEFAULT_FRACTION": "1/4"}
+    script, said = world.notebooks / "program.py", world.notebooks / "said.txt"
+    script.write_text(f"CODES = {(fill(1, 16), CHECK)!r}\n{program}")
+    with said.open("wb") as file:  # no pipe: a kernel that outlives the program would hold it open
+        command = [sys.executable, str(script)]
+        subprocess.run(
+            command, env=world.environment, cwd=world.notebooks, stdout=file, timeout=3 * DEADLINE_S, check=True
+        )
+    return said.read_text()
+
+
 @pytest.mark.parametrize(
     ("program", "printed"),
     [(_POOL_AFTERWARDS, ["intact", "intact intact intact"]), (_SHUT_DOWN_AT_EXIT, ["intact", "ended False"])],
     ids=["process-pool", "atexit"],
 )
 def test_a_program_goes_on_after_its_first_kernel(world: World, program: str, printed: list[str]) -> None:
-    world.environment |= {"JUPYTER_DEFAULT_PROVISIONER_NAME": PROVISIONER_NAME, "JUPYTER_GPU_DEFAULT_FRACTION": "1/4"}
-    script = world.notebooks / "program.py"
-    script.write_text(f"CODES = {(fill(1, 16), CHECK)!r}\n{program}")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=world.environment,
-        cwd=world.notebooks,
-        capture_output=True,
-        text=True,
-        timeout=3 * DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == printed, done.stderr
+    assert run_program(world, program).splitlines() == printed
     until(lambda: world.status().leases == [], "no lease is left")
+
+
+_INDEPENDENT = """
+import os
+from jupyter_client.manager import KernelManager
+
+manager = KernelManager(kernel_name="python3")
+manager.start_kernel(independent=True)
+client = manager.client()
+client.start_channels()
+client.wait_for_ready(timeout=120)
+client.execute_interactive(CODES[0], timeout=120)
+print(manager.connection_file, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_kernel_that_was_started_to_outlive_its_program_does(world: World) -> None:
+    client = BlockingKernelClient(connection_file=run_program(world, _INDEPENDENT).splitlines()[-1])
+    client.load_connection_file()
+    (lease,) = world.status().leases
+    assert lease.pid is not None
+    try:
+        with entered(world):
+            client.start_channels()
+            assert must(client, CHECK) == "intact\n"
+            assert must(client, "import os; print(os.getpid())") == f"{lease.pid}\n"
+            client.shutdown()
+            client.stop_channels()
+        until(lambda: world.status().leases == [] or world.status().leases[0].pid is None, "the kernel ends")
+    finally:
+        world.end(lease.pid, signal.SIGKILL)
