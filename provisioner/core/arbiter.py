@@ -126,8 +126,12 @@ class Arbiter:
         return ticket_views(self._books, pool, self._changes.foresight)
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return how many wait in each pool's queue; a pool in which nobody does may be missing."""
-        return {pool: len(line) for pool, line in self._books.queue.lines.items()}
+        """Return how many wait in each pool's queue; a pool in which nobody does may be missing. A lease that is resumed waits no more."""
+        lengths = {pool: len(line) for pool, line in self._books.queue.lines.items()}
+        for lease in self._books.by_state[LeaseState.RESUMING].values():
+            if lease.ticket is not None:
+                lengths[lease.spec.pool] -= 1
+        return lengths
 
     def devices(self) -> list[DeviceView]:
         """Return every device."""

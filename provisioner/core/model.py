@@ -222,7 +222,7 @@ class DeviceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketView:
-    """A place in the queue. `position` counts from 1 within the pool."""
+    """A place in the queue. `position` counts from 1 within the pool; tickets whose lease is being resumed are not counted before it."""
 
     lease_id: str
     position: int

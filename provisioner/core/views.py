@@ -2,7 +2,7 @@
 
 from provisioner.core.explaining import explain
 from provisioner.core.foresight import Foresight
-from provisioner.core.model import DeviceView, LeaseView, Span, TicketView
+from provisioner.core.model import DeviceView, LeaseState, LeaseView, Span, TicketView
 from provisioner.core.moving import kept_mib
 from provisioner.core.state import Books, Lease, Ticket
 
@@ -38,7 +38,12 @@ def ticket_view(books: Books, lease: Lease, foresight: Foresight) -> TicketView 
     """Return the lease's place in its pool's queue, or None."""
     if lease.ticket is None:
         return None
-    return _ticket_view(books, lease, lease.ticket, books.queue.place(lease), foresight.wait(lease))
+    place = books.queue.place(lease)
+    served = sum(
+        other.ticket is not None and other.spec.pool == lease.spec.pool and books.queue.place(other) < place
+        for other in books.by_state[LeaseState.RESUMING].values()
+    )
+    return _ticket_view(books, lease, lease.ticket, place - served, foresight.wait(lease))
 
 
 def _ticket_view(books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None) -> TicketView:
@@ -61,12 +66,12 @@ def _ticket_view(books: Books, lease: Lease, ticket: Ticket, position: int, expe
 def ticket_views(books: Books, pool: str, foresight: Foresight) -> list[TicketView]:
     """Return the pool's queue in order."""
     waits = foresight.waits.all(pool)
-    line = list(zip(books.queue.line(pool), waits, strict=True))
-    return [
-        _ticket_view(books, lease, lease.ticket, position, wait)
-        for position, (lease, wait) in enumerate(line, 1)
-        if lease.ticket is not None
-    ]
+    views, served = [], 0
+    for place, (lease, wait) in enumerate(zip(books.queue.line(pool), waits, strict=True), 1):
+        if lease.ticket is not None:
+            views.append(_ticket_view(books, lease, lease.ticket, place - served, wait))
+        served += lease.state is LeaseState.RESUMING  # it has its room, so the tickets behind do not wait for it
+    return views
 
 
 def device_views(books: Books) -> list[DeviceView]:

@@ -247,7 +247,9 @@ class Laws:
         line: list[tuple[tuple[int, bool, int], Seen, TicketView]] = []
         for pool in {seen.spec.pool: None for seen in world.leases.values()}:
             views = self._arbiter.tickets(pool)
-            law(4, [v.position for v in views] == list(range(1, len(views) + 1)), "positions are wrong:", views)
+            resuming = [world.leases[view.lease_id].state is S.RESUMING for view in views]
+            expected = [1 + place - sum(resuming[:place]) for place in range(len(views))]
+            law(4, [view.position for view in views] == expected, "positions are wrong:", views)
             for view in views:
                 seen = world.leases[view.lease_id]
                 line.append(((-seen.spec.priority, not view.urgent, seen.asked), seen, view))
