@@ -43,6 +43,7 @@ class Kernel:
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes were last seen to have memory
     checkpointed: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that our last suspend was to save
     needs_driver: bool = False  # found in the middle of a swap, or saved, while the driver could not be asked
+    started_on: tuple[str, ...] = ()  # the devices that the reply to its request bound a kernel without a gate to
     reserved_on_disk: tuple[str, ...] = ()  # the devices whose reservation the ledger holds for certain
     unreserved_saves: int = 0  # how often the ledger was told that there is none
     save_due: bool = False  # the ledger could not be written and is tried again

@@ -45,6 +45,7 @@ from provisioner.core.events import (
     Wanted,
 )
 from provisioner.core.model import FAILED, LeaseState, LeaseView
+from provisioner.core.requests import UNATTACHED_LIMIT
 from provisioner.core.units import format_duration
 from provisioner.host.process import ProcessIdentity
 from provisioner.ledger.records import LedgerError
@@ -85,6 +86,7 @@ __all__ = ["Service"]
 log = logging.getLogger(__name__)
 
 _QUEUE_PAUSE_S = 0.1
+_START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # a new lease waits so long for other kernels of its user to start
 _IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
 _LONGEST_REASON = 300
 _UNWRITTEN = Progress(
@@ -121,6 +123,7 @@ class Service:
     async def create(self, peer: Peer, request: LeaseRequest) -> LeaseReply:
         """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires by itself."""
         broker, uid = self.broker, peer.credentials.uid
+        await self._let_others_start(peer, request)
         if sum(kernel.uid == uid for kernel in broker.kernels.values()) >= MAX_LEASES_PER_UID:
             raise RequestTooLargeError(
                 f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down"
@@ -154,6 +157,7 @@ class Service:
                 self.release(kernel)
                 raise
         device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
+        kernel.started_on = () if device_id is None else self._held(kernel)
         return LeaseReply(
             lease_id=spec.lease_id,
             token=token,
@@ -161,10 +165,22 @@ class Service:
             device_id=device_id,
             simulated=broker.monitor.kind == "simulated",
             environment={
-                **broker.environment(spec.lease_id, () if device_id is None else self._held(kernel)),
+                **broker.environment(spec.lease_id, kernel.started_on),
                 **launch_environment(broker.arbiter.pools()[spec.pool], spec),
             },
         )
+
+    async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
+        """Wait a moment where the request would be refused only because other kernels of its user have not started yet.
+
+        A class, or a session that is restored, starts many kernels in the same second.
+        """
+        arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
+        while time.monotonic() < deadline_s:
+            refused = arbiter.refusal(self.seats.draw(peer, request, lease_spec(arbiter, peer, request)))
+            if refused is None or refused[0] != UNATTACHED_LIMIT:
+                return
+            await asyncio.sleep(_START_PAUSE_S)
 
     async def _reserve_now(self, kernel: Kernel, wait_ms: int) -> str:
         """Wait a bounded time for the reservation of a kernel that must have it before it starts."""
@@ -180,7 +196,7 @@ class Service:
                     await change.wait()
         except TimeoutError:
             ticket = self.broker.ticket(kernel.lease_id)
-            why = ticket.sentence if ticket is not None else "every device is in use"
+            why = ticket.sentence if ticket is not None else "other kernels of yours are starting and hold room already"
             self.release(kernel)
             raise NoRoomError(
                 f"no GPU became free within {format_duration(limit_ms)}: {why}; try again later, or with a smaller fraction"
@@ -277,11 +293,13 @@ class Service:
         self.broker.want_for(
             kernel
         )  # what an earlier broker promised to a lease without a process died with that broker
-        if self._view(kernel).state is not LeaseState.RESIDENT:
+        view = self._view(kernel)
+        elsewhere = bool(kernel.started_on) and devices_of(view) != kernel.started_on
+        if view.state is not LeaseState.RESIDENT or elsewhere:
             self.broker.process_gone(kernel, identity)
             raise NoRoomError(
-                "the GPU that this kernel was to have was given to another kernel when the broker was restarted; "
-                "start the kernel again"
+                "the GPU that this kernel was to have was given to another kernel, because this one had not started in time (the "
+                "pool's unattached_hold) or because the broker was restarted; start the kernel again"
             )
 
     def detach(self, kernel: Kernel) -> None:

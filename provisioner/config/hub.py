@@ -17,7 +17,6 @@ from provisioner.core.packing import PRIOR
 __all__ = ["HUB_KEYS", "GroupTerms", "HubPool", "Price"]
 
 _PRICE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s+([A-Za-z€$£¥][A-Za-z €$£¥]{0,19})")
-_SHARE = re.compile(r"(\d{1,3}(?:\.\d)?)\s*%", re.ASCII)
 _LONGEST_NAME = 200
 _MOST_GROUPS = 1000
 
@@ -100,14 +99,6 @@ def _price(value: object) -> Price | None:
     return Price(milli=int(Fraction(match[1]) * 1000), unit=match[2].strip())
 
 
-def _share(value: object) -> int:
-    match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
-    milli = int(Fraction(match[1]) * 10) if match is not None else 0
-    if not 1 <= milli <= 1000:
-        raise ValueError("allowed: a share from '0.1%' to '100%'")
-    return milli
-
-
 def _when_full(value: object) -> bool:
     if value not in ("wait", "refuse"):
         raise ValueError("allowed: 'wait' or 'refuse'")
@@ -145,14 +136,14 @@ HUB_KEYS: Mapping[str, Key] = {
     ),
     "wait_bound": Key(
         field="wait_bound_milli",
-        parse=_share,
+        parse=values.share,
         default="5%",
         example="1%",
         help="Hub: ... with a greater chance than this, or the pool is full: no further server gets a seat.",
     ),
     "expected_use": Key(
         field="expected_use_milli",
-        parse=_share,
+        parse=values.share,
         default="25.7%",
         example="10%",
         help="Hub: the share of the time in which somebody's kernels are busy with the GPU, until enough is known of them.",

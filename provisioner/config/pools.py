@@ -65,6 +65,27 @@ KEYS: Mapping[str, Key] = {
         example="5m",
         help="A lease without a running kernel ends after so long.",
     ),
+    "unattached_hold": Key(
+        field="unattached_hold_ms",
+        parse=values.duration(),
+        default="15s",
+        example="1m",
+        help="Room is kept for so long for a kernel without our extension that is about to start; then a kernel that waits may have it.",
+    ),
+    "unattached_leases": Key(
+        field="unattached_leases",
+        parse=values.whole_number(1, 512),
+        default=64,
+        example=128,
+        help="How many leases without a running kernel a user may have: kernels that are starting, or that have ended.",
+    ),
+    "unattached_share": Key(
+        field="unattached_share_milli",
+        parse=values.share,
+        default="50%",
+        example="100%",
+        help="How much of the pool a user's leases without a running kernel may hold, or be promised, together; one lease may always.",
+    ),
     "retry_refused": Key(
         field="retry_refused_ms",
         parse=values.duration(),

@@ -41,6 +41,7 @@ _LONGEST_MS = 366 * 86_400_000
 _LONGEST_TEXT = 64
 _ZERO = re.compile(r"\s*0+(\.0*)?\s*([KMGT]i?B?)?\s*", re.IGNORECASE)
 _PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", re.ASCII)
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d)?)\s*%", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _PORT = re.compile(r"\d{1,5}", re.ASCII)
 _MOST_AUDIT_MIB = 1 << 20
@@ -123,6 +124,15 @@ def oversubscription(value: object) -> int | None:
     if not 1000 <= milli <= 1_000_000:
         raise ValueError(allowed)
     return int(milli)
+
+
+def share(value: object) -> int:
+    """Return a percentage in thousandths."""
+    match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    milli = int(Fraction(match[1]) * 10) if match is not None else 0
+    if not 1 <= milli <= 1000:
+        raise ValueError("allowed: a share from '0.1%' to '100%'")
+    return milli
 
 
 def times(most: int) -> Callable[[object], int]:

@@ -46,7 +46,8 @@ from provisioner.core.events import (
 from provisioner.core.forecasts import Forecasts
 from provisioner.core.invariants import check_devices, validate
 from provisioner.core.lifecycle import Lifecycle
-from provisioner.core.model import DeviceView, LeaseState, LeaseView, PoolSpec, TicketView
+from provisioner.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
+from provisioner.core.requests import refusal
 from provisioner.core.serving import Serving
 from provisioner.core.state import Device, Lease
 from provisioner.core.staying import note_all
@@ -93,7 +94,9 @@ class Arbiter:
         )
         self._books = self._changes.books
         self._serving = Serving(self._changes)
-        self._lifecycle = Lifecycle(self._changes, self._serving.caps, self._serving.pins, self._serving.resizing)
+        self._lifecycle = Lifecycle(
+            self._changes, self._serving.caps, self._serving.pins, self._serving.resizing, self._serving.starting
+        )
         self._answers = Answers(self._changes, self._lifecycle, self._serving.resizing)
         self._wake_ms: int | None = None
         self._check = check
@@ -136,6 +139,11 @@ class Arbiter:
     def devices(self) -> list[DeviceView]:
         """Return every device."""
         return device_views(self._books)
+
+    def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
+        """Return why a lease would be refused now (reason, sentence), or None. Changes nothing."""
+        wait = refusal(self._books, spec)
+        return None if wait is None else (wait.reason, wait.sentence)
 
     @property
     def forecasts(self) -> Forecasts:

@@ -142,6 +142,7 @@ class Changes:
     def empty(self, lease: Lease) -> None:
         """Free everything the lease holds. An operation under way keeps its swap channel: the worker still works on it."""
         self.withdraw(lease)
+        self.books.parked.pop(lease.lease_id, None)
         self.books.mark_asked(lease, asked=False)
         self.books.set_target(lease, ())
         lease.busy = lease.ran = lease.preempted = lease.paused = False
@@ -264,6 +265,7 @@ class Changes:
         self.settle_in(lease)
         if lease.state is LeaseState.UNATTACHED:
             self.restart_expiry(lease)
+            lease.hold_until_ms = self.now_ms + max(1, self.books.policy(lease).unattached_hold_ms)
             self.move(lease, Cause.RESERVED, "grant.room", sentence)
         else:
             self.move(lease, Cause.GRANTED, "grant.room", sentence)

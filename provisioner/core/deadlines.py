@@ -82,4 +82,6 @@ class Deadlines:
             times.append(lease.resume_after_ms)
         if lease.pinned_until_ms:
             times.append(lease.pinned_until_ms)
+        if lease.state is LeaseState.UNATTACHED and lease.reserved and lease.hold_until_ms > self._books.now_ms:
+            times.append(lease.hold_until_ms)
         return min(times) if times else None

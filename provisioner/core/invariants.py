@@ -110,6 +110,11 @@ def _queue(books: Books) -> list[str]:
     broken += [
         f"lease {lease.lease_id} ({lease.state}) waits for what it has" for lease in line if not _may_wait(lease)
     ]
+    broken += [
+        f"lease {lease.lease_id} ({lease.state}) is parked and does not wait for the start of others"
+        for lease in books.parked.values()
+        if lease.state is not LeaseState.UNATTACHED or lease.reserved or lease.ticket is not None
+    ]
     for pool in books.lines:
         places = [books.queue.place(lease) for lease in books.queue.line(pool)]
         if places != list(range(1, len(places) + 1)):

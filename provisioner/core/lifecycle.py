@@ -8,6 +8,7 @@ from provisioner.core.model import LeaseState
 from provisioner.core.pins import Pins
 from provisioner.core.requests import refusal
 from provisioner.core.resizing import Resizing
+from provisioner.core.starting import Starting
 from provisioner.core.state import Lease
 from provisioner.core.staying import note
 from provisioner.core.transitions import Cause, next_state
@@ -30,8 +31,9 @@ SOMEWHERE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 class Lifecycle:
     """One method per event."""
 
-    def __init__(self, changes: Changes, caps: Caps, pins: Pins, resizing: Resizing) -> None:
+    def __init__(self, changes: Changes, caps: Caps, pins: Pins, resizing: Resizing, starting: Starting) -> None:
         self._changes = changes
+        self._starting = starting
         self._pins = pins
         self._resizing = resizing
         self._books = changes.books
@@ -51,7 +53,7 @@ class Lifecycle:
         changes.effects.append(LeaseAdmitted(lease_id=spec.lease_id))
         changes.announce(lease, None, "lease.admitted", f"admitted with up to {format_memory(spec.reserve_mib)}")
         if event.needs_reservation:
-            changes.file_ticket(lease, before_start=True)
+            self._starting.ask(lease)
 
     def recovered(self, event: LeaseRecovered) -> None:
         """Take over what a new broker found. Raises ValueError for what cannot be found."""
@@ -98,6 +100,7 @@ class Lifecycle:
         if lease.state is not LeaseState.UNATTACHED:
             return
         lease.expires_ms = None
+        self._books.parked.pop(lease.lease_id, None)
         lease.last_active_ms = self._changes.now_ms
         if lease.reserved:
             self._changes.settle_in(lease)
@@ -139,12 +142,16 @@ class Lifecycle:
         if lease.state is LeaseState.UNATTACHED and lease.reserved:
             self._changes.let_in(lease)
             return False
-        self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
+        if lease.state is LeaseState.UNATTACHED and (not lease.spec.gated or lease.lease_id in self._books.parked):
+            self._starting.ask(lease, urgent=urgent)
+        else:
+            self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
         return not self._changes.told_in_vain(lease)
 
     def unwanted(self, lease: Lease) -> bool:
         """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow."""
         ticket = lease.ticket
+        self._books.parked.pop(lease.lease_id, None)
         if ticket is None or (ticket.preempted and lease.busy):
             return False
         if ticket.grow is not None:

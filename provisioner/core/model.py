@@ -126,6 +126,9 @@ class PoolSpec:
         10_000  # a busy lease is not preempted before, nor is one suspended that has run nothing since it was let in
     )
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
+    unattached_hold_ms: int = 15_000  # room is kept so long for a kernel that is about to start
+    unattached_leases: int = 64  # leases of one owner that have no process
+    unattached_share_milli: int = 500  # of the pool's memory that such leases of one owner may hold together
     retry_refused_ms: int = 30_000  # after a refused or aborted suspend, a lease is left alone for this long
     max_passed_over: int = 8  # K of law 4
     may_move: bool = False  # a suspended lease may be resumed on another device of the same name

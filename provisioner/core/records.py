@@ -160,6 +160,7 @@ class Lease:
     failed_resumes: int = 0  # in a row
     resume_after_ms: int = 0  # a resume that could not start is not tried again before this
     expires_ms: int | None = None
+    hold_until_ms: int = 0  # so long its room is kept for a process that has not come yet
     pinned_until_ms: int = 0
     announced_ms: int = 0  # for which idle suspension the kernel has been warned
     asked_to_suspend: bool = False

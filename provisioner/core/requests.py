@@ -2,12 +2,15 @@
 
 from provisioner.core.accounts import guaranteed_mib
 from provisioner.core.limits import limit_refusal
-from provisioner.core.model import LeaseSpec, PoolSpec
+from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
 from provisioner.core.records import Wait
 from provisioner.core.state import Books
 from provisioner.core.units import format_fraction, format_memory
 
-__all__ = ["refusal", "size_refusal", "too_much"]
+__all__ = ["UNATTACHED_LIMIT", "refusal", "size_refusal", "too_much"]
+
+UNATTACHED_LIMIT = "unattached-limit"
+"""The reason of a refusal that ends by itself as soon as the owner's other kernels have started."""
 
 
 def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
@@ -21,7 +24,40 @@ def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
     if pool is None:
         names = ", ".join(sorted(books.pools)) or "none"
         return Wait("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
-    return size_refusal(books, pool, spec) or limit_refusal(books, pool, spec) or too_much(books, pool, spec)
+    return (
+        size_refusal(books, pool, spec)
+        or limit_refusal(books, pool, spec)
+        or too_much(books, pool, spec)
+        or _unattached_refusal(books, pool, spec)
+    )
+
+
+def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+    """Say that the owner has as many leases without a process, or was promised as much for them, as may be."""
+    there = [
+        lease.spec
+        for lease in books.by_state[LeaseState.UNATTACHED].values()
+        if lease.spec.pool == spec.pool and lease.spec.owner == spec.owner
+    ]
+    remedy = "wait until these kernels have started, or shut down those that do not start"
+    if len(there) >= pool.unattached_leases:
+        return Wait(
+            UNATTACHED_LIMIT,
+            f"one more kernel was asked, but {spec.owner!r} has {len(there)} leases in pool {pool.name!r} whose kernels have not "
+            f"started, of at most {pool.unattached_leases}; {remedy}",
+        )
+    if pool.oversubscription_milli is None or not there:
+        return None
+    sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
+    most_mib = sum(sizes) * pool.oversubscription_milli * pool.unattached_share_milli // 1_000_000
+    promised_mib, asked_mib = sum(map(guaranteed_mib, there)), guaranteed_mib(spec)
+    if promised_mib + asked_mib <= most_mib:
+        return None
+    return Wait(
+        UNATTACHED_LIMIT,
+        f"{format_memory(asked_mib)} were asked, but {spec.owner!r} was promised {format_memory(promised_mib)} of pool {pool.name!r} for "
+        f"kernels that have not started, of at most {format_memory(most_mib)}; {remedy}",
+    )
 
 
 def _bad_size(spec: LeaseSpec) -> Wait | None:

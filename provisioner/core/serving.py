@@ -18,6 +18,7 @@ from provisioner.core.records import Wait
 from provisioner.core.relief import Relief
 from provisioner.core.resizing import Resizing
 from provisioner.core.scheduling import is_lost
+from provisioner.core.starting import Starting
 from provisioner.core.state import Lease
 from provisioner.core.transitions import Cause
 from provisioner.core.units import format_duration, format_memory
@@ -39,6 +40,7 @@ class Serving:
         self.draining = Draining(changes)
         self.pins = Pins(changes)
         self.resizing = Resizing(changes)
+        self.starting = Starting(changes)
         self._relief = Relief(changes)
 
     def serve(self) -> None:
@@ -49,7 +51,11 @@ class Serving:
         self._suspend_breaching()
         if self._books.draining:
             self.draining.serve()
+        self.starting.file_parked()
         self._serve_tickets()
+        while self.starting.take_back():  # each round frees room for the tickets that are left
+            self.starting.file_parked()
+            self._serve_tickets()
         self._relief.relieve()
         if self._suspend_idle():
             self._serve_tickets()
@@ -92,6 +98,7 @@ class Serving:
                 self._changes.unpause(lease)
             if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
                 self.pins.unpin(lease, "pin.over", "its pin is over")
+            self.starting.due(lease)
             self._announce(lease)
 
     def _announce(self, lease: Lease) -> None:

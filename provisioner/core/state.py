@@ -36,6 +36,7 @@ class Books:
         self.pressed: dict[str, Lease] = {}  # whose saved state lies where host memory is short
         self.asked: dict[str, Lease] = {}  # somebody asked for their suspend
         self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
+        self.parked: dict[str, Lease] = {}  # they want room before their start, and may not ask for it yet (`starting`)
         self.counted_on: set[str] = set()  # idle leases that the last pass counted on to make room
         self.draining: dict[str, Device] = {}
         self.touched: dict[str, Lease] = {}

@@ -19,6 +19,7 @@ class Cause(StrEnum):
     ATTACHED = "attached"
     ATTACHED_RESERVED = "attached with a reservation"
     RESERVED = "reserved before its start"
+    LAPSED = "not started in time"
     GRANTED = "granted"
     SUSPEND = "suspend"
     SAVED = "saved"
@@ -57,6 +58,7 @@ TABLE: Mapping[LeaseState | None, Mapping[Cause, LeaseState]] = {
         Cause.ATTACHED: _S.UNARMED,
         Cause.ATTACHED_RESERVED: _S.RESIDENT,
         Cause.RESERVED: _S.UNATTACHED,
+        Cause.LAPSED: _S.UNATTACHED,
         Cause.RELEASED: _S.ENDED,
         Cause.EXPIRED: _S.ENDED,
     },

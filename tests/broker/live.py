@@ -80,7 +80,9 @@ class LiveBroker:
     """The broker and ways to talk to it. `on_loop` runs things where the broker runs."""
 
     def __init__(self, folder: Path, overrides: Mapping[str, Any]) -> None:
-        self._overrides = {"idle_exit": "never", **overrides}
+        # Tests that share a broker leave leases behind whose kernels never start.
+        pools = {"default": {"unattached_leases": 512, "unattached_share": "100%"}}
+        self._overrides = {"idle_exit": "never", "pools": pools, **overrides}
         self.socket = str(folder / "broker.sock")
         self._folder = folder
         self._stop = asyncio.Event()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, LedgerError
 from provisioner.protocol.errors import BadRequestError, RequestTooLargeError
 from provisioner.protocol.messages import AttachRequest
-from tests.broker.live import BECOME_NOBODY, DEADLINE_S, Answer, LiveBroker, attach_fields, started_for
+from tests.broker.live import BECOME_NOBODY, DEADLINE_S, Answer, LiveBroker, attach_fields, live_broker, started_for
 
 OWN_ROUTES = ("attach", "detach", "acquire", "gate", "answer")
 OTHER_ROUTES = ("suspend", "resume", "pin", "unpin", "resize")
@@ -328,6 +330,38 @@ def test_no_room_now_for_a_kernel_that_must_have_it_says_who_is_in_the_way(live:
     again = live.lease(fraction_milli=1000, gated=False, wait_ms=-5)
     assert again.device_id is not None
     live.call("DELETE", f"/v1/leases/{again.lease_id}")
+
+
+def test_a_class_that_starts_in_the_same_second_waits_for_its_first_kernels_and_is_admitted() -> None:
+    """Thirty kernels of one user, where ten may be starting at a time."""
+    with live_broker(pools={"default": {"unattached_leases": 10}}) as small, ExitStack() as stack:
+        started: list[str] = []
+
+        def start(_number: int) -> None:
+            lease = small.lease(fraction_milli=125)
+            fields = stack.enter_context(started_for(lease.lease_id))
+            assert attach(small, lease.lease_id, lease.token, fields).status == 200
+            started.append(lease.lease_id)
+
+        with ThreadPoolExecutor(30) as threads:
+            list(threads.map(start, range(30)))
+        assert len(started) == 30
+
+
+def test_a_kernel_without_a_gate_that_starts_late_has_its_device_or_is_told_to_start_again() -> None:
+    with live_broker(pools={"default": {"unattached_hold": 0}}) as small:
+        first = small.lease(fraction_milli=1000, gated=False)
+        with started_for(first.lease_id) as fields:
+            assert attach(small, first.lease_id, first.token, fields).status == 200, "no other kernel waited"
+        small.call("DELETE", f"/v1/leases/{first.lease_id}")
+        late = small.lease(fraction_milli=1000, gated=False, wait_ms=5000)
+        other = small.lease(fraction_milli=1000, gated=False, wait_ms=5000)
+        with started_for(other.lease_id) as fields:
+            assert attach(small, other.lease_id, other.token, fields).status == 200
+            with started_for(late.lease_id) as late_fields:
+                refused = attach(small, late.lease_id, late.token, late_fields)
+        assert (refused.status, refused.error["code"]) == (409, "no-room")
+        assert "had not started in time (the pool's unattached_hold)" in refused.error["message"]
 
 
 def test_a_watch_is_made_of_what_an_attach_accepted(live: LiveBroker) -> None:

@@ -40,6 +40,7 @@ class Seen:
     busy: bool = False
     ran: bool = False  # since it was let in
     since: int = 0  # in this state
+    kept_for: int = 0  # ms that its room is kept before its process comes
     pinned_until: int = 0
     asked: int = -1  # when it asked for the GPU: a running number; -1: it does not wait
     then: int = -1  # the same for one that waited to grow when its suspend began: when it asked for the GPU since

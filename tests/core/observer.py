@@ -48,7 +48,7 @@ from provisioner.core.events import (
 from provisioner.core.model import HOLDING, LeaseState, ReserveBy, Sharing
 from tests.core.books import LawBrokenError, Seen, World, law
 from tests.core.laws import Laws
-from tests.core.moves import MOVES, OWN_EVENTS
+from tests.core.moves import ELIGIBLE, MOVES, OWN_EVENTS
 
 __all__ = ["LawBrokenError", "Observer"]
 
@@ -266,8 +266,11 @@ class Observer:
         """Restate what a lease in its new state holds, and check that what it was given was there."""
         world, device = self.world, change.device_id
         match seen.state:
+            case S.UNATTACHED if old is S.UNATTACHED and device is None:
+                self._lapsed(seen)
             case S.UNATTACHED if old is S.UNATTACHED:
                 self._given(seen, device)
+                seen.kept_for = world.pool(seen).unattached_hold_ms
             case S.UNATTACHED | S.UNARMED | S.ENDED:
                 world.hold(seen, () if seen.state is not S.UNARMED else seen.devices, 0)
                 seen.saved = seen.host = seen.used = 0
@@ -306,6 +309,17 @@ class Observer:
                 seen.home = seen.devices
             case _:
                 pass
+
+    def _lapsed(self, seen: Seen) -> None:
+        """Room that was kept for a process that did not come is free: not too soon, and not without another lease that wants it."""
+        kept = self.now - seen.since
+        law(5, seen.held > 0, seen.lease_id, "had no room that it could lose")
+        law(5, kept >= seen.kept_for, seen.lease_id, "lost its room after", kept, "ms")
+        others = [one for one in self.leases.values() if one is not seen and one.spec.pool == seen.spec.pool]
+        wanted = any(one.asked >= 0 or one.state in ELIGIBLE or one.resizes for one in others)
+        law(5, wanted, seen.lease_id, "lost its room, and no other lease can want any")
+        self.world.hold(seen, (), 0)
+        seen.asked, seen.claimed, seen.resizes = -1, False, []
 
     def _reason(self, seen: Seen) -> Recorded:
         return next(e for e in self._later if isinstance(e, Recorded) and e.lease_id == seen.lease_id)

@@ -21,7 +21,7 @@ from provisioner.client import BrokerClient
 from provisioner.protocol import limits
 from provisioner.protocol.errors import BrokerUnavailableError, TooManyRequestsError
 from provisioner.protocol.messages import GateVerb
-from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
+from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.world import until
 
 PING = b"GET /v1/ping HTTP/1.1\r\nHost: b\r\n"
@@ -189,6 +189,81 @@ def holding(live: LiveBroker, user: str, lines: int) -> Iterator[dict[str, dict[
             yield json.loads(process.stdout.readline())
         finally:
             process.stdin.close()
+
+
+SQUAT = """
+import os, pwd, socket, sys, threading
+entry = pwd.getpwnam("nobody")
+os.setgroups([]); os.setgid(entry.pw_gid); os.setuid(entry.pw_uid)
+body = b'{"fraction_milli": 1000, "gated": false, "wait_ms": 60000}'
+head = b"POST /v1/leases HTTP/1.1\\r\\nHost: b\\r\\nConnection: close\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body)
+sent = threading.Barrier(7)
+
+def squat():
+    first = True
+    while True:  # a lease, and never a process behind it
+        try:
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(sys.argv[1])
+                line.sendall(head + body)
+                if first:
+                    first = False
+                    sent.wait()
+                while line.recv(65536):
+                    pass
+        except OSError:
+            pass
+
+for _ in range(6):
+    threading.Thread(target=squat, daemon=True).start()
+sent.wait()
+print("asked", flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+@contextmanager
+def squatting(live: LiveBroker) -> Iterator[None]:
+    """Another user whose six threads ask for the whole device again and again, and never start a kernel."""
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", SQUAT, live.socket], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"asked\n"
+            until(lambda: squatted(live) >= 6, "all six have been asked for")
+            yield
+        finally:
+            process.stdin.close()
+
+
+def squatted(live: LiveBroker) -> int:
+    return sum(lease["owner"] == "nobody" for lease in live.call("GET", "/v1/status").body["leases"])
+
+
+def test_leases_that_never_attach_keep_no_other_user_out() -> None:
+    """Room is kept for 300 ms here. Without a limit each of the six would have it for two minutes."""
+    with live_broker(pools={"default": {"unattached_hold": "300ms"}}) as live, squatting(live):
+        for _ in range(3):
+            lease = live.lease(fraction_milli=1000, gated=False, wait_ms=25_000)
+            with started_for(lease.lease_id) as process:
+                attached = live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+                assert (attached.status, attached.body["state"]) == (200, "resident")
+            assert live.call("DELETE", f"/v1/leases/{lease.lease_id}").status == 200
+
+
+def test_leases_that_never_attach_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_START_PATIENCE_S", 0.0)
+    with live_broker(pools={"default": {"unattached_leases": 3}}) as live:
+        leases = [live.lease() for _ in range(3)]
+        refused = live.call("POST", "/v1/leases", {"fraction_milli": 250})
+        assert (refused.status, refused.error["reason"]) == (409, "unattached-limit")
+        assert "of at most 3; wait until these kernels have started, or shut down those" in refused.error["message"]
+        with started_for(leases[0].lease_id) as process:
+            live.call("POST", f"/v1/leases/{leases[0].lease_id}/attach", process, token=leases[0].token)
+            assert live.lease().lease_id
 
 
 def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_administrator_out(
