@@ -205,7 +205,9 @@ class Acquirer:
 def explain(error: "FractionalGPUError") -> str:
     """What an error of the broker means to the person at this kernel."""
     if error.reason == "unknown-lease":
-        return "The lease of this kernel is over (released, or unknown to a new broker): restart the kernel to get another."
+        from provisioner.protocol.errors import RESTART  # noqa: PLC0415 - off the kernel's start
+
+        return f"The lease of this kernel was ended (by an administrator, or by a command): for another one {RESTART}."
     return str(error)
 
 

@@ -240,6 +240,6 @@ class Actions:
 
 
 def _new_share(status: LeaseStatus) -> str:
-    jax = " JAX read the limit when it was imported: restart the kernel for it to change there."
+    jax = " JAX read the limit when it was imported: restart the kernel for it to change there (that loses its variables)."
     restart = jax if "jax" in sys.modules else ""
     return f"Its share is {format_fraction(status.fraction_milli)} GPU, {format_memory(status.reserve_mib)} of device memory now.{restart}"

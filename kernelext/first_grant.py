@@ -29,7 +29,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SIMULATED = "JUPYTER_GPU_SIMULATED_DEVICE"
 NO_DEVICE_KEPT = (
     "Restart the kernel to use the GPU: CUDA was started before this kernel had one (by a %%cpu cell or start-up code), and the driver "
-    "keeps the answer “no device” for as long as the process lives."
+    "keeps the answer “no device” for as long as the process lives. "
+    "A restart loses the variables: save what you need first, in %%cpu cells."
 )
 _NOT_YET = (
     "CUDA cannot be used yet: this code runs before the kernel has its GPU (in a %%cpu cell, or at start-up). "

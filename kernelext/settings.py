@@ -39,7 +39,10 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         return Settings(lease_id, socket_path, token_file)
 
     def connect(self, timeout_s: float = 30.0) -> "BrokerClient":
-        """Return a client with the lease's token; nothing is sent yet. Raises UnauthorizedError if the token cannot be read."""
+        """Return a client with the lease's token; nothing is sent yet.
+
+        Where the token's file is gone or damaged, the client has none: the broker then knows the kernel by its process.
+        """
         from provisioner.client import BrokerClient  # noqa: PLC0415 - costs time that a starting kernel does not have
 
         return BrokerClient(self.socket_path, token=self._token(), timeout_s=timeout_s)
@@ -55,16 +58,13 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         token = self._token()
         ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()
 
-    def _token(self) -> str:
-        from provisioner.protocol.errors import UnauthorizedError  # noqa: PLC0415 - as above
-
+    def _token(self) -> str | None:
         try:
             descriptor = os.open(self.token_file, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return os.read(descriptor, _MAX_TOKEN).decode("ascii").strip()
+                token = os.read(descriptor, _MAX_TOKEN).decode("ascii").strip()
             finally:
                 os.close(descriptor)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UnauthorizedError(
-                f"the token of this kernel's lease cannot be read from {self.token_file} ({error}); restart the kernel to get a new lease"
-            ) from error
+        except (OSError, UnicodeDecodeError):
+            return None
+        return token if token and token.isprintable() else None

@@ -20,7 +20,7 @@ _STATES = {
     "suspended": "saved in host memory; the next cell brings it back",
     "resuming": "on its way back to the GPU",
     "quarantined": "unclear: the broker does not know what is true on the GPU and is looking; nothing of it is touched meanwhile",
-    "ended": "over; restart the kernel to get a new share",
+    "ended": "over; a new share takes a restart of the kernel, which loses its variables",
 }
 _HOLDING = frozenset({"resident", "suspending", "resuming", "quarantined"})
 _SHORT = {

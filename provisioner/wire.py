@@ -116,7 +116,7 @@ class Connection:
         if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
             raise BadRequestError(
                 f"the lease's token is not one line of 1 to {MAX_STRING} printable characters; its file was changed: "
-                "restart the kernel",
+                "remove it (a kernel is known without it), and try again",
                 reason="bad-token",
             )
         if body is not None and len(body) > MAX_BODY_BYTES:

@@ -13,7 +13,7 @@ from jupyter_server.serverapp import ServerApp
 from kernelext.server.follower import Follower
 from kernelext.server.handlers import handlers
 from kernelext.server.news import NOTICE_ID, NOTICE_SCHEMA, STATE_ID, STATE_SCHEMA, state
-from provisioner.protocol.errors import ConflictError, NotFoundError
+from provisioner.protocol.errors import RESTART, ConflictError, NotFoundError
 from provisioner.protocol.messages import HostStatus, LeaseStatus
 from provisioner.seat import own_seat
 
@@ -83,7 +83,7 @@ class FractionalGPUApp(ExtensionApp):
         for lease in leases:
             if lease.kernel_id == kernel_id:
                 return lease
-        raise ConflictError("this kernel has no GPU lease now; restart it to get one", reason="no-lease")
+        raise ConflictError(f"this kernel has no GPU lease now; to get one {RESTART}", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
         """Return the lease's token if the kernel's provisioner holds it, else this server's seat's: it opens what the uid alone may not.

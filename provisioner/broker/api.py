@@ -128,7 +128,7 @@ class _Resume(Stream):
 
 class _Acquire(Stream):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id, own=True)
+        kernel = await self.service.find_own(self.peer, lease_id)
         request = self.take(AcquireRequest)
 
         async def work() -> None:
@@ -143,7 +143,7 @@ class _Gate(Stream):
     _writes = False
 
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id, own=True)
+        kernel = await self.service.find_own(self.peer, lease_id)
         link = self.service.connect_gate(kernel, self.take(GateHello))
 
         async def work() -> None:

@@ -24,6 +24,7 @@ from provisioner.broker.history import History
 from provisioner.broker.idle_counters import IdleCounters
 from provisioner.broker.iopub import IOPubWatch, connection_from_json
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.lease_files import LeaseFiles
 from provisioner.broker.metrics import Metrics
 from provisioner.broker.oom_kills import OomKills
 from provisioner.broker.operations import Operations
@@ -66,6 +67,7 @@ log = logging.getLogger(__name__)
 
 _WRITE_AGAIN_S = 1.0
 _TICKETS_MS = 1000
+_MAY_BE_SAVED = frozenset({LeaseState.SUSPENDING, LeaseState.QUARANTINED})
 
 
 class Broker:
@@ -86,6 +88,7 @@ class Broker:
         self.used_mib: dict[str, int] = {}  # by device, as last measured
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
+        self.files: LeaseFiles | None = None  # the second records
         self._swaps = swaps
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
@@ -103,6 +106,7 @@ class Broker:
             writer=writer,
             kernels=lambda: self.kernels,
             dispatch=self.dispatch,
+            stepped=self._stepped,
             finished=self._suspend_finished,
         )
 
@@ -244,6 +248,11 @@ class Broker:
         if (kernel := self.kernels.get(breach.lease_id)) is not None and not self.stopping:
             self.contexts.breached(kernel)
 
+    def _stepped(self, lease_id: str) -> None:
+        """What an operation is about to save is known: have it in the second record, too."""
+        if (kernel := self.kernels.get(lease_id)) is not None:
+            self.noted(kernel)
+
     def _suspend_finished(self, kernel: Kernel) -> None:
         self.contexts.suspended(kernel)
         view = self.arbiter.lease(kernel.lease_id)
@@ -265,6 +274,8 @@ class Broker:
         if kernel is not None:
             kernel.forget_process()
             kernel.notify()
+        if self.files is not None:
+            self.files.drop(lease_id)
         self.writer.submit(partial(self.writer.ledger.end_lease, lease_id, wall_ms(), reason))
         self.last_use_s = time.monotonic()
 
@@ -399,7 +410,7 @@ class Broker:
     def save(self, kernel: Kernel, *, limit: bool = False) -> None:
         """Write the lease as it stands; with `limit`, tell the kernel its memory limit once that is on the disk."""
         kernel.save_due = False
-        record = self.record(kernel)
+        record = self.noted(kernel)
         if record is None:
             return
         device_ids = _reserved(record)
@@ -431,6 +442,13 @@ class Broker:
         elif limit and kernel.link is not None and (device_ids := self.may_use(kernel)):
             kernel.link.send(GateVerb.LIMIT, environment=self.environment(kernel.lease_id, device_ids))
 
+    def noted(self, kernel: Kernel) -> LeaseRecord | None:
+        """Return what `record` returns, once it is on its way to the second records."""
+        record = self.record(kernel)
+        if record is not None and self.files is not None:
+            self.files.put(record)
+        return record
+
     def record(self, kernel: Kernel) -> LeaseRecord | None:
         """Return the lease as the ledger keeps it, or None if the arbiter does not know it."""
         view = self.arbiter.lease(kernel.lease_id)
@@ -442,7 +460,7 @@ class Broker:
             state=view.state,
             generation=view.generation,
             device_id=view.device_id,
-            saved_mib=max(view.saved_mib, kernel.checkpointed_mib if view.state is LeaseState.QUARANTINED else 0),
+            saved_mib=max(view.saved_mib, kernel.checkpointed_mib if view.state in _MAY_BE_SAVED else 0),
             uid=kernel.uid,
             kernel_id=kernel.kernel_id,
             token_sha256=kernel.token_sha256,
@@ -490,6 +508,8 @@ class Broker:
         for kernel in self.kernels.values():
             kernel.forget_process()
         self._zmq.destroy(linger=0)
+        if self.files is not None:
+            await self.files.close()
         await self.writer.close()
 
 

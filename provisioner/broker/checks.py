@@ -20,7 +20,16 @@ from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomE
 from provisioner.protocol.limits import MAX_NAME
 from provisioner.protocol.messages import AttachRequest, LeaseRequest
 
-__all__ = ["Peer", "cap_mib", "guaranteed_mib", "lease_spec", "user_name", "verified_process"]
+__all__ = [
+    "Peer",
+    "cap_mib",
+    "fraction_for",
+    "guaranteed_mib",
+    "lease_spec",
+    "user_group",
+    "user_name",
+    "verified_process",
+]
 
 _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
 
@@ -59,7 +68,7 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         request_mib=guaranteed_mib(arbiter, pool, request.fraction_milli, reserve_mib, request.request_mib),
         devices=request.devices,
         priority=request.priority,
-        group=_group(peer.credentials.uid, pool),
+        group=user_group(peer.credentials.uid, pool),
         gated=request.gated,
         label=printable(request.label or request.kernel_id),
     )
@@ -92,7 +101,7 @@ def _check_priority(pool: PoolSpec, peer: Peer, priority: int) -> None:
         )
 
 
-def _group(uid: int, pool: PoolSpec) -> str:
+def user_group(uid: int, pool: PoolSpec) -> str:
     """Return the first group of the pool's limits that the user is a member of, or ""."""
     if not pool.group_limits:
         return ""
@@ -129,6 +138,15 @@ def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: i
             reason="larger-than-device",
         )
     return memory_mib
+
+
+def fraction_for(arbiter: Arbiter, pool: PoolSpec, used_mib: int) -> tuple[int, int]:
+    """Return the smallest fraction that the pool offers whose share holds so much memory, and that share, MiB. Raises NoRoomError."""
+    leasable_mib = min(_sizes(arbiter, pool))
+    for milli in sorted({*pool.fractions_milli, 1000}):
+        if leasable_mib * milli // 1000 >= max(1, used_mib):
+            return milli, leasable_mib * milli // 1000
+    return 1000, max(leasable_mib, used_mib)
 
 
 def guaranteed_mib(

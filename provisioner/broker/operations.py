@@ -45,7 +45,10 @@ _BROKEN = "the broker failed in the middle of it; its log says why"
 
 
 class Operations:
-    """Carries effects that take time out as tasks. `dispatch` takes their answers, `finished` the kernel of each that is over."""
+    """Carries effects that take time out as tasks. `dispatch` takes their answers, `finished` the kernel of each that is over.
+
+    `stepped` is called with the lease before each step of an operation.
+    """
 
     def __init__(
         self,
@@ -56,12 +59,14 @@ class Operations:
         kernels: Callable[[], Mapping[str, Kernel]],
         dispatch: Callable[[Event], object],
         finished: Callable[[Kernel], None],
+        stepped: Callable[[str], None] = lambda _lease_id: None,
     ) -> None:
         self._arbiter = arbiter
         self._swaps = swaps
         self._writer = writer
         self._kernels = kernels
         self._dispatch = dispatch
+        self._stepped = stepped
         self._finished = finished
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
@@ -119,7 +124,7 @@ class Operations:
                 return
             await self._begin(effect, "suspend", 0)
             written = True
-            step = partial(self._step, effect.operation_id)
+            step = partial(self._step, effect)
             outcome, mib, sentence = await self._swaps.suspend(kernel, effect, step)
         except LedgerError as error:
             outcome = SuspendOutcome.ABORTED
@@ -165,7 +170,7 @@ class Operations:
             # Looking changes nothing: it need not wait until the intent is written.
             _, seen = await asyncio.gather(self._begin(effect, "resume", view.saved_mib), self._swaps.glance())
             written = True
-            step = partial(self._step, effect.operation_id)
+            step = partial(self._step, effect)
             outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step, seen)
             if outcome is ResumeOutcome.NOT_STARTED:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
@@ -246,9 +251,14 @@ class Operations:
             self._unwritten.pop(effect.lease_id, None)
         await self._writer.run(partial(self._writer.ledger.begin, record))
 
-    async def _step(self, operation_id: int, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int) -> None:
+    async def _step(
+        self, effect: Suspend | Resume, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int
+    ) -> None:
+        self._stepped(effect.lease_id)
         pids = json.dumps([identity.to_dict() for identity in identities])
-        step = partial(self._writer.ledger.step, operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib)
+        step = partial(
+            self._writer.ledger.step, effect.operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib
+        )
         await self._writer.run(step)
 
 

@@ -6,6 +6,7 @@ is undone where that is safe, and what cannot be known is quarantined.
 
 import logging
 import time
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 
 from provisioner.broker.broker import Broker, now_ms, wall_ms
@@ -19,19 +20,36 @@ from provisioner.host.process import ProcessIdentity, is_alive
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LeaseRecord, OperationRecord
 
-__all__ = ["kernel_of", "recover"]
+__all__ = ["follow_found", "identity_of", "kernel_of", "recover", "take_over"]
 
 log = logging.getLogger(__name__)
 
 _IN_A_SWAP = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
 
 
-async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
-    """Bring every live lease of the ledger back into the arbiter. Pools and devices must be known to it already."""
+async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
+    """Bring every live lease of the ledger back into the arbiter, and those that it `lost`.
+
+    Pools and devices must be known to the arbiter already.
+    """
     operations = {operation.lease_id: operation for operation in ledger.open_operations()}
     begun_s = time.monotonic()
-    records = ledger.live_leases()
-    broker.kernels = {record.spec.lease_id: kernel_of(record) for record in records}
+    records = [*ledger.live_leases(), *lost]
+    await take_over(broker, swaps, records, operations)
+    log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
+    for orphan in operations.values():
+        broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
+
+
+async def take_over(
+    broker: Broker,
+    swaps: Swaps,
+    records: Sequence[LeaseRecord],
+    operations: MutableMapping[str, OperationRecord] | None = None,
+) -> None:
+    """Bring these leases into the arbiter as what they really are. Their open operations are taken out of `operations`."""
+    operations = {} if operations is None else operations
+    broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
     found: list[tuple[LeaseRecord, OperationRecord | None, Truth | None, int]] = []
     scene = await _scene(swaps)
     for record in records:
@@ -62,13 +80,10 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger) -> None:
             )
         )
         if identity is not None:
-            _follow(broker, kernel, identity, record.connection)
+            follow_found(broker, kernel, identity, record.connection)
         if operation is not None:
             broker.end_operation(kernel.lease_id, operation.operation_id, f"found {state}")
         broker.save(kernel)
-    log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
-    for orphan in operations.values():
-        broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
 
 
 async def _truth(
@@ -101,7 +116,8 @@ def _all_devices(record: LeaseRecord, device_id: str | None) -> tuple[str, ...]:
     return ()
 
 
-def _follow(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
+def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
+    """Watch a process that was found; one that cannot be heard is watched all the same, and one that is gone has ended."""
     try:
         try:
             broker.follow(kernel, identity, connection)
@@ -112,6 +128,13 @@ def _follow(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connectio
     except ProcessLookupError:
         kernel.identity = identity
         broker.process_gone(kernel, identity)
+
+
+def identity_of(record: LeaseRecord) -> ProcessIdentity | None:
+    """Return the process that the record names, None if it names none."""
+    if record.pid is None or record.start_time is None:
+        return None
+    return ProcessIdentity(record.boot_id, record.pid, record.start_time)
 
 
 def kernel_of(record: LeaseRecord) -> Kernel:
@@ -129,8 +152,8 @@ def kernel_of(record: LeaseRecord) -> Kernel:
         gated=record.spec.gated,
         homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ()),
     )
-    if record.pid is not None and record.start_time is not None:
-        identity = ProcessIdentity(record.boot_id, record.pid, record.start_time)
+    identity = identity_of(record)
+    if identity is not None:
         kernel.identity = identity if is_alive(identity) and record.connection else None
     return kernel
 

@@ -18,7 +18,9 @@ from provisioner.broker.backend import Backend
 from provisioner.broker.broker import Broker, now_ms, wall_ms
 from provisioner.broker.driver_start import DriverStart
 from provisioner.broker.learning import keep_learning, keep_learnt, learnt, learnt_contexts
+from provisioner.broker.lease_files import LeaseFiles, lease_folder
 from provisioner.broker.listener import PatientListener, keep_drained
+from provisioner.broker.lost_leases import LostLeases
 from provisioner.broker.metrics_api import listen
 from provisioner.broker.oom_protection import OomProtection
 from provisioner.broker.pressure import HostBudget
@@ -127,9 +129,10 @@ class Run:
         watcher = Watcher(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
         self._introduce(broker)
         self._drain_again(broker)
-        await recover(broker, swaps, self._ledger)
+        lost = await self._take_back(broker, swaps)
         await watcher.sample()
         service = Service(broker, self._settings)
+        service.lost = lost
         service.seats.recover(self._ledger)
         await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)
@@ -142,6 +145,8 @@ class Run:
             driver.run(broker, swaps),
             OomProtection(broker, self._ledger.path.with_suffix(".oom.json")).run(),
             service.seats.run(),
+            lost.files.run(),
+            lost.run(),
             self._stop_when_unused(broker),
             self._forget_history(broker, service.audit),
             keep_learning(arbiter, broker.contexts.sizes, broker.writer),
@@ -186,6 +191,14 @@ class Run:
         for device_id, evict_busy in self._ledger.drained().items():
             if device_id in self._specs:
                 broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
+
+    async def _take_back(self, broker: Broker, swaps: Swaps) -> LostLeases:
+        """Bring every lease that lives back into the arbiter, whether the ledger knows it or not."""
+        files = broker.files = LeaseFiles(lease_folder(self._socket, simulated=self._backend.simulated))
+        everyone = is_service_socket(self._socket)
+        lost = LostLeases(broker, swaps, self._ledger, files, socket=self._socket, everyone=everyone)
+        await recover(broker, swaps, self._ledger, await lost.find())
+        return lost
 
     def _bind(self) -> socket_module.socket:
         service = is_service_socket(self._socket)

@@ -28,6 +28,7 @@ from provisioner.broker.decode import printable
 from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.kernels import Kernel, Request
+from provisioner.broker.lost_leases import LostLeases
 from provisioner.broker.seats import Seats
 from provisioner.broker.sharing import launch_environment
 from provisioner.broker.status import lease_status, neighbours
@@ -47,9 +48,11 @@ from provisioner.core.events import (
 from provisioner.core.model import FAILED, LeaseState, LeaseView
 from provisioner.core.requests import UNATTACHED_LIMIT
 from provisioner.core.units import format_duration
-from provisioner.host.process import ProcessIdentity
+from provisioner.host.process import ProcessIdentity, read_stat
+from provisioner.host.tree import is_below
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import (
+    RESTART,
     BadRequestError,
     ConflictError,
     InternalBrokerError,
@@ -107,6 +110,7 @@ class Service:
         self.administering = Administering(broker)
         self.admin_gid = settings.admin_gid()
         self.settings = settings
+        self.lost: LostLeases | None = None
         self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
 
     def ping(self) -> Pong:
@@ -149,7 +153,7 @@ class Service:
             if isinstance(effect, LeaseRefused) and effect.lease_id == spec.lease_id:
                 del broker.kernels[spec.lease_id]
                 raise NoRoomError(effect.sentence, reason=effect.reason)
-        record = broker.record(kernel)
+        record = broker.noted(kernel)
         if record is not None:
             try:
                 await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
@@ -206,24 +210,35 @@ class Service:
         return devices_of(self._view(kernel))
 
     def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may steer it; `own` routes need the lease's token.
+        """Return the lease's kernel if the peer may steer it; `own` routes are for those who have the lease's token.
 
-        A lease that is being evicted is over for its own kernel. Raises NotFoundError, UnauthorizedError or ForbiddenError.
+        A process of the kernel that shows no token, because its file is gone, is known by its place in the kernel's tree. A lease that is
+        being evicted is over for its own kernel. Raises NotFoundError, UnauthorizedError or ForbiddenError.
         """
         kernel = self.broker.kernels.get(lease_id)
-        evicted = kernel is not None and kernel.evictions > 0 and peer.token is not None
-        if kernel is None or evicted or not self._may_see(peer, kernel):
+        itself = own and peer.token is None and kernel is not None and self._is_of(peer, kernel)
+        evicted = kernel is not None and kernel.evictions > 0 and (itself or peer.token is not None)
+        if kernel is None or evicted or not (itself or self._may_see(peer, kernel)):
             raise NotFoundError(
                 f"there is no lease {lease_id[:MAX_NAME]!r} of yours; `jupyter gpu status` lists them",
                 reason="unknown-lease",
             )
-        if peer.token is not None and not self._is_token_of(peer.token, kernel, own=own):
+        if peer.token is not None and not self._is_token_of(peer, peer.token, kernel, own=own):
             raise UnauthorizedError("the token is not this lease's", reason="foreign-token")
-        if own and peer.token is None:
+        if own and peer.token is None and not itself:
             raise UnauthorizedError(
                 "this needs the lease's token, in the header `Authorization: Bearer TOKEN`", reason="no-token"
             )
         return kernel
+
+    async def find_own(self, peer: Peer, lease_id: str) -> Kernel:
+        """Return what `find` returns on a lease's own routes; one that was lost with the ledger is taken back first.
+
+        Raises as `find`, and what `LostLeases.recall` raises.
+        """
+        if self.lost is not None and lease_id not in self.broker.kernels:
+            await self.lost.recall(peer, lease_id)
+        return self.find(peer, lease_id, own=True)
 
     def _may_see(self, peer: Peer, kernel: Kernel) -> bool:
         """Whether the lease is the peer's. One of a hub's seat is not everybody's of that uid: containers share uids."""
@@ -231,9 +246,27 @@ class Service:
             return peer.admin
         return peer.token is not None or not self._seat_of(kernel)
 
-    def _is_token_of(self, token: str, kernel: Kernel, *, own: bool) -> bool:
-        """Whether it is the lease's token, or, where that is not needed, one of the seat that the lease draws on."""
-        if hmac.compare_digest(token_digest(token), kernel.token_sha256):
+    def _is_of(self, peer: Peer, kernel: Kernel, *, or_parent: bool = False) -> bool:
+        """Whether the peer is a process of the kernel, and of no other kernel below it; `or_parent`: or the one that started it."""
+        identity, pid = kernel.identity, peer.credentials.pid
+        if identity is None or peer.credentials.uid != kernel.uid:
+            return False
+        others = {root.pid for root in self.broker.roots() if root != identity}
+        try:
+            return is_below(pid, identity, others) or (or_parent and 1 < pid == read_stat(identity.pid).ppid)
+        except (ProcessLookupError, PermissionError):
+            return False
+
+    def _is_token_of(self, peer: Peer, token: str, kernel: Kernel, *, own: bool) -> bool:
+        """Whether it is the lease's token, or, where that is not needed, one of the seat that the lease draws on.
+
+        The token of a lease that was taken back without any record is learnt from a process of its kernel, or from what started that.
+        """
+        digest = token_digest(token)
+        if not kernel.token_sha256 and self._is_of(peer, kernel, or_parent=True):
+            kernel.token_sha256 = digest
+            self.broker.save(kernel)
+        if hmac.compare_digest(digest, kernel.token_sha256):
             return True
         seat = self._seat_of(kernel)
         return not own and bool(seat) and self.seats.of_token(token) == seat
@@ -283,7 +316,7 @@ class Service:
                 ) from error
             if not gated:
                 self._insist(kernel, identity)
-        record = self.broker.record(kernel)
+        record = self.broker.noted(kernel)
         if record is not None:
             await self.broker.writer.run(partial(self.broker.writer.ledger.save_lease, record))
         return self.status_of(kernel)
@@ -353,7 +386,7 @@ class Service:
             return Progress(
                 kind=ProgressKind.REFUSED,
                 reason="lease-over",
-                sentence="the lease of this kernel is over: restart the kernel",
+                sentence=f"the lease of this kernel was ended: for another one {RESTART}",
             )
         if view.state is LeaseState.RESIDENT:
             device_ids = self.broker.may_use(kernel)

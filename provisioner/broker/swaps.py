@@ -142,6 +142,14 @@ class Swaps:
         """Look at the machine once, for `truth` of several kernels. Raises GPUError."""
         return await self._sight.scene()
 
+    def tree(self, kernel: Kernel, scene: Scene) -> list[ProcessIdentity]:
+        """Return the kernel's processes in the scene."""
+        return self._sight.tree(kernel, scene)
+
+    async def states(self, kernel: Kernel, scene: Scene) -> dict[ProcessIdentity, ProcessState]:
+        """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
+        return await self._sight.states(kernel, scene)
+
     async def used_mib(self, kernel: Kernel) -> int:
         """Return what the kernel's processes have on all devices now. Raises GPUError."""
         scene = await self._sight.scene()

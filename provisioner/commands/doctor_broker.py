@@ -15,6 +15,7 @@ from provisioner.commands.connection import broker_if_running
 from provisioner.commands.doctor_finding import Finding, note, ok, problem, warning
 from provisioner.config import Settings
 from provisioner.discovery import socket_path
+from provisioner.ledger.opening import set_aside_command
 from provisioner.ledger.schema import APPLICATION_ID, newest_version
 from provisioner.protocol.errors import FractionalGPUError
 from provisioner.protocol.limits import PROTOCOL_VERSION
@@ -23,7 +24,7 @@ from provisioner.state_folder import filesystem_type, find_ledger, is_network, s
 
 __all__ = ["broker_pid", "check_broker", "check_ledgers"]
 
-_KEEP: Final = "no broker starts with it: put a backup in its place, or move it away when none of its kernels run"
+_KEEP: Final = "no broker starts with it: put a backup in its place, or set it aside with `{}`; the next broker takes living kernels back"
 
 
 def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
@@ -120,14 +121,16 @@ def _ledger(file: Path) -> Finding:
             (owner,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if owner != APPLICATION_ID:
-                return problem("ledger", f"{file} is not a ledger of this project", _KEEP)
+                return problem(
+                    "ledger", f"{file} is not a ledger of this project", _KEEP.format(set_aside_command(file))
+                )
             if version > newest_version():
                 newer = f"{file} was written by a newer version (schema {version}, known: {newest_version()})"
                 return problem("ledger", newer, "install that version again")
             (sound,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if sound != "ok":
-                return problem("ledger", f"{file} is damaged: {sound}", _KEEP)
+                return problem("ledger", f"{file} is damaged: {sound}", _KEEP.format(set_aside_command(file)))
             (leases,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
     except sqlite3.Error as error:
-        return problem("ledger", f"{file} cannot be read: {error}", _KEEP)
+        return problem("ledger", f"{file} cannot be read: {error}", _KEEP.format(set_aside_command(file)))
     return ok("ledger", f"{file} is sound, with {leases} live lease{'' if leases == 1 else 's'}")

@@ -17,9 +17,20 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from provisioner.host.process import PROC, ProcessIdentity, boot_id, parse_stat, parse_uid, read_file
+from provisioner.host.process import (
+    PROC,
+    ProcessIdentity,
+    boot_id,
+    is_alive,
+    parse_stat,
+    parse_uid,
+    read_file,
+    read_stat,
+)
 
-__all__ = ["Snapshot", "scan"]
+__all__ = ["Snapshot", "is_below", "scan"]
+
+_DEEPEST = 64  # generations
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,10 @@ class Snapshot:
     def __contains__(self, identity: ProcessIdentity) -> bool:
         found = self._by_pid.get(identity.pid)
         return found is not None and found.identity == identity
+
+    def owner(self, identity: ProcessIdentity) -> int | None:
+        """Return the process's real uid, None if it was not there."""
+        return self._by_pid[identity.pid].uid if identity in self else None
 
     def held_up(self, identity: ProcessIdentity) -> bool:
         """Return whether the process was stopped (SIGSTOP, a terminal) or a debugger held it."""
@@ -128,6 +143,23 @@ class Snapshot:
                 found.add(process.identity)
                 queue += self._below.get(process.identity.pid, [])
         return sorted(found, key=lambda identity: (identity.start_time, identity.pid))
+
+
+def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
+    """Return whether the process is `root` or descends from it, now. `others` are pids of further roots: what is below one is its own.
+
+    Raises PermissionError where a process may not be looked at.
+    """
+    for _ in range(_DEEPEST):
+        if pid == root.pid:
+            return is_alive(root)
+        if pid <= 1 or pid in others:
+            return False
+        try:
+            pid = read_stat(pid).ppid
+        except ProcessLookupError:
+            return False
+    return False
 
 
 def scan(marker_name: str | None = None, *, proc: Path = PROC) -> Snapshot:

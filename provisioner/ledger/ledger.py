@@ -184,6 +184,10 @@ class Ledger:
         rows = self._read("SELECT * FROM leases WHERE ended_ms IS NULL ORDER BY created_ms, lease_id")
         return [self._lease(row) for row in rows]
 
+    def has_lease(self, lease_id: str) -> bool:
+        """Return whether the lease is recorded here, as live or as ended."""
+        return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
+
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
         """Record that the lease is over and erase its secrets. One that is unknown or over already is left alone."""
         self._write(_END_LEASE, (at_ms, reason, LeaseState.ENDED.value, lease_id))

@@ -10,7 +10,9 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
+import shlex
 import sqlite3
 import stat
 from pathlib import Path
@@ -18,20 +20,34 @@ from pathlib import Path
 from provisioner.ledger import schema
 from provisioner.ledger.records import LedgerError, LedgerInUseError
 
-__all__ = ["connect", "count_live", "fold", "lock", "say"]
+__all__ = ["connect", "count_live", "fold", "lock", "say", "set_aside_command"]
 
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
 _BUSY_S = 5.0  # somebody looks into the file with another tool
-_REMEDY = (
-    "it was left as it is: put a backup in its place, or shut down the kernels that it knows and move it away "
-    "(with its -wal) to begin a new one"
-)
+_SET_ASIDE = ".damaged"
 
 
-def say(path: Path, wrong: str, remedy: str = _REMEDY) -> LedgerError:
-    """Return the error: which file, what is wrong, what to do."""
+def say(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
+    """Return the error: which file, what is wrong, what to do (None: it cannot be used as it is, and may be set aside)."""
+    if remedy is None:
+        remedy = (
+            f"it was left as it is: put a backup in its place, or set it aside with `{set_aside_command(path)}`; the next broker then "
+            "takes the kernels that live back, suspended ones too"
+        )
     return LedgerError(f"the ledger {path} {wrong}; {remedy}")
+
+
+def set_aside_command(path: Path) -> str:
+    """Return the shell command that moves the ledger away, with its log, so that a broker begins a new one."""
+    there = [one for name in ("", "-wal", "-shm") if os.path.lexists(one := f"{path}{name}")]
+    aside = next(
+        one
+        for number in itertools.count(1)
+        if not os.path.lexists(one := f"{path}{_SET_ASIDE}{f'-{number}' if number > 1 else ''}")
+    )
+    moves = [(one, f"{aside}{one.removeprefix(str(path))}") for one in there or [str(path)]]
+    return " && ".join(f"mv {shlex.quote(old)} {shlex.quote(new)}" for old, new in moves)
 
 
 def lock(path: Path) -> int:
@@ -218,7 +234,8 @@ def _create(path: Path) -> None:
         raise say(
             path,
             "is gone but its write-ahead log is still there",
-            "put the database back, or move the -wal file away to begin anew",
+            f"put the database back, or set the log aside with `{set_aside_command(path)}`; the next broker then takes the kernels that "
+            "live back, suspended ones too",
         )
     unfinished = path.with_name(f".{path.name}.new")
     try:

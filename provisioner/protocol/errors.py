@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 __all__ = [
+    "RESTART",
     "BadRequestError",
     "BrokerUnavailableError",
     "ConflictError",
@@ -16,6 +17,9 @@ __all__ = [
     "UnauthorizedError",
     "error_from_reply",
 ]
+
+RESTART = "restart the kernel, which loses its variables: save what you need first, in cells that begin with %%cpu"
+"""The end of a sentence that tells a user to restart a kernel: nobody is asked to without being told what it costs."""
 
 
 class FractionalGPUError(Exception):

@@ -9,7 +9,7 @@ from kernelext.commands import COMMANDS
 from provisioner.protocol.errors import ConflictError, ForbiddenError, InternalBrokerError, NoRoomError, NotFoundError
 from provisioner.protocol.messages import GateCommand, GateVerb
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
-from tests.kernelext.scripted_broker import ScriptedBroker
+from tests.kernelext.scripted_broker import LEASE, ScriptedBroker
 from tests.support.fake_broker import DEADLINE_S
 
 
@@ -338,14 +338,20 @@ def test_a_kernel_without_a_lease_runs_and_says_why_it_has_none(folder: Path) ->
         assert environment["JUPYTER_GPU_NOTICE"] in kernel.run("%gpu").printed
 
 
-def test_a_token_that_cannot_be_read_fails_the_cell_with_what_to_do(folder: Path) -> None:
-    environment = kernel_environment(folder, str(folder / "broker.sock"))
-    (folder / "token").unlink()
+@pytest.mark.parametrize("content", [None, b"", b"to\xffken", b"two\nlines"])
+def test_a_kernel_whose_token_is_gone_or_damaged_asks_without_one(
+    folder: Path, broker: ScriptedBroker, content: bytes | None
+) -> None:
+    """The broker knows it by its process: nobody is asked to restart a kernel for a file."""
+    environment = kernel_environment(folder, broker.path)
+    if content is None:
+        (folder / "token").unlink()
+    else:
+        (folder / "token").write_bytes(content)
+    broker.leases[LEASE].token = ""  # only a request without a token is answered
+    broker.grant_at_once = True
     with running_kernel(environment) as kernel:
-        name, message = kernel.run("1").error
-        assert name == "InputRejected"
-        assert "cannot be read" in message
-        assert "restart the kernel" in message
+        assert kernel.run("print(6 * 7)").printed == "42\n"
 
 
 def test_unloading_leaves_an_ordinary_kernel(kernel: RunningKernel, broker: ScriptedBroker) -> None:

@@ -280,3 +280,33 @@ def test_a_full_disk_is_reported_and_nothing_is_kept(path: Path) -> None:
         ):
             ledger.record("a", 2, "r", json.dumps("x" * 100_000))
         assert [line.sentence for line in ledger.story("a")] == ["kept"]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_damaged_ledger_names_the_command_that_sets_it_aside(tmp_path: Path, log: bool) -> None:
+    """The command works as it is printed, also a second time, and what it moves is kept."""
+    path = tmp_path / "a folder" / "ledger.sqlite"
+    for time in (1, 2):
+        Ledger.open(path).close()
+        path.write_bytes(b"damaged" * time * 100)
+        if log:
+            path.with_name("ledger.sqlite-wal").write_bytes(b"log")
+        with pytest.raises(LedgerError) as caught:
+            Ledger.open(path)
+        command = str(caught.value).split("`")[1]
+        subprocess.run(command, shell=True, check=True)  # noqa: S602 - as a person would
+        assert len([one for one in path.parent.iterdir() if "damaged" in one.name]) == time * (1 + log)
+        Ledger.open(path).close()
+        path.unlink()
+        for rest in path.parent.glob("ledger.sqlite-*"):
+            rest.unlink()
+
+
+def test_a_log_without_its_ledger_names_the_command_that_sets_it_aside(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.with_name("ledger.sqlite-wal").write_bytes(b"log")
+    with pytest.raises(LedgerError, match="is gone but its write-ahead log") as caught:
+        Ledger.open(path)
+    subprocess.run(str(caught.value).split("`")[1], shell=True, check=True)  # noqa: S602 - as a person would
+    Ledger.open(path).close()
+    assert path.with_name("ledger.sqlite.damaged-wal").read_bytes() == b"log"

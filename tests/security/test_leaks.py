@@ -96,6 +96,10 @@ def told() -> dict[str, str]:
             for what in ("cmdline", "environ"):
                 texts[f"{folder / what}"] = (folder / what).read_bytes().decode(errors="replace")
         world.end(brokers(world)[0], 15)
+        records = [path for path in world.folder.rglob("*.json") if path.parent.name.endswith(".leases-simulated")]
+        assert len(records) == 2
+        assert {path.stat().st_mode & 0o777 for path in records} == {0o600}
+        assert {path.parent.stat().st_mode & 0o777 for path in records} == {0o700}
         for path in world.folder.rglob("*"):
             if path.is_file() and path.suffix != ".token":
                 texts[str(path)] = path.read_bytes().decode(errors="replace")
@@ -114,8 +118,9 @@ def test_a_token_is_nowhere_but_in_its_file(told: dict[str, str]) -> None:
     assert any(name.startswith("/proc/") and "JUPYTER_GPU_TOKEN_FILE" in text for name, text in told.items())
     leaks = [name for name, text in told.items() for token in tokens if token in text]
     assert leaks == []
-    # A kernel's signing key is in its connection file, and for the broker's next life in the ledger, which is its owner's alone.
-    allowed = re.compile(r"/kernel-[^/]*\.json$|\.sqlite(-wal|-shm)?$")
+    # A kernel's signing key is in its connection file, and for the broker's next life in the ledger and in the lease's second record,
+    # which are their owner's alone.
+    allowed = re.compile(r"/kernel-[^/]*\.json$|\.sqlite(-wal|-shm)?$|\.leases-simulated/[0-9a-f]+\.json$")
     assert [name for name, text in told.items() for key in keys if key in text and not allowed.search(name)] == []
 
 

@@ -1,0 +1,206 @@
+"""A second record of each lease, outside the ledger: one small file a lease in the folder of the broker's socket.
+
+A broker whose ledger is lost takes the leases of living kernels back from these files: pool, size, priority and seat are not told by the
+kernels' processes, whose environment is their own to write.
+
+Rules:
+
+- A thread writes; no decision and no grant waits for it. A lease that changes several times meanwhile is written once.
+- A file is replaced in one step and not synchronised: it matters only while its process lives, and no process survives the machine.
+- What is missing, or could not be written, is written again by `run` within seconds. The file of an ended lease is removed.
+- A file counts only if this user wrote it and nobody else can, and only for the process that it names (`lost_leases` checks that).
+"""
+
+import asyncio
+import logging
+import os
+import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from provisioner.ledger.records import LeaseRecord
+
+__all__ = ["LeaseFiles", "lease_folder", "read_lease_files", "remove_lease_file"]
+
+log = logging.getLogger(__name__)
+
+_EVERY_S: Final = 2.0
+_LONGEST: Final = 1 << 20  # bytes of a file
+_SUFFIX: Final = ".json"
+_NAME: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}", re.ASCII)
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def lease_folder(socket: str, *, simulated: bool) -> Path:
+    """Return where the broker on this socket keeps its second records; simulated devices have a folder of their own, as their ledger."""
+    return Path(f"{socket}.leases{'-simulated' if simulated else ''}")
+
+
+class LeaseFiles:
+    """Writes the records of one broker. All methods are for the broker's event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._wanted: dict[str, bytes] = {}  # by lease: what its file is to say
+        self._changed: set[str] = set()  # leases whose file may be another
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lease-files")
+        self._writing: asyncio.Task[None] | None = None
+        self._said = ""  # the last failure in the log
+
+    def put(self, record: LeaseRecord) -> None:
+        """Have the lease's record written soon."""
+        text = msgspec.json.encode(record)
+        if self._wanted.get(record.spec.lease_id) != text:
+            self._wanted[record.spec.lease_id] = text
+            self._change(record.spec.lease_id)
+
+    def drop(self, lease_id: str) -> None:
+        """Have the file of a lease that has ended removed soon."""
+        self._wanted.pop(lease_id, None)
+        self._change(lease_id)
+
+    async def run(self) -> None:
+        """Write again what is missing, every two seconds, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            self._changed |= await loop.run_in_executor(self._thread, self._missing, set(self._wanted))
+            self._begin()
+
+    async def flushed(self) -> None:
+        """Return when everything handed over before was written, or failed. Cancellation stops the waiting only."""
+        while self._writing is not None:
+            await asyncio.shield(self._writing)
+
+    async def close(self) -> None:
+        """Write what is due and stop. The folder goes with its last file."""
+        await self.flushed()
+        self._thread.shutdown()
+        with suppress(OSError):
+            self.folder.rmdir()
+
+    def _change(self, lease_id: str) -> None:
+        self._changed.add(lease_id)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._changed and self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write_changed())
+
+    async def _write_changed(self) -> None:
+        loop = asyncio.get_running_loop()
+        failed: set[str] = set()
+        try:
+            await asyncio.sleep(0)  # what else the same decision changes goes with it
+            while self._changed:
+                batch = {lease_id: self._wanted.get(lease_id) for lease_id in self._changed}
+                self._changed.clear()
+                failed |= await loop.run_in_executor(self._thread, self._write, batch)
+        finally:
+            self._writing = None
+            self._changed |= failed  # tried again by `run`
+
+    # -- in the thread -----------------------------------------------------------------------------------------------------
+
+    def _write(self, batch: dict[str, bytes | None]) -> set[str]:
+        """Write, or remove, the files; return the leases for which that failed."""
+        failed: set[str] = set()
+        problem = ""
+        for lease_id, text in batch.items():
+            try:
+                if text is None:
+                    (self.folder / f"{lease_id}{_SUFFIX}").unlink(missing_ok=True)
+                else:
+                    self._replace(lease_id, text)
+            except OSError as error:
+                failed.add(lease_id)
+                problem = f"{self.folder}: {error.strerror}"
+        if problem and problem != self._said:
+            log.warning("the second record of %d leases is not up to date: %s; trying again", len(failed), problem)
+        self._said = problem
+        return failed
+
+    def _replace(self, lease_id: str, text: bytes) -> None:
+        if not _NAME.fullmatch(lease_id):
+            raise OSError(0, "this lease's id cannot name a file")
+        with suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+        fresh = self.folder / f".{lease_id}"
+        descriptor = os.open(fresh, _WRITE, 0o600)
+        try:
+            left = memoryview(text)
+            while left:
+                left = left[os.write(descriptor, left) :]
+        finally:
+            os.close(descriptor)
+        fresh.rename(self.folder / f"{lease_id}{_SUFFIX}")
+
+    def _missing(self, wanted: set[str]) -> set[str]:
+        try:
+            names = set(os.listdir(self.folder))  # noqa: PTH208 - names are enough
+        except OSError:
+            names = set()
+        return {lease_id for lease_id in wanted if f"{lease_id}{_SUFFIX}" not in names}
+
+
+def read_lease_files(folder: Path) -> list[LeaseRecord]:
+    """Return the records that a broker of this user left in the folder, oldest lease first.
+
+    Left out with a warning: what others could have written, and what cannot be read. A folder that is not there holds none.
+    """
+    try:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or not _is_private(status):
+            log.warning("%s is not read: it must be a folder of this user that only its owner may write to", folder)
+            return []
+        names = sorted(os.listdir(folder))  # noqa: PTH208 - names are enough
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        log.warning("%s cannot be read: %s", folder, error.strerror)
+        return []
+    records = []
+    for name in names:
+        lease_id = name.removesuffix(_SUFFIX)
+        if lease_id == name or not _NAME.fullmatch(lease_id):
+            continue
+        try:
+            record = _read(folder / name)
+        except (OSError, ValueError) as error:
+            log.warning("the record %s is not used: %s", folder / name, error)
+            continue
+        if record.spec.lease_id == lease_id:
+            records.append(record)
+    return sorted(records, key=lambda record: (record.created_ms, record.spec.lease_id))
+
+
+def remove_lease_file(folder: Path, lease_id: str) -> None:
+    """Remove the record of a lease that is over; one that cannot be removed is met again at the next start."""
+    with suppress(OSError):
+        (folder / f"{lease_id}{_SUFFIX}").unlink()
+
+
+def _read(path: Path) -> LeaseRecord:
+    """Raises OSError, ValueError."""
+    descriptor = os.open(path, _READ)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_private(status):
+            raise ValueError("it must be a plain file of this user that only its owner may write to")
+        text = os.read(descriptor, _LONGEST)
+    finally:
+        os.close(descriptor)
+    try:
+        return msgspec.json.decode(text, type=LeaseRecord)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"it holds no lease: {error}") from None
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
