@@ -3,6 +3,7 @@
 from typing import Any
 
 from kernelext.notices import Notices
+from kernelext.registrations import Registrations
 
 __all__ = ["Bystander"]
 
@@ -17,21 +18,21 @@ class Bystander:
 
     def __init__(self, shell: Any, notice: str) -> None:  # noqa: ANN401 - as above
         self._shell = shell
+        self._registrations = Registrations(shell)
         self._notice = notice
         self._notices = Notices(shell, notice)
 
     def load(self) -> None:
         """Register the magic and the notice."""
-        self._shell.register_magic_function(self.gpu, "line", "gpu")
-        self._shell.register_magic_function(self.burst, "cell", "gpu")
-        self._shell.register_magic_function(self.cpu, "cell", "cpu")
+        self._registrations.magic(self.gpu, "line", "gpu")
+        self._registrations.magic(self.burst, "cell", "gpu")
+        self._registrations.magic(self.cpu, "cell", "cpu")
         self._notices.install()
 
     def unload(self) -> None:
         """Leave the shell as it was."""
         self._notices.uninstall()
-        magics = self._shell.magics_manager.magics
-        del magics["line"]["gpu"], magics["cell"]["gpu"], magics["cell"]["cpu"]
+        self._registrations.undo()
 
     def become_inert(self) -> None:
         """A forked child needs nothing undone."""

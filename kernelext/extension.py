@@ -17,6 +17,7 @@ from kernelext.magics import Magics
 from kernelext.managed import ManagedMemory
 from kernelext.memory import MemoryLimits
 from kernelext.notices import Notices
+from kernelext.registrations import Registrations
 from kernelext.settings import Settings
 from kernelext.shrink import Shrinker
 
@@ -28,6 +29,7 @@ class LeasedKernel:
 
     def __init__(self, shell: Any, settings: Settings, notice: str) -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
+        self._registrations = Registrations(shell)
         self._hooks = ImportHooks()
         self._limits = MemoryLimits(os.environ, self._hooks)
         self._notices = Notices(shell, notice)
@@ -57,7 +59,7 @@ class LeasedKernel:
         self._first.install()
         self._managed.install()
         self._magics.install()
-        self._shell.input_transformers_cleanup.append(self._cell_transform)
+        self._registrations.item(self._shell.input_transformers_cleanup, self._cell_transform)
         self._notices.install()
         self._guard.install()
         self._link.start()
@@ -67,7 +69,7 @@ class LeasedKernel:
         self._link.stop()
         self._guard.uninstall()
         self._notices.uninstall()
-        self._shell.input_transformers_cleanup.remove(self._cell_transform)
+        self._registrations.undo()
         self._magics.uninstall()
         self._managed.uninstall()
         self._limits.uninstall()

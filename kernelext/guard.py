@@ -24,6 +24,7 @@ from kernelext.display import LiveLine, Sentence, publish
 from kernelext.first_grant import FirstGrant
 from kernelext.gate import Gate
 from kernelext.memory import MemoryLimits
+from kernelext.registrations import Registrations
 from kernelext.waiting import RefusedError, wait_for_gpu
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Guard:
         bursts: Callable[[], "CellBursts"],
     ) -> None:
         self._shell = shell
+        self._registrations = Registrations(shell)
+        self._guards = False
         self._gate = gate
         self._acquirer = acquirer
         self._limits = limits
@@ -56,20 +59,17 @@ class Guard:
         self._exempt = exempt
         self._make_bursts = bursts
         self._bursts: CellBursts | None = None  # made for the first `%%gpu`
-        self._original: Callable[..., Any] | None = None
 
     def install(self) -> None:
         """Guard from now on."""
-        self._original = self._shell.run_cell_async
-        self._shell.run_cell_async = self._wrap(self._original)
-        self._shell.events.register("pre_execute", self._before_message)
+        self._guards = True
+        self._registrations.method("run_cell_async", self._wrap(self._shell.run_cell_async))
+        self._registrations.callback("pre_execute", self._before_message)
 
     def uninstall(self) -> None:
-        """Leave the shell as it was."""
-        if self._original is not None:
-            del self._shell.run_cell_async  # the instance's attribute: the class's method shows again
-            self._original = None
-            self._shell.events.unregister("pre_execute", self._before_message)
+        """Leave the shell as it was; where another extension has wrapped the guard, cells pass through it."""
+        self._guards = False
+        self._registrations.undo()
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -77,7 +77,7 @@ class Guard:
             transformed = kwargs.get("transformed_cell")
             # A cell whose preparation failed will not run; a forked child's cells and blank ones are not ours to guard.
             unprepared = kwargs.get("preprocessing_exc_tuple") is not None
-            if unprepared or not raw_cell or raw_cell.isspace() or self._gate.is_inert:
+            if unprepared or not raw_cell or raw_cell.isspace() or self._gate.is_inert or not self._guards:
                 return await original(raw_cell, *args, **kwargs)
             if _within.get() == "no-gpu":
                 return await original(raw_cell, *args, **kwargs)

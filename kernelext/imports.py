@@ -57,7 +57,8 @@ class ImportHooks:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the loader is as it was before other code uses it
+            if vars(loader).get("exec_module") is exec_module:  # unless other code has wrapped it since
+                del loader.exec_module  # the loader is as it was before other code uses it
             execute(module)
             for callback in self._callbacks.get(name, ()):
                 callback(module)

@@ -11,6 +11,7 @@ from IPython.core.completer import SimpleCompletion, context_matcher
 from kernelext.acquisition import Acquirer, explain
 from kernelext.gate import Gate
 from kernelext.memory import MemoryLimits
+from kernelext.registrations import Registrations
 from kernelext.settings import Settings
 from kernelext.waiting import RefusedError
 
@@ -37,6 +38,7 @@ class Magics:
         say: Callable[[str], None],
     ) -> None:
         self._shell = shell
+        self._registrations = Registrations(shell)
         self._settings = settings
         self._gate = gate
         self._acquirer = acquirer
@@ -48,16 +50,14 @@ class Magics:
 
     def install(self) -> None:
         """Register the magics and their completion."""
-        self._shell.register_magic_function(self.gpu, "line", "gpu")
-        self._shell.register_magic_function(self.burst, "cell", "gpu")
-        self._shell.register_magic_function(self.cpu, "cell", "cpu")
-        self._shell.Completer.custom_matchers.append(self.complete)
+        self._registrations.magic(self.gpu, "line", "gpu")
+        self._registrations.magic(self.burst, "cell", "gpu")
+        self._registrations.magic(self.cpu, "cell", "cpu")
+        self._registrations.item(self._shell.Completer.custom_matchers, self.complete)
 
     def uninstall(self) -> None:
         """Leave the shell as it was."""
-        self._shell.Completer.custom_matchers.remove(self.complete)
-        magics = self._shell.magics_manager.magics
-        del magics["line"]["gpu"], magics["cell"]["gpu"], magics["cell"]["cpu"]
+        self._registrations.undo()
         if self._actions is not None:
             self._actions.stop()
 

@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from kernelext.display import LiveLine, Sentence, publish
+from kernelext.registrations import Registrations
 
 __all__ = ["Notices"]
 
@@ -22,6 +23,7 @@ class Notices:
 
     def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
+        self._registrations = Registrations(shell)
         self._lock = threading.Lock()
         self._kept = [first] if first else []
         self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
@@ -29,13 +31,12 @@ class Notices:
 
     def install(self) -> None:
         """Show from now on."""
-        self._shell.events.register("pre_run_cell", self._before_cell)
-        self._shell.events.register("post_run_cell", self._after_cell)
+        self._registrations.callback("pre_run_cell", self._before_cell)
+        self._registrations.callback("post_run_cell", self._after_cell)
 
     def uninstall(self) -> None:
         """Leave the shell as it was."""
-        self._shell.events.unregister("pre_run_cell", self._before_cell)
-        self._shell.events.unregister("post_run_cell", self._after_cell)
+        self._registrations.undo()
 
     def add(self, sentence: str) -> None:
         """Show a sentence now beneath the last cell, or keep it until the running one ends or the first one begins."""

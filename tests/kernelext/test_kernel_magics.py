@@ -361,3 +361,41 @@ def test_unloading_leaves_an_ordinary_kernel(kernel: RunningKernel, broker: Scri
     assert kernel.run("%gpu").status == "error"
     assert "acquire" not in broker.routes()
     broker.wait_for(lambda: "gate" in broker.hung_up)
+
+
+_OTHERS = """%%cpu
+shell, cells = get_ipython(), []
+ours = shell.run_cell_async
+
+def counted(raw_cell, *args, **kwargs):
+    cells.append(raw_cell)
+    return ours(raw_cell, *args, **kwargs)
+
+shell.run_cell_async = counted
+shell.register_magic_function(lambda line: print("theirs"), "line", "gpu")
+shell.input_transformers_cleanup.clear()
+shell.Completer.custom_matchers.clear()
+shell.events.callbacks["pre_run_cell"].clear()
+shell.extension_manager.unload_extension("kernelext")
+"""
+
+
+def test_unloading_takes_out_only_what_is_ours(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.stream("gate")
+    assert kernel.run(_OTHERS).status == "ok"
+    assert kernel.run("print('free')").printed == "free\n"
+    assert kernel.run("%gpu").printed == "theirs\n"
+    assert kernel.run("print(len(cells))").printed == "3\n"
+    broker.wait_for(lambda: "gate" in broker.hung_up)
+
+
+def test_what_was_there_before_is_there_again(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.stream("gate")
+    again = "shell = get_ipython()\nshell.register_magic_function(lambda line: print('theirs'), 'line', 'gpu')\n"
+    again += "own = shell.run_cell_async\nshell.run_cell_async = lambda *args, **kwargs: own(*args, **kwargs)\nkept = shell.run_cell_async"
+    assert kernel.run("%%cpu\n%unload_ext kernelext").status == "ok"
+    assert kernel.run(again).status == "ok"
+    assert kernel.run("%load_ext kernelext").status == "ok"
+    assert kernel.run("%%cpu\n%unload_ext kernelext").status == "ok"
+    assert kernel.run("%gpu").printed == "theirs\n"
+    assert kernel.run("print(shell.run_cell_async is kept)").printed == "True\n"

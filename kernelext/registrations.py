@@ -1,0 +1,78 @@
+"""What an extension has put into an IPython shell, and how it takes that out again without touching what is others'.
+
+Users and other extensions register magics, callbacks and wrappers of their own, before ours and after. `undo` leaves every one of
+them in its place: where ours was replaced, nothing is changed, and where ours was wrapped, the wrapper stays (what is beneath it must
+then pass through what it is given). What ours had replaced is put back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Registrations"]
+
+_MISSING: Any = object()
+
+
+class Registrations:
+    """The registrations of one part of the extension in one shell."""
+
+    def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython is untyped
+        self._shell = shell
+        self._undo: list[Callable[[], None]] = []
+
+    def magic(self, function: Callable[..., Any], kind: str, name: str) -> None:
+        """Register a magic; `kind` is `line` or `cell`."""
+        magics = self._shell.magics_manager.magics[kind]
+        before = magics.get(name, _MISSING)
+        self._shell.register_magic_function(function, kind, name)
+
+        def undo() -> None:
+            if magics.get(name) == function:
+                _put_back(before, lambda: magics.pop(name), lambda: magics.__setitem__(name, before))
+
+        self._undo.append(undo)
+
+    def callback(self, event: str, function: Callable[..., Any]) -> None:
+        """Register a callback for one of IPython's events."""
+        self._shell.events.register(event, function)
+
+        def undo() -> None:
+            if function in self._shell.events.callbacks[event]:
+                self._shell.events.unregister(event, function)
+
+        self._undo.append(undo)
+
+    def item(self, items: list[Any], item: object) -> None:
+        """Append to one of the shell's lists."""
+        items.append(item)
+
+        def undo() -> None:
+            if item in items:
+                items.remove(item)
+
+        self._undo.append(undo)
+
+    def method(self, name: str, function: Callable[..., Any]) -> None:
+        """Set a method of this one shell in place of the present one."""
+        own = vars(self._shell)
+        before = own.get(name, _MISSING)
+        setattr(self._shell, name, function)
+
+        def undo() -> None:
+            if own.get(name) is function:
+                # Without a method of the instance the class's shows again.
+                _put_back(before, lambda: delattr(self._shell, name), lambda: setattr(self._shell, name, before))
+
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Take out what is still ours, the last first. A second call changes nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _put_back(before: object, remove: Callable[[], object], restore: Callable[[], None]) -> None:
+    if before is _MISSING:
+        remove()
+    else:
+        restore()
