@@ -31,6 +31,7 @@ from provisioner.broker.service import Service
 from provisioner.broker.sharing import check_pools
 from provisioner.broker.swaps import Swaps, SwapTimes
 from provisioner.broker.watch import Watcher
+from provisioner.broker.watchdog import Watchdog
 from provisioner.broker.writer import LedgerWriter
 from provisioner.config import Settings
 from provisioner.core.arbiter import Arbiter
@@ -103,10 +104,7 @@ class Run:
 
     async def main(self) -> bool:
         """Serve until SIGTERM, SIGINT or idle exit. Returns whether leases live on (their kernels do, too)."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started us may go
+        self._handle_signals()
         for claim in self._claims:
             keep_drained(claim)
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
@@ -154,7 +152,8 @@ class Run:
         )
         tasks = [asyncio.create_task(work) for work in works]
         try:
-            await self._until_stopped(tasks)
+            with Watchdog.of(self._settings.hang_limit_ms):
+                await self._until_stopped(tasks)
         finally:
             server.stop()
             if by_tcp:
@@ -173,6 +172,12 @@ class Run:
             service.audit.close()
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
         return leases_live
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started us may go
 
     def _introduce(self, broker: Broker) -> None:
         devices = self._backend.devices

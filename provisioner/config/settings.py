@@ -33,6 +33,7 @@ class Settings:
     files: tuple[Path, ...]  # that were read, the last one wins
     state_dir: Path | None  # None: the folder that provisioner.state_folder chooses
     idle_exit_ms: int | None  # None: never
+    hang_limit_ms: int | None  # None: never
     host_memory_mib: int | None  # either this
     host_memory_milli: int | None  # or this: thousandths of the machine's memory
     device_overhead_mib: int | None  # None: by the kind of device, see `overhead_mib`
@@ -105,6 +106,7 @@ class Settings:
 _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "state_dir": values.state_dir,
     "idle_exit": values.duration(least_ms=1000, word="never"),
+    "hang_limit": values.duration(least_ms=1000, word="never"),
     "host_memory": values.host_memory,
     "lock_timeout": values.duration(least_ms=10),
     "gate_timeout": values.duration(least_ms=10),
@@ -138,6 +140,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         files=files,
         state_dir=plain["state_dir"],
         idle_exit_ms=plain["idle_exit"],
+        hang_limit_ms=plain["hang_limit"],
         host_memory_mib=None if is_share else host,
         host_memory_milli=host if is_share else None,
         device_overhead_mib=parsed("device_overhead", values.memory) if traits.device_overhead is not None else None,

@@ -26,6 +26,11 @@ class GPUBroker(Configurable):
         help="""A broker that nobody asked anything for so long, and that has no leases, stops itself; 'never': it stays.
         One that was started as a service should stay.""",
     ).tag(config=True, example="never")
+    hang_limit = _text_or_number(
+        "30s",
+        help="""A broker whose event loop stands still for so long writes what its threads do into its log and ends itself; it is
+        started again where it is needed, and no kernel loses anything. 'never': it stays.""",
+    ).tag(config=True, example="1m")
     host_memory = _text_or_number(
         "50%",
         help="""The host memory that the state of suspended kernels may take in all: a share of the machine's memory, or a

@@ -1,8 +1,9 @@
-"""Points at which a test may kill this process, or have a write fail.
+"""Points at which a test may kill this process, block the thread that reaches them, or have a write fail.
 
 - They lie before and after each step that changes the world, the books or the ledger.
 - Off unless `JUPYTER_GPU_FAILPOINTS` names a file when the process starts: then `reach` costs one comparison.
-- The file says where, in one line: a point's name, which time it is reached, and `kill` or `fail`, such as `ledger.begin.before 2 kill`.
+- The file says where, in one line: a point's name, which time it is reached, and `kill`, `hang` or `fail`, such as
+  `ledger.begin.before 2 kill`.
   It is removed first, so whoever is started anew lives on.
 - What was reached is written to the same name with `.reached` appended, one name a line: a list of what there is to try. The times are
   counted there, over all processes that are given the variable; whoever removes that file has them counted from one again.
@@ -13,6 +14,7 @@ import fcntl
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 __all__ = ["VARIABLE", "enabled", "reach"]
@@ -27,7 +29,7 @@ def enabled() -> bool:
 
 
 def reach(name: str) -> bool:
-    """Die here if the file says so; return whether it says that what is done here fails. Raises OSError if it cannot be used."""
+    """Die or hang here if the file says so; return whether it says that what is done here fails. Raises OSError if it cannot be used."""
     if _file is None:
         return False
     record = os.open(f"{_file}.reached", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -37,22 +39,24 @@ def reach(name: str) -> bool:
         times = os.pread(record, os.fstat(record).st_size, 0).split(b"\n").count(name.encode())
         path = Path(_file)
         try:
-            wanted, time, kills = _parsed(path.read_bytes())
+            wanted, time, action = _parsed(path.read_bytes())
         except FileNotFoundError:
             return False
         if wanted != name or time != times:
             return False
         path.unlink()
-        if kills:
+        if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
     finally:
         os.close(record)
+    if action == "hang":
+        threading.Event().wait()
     return True
 
 
-def _parsed(line: bytes) -> tuple[str, int, bool]:
-    """Return the point, which time, and whether to die there. Raises OSError for anything else: a test that asks for nothing is none."""
+def _parsed(line: bytes) -> tuple[str, int, str]:
+    """Return the point, which time, and what to do there. Raises OSError for anything else: a test that asks for nothing is none."""
     words = line.decode("ascii", "replace").split()
-    if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "fail"):
-        raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill` or `NAME TIME fail`, not {line[:200]!r}")
-    return words[0], int(words[1]), words[2] == "kill"
+    if len(words) != 3 or not re.fullmatch("[0-9]{1,9}", words[1]) or words[2] not in ("kill", "hang", "fail"):
+        raise OSError(errno.EINVAL, f"a failpoint is `NAME TIME kill`, `... hang` or `... fail`, not {line[:200]!r}")
+    return words[0], int(words[1]), words[2]

@@ -1,4 +1,7 @@
-"""A broker that is there and does not answer: who waits for it is told so, with its process and what to do, and nothing is lost."""
+"""A broker that is there and does not answer: who waits for it is told so, with its process and what to do, and nothing is lost.
+
+One whose own loop is blocked ends itself. One that was stopped does not, however long that took.
+"""
 
 import os
 import signal
@@ -6,9 +9,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
+
+from provisioner.host.failpoints import VARIABLE
 from tests.support.stories import CHECK, fill
-from tests.support.world import DEADLINE_S, Notebook, Server, World
+from tests.support.victims import brokers
+from tests.support.world import DEADLINE_S, Notebook, Server, World, new_world
+
+HANG_LIMIT_S = 3
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with new_world() as made:
+        made.configure(f"c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
+        made.environment[VARIABLE] = str(made.folder / "failpoint")
+        yield made
 
 
 @contextmanager
@@ -63,6 +81,21 @@ def test_a_cell_says_that_the_broker_is_stopped_and_goes_on_when_it_answers(worl
     reply = notebook.wait(cell)
     assert (reply.status, reply.text) == ("ok", "intact\n")
     assert world.broker_pid() == pid
+
+
+def test_a_broker_whose_loop_is_blocked_ends_itself_and_the_next_serves_the_cell(world: World, server: Server) -> None:
+    notebook = suspended(world, server)
+    pid = world.broker_pid()
+    point = "event.Wanted@suspended.before"
+    reached = world.folder / "failpoint.reached"
+    times = reached.read_text().split("\n").count(point)
+    (world.folder / "failpoint").write_text(f"{point} {times + 1} hang")
+    assert notebook.must(CHECK).text == "intact\n"
+    assert pid not in brokers(world)
+    log = Path(world.socket).with_name("broker.log").read_text()
+    assert "CRITICAL the event loop has stood still" in log
+    assert "in reach" in log, "the stack shows where"
+    assert "Traceback" not in log.rpartition("most recent call first")[2]
 
 
 def test_a_cell_that_waits_already_says_it_too_and_keeps_its_place(world: World, server: Server) -> None:

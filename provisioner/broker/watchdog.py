@@ -1,0 +1,145 @@
+"""Ends a broker whose event loop stands still, with the stacks of all its threads in the log.
+
+A broker whose loop is blocked serves nobody, and no part of it that runs on the loop can notice. A thread does: it hands the loop a
+callback and waits until the loop has run it. A broker that was ended so is started again by the next client that needs one, or by its
+supervisor, and finds in the journal what it had in hand: for kernels and ledger it is like a SIGKILL, which is tested at every step.
+
+What may rightly take the loop's time: decisions and replies (milliseconds), the status of thousands of leases (tenths of a second), and a
+line of the log on a slow disk. Ledger and audit log are written, and devices, /proc and checkpoints are waited for, in other threads or
+processes. So the limit can be short against a person's patience and long against all of that: 30 s by default.
+
+- Only time in which this thread ran counts. A broker that was stopped (SIGSTOP, a frozen control group, a machine that slept) was not
+  blocked.
+- While a debugger holds the process, or is loaded in it, nothing counts.
+- A loop that goes on while its stacks are written stays.
+- A call into native code that keeps the interpreter's lock stops this thread, too, and is not noticed.
+"""
+
+import asyncio
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["EXIT_HUNG", "Watchdog"]
+
+EXIT_HUNG = 70  # the exit status of a broker that ended itself; systemd's Restart=on-failure starts it again
+_LONGEST_TICK_S = 2.0
+_TICKS = 10  # at least, in the limit
+_DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
+
+
+class Watchdog:
+    """Watches the running loop while its block lasts. `limit_s`: how long the loop may stand still, seconds; None: for ever.
+
+    `end` is called with the exit status; `clock` returns monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        limit_s: float | None,
+        *,
+        end: Callable[[int], None] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit_s = limit_s
+        self._end = end
+        self._clock = clock
+        self._over = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, limit_ms: int | None) -> Self:
+        """Return the watchdog of a broker with this limit, milliseconds; None: for ever."""
+        return cls(None if limit_ms is None else limit_ms / 1000)
+
+    def __enter__(self) -> Self:
+        if self._limit_s is not None:
+            self._loop = asyncio.get_running_loop()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._loop, self._limit_s), name="watchdog", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+        tick_s = min(_LONGEST_TICK_S, limit_s / _TICKS)
+        still_s, looked_s = 0.0, self._clock()
+        answered = _asked(loop)
+        while not self._over.wait(tick_s):
+            now_s = self._clock()
+            # A tick that took longer than two was spent stopped, or starved of the processor, as the loop was.
+            passed_s, looked_s = min(now_s - looked_s, 2 * tick_s), now_s
+            if answered.is_set():
+                still_s, answered = 0.0, _asked(loop)
+            elif _is_debugged():
+                still_s = 0.0
+            else:
+                still_s += passed_s
+            if still_s >= limit_s:
+                _write_stacks(still_s)
+                if not answered.wait(tick_s):
+                    self._end(EXIT_HUNG)
+                    return
+                _write(f"the event loop went on after {still_s:.0f} s: the broker serves on")
+
+
+def _asked(loop: asyncio.AbstractEventLoop) -> threading.Event:
+    """Return what the loop sets as soon as it gets to it."""
+    answered = threading.Event()
+    loop.call_soon_threadsafe(answered.set)
+    return answered
+
+
+def _is_debugged() -> bool:
+    if not _DEBUGGERS.isdisjoint(sys.modules):
+        return True
+    try:
+        status = Path("/proc/self/status").read_bytes()
+    except OSError:
+        return False
+    return any(line.startswith(b"TracerPid:") and line.split()[1] != b"0" for line in status.split(b"\n"))
+
+
+def _write_stacks(still_s: float) -> None:
+    """Write what every thread does into the log, past Python's logging, whose lock the blocked thread may hold."""
+    _write(
+        f"the event loop has stood still for {still_s:.0f} s: the broker ends itself, and is started again where it is needed; no kernel "
+        "loses anything by that. What its threads did, the most recent call first:"
+    )
+    for descriptor in _log_descriptors():
+        faulthandler.dump_traceback(descriptor, all_threads=True)
+
+
+def _write(sentence: str) -> None:
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 CRITICAL {sentence}\n".encode()
+    for descriptor in _log_descriptors():
+        try:
+            os.write(descriptor, line)
+        except OSError:
+            continue  # a full disk must not keep a blocked broker alive
+
+
+def _log_descriptors() -> list[int]:
+    """Return the descriptors of the files that the log goes to."""
+    found = []
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler):
+            with suppress(OSError, ValueError, AttributeError):  # a stream that is closed, none, or no file
+                found.append(handler.stream.fileno())
+    return found
