@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from provisioner.client import BrokerClient
 from provisioner.discovery import ensure_broker, runtime_dir
-from provisioner.kernel_process import identity_of
+from provisioner.kernel_process import identity_of, working_folder
 from provisioner.protocol.errors import (
     BrokerUnavailableError,
     ForbiddenError,
@@ -239,8 +239,13 @@ def _write_token(lease_id: str, token: str) -> Path:
 
 
 def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:
-    """Describe a process that this one has started (and not yet waited for, so that the pid is surely its own)."""
+    """Describe a process that this one has started (and not yet waited for, so that the pid is surely its own).
+
+    Raises ProcessGoneError.
+    """
     contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
+    if contents.get("transport") == "ipc":  # jupyter_client's path, which the kernel takes from its own folder
+        contents["ip"] = os.fspath(working_folder(pid) / contents["ip"])
     return AttachRequest(
         **identity_of(pid),
         connection=contents,

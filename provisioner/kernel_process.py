@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AdoptedProcess", "ProcessGoneError", "identity_of", "kill_holders"]
+__all__ = ["AdoptedProcess", "ProcessGoneError", "identity_of", "kill_holders", "working_folder"]
 
 _EXIT_UNKNOWN = 255  # only a parent is told
 
@@ -31,6 +31,14 @@ def identity_of(pid: int) -> dict[str, Any]:
         raise ProcessGoneError(f"process {pid} has ended")
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return {"pid": pid, "start_time": int(fields[19]), "boot_id": boot_id}
+
+
+def working_folder(pid: int) -> Path:
+    """Return the folder in which the process is. Raises ProcessGoneError."""
+    try:
+        return Path(f"/proc/{pid}/cwd").readlink()
+    except OSError as error:
+        raise ProcessGoneError(f"process {pid} is gone") from error
 
 
 def kill_holders(variable: str, value: str) -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import PurePath
 from typing import Final
 
 from provisioner.broker.decode import printable
+from provisioner.broker.endpoints import check_endpoints
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.host.process import (
@@ -143,7 +144,7 @@ def _connection(path: str, uid: int) -> str:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != uid:
             return ""
         connection = json.loads(os.read(descriptor, _LONGEST_FILE))
-        connection_from_json(connection)
+        check_endpoints(connection_from_json(connection), uid)
     except (OSError, ValueError, RecursionError):
         return ""
     finally:

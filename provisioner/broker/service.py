@@ -25,6 +25,7 @@ from provisioner.broker.audit import AuditLog
 from provisioner.broker.broker import Broker, devices_of, now_ms, token_digest, wall_ms
 from provisioner.broker.checks import Peer, lease_spec, user_name, verified_process
 from provisioner.broker.decode import printable
+from provisioner.broker.endpoints import check_endpoints
 from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.kernels import Kernel, Request
@@ -290,7 +291,8 @@ class Service:
         """Put a process behind the lease. Raises BadRequestError or ForbiddenError with what does not fit."""
         identity = await verified_process(peer, kernel, request)
         try:
-            connection_from_json(request.connection)
+            connection = connection_from_json(request.connection)
+            await asyncio.to_thread(check_endpoints, connection, kernel.uid)
         except ValueError as error:
             raise BadRequestError(str(error), reason="bad-connection") from None
         if kernel.identity is not None and kernel.identity != identity:
