@@ -6,17 +6,21 @@ Rules:
   connection is hung up, which withdraws the ticket.
 - Where a cell may overlap with the resume, it leaves the ticket behind: the stream goes on without a listener until it opens the gate.
 - Listeners are told through a queue each, so a waiting main thread stays interruptible: what blocks in the socket is our thread.
+- A process that cannot call the broker any more (no descriptors, another user) waits as long as the gate's line stands: the broker sees
+  a busy kernel that does not ask, asks in its place, and opens the gate.
 - A broker that dies meanwhile is started again and asked again. Only a broker that fails several times without a word in between, or
   that cannot be started, is an answer.
 - A broker that is there and does not answer is waited for, and the listeners are told so (see `provisioner.silence`).
 """
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kernelext.gate import Gate
+from kernelext.local_failures import LOCAL_FAILURES, describe, is_local
 from kernelext.settings import Settings
 
 if TYPE_CHECKING:
@@ -29,6 +33,14 @@ __all__ = ["INTERRUPTED", "OPENED", "Acquirer", "Refusal", "Waiter", "explain"]
 MAX_FRUITLESS = 5  # attempts in a row in which the broker said nothing before it broke
 LONGEST_PAUSE_S = 5.0
 ASK_AGAIN = frozenset({"timeout"})  # reasons of a refusal that only says: this call has waited long enough
+DEAF = (
+    "This kernel cannot reach the GPU broker any more ({why}). What it has on the GPU is kept. Undo what causes this, or begin the cell "
+    "with %%cpu: it then runs at once, and its calls of the GPU wait until the broker has brought its memory back."
+)
+SPOKEN_FOR = (
+    "This kernel cannot ask for the GPU ({why}). The broker sees that the cell waits, and lets it in in its turn."
+)
+_CALL_AGAIN_S = 1.0  # of a process that cannot call the broker
 REVIVING = "The GPU broker does not answer; it is being started again."
 
 OPENED = "opened"
@@ -72,9 +84,10 @@ class _Attempt:
 class Acquirer:
     """Holds the ticket of one kernel while somebody waits."""
 
-    def __init__(self, settings: Settings, gate: Gate) -> None:
+    def __init__(self, settings: Settings, gate: Gate, is_heard: Callable[[], bool] = bool) -> None:
         self._settings = settings
         self._gate = gate
+        self._is_heard = is_heard
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
         self._attempt: _Attempt | None = None
@@ -142,17 +155,15 @@ class Acquirer:
         while not attempt.is_abandoned():
             attempt.last = None
             try:
-                return self._ask(attempt)
+                return self._ask_if_heard(attempt)
             except BrokerUnavailableError as error:
                 breaks, fruitless = breaks + 1, 0 if attempt.last is not None else fruitless + 1
                 if attempt.is_abandoned():
                     return None
                 if fruitless >= MAX_FRUITLESS:
                     return Refusal(str(error))
-            except FractionalGPUError as error:
-                return Refusal(explain(error))
             try:
-                self._tell(attempt, _reviving())
+                self._tell(attempt, _waiting("broker-starting", REVIVING))
                 self._settings.revive()
             except FractionalGPUError as error:
                 if error.reason != "timeout":  # else a broker is there: it is asked again for as long as it takes
@@ -160,6 +171,27 @@ class Acquirer:
                 fruitless = 0
             if breaks > 1:  # a broker that breaks each time it is asked is not hammered
                 attempt.pause(min(0.1 * 2**breaks, LONGEST_PAUSE_S))
+        return None
+
+    def _ask_if_heard(self, attempt: _Attempt) -> Refusal | None:
+        """Ask; where this process cannot, wait until it can, or until the broker opens the gate. Raises BrokerUnavailableError."""
+        from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+
+        while not attempt.is_abandoned():
+            try:
+                return self._ask(attempt)
+            except FractionalGPUError as error:
+                if not is_local(error):
+                    if isinstance(error, BrokerUnavailableError):
+                        raise
+                    return Refusal(explain(error))
+                why = describe(error)
+            except LOCAL_FAILURES as error:
+                why = describe(error)
+            if not self._is_heard():
+                return Refusal(DEAF.format(why=why))
+            self._tell(attempt, _waiting("cannot-ask", SPOKEN_FOR.format(why=why)))
+            attempt.pause(_CALL_AGAIN_S)
         return None
 
     def _ask(self, attempt: _Attempt) -> Refusal | None:
@@ -211,10 +243,10 @@ def explain(error: "FractionalGPUError") -> str:
     return str(error)
 
 
-def _reviving() -> "Progress":
+def _waiting(reason: str, sentence: str) -> "Progress":
     from provisioner.protocol.messages import Progress, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
-    return Progress(kind=ProgressKind.WAITING, reason="broker-starting", sentence=REVIVING)
+    return Progress(kind=ProgressKind.WAITING, reason=reason, sentence=sentence)
 
 
 def _silent(sentence: str) -> "Progress":

@@ -35,7 +35,7 @@ class LeasedKernel:
         self._notices = Notices(shell, notice)
         self._first = FirstGrant(self._hooks)
         self.gate = Gate(self._bind)
-        self._acquirer = Acquirer(settings, self.gate)
+        self._acquirer = Acquirer(settings, self.gate, lambda: self._link.listens)
         self._managed = ManagedMemory(self._tell_managed, self._hooks)
         shrinker = Shrinker(self._on_main_loop, self.gate, why_not=self._managed.reason)
         self._link = Link(

@@ -3,9 +3,10 @@
 Two daemon threads, started a moment after the kernel so that they take nothing from its start: one reads the stream of commands and
 obeys at once what needs no round trip; the other sends the answers on a second connection. While the gate is not open it sends a pulse
 every `PULSE_S` seconds, too, which proves that Python runs, to a broker that does not hear by itself whether its stream is read. A
-broken stream is tried again with growing pauses, and what a process short of threads or descriptors cannot do is answered with "busy":
-without this line the kernel would be deaf. It never starts a broker: a kernel that nobody uses needs none, and a cell that waits starts
-one itself.
+broken stream is tried again with growing pauses, whatever a cell did to this process (`local_failures`), and what it cannot do is answered
+with "busy": without this line the kernel would be deaf. An answer that cannot be sent is tried again for as long as the broker waits for
+it; then the kernel's user is told once that the broker goes by what it sees. The line never starts a broker: a kernel that nobody uses
+needs none, and a cell that waits starts one itself.
 """
 
 import threading
@@ -14,18 +15,25 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from kernelext.gate import Gate
+from kernelext.local_failures import LOCAL_FAILURES, describe, is_local
 from kernelext.settings import Settings
 from kernelext.shrink import Shrinker
 
 if TYPE_CHECKING:
     from provisioner.client import BrokerClient
-    from provisioner.protocol.messages import GateCommand
+    from provisioner.protocol.messages import GateAnswer, GateCommand
 
 __all__ = ["Link"]
 
 SETTLE_S = 0.1  # the kernel's own start comes first
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
+SEND_AGAIN_S = 0.2
+SEND_ATTEMPTS = 10  # the broker waits for about as long
+UNHEARD = (
+    "This kernel cannot answer the GPU broker ({why}). Nothing is lost: while the kernel idles, the broker may move its GPU memory to host "
+    "memory after a short wait, and brings it back for the next cell."
+)
 LONGEST_PAUSE_UNKNOWN_S = (
     30.0  # the broker answers, but does not know (or want) this lease: nothing is likely to change soon
 )
@@ -57,6 +65,8 @@ class Link:
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
         self._heard = False  # the broker knows by itself that Python runs
+        self._listens = False
+        self._told_unheard = False
 
     def start(self) -> None:
         """Start both threads; returns at once."""
@@ -69,6 +79,11 @@ class Link:
         self._answers.put(None)
         for client in list(self._clients):
             client.close()
+
+    @property
+    def listens(self) -> bool:
+        """Whether the broker's commands come through."""
+        return self._listens
 
     def exempt(self, on: bool) -> None:
         """Tell that the cell that begins does not use the GPU, or that it is over, so that it gets no ticket. Never blocks."""
@@ -96,6 +111,8 @@ class Link:
 
     def _read(self) -> None:
         self._stop.wait(SETTLE_S)
+        # A process that runs out of descriptors can import nothing any more, and its cells wait, too.
+        import kernelext.waitline  # noqa: F401, PLC0415 - loaded for later, off the kernel's start
         from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
 
         pause = FIRST_PAUSE_S
@@ -104,10 +121,11 @@ class Link:
             try:
                 heard = self._listen()
                 pause = FIRST_PAUSE_S if heard else pause
-            except (BrokerUnavailableError, RuntimeError, OSError):
-                pass  # nobody there, or gone, or this process is out of threads or descriptors: try again
-            except FractionalGPUError:
-                longest = LONGEST_PAUSE_UNKNOWN_S
+            except FractionalGPUError as error:
+                if not (isinstance(error, BrokerUnavailableError) or is_local(error)):
+                    longest = LONGEST_PAUSE_UNKNOWN_S
+            except LOCAL_FAILURES:
+                pass  # this process cannot call: a cell that needs the GPU says so
             self._stop.wait(pause)
             pause = min(pause * 2, longest)
 
@@ -124,6 +142,7 @@ class Link:
                 version=__version__, open=self._gate.is_open, busy=self._gate.is_busy, managed=self._managed()
             )
             for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
+                self._listens = True
                 heard = heard or bool(
                     number or command.verb
                 )  # not its greeting: whoever says no more may be gone at once
@@ -133,6 +152,7 @@ class Link:
             if not heard:
                 raise
         finally:
+            self._listens = False
             self._hang_up(client)
             if self._heard:  # the next one may be another version
                 self._heard = False
@@ -140,11 +160,11 @@ class Link:
         return heard
 
     def _try_to_obey(self, command: "GateCommand") -> None:
-        """Obey; a process that is out of threads or descriptors, or whose main loop is closed, says so instead."""
+        """Obey; a process that cannot (out of threads or descriptors, a closed main loop, replaced functions) says so instead."""
         try:
             self._obey(command)
-        except (RuntimeError, OSError) as error:
-            self._answer(command.number, "busy", f"this kernel could not do it: {error}"[:200])
+        except LOCAL_FAILURES as error:
+            self._answer(command.number, "busy", f"this kernel could not do it: {describe(error)}"[:200])
 
     def _obey(self, command: "GateCommand") -> None:
         from provisioner.protocol.messages import GateVerb  # noqa: PLC0415 - off the kernel's start
@@ -177,7 +197,6 @@ class Link:
 
     def _send(self) -> None:
         self._stop.wait(SETTLE_S)
-        from provisioner.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
         from provisioner.protocol.limits import PULSE_S  # noqa: PLC0415 - off the kernel's start
         from provisioner.protocol.messages import GateAnswer  # noqa: PLC0415 - off the kernel's start
 
@@ -187,14 +206,37 @@ class Link:
                 answer = self._answers.get(timeout=None if self._heard else PULSE_S)
             except Empty:
                 answer = None if self._gate.is_open else (0, "pulse", "")
-            if answer is None:
-                continue
-            number, word, detail = answer
+            if answer is not None:
+                client = self._deliver(client, GateAnswer(number=answer[0], word=answer[1], detail=answer[2]))
+        self._hang_up(client)
+
+    def _deliver(self, client: "BrokerClient | None", answer: "GateAnswer") -> "BrokerClient | None":
+        """Send one answer; return the connection for the next one."""
+        from provisioner.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+
+        why = ""
+        for left in reversed(range(SEND_ATTEMPTS)):
             try:
                 client = client or self._connect()
-                client.answer(self._settings.lease_id, GateAnswer(number=number, word=word, detail=detail))
-            except FractionalGPUError:
-                # The broker that asked is gone, or no longer wants the answer; the next one asks again.
+                client.answer(self._settings.lease_id, answer)
+            except FractionalGPUError as error:
                 self._hang_up(client)
                 client = None
-        self._hang_up(client)
+                if not is_local(error):
+                    return None  # the broker that asked is gone, or no longer wants the answer; the next one asks again
+                why = describe(error)
+            except LOCAL_FAILURES as error:
+                self._hang_up(client)
+                client, why = None, describe(error)
+            else:
+                return client
+            if left and self._stop.wait(SEND_AGAIN_S):
+                return None
+        self._tell_unheard(answer.number, why)
+        return None
+
+    def _tell_unheard(self, number: int, why: str) -> None:
+        """Tell the user, once, that the broker's questions get no answer."""
+        if number and not self._told_unheard:
+            self._told_unheard = True
+            self._notice(UNHEARD.format(why=why))

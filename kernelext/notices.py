@@ -9,6 +9,7 @@ and nobody looks at its output.
 """
 
 import contextvars
+import sys
 import threading
 from typing import Any
 
@@ -49,8 +50,12 @@ class Notices:
                     self._kept.append(sentence)
                 return
             line = LiveLine(self._shell)
-            self._shown.append(line)
-            cell.copy().run(line.show, sentence)
+            try:
+                cell.copy().run(line.show, sentence)
+            except _failures():  # this thread can have no socket of its own: the main thread shows it
+                self._kept.append(sentence)
+            else:
+                self._shown.append(line)
 
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         """`pre_run_cell`, which fires for what a person runs and not for silent requests."""
@@ -78,3 +83,9 @@ class Notices:
         """Show them in the cell that begins or ends now, where they stay."""
         for sentence in sentences:
             publish(self._shell, Sentence(sentence))
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What publishing from a thread may raise in a process without descriptors. ZeroMQ is loaded in every Jupyter kernel."""
+    zmq = sys.modules.get("zmq")
+    return (OSError, RuntimeError) if zmq is None else (OSError, RuntimeError, zmq.ZMQError)

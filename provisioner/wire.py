@@ -29,6 +29,8 @@ from provisioner.protocol.versions import OWN, Version, from_header
 
 __all__ = ["Call", "Connection", "decode_json"]
 
+_open_socket = socket.socket  # a cell may replace it in its module, and its kernel must still be heard
+
 MAX_REPLY_BYTES = 32 * 1024 * 1024  # a whole host's status
 MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: a whole host again
 _BACKLOG_RETRY_S = 0.02
@@ -320,7 +322,7 @@ def _connect(path: str, timeout_s: float | None) -> socket.socket:
     with the reason "no-descriptor" where it is this process that cannot have a socket: that says nothing of the broker.
     """
     try:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = _open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
         why = f"this process can open no socket to the GPU broker at {path}: {error.strerror}"
         raise BrokerUnavailableError(why, reason="no-descriptor") from error
@@ -339,7 +341,8 @@ def _connect(path: str, timeout_s: float | None) -> socket.socket:
     except OSError as error:
         sock.close()
         # A full backlog is a broker's that is there, and takes nobody in: another must not be started beside it.
-        reason = "timeout" if isinstance(error, BlockingIOError) else "no-broker"
+        reasons: dict[type[OSError], str] = {BlockingIOError: "timeout", PermissionError: "no-access"}
+        reason = reasons.get(type(error), "no-broker")
         raise BrokerUnavailableError(_why_no_connection(path, error), reason=reason) from error
     except BaseException:
         sock.close()

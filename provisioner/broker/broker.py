@@ -93,6 +93,7 @@ class Broker:
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.counters = IdleCounters(self)
+        swaps.is_quiet = self.counters.is_quiet
         self.backstop = Backstop(self)
         self.oom_kills = OomKills()
         self.contexts = ContextLearner(self)

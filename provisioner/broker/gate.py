@@ -39,6 +39,7 @@ class GateLink:
         self.last_pulse_s = now_s
         self.exempt = False  # the running cell declared that it does not use the GPU (`%%cpu`, `%gpu`)
         self.closed = False
+        self.mute = False  # the last question got no answer, and nothing was said since
         self.detail = ""  # of the last answer
         self.reserved_mib: int | None = None  # what frameworks held when the last command was answered, if that told
         self.stream: Stream | None = None  # once it carries anything
@@ -65,6 +66,7 @@ class GateLink:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
+            self.mute = True
             return ""
         finally:
             del self._answers[number]
@@ -72,6 +74,7 @@ class GateLink:
     def take(self, answer: GateAnswer, now_s: float) -> None:
         """Note an answer or a pulse; late and unknown numbers are ignored."""
         self.last_pulse_s = now_s
+        self.mute = False
         if answer.number == 0:
             self.exempt = answer.word == "exempt" or (self.exempt and answer.word in ("pulse", "managed"))
             return
@@ -96,6 +99,10 @@ class GateLink:
             self._on_its_way = False
         if now_s - self._line_s >= every_s and self.stream.keep_alive():
             self._on_its_way, self._line_s = True, now_s
+
+    def was_read(self) -> bool:
+        """Whether the extension is known to have read every command."""
+        return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:
         """Count these last seconds as no silence: nobody looked, or the process could not read."""

@@ -32,11 +32,12 @@ from provisioner.host.tree import Snapshot, scan
 if TYPE_CHECKING:
     from provisioner.broker.broker import Broker
 
-__all__ = ["QUIET_S", "IdleCounters"]
+__all__ = ["QUIET_S", "UNANSWERED_QUIET_S", "IdleCounters"]
 
 log = logging.getLogger(__name__)
 
 QUIET_S: Final = 2.0
+UNANSWERED_QUIET_S: Final = 5.0  # of a kernel whose extension does not answer: nothing else tells that it is idle
 _INTERVAL_S: Final = 1.0
 _NOBODY_S: Final = 2.0  # while nobody works, or nobody is resident and idle: a resume says nothing here
 _SHORTEST_S: Final = 0.05
@@ -85,6 +86,28 @@ class IdleCounters:
                 async with asyncio.timeout(self._pause_s() if watched else _NOBODY_S):
                     await self._news.wait()
                 await asyncio.sleep(_SHORTEST_S)
+
+    async def is_quiet(self, kernel: Kernel) -> bool:
+        """Return whether no device of the lease has seen work of its processes for `UNANSWERED_QUIET_S`.
+
+        A device that tells nothing leaves it to the messages. One that cannot be read is not known to be quiet.
+        """
+        view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
+        if view is None or identity is None:
+            return False
+        devices = sorted(view.device_ids or ((view.device_id,) if view.device_id is not None else ()))
+        known = {one.pid for one in self._broker.roots()}
+        since_us = time.time_ns() // 1000 - int(UNANSWERED_QUIET_S * _S)
+        activities, snapshot = await asyncio.to_thread(self._read, devices, since_us, known)
+        pids = self._pids(kernel, identity, snapshot)
+        return all(
+            device_id in self._silent
+            or (
+                (found := activities.get(device_id)) is not None
+                and not any(at_us > since_us for pid, at_us in found.worked_us.items() if pid in pids)
+            )
+            for device_id in devices
+        )
 
     def _watched(self) -> list[tuple[Kernel, ProcessIdentity, str]]:
         found = []
@@ -158,10 +181,7 @@ class IdleCounters:
     def _judge(
         self, kernel: Kernel, identity: ProcessIdentity, activity: DeviceActivity, snapshot: Snapshot | None
     ) -> None:
-        pids = {identity.pid}
-        if snapshot is not None:
-            marker = (LEASE_VARIABLE, kernel.lease_id)
-            pids |= {one.pid for one in snapshot.tree(identity, marker, apart=self._broker.roots())}
+        pids = self._pids(kernel, identity, snapshot)
         idle_us = kernel.idle_us or 0
         worked_us = max((at_us for pid, at_us in activity.worked_us.items() if pid in pids), default=0)
         if worked_us > idle_us:
@@ -170,6 +190,13 @@ class IdleCounters:
         recent = kernel.worked_us > 0 and activity.known_until_us - kernel.worked_us < QUIET_S * _S
         # Nothing was known of it a moment ago: it stays as it is. What has been quiet for long does not become busy by waiting.
         self._conclude(kernel, working=recent or (unsettled and kernel.working))
+
+    def _pids(self, kernel: Kernel, identity: ProcessIdentity, snapshot: Snapshot | None) -> set[int]:
+        """Return the processes of the kernel; without a snapshot only the kernel's own."""
+        if snapshot is None:
+            return {identity.pid}
+        tree = snapshot.tree(identity, (LEASE_VARIABLE, kernel.lease_id), apart=self._broker.roots())
+        return {identity.pid} | {one.pid for one in tree}
 
     def _conclude(self, kernel: Kernel, *, working: bool) -> None:
         if kernel.working != working:

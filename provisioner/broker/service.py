@@ -506,7 +506,7 @@ class Service:
         kernel.notify()
         if not hello.open:
             self.broker.open_gate(kernel)
-        elif view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
+        elif view.state in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNARMED):
             link.send(GateVerb.CLOSE)
         for sentence in kernel.notices:
             link.send(GateVerb.NOTICE, sentence=sentence)

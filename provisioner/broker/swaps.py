@@ -9,6 +9,9 @@ The rules:
 - The order of a suspend: close the gate, the kernel is idle, shrink, look, host memory, lock every CUDA process of the tree, look again
   (IOPub, newcomers, sizes), checkpoint, see that it is true.
 - What is saved was reserved before: more than the arbiter reserved on the host is not saved, and is told so that more is reserved.
+- A gate that does not answer in time, or that is not connected, is no veto: the kernel is treated as one without our extension, once
+  the devices' counters were quiet for a while (`is_quiet`). Python that does not run (an extension module that holds the GIL) is idle by
+  its messages, too.
 - A preempted kernel is busy: its gate is shut for the next cell only, nothing is shrunk, and being busy is no reason to stop.
 - The order of a resume: see that the room is really free, with a margin, restore, unlock, see that it is true. A restore without room
   kills the process, so it is never tried to find out.
@@ -44,6 +47,7 @@ log = logging.getLogger(__name__)
 _LONGEST_REASON = 300
 _SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
+_MUTE_GATE_S = 0.25  # how long a gate may take to answer that did not answer the last time
 _FRESH_S = 0.25  # so old may be what was seen of the processes, for a first look
 
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
@@ -51,6 +55,14 @@ Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
 
 Screening = Callable[[Kernel, Collection[ProcessIdentity], Scene], Awaitable[str]]
 """Says why CUDA processes of a kernel cannot be checkpointed, a sentence; "" if nothing speaks against it."""
+
+
+Quiet = Callable[[Kernel], Awaitable[bool]]
+"""Says whether the devices have seen no work of a kernel for so long that it is idle, though its extension does not say so."""
+
+
+async def _always_quiet(_kernel: Kernel) -> bool:
+    return True
 
 
 async def _nothing_against(_kernel: Kernel, _processes: Collection[ProcessIdentity], _scene: Scene) -> str:
@@ -77,6 +89,14 @@ class Truth:
     device_id: str | None = None
     saved_mib: int = 0
     sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gate:
+    """What became of a kernel's gate: whether it keeps cells out, as far as is known, and whether the extension answers."""
+
+    shut: bool = False
+    answers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +130,7 @@ class Swaps:
         self._times = times
         self._overhead_mib = overhead_mib or {}
         self.screen: Screening = _nothing_against
+        self.is_quiet: Quiet = _always_quiet
 
     @property
     def roots(self) -> Callable[[], list[ProcessIdentity]]:
@@ -191,12 +212,13 @@ class Swaps:
         kernel.checkpointed = {}
         try:
             self._check_goes_on(kernel)
-            gated = await (self._shut_gate(kernel) if effect.preempt else self._close_gate(kernel))
-            shrinks = gated and not effect.preempt and not self.off
+            gate = await (self._shut_gate(kernel) if effect.preempt else self._close_gate(kernel))
+            shrinks = gate.answers and not effect.preempt and not self.off
             unshrunk, scene = await self._first_look(kernel, effect, shrinks=shrinks)
             use, heirs = await self._sight.use(kernel, scene)
             if not use:
-                if gated and not effect.preempt:
+                if gate.shut and not effect.preempt:
+                    self._check_idle(kernel)
                     return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
                 raise StepError(  # noqa: TRY301 - the way back is the same for every step
                     SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
@@ -229,31 +251,40 @@ class Swaps:
             return await self._rolled_back(touched, SuspendOutcome.REFUSED, sentence)
         return await self._checkpoint_all(touched, kernel.checkpointed_mib)
 
-    async def _close_gate(self, kernel: Kernel) -> bool:
-        """Return whether our extension keeps cells out from now on. Raises StepError if a cell runs."""
-        gated = False
+    async def _close_gate(self, kernel: Kernel) -> _Gate:
+        """Have our extension keep cells out from now on. Raises StepError if a cell runs."""
         await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
-        if kernel.link is not None:
-            word = await kernel.link.ask(GateVerb.CLOSE, self._times.gate_s)
-            if word == "":
-                raise StepError(SuspendOutcome.ABORTED, "the kernel's extension did not answer in time")
-            if word != "closed":
+        link = kernel.link
+        if link is not None:
+            word = await link.ask(GateVerb.CLOSE, _MUTE_GATE_S if link.mute else self._times.gate_s)
+            if word == "closed":
+                self._check_idle(kernel)
+                return _Gate(shut=True, answers=True)
+            if word:
                 raise StepError(SuspendOutcome.ABORTED, "a cell began to run")
-            gated = True
+            if link.closed:
+                raise StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
         self._check_idle(kernel)
-        return gated
+        if not kernel.gated and link is None:
+            return _Gate()
+        if not await self.is_quiet(kernel):
+            raise StepError(
+                SuspendOutcome.ABORTED,
+                "the kernel's extension does not answer, and the kernel has worked on the GPU within the last seconds",
+            )
+        # A command that was read is obeyed in the same step. What cannot be sent then is the answer.
+        return _Gate(shut=link is not None and link.was_read())
 
-    async def _shut_gate(self, kernel: Kernel) -> bool:
-        """Have the next cell ask before it runs; return whether an extension is there to do so.
+    async def _shut_gate(self, kernel: Kernel) -> _Gate:
+        """Have the next cell ask before it runs, where an extension is there to do so.
 
         One that does not answer (the running cell may hold the interpreter) obeys later: until then a cell that runs blocks in
         CUDA, and gets its ticket for being busy.
         """
         self._check_alive(kernel)
-        if kernel.link is None:
-            return False
-        await kernel.link.ask(GateVerb.PREEMPT, self._times.gate_s)
-        return True
+        if kernel.link is not None:
+            await kernel.link.ask(GateVerb.PREEMPT, _MUTE_GATE_S if kernel.link.mute else self._times.gate_s)
+        return _Gate()
 
     @staticmethod
     def _check_goes_on(kernel: Kernel) -> None:

@@ -31,6 +31,7 @@ _QUIET_INTERVAL_S = 10.0
 _STEP_S = 0.5
 _LOOKS = 3  # for one sample, while changes overtake them
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
+_LONG_MOMENT_S = 10.0  # the same for one without a context whose extension is connected, and asks by itself as a rule
 _SILENCE_S = 2.5 * PULSE_S  # an extension that has not been heard of for this long: its Python does not run
 _LOOK_S = 5.0  # from one look at the lines to the next; what is more than that (a driver that answers late) is no silence of theirs
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
@@ -262,8 +263,10 @@ class Watcher:
     def _needs_voice(kernel: Kernel, view: LeaseView, busy_s: float, *, silent: bool) -> bool:
         link = kernel.link
         if view.state is LeaseState.UNARMED:
-            # The extension that should have asked never came: it may have failed to load.
-            return link is None and busy_s > _MOMENT_S
+            # The extension that should have asked never came (it may have failed to load), or cannot reach the broker any more.
+            if link is None or link.mute:
+                return busy_s > _MOMENT_S
+            return busy_s > _LONG_MOMENT_S and not link.exempt
         if view.state is not LeaseState.SUSPENDED:
             return False
         if link is None:

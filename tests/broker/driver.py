@@ -141,9 +141,9 @@ class Quiet:
         """Nothing is held."""
 
 
-def swaps_of(driver: Driver, *, overhead_mib: int = 0) -> Swaps:
+def swaps_of(driver: Driver, *, overhead_mib: int = 0, gate_s: float = 30) -> Swaps:
     """The swaps that this driver carries out."""
-    times = SwapTimes(gate_s=30, lock_s=1, checkpoint_s=30)
+    times = SwapTimes(gate_s=gate_s, lock_s=1, checkpoint_s=30)
     overheads = dict.fromkeys((DEVICE, *OTHERS), overhead_mib)
     return Swaps(cast("Monitor", driver), cast("WorkerLink", driver), times, overheads)
 

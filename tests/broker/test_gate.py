@@ -65,6 +65,31 @@ async def test_a_question_without_an_answer_ends_in_time() -> None:
     assert link._answers == {}
 
 
+async def test_an_extension_that_does_not_answer_is_mute_until_it_says_anything() -> None:
+    link = GateLink(0.0)
+    told = [link.mute]
+    assert await link.ask(GateVerb.CLOSE, 0.01) == ""
+    told.append(link.mute)
+    link.take(answer(0, "pulse"), 1.0)
+    assert [*told, link.mute] == [False, True, False]
+
+
+async def test_commands_were_read_once_they_are_written_and_the_stream_is_empty() -> None:
+    link, wire = on_a_wire()
+    assert link.was_read()
+    link.send(GateVerb.CLOSE)
+    assert not link.was_read(), "it was not written yet"
+    assert await link.next() is not None
+    wire.read = False
+    assert not link.was_read()
+    wire.read = None
+    assert not link.was_read(), "not known"
+    wire.read = True
+    assert link.was_read()
+    link.close()
+    assert not link.was_read()
+
+
 async def test_a_question_that_is_given_up_is_forgotten() -> None:
     link = GateLink(0.0)
     question, _ = await asked(link)

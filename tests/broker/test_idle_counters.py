@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from provisioner.broker.broker import Broker
-from provisioner.broker.idle_counters import QUIET_S, IdleCounters
+from provisioner.broker.idle_counters import QUIET_S, UNANSWERED_QUIET_S, IdleCounters
 from provisioner.broker.iopub import IOPubWatch
 from provisioner.broker.kernels import Kernel
 from provisioner.core.model import LeaseState, LeaseView
@@ -25,6 +25,7 @@ class World:
 
     def __init__(self, state: LeaseState = LeaseState.RESIDENT) -> None:
         self.monitor = self
+        self.arbiter = self
         self.view: LeaseView = view_of(state)
         self.quiet = Quiet()
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
@@ -38,6 +39,9 @@ class World:
         self.looked = asyncio.Event()
         self.asked_again_s = 0.0
         self.counters = IdleCounters(cast("Broker", self), steady_s=lambda: self.asked_again_s)
+
+    def lease(self, lease_id: str) -> LeaseView | None:
+        return self.view if lease_id == LEASE else None
 
     def views(self) -> list[tuple[Kernel, LeaseView]]:
         return [(self.kernel, self.view)]
@@ -118,6 +122,19 @@ async def test_work_of_another_process_is_not_its_work() -> None:
     world.known_until_us = end_us + SECOND
     await world.look()
     assert not world.busy
+
+
+async def test_a_kernel_that_cannot_say_that_it_is_idle_is_so_once_its_counters_were_quiet_for_longer() -> None:
+    world = World()
+    now_us = time.time_ns() // 1000
+    world.worked_us = {os.getpid(): now_us - int(UNANSWERED_QUIET_S * SECOND) + SECOND}
+    assert not await world.counters.is_quiet(world.kernel)
+    world.worked_us = {os.getpid(): now_us - int(UNANSWERED_QUIET_S * SECOND) - 1, 1: now_us}
+    assert await world.counters.is_quiet(world.kernel), "work of another process is not its work"
+    world.error = GPUError(GPUErrorCode.UNKNOWN, "no")
+    assert not await world.counters.is_quiet(world.kernel), "unknown is not quiet"
+    world.error, world.tells = None, False
+    assert await world.counters.is_quiet(world.kernel), "a device that tells nothing leaves it to the messages"
 
 
 async def test_a_person_who_asks_is_not_kept_waiting_by_work() -> None:

@@ -11,7 +11,7 @@ import pytest
 from provisioner.broker import sight
 from provisioner.broker import swaps as swaps_module
 from provisioner.broker.kernels import Kernel
-from provisioner.broker.swaps import Truth
+from provisioner.broker.swaps import Swaps, Truth
 from provisioner.core.effects import Resume
 from provisioner.core.events import ResumeOutcome, SuspendOutcome
 from provisioner.core.model import LeaseState
@@ -133,7 +133,7 @@ async def test_a_lock_that_fails_half_way_is_undone_in_reverse_order() -> None:
     [
         ({"close": "busy"}, "a cell began to run"),
         ({"close": "what?"}, "a cell began to run"),
-        ({"close": "hang up"}, "did not answer in time"),
+        ({"close": "hang up"}, "the kernel's extension hung up"),
         ({"close": "closed", "shrink": "busy"}, "the kernel's main loop was not idle"),
         ({"close": "closed", "shrink": "hang up"}, "the kernel's main loop was not idle"),
     ],
@@ -147,6 +147,97 @@ async def test_a_gate_that_does_not_shut_leaves_the_kernel_untouched(answers: di
     assert outcome is SuspendOutcome.ABORTED
     assert says in sentence
     assert driver.calls == []
+
+
+class Counters:
+    """Says whether a kernel was quiet, and counts how often that was asked."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self.asked = 0
+
+    async def __call__(self, _kernel: Kernel) -> bool:
+        self.asked += 1
+        return self.quiet
+
+
+def impatient(driver: Driver, counters: Counters) -> Swaps:
+    """Swaps that wait for a gate for a moment only."""
+    swaps = swaps_of(driver, gate_s=0.05)
+    swaps.is_quiet = counters
+    return swaps
+
+
+@pytest.mark.parametrize("linked", [True, False])
+async def test_a_gate_that_does_not_answer_is_no_veto_once_the_counters_were_quiet(*, linked: bool) -> None:
+    driver, counters = Driver(), Counters(quiet=False)
+    async with kernel_of(1, {} if linked else None) as (kernel, _, pids):
+        kernel.gated = True
+        running(driver, pids)
+        swaps = impatient(driver, counters)
+        outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
+        assert outcome is SuspendOutcome.ABORTED
+        assert "does not answer" in sentence
+        assert driver.calls == []
+        counters.quiet = True
+        outcome, saved_mib, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 300), sentence
+    assert [name for name, _ in driver.calls] == ["lock", "checkpoint"]
+    assert counters.asked == 2
+
+
+async def test_a_gate_that_answers_needs_no_quiet_counters() -> None:
+    driver, counters = Driver(), Counters(quiet=False)
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, _ = await impatient(driver, counters).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, counters.asked) == (SuspendOutcome.SAVED, 0)
+
+
+async def test_a_kernel_whose_gate_does_not_answer_and_that_becomes_busy_is_let_go() -> None:
+    driver = Driver()
+    async with kernel_of(1, {}) as (kernel, quiet, pids):
+        running(driver, pids)
+        write = journal([], lambda phase: setattr(quiet, "busy", phase == "locking"))
+        swaps = impatient(driver, Counters(quiet=True))
+        outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), write)
+    assert (outcome, sentence) == (SuspendOutcome.ABORTED, "the kernel became busy")
+    assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
+
+
+class Stream:
+    """Carries the commands, and says whether the extension has read them."""
+
+    def __init__(self, *, read: bool | None) -> None:
+        self.read = read
+
+    def keep_alive(self) -> bool:
+        return True
+
+    def is_read(self) -> bool | None:
+        return self.read
+
+
+@pytest.mark.parametrize(
+    ("read", "outcome"),
+    [
+        (True, SuspendOutcome.NOTHING_TO_SAVE),
+        (False, SuspendOutcome.REFUSED),
+        (None, SuspendOutcome.REFUSED),
+    ],
+)
+async def test_without_a_context_a_gate_that_does_not_answer_is_shut_if_it_has_read_the_command(
+    read: bool | None,
+    outcome: SuspendOutcome,
+) -> None:
+    driver = Driver()
+    async with kernel_of(1, {}) as (kernel, _, _):
+        assert kernel.link is not None
+        kernel.link.stream = Stream(read=read)
+        found, _, sentence = await impatient(driver, Counters(quiet=True)).suspend(
+            kernel, suspend_of(kernel), journal([])
+        )
+    assert found is outcome, sentence
 
 
 async def test_a_kernel_that_becomes_busy_while_it_is_locked_is_let_go() -> None:

@@ -204,6 +204,20 @@ async def test_a_lease_that_came_during_a_look_is_measured_by_the_next(monkeypat
     assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
 
 
+def test_a_kernel_without_a_context_whose_extension_did_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("provisioner.broker.watch.time.monotonic", lambda: 1000.0)
+    world = World(LeaseState.UNARMED)
+    world.kernel.link = GateLink(1000.0)
+    world.kernel.executing_since_s = 1000.0 - 5
+    world.watcher.relieve_silent()
+    assert world.wanted == []
+    world.kernel.link.mute = True
+    world.watcher.relieve_silent()
+    assert world.wanted == [LEASE]
+
+
 async def test_small_changes_of_the_host_budget_are_not_told() -> None:
     world = World()
     await world.told()
@@ -226,6 +240,8 @@ async def test_small_changes_of_the_host_budget_are_not_told() -> None:
         (LeaseState.SUSPENDED, True, 60, 0, True, True),
         (LeaseState.UNARMED, False, 0, 5, False, True),  # its extension never came
         (LeaseState.UNARMED, True, 60, 5, False, False),
+        (LeaseState.UNARMED, True, 0, 15, False, True),  # its extension cannot reach the broker to ask
+        (LeaseState.UNARMED, True, 0, 15, True, False),
         (LeaseState.RESIDENT, False, 0, 5, False, False),
         (LeaseState.RESUMING, True, 60, 5, False, False),
         (LeaseState.QUARANTINED, False, 0, 5, False, False),

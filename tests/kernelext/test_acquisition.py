@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NoReturn, cast
 
 import pytest
 
@@ -13,6 +14,7 @@ from kernelext.acquisition import MAX_FRUITLESS, Acquirer, Refusal, Waiter
 from kernelext.gate import Gate
 from kernelext.settings import Settings
 from kernelext.waiting import RefusedError, wait_for_gpu
+from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.messages import Progress
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 
@@ -108,6 +110,57 @@ def test_a_broker_that_had_a_word_for_us_is_asked_again_for_ever(
         assert text(waiter) == acquisition.REVIVING
     broker.stream("acquire", 2 * MAX_FRUITLESS).refused("no")
     assert text(waiter) == "no"
+
+
+class Deaf:
+    """Settings of a process that cannot call the broker."""
+
+    lease_id = LEASE
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def connect(self) -> NoReturn:
+        raise self._error
+
+    def revive(self) -> NoReturn:
+        raise AssertionError("a broker that this process cannot reach is not started again")
+
+
+DEAF = [
+    TypeError("'NoneType' object is not callable"),
+    OSError(24, "Too many open files"),
+    BrokerUnavailableError("no socket can be had", reason="no-descriptor"),
+    BrokerUnavailableError("the socket may not be opened by this user", reason="no-access"),
+]
+
+
+@pytest.mark.parametrize("error", DEAF, ids=repr)
+def test_a_process_that_cannot_ask_waits_until_the_broker_opens_the_gate_by_itself(error: Exception) -> None:
+    gate = Gate(lambda _: None)
+    acquirer = Acquirer(cast("Settings", Deaf(error)), gate, lambda: True)
+    waiter: Waiter = SimpleQueue()
+    opened = threading.Event()
+    gate.start_waiting(opened.set)
+    acquirer.join(waiter)
+    told = waiter.get(timeout=60)
+    assert isinstance(told, Progress)
+    assert told.reason == "cannot-ask"
+    assert str(error) in told.sentence
+    assert gate.open({})
+    assert opened.wait(60)
+    acquirer.leave(waiter)
+
+
+@pytest.mark.parametrize("error", DEAF, ids=repr)
+def test_a_process_that_can_neither_ask_nor_hear_refuses_the_cell_and_says_what_to_do(error: Exception) -> None:
+    acquirer = Acquirer(cast("Settings", Deaf(error)), Gate(lambda _: None), lambda: False)
+    waiter: Waiter = SimpleQueue()
+    acquirer.join(waiter)
+    told = text(waiter)
+    assert "What it has on the GPU is kept" in told
+    assert "%%cpu" in told
+    assert "restart" not in told
 
 
 def test_a_wait_leaves_the_signal_handler_as_it_was_and_nobody_waiting(side: Side, broker: ScriptedBroker) -> None:

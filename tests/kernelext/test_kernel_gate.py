@@ -419,3 +419,25 @@ def test_a_forked_child_has_an_inert_gate(kernel: RunningKernel, broker: Scripte
     assert kernel.run(code).printed == "b'42'\n"
     assert broker.count("acquire") == 1, "only the parent's first cell asked"
     assert broker.hung_up == []
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
+        "import os; os.setuid(65534)",
+    ],
+    ids=["no-descriptors", "another-user"],
+)
+def test_a_kernel_that_cannot_call_its_broker_any_more_obeys_and_is_let_in_by_it(
+    kernel: RunningKernel, broker: ScriptedBroker, breaks: str
+) -> None:
+    open_gate(kernel, broker)
+    stream = broker.stream("gate")
+    stream.command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "closed"
+    assert kernel.run(f"%%cpu\n{breaks}").status == "ok"
+    request = kernel.send("print('on')")
+    kernel.until_shown(request, "This kernel cannot ask for the GPU")
+    stream.command(GateVerb.OPEN)
+    assert kernel.finish(request).printed == "on\n"

@@ -1,22 +1,27 @@
 """The kernel's line to its broker outlives what goes wrong in the kernel's process."""
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import pytest
 
+from kernelext import link
 from kernelext.gate import Gate
 from kernelext.link import Link
 from kernelext.settings import Settings
 from kernelext.shrink import Shrinker
 from provisioner.client import BrokerClient
 from provisioner.protocol import limits
+from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.messages import GateCommand, GateVerb
+from provisioner.wire import Connection
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 from tests.support.fake_broker import DEADLINE_S
+from tests.support.world import until
 
 
 @pytest.fixture
@@ -26,9 +31,11 @@ def settings(folder: Path, broker: ScriptedBroker) -> Settings:
 
 
 @contextmanager
-def a_line(settings: Settings) -> Iterator[None]:
-    gate = Gate(lambda _: None)
-    line = Link(settings, gate, Shrinker(lambda _: True, gate), lambda _: None, lambda _: None)
+def a_line(
+    settings: Settings, gate: Gate | None = None, notice: Callable[[str], None] = lambda _: None
+) -> Iterator[None]:
+    gate = gate or Gate(lambda _: None)
+    line = Link(settings, gate, Shrinker(lambda _: True, gate), notice, lambda _: None)
     before = set(threading.enumerate())
     line.start()
     threads = set(threading.enumerate()) - before
@@ -58,7 +65,19 @@ def test_a_command_that_cannot_be_carried_out_is_answered_and_the_line_stays(
     assert broker.count("gate") == 1
 
 
-@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(24, "Too many open files"),
+        RuntimeError("can't start new thread"),
+        TypeError("'NoneType' object is not callable"),
+        AttributeError("'Fake' object has no attribute 'makefile'"),
+        ValueError("negative file descriptor"),
+        MemoryError(),
+        BrokerUnavailableError("no descriptor is left", reason="no-descriptor"),
+    ],
+    ids=repr,
+)
 def test_a_line_that_cannot_be_opened_is_tried_again(
     settings: Settings, broker: ScriptedBroker, error: Exception
 ) -> None:
@@ -78,6 +97,71 @@ def test_a_line_that_cannot_be_opened_is_tried_again(
         broker.stream("gate").command(GateVerb.CLOSE, 1)
         assert broker.answer_to(1) == "closed"
     assert errors == []
+
+
+class Cut:
+    """Connects once for the stream, and not again before it is mended."""
+
+    lease_id = LEASE
+
+    def __init__(self, settings: Settings, error: Exception) -> None:
+        self._settings = settings
+        self._error = error
+        self.mended = False
+        self.attempts = 0
+
+    def connect(self) -> BrokerClient:
+        self.attempts += 1
+        if self.attempts > 1 and not self.mended:
+            raise self._error
+        return self._settings.connect()
+
+
+def test_an_answer_that_cannot_be_sent_is_sent_as_soon_as_it_can(
+    settings: Settings, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "SEND_AGAIN_S", 0.01)
+    monkeypatch.setattr(link, "SEND_ATTEMPTS", 10**6)
+    cut = Cut(settings, TypeError("'NoneType' object is not callable"))
+    with a_line(cast("Settings", cut)):
+        broker.stream("gate").command(GateVerb.CLOSE, 1)
+        until(lambda: cut.attempts > 3, "it tries again")
+        assert broker.count("answer") == 0
+        cut.mended = True
+        assert broker.answer_to(1) == "closed"
+
+
+def test_a_kernel_that_cannot_answer_says_so_once_and_obeys(
+    settings: Settings, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "SEND_AGAIN_S", 0.0)
+    said: list[str] = []
+    gate = Gate(lambda _: None)
+    cut = Cut(settings, BrokerUnavailableError("no socket can be had", reason="no-descriptor"))
+    with a_line(cast("Settings", cut), gate, said.append):
+        stream = broker.stream("gate")
+        stream.command(GateVerb.OPEN, 0)
+        until(lambda: gate.is_open, "the gate is open")
+        for number in (1, 2):
+            before = cut.attempts
+            stream.command(GateVerb.CLOSE, number)
+            until(lambda before=before: cut.attempts >= before + link.SEND_ATTEMPTS, "it tries")  # type: ignore[misc]
+        assert not gate.is_open
+        stream.command(GateVerb.OPEN, 0)
+        until(lambda: gate.is_open, "the gate is open")
+    assert said == [link.UNHEARD.format(why="no socket can be had")]
+
+
+def test_sockets_that_a_cell_took_away_are_there_for_the_line(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as taken_away:
+        taken_away.setattr(socket, "socket", None)
+        line = Connection(settings.socket_path, DEADLINE_S)
+    line.send("GET", "/v1/ping", TOKEN, None)
+    line.read_head()
+    line.close()
+    assert line.status
 
 
 def test_a_broker_that_hears_by_itself_that_python_runs_gets_no_pulse(
