@@ -5,9 +5,11 @@ Rules:
 - Each is copied from a base kernelspec: its interpreter, environment, language and what it says about itself
   (`supported_encryption`, `kernel_protocol_version`, `debugger`), without which servers that require encryption
   refuse it.
-- The folder is named `fractional-gpu-<pool>-<milli>`; what is listed and removed is told by the stanza inside, never
-  by the name alone.
-- A folder appears whole or not at all; one that we did not make is never touched.
+- The folder is named `fractional-gpu-<pool>-<milli>[-<base>][-launcher]` if nothing else is asked for; what is listed and removed is
+  told by the stanza inside, never by the name alone.
+- A folder appears whole or not at all. It replaces one for the same base, pool and fraction only; others stay, and so does what we did
+  not make.
+- Of two folders of one name Jupyter takes the one that it finds first: `InstalledSpec.shadowed_by` tells of it.
 - A base whose interpreter can import our extension is started in the form that a folder beside the notebook cannot
   shadow; any other kernel (another language, an environment without the extension) keeps its command: it then holds
   its reservation from its start.
@@ -18,11 +20,12 @@ Rules:
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +42,16 @@ __all__ = ["PROVISIONER_NAME", "InstalledSpec", "install", "list_installed", "re
 PROVISIONER_NAME = "fractional-gpu-provisioner"
 _NAME_PREFIX = "fractional-gpu-"
 _MADE_BY = "jupyter-fractional-gpu"  # marks our folders in the stanza's neighbourhood
+_DEFAULT_BASE = "python3"
+_NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter takes for one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledSpec:
-    """A kernelspec of ours. `gated`: the extension will load in its kernels; `launcher`: its command takes the lease."""
+    """A kernelspec of ours. `gated`: the extension will load in its kernels; `launcher`: its command takes the lease.
+
+    `base` is empty for one of an earlier version. `shadowed_by`: the folder that Jupyter takes in its place.
+    """
 
     name: str
     display_name: str
@@ -53,11 +61,17 @@ class InstalledSpec:
     gated: bool
     simulated: bool
     launcher: bool = False
+    base: str = ""
+    shadowed_by: Path | None = None
+    replaced: bool = field(default=False, compare=False)  # by this very installation
 
 
-def spec_name(pool: str, fraction_milli: int) -> str:
+def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
     """Return the kernelspec's name. Jupyter compares such names without case. Raises BadRequestError."""
-    return f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{_check_milli(fraction_milli)}"
+    name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{_check_milli(fraction_milli)}"
+    if base.lower() != _DEFAULT_BASE:
+        name += f"-{base.lower()}"
+    return name + ("-launcher" if launcher else "")
 
 
 def install(
@@ -67,32 +81,43 @@ def install(
     prefix: str | None = None,
     user: bool = False,
     directory: str | None = None,
-    base: str = "python3",
+    base: str = _DEFAULT_BASE,
     simulated: bool = False,
     launcher: bool = False,
+    name: str | None = None,
+    display_name: str | None = None,
 ) -> list[InstalledSpec]:
     """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
+
+    `name` and `display_name`, for one fraction only, stand in for those that are made from pool, fraction and base.
 
     Where: for this `user`, below a `prefix` (as in PREFIX/share/jupyter/kernels), or into a `directory` of
     kernelspecs; below the environment's own prefix if none is said. Raises BadRequestError (what was asked makes no
     sense), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written to, or holds somebody
     else's kernelspec).
     """
-    names = {milli: spec_name(pool, milli) for milli in fractions_milli}
+    names = {milli: spec_name(pool, milli, base=base, launcher=launcher) for milli in fractions_milli}
     if not names:
         raise BadRequestError("no fraction was given; give at least one, such as 1/4")
+    if (name is not None or display_name is not None) and len(names) > 1:
+        raise BadRequestError(f"a name of its own is for one kernelspec; given: {len(names)} fractions; give one")
+    if name is not None:
+        names = dict.fromkeys(names, _check_name(name))
     base_spec = _base_spec(base)
     target = _target_folder(prefix=prefix, user=user, directory=directory)
     argv, gated = _argv(base_spec)
     installed = []
-    for milli, name in names.items():
-        content = _content(base_spec, argv, pool=pool, milli=milli, gated=gated, simulated=simulated)
+    for milli, folder_name in names.items():
+        content = _content(base_spec, argv, pool=pool, milli=milli, gated=gated, simulated=simulated, launcher=launcher)
+        content["metadata"][_MADE_BY] |= {"base": base, "launcher": launcher}
         if launcher:
             _let_it_lease(content, pool=pool, milli=milli)
-        folder = target / name
-        _refuse_foreign(folder, pool)
+        if display_name is not None:
+            content["display_name"] = display_name
+        folder = target / folder_name
+        replaces = _check_replaced(folder, content)
         _write_folder(folder, content, logo(milli))
-        installed.append(_describe(folder, content))
+        installed.append(replace(_describe(folder, content), replaced=replaces, shadowed_by=_shadow(folder)))
     return installed
 
 
@@ -102,18 +127,17 @@ def list_installed(
     user: bool = False,
     directory: str | None = None,
 ) -> list[InstalledSpec]:
-    """Return our kernelspecs in the place that is named (as for `install`), else wherever Jupyter looks."""
+    """Return our kernelspecs in the place that is named (as for `install`), else wherever Jupyter looks, shadowed ones too."""
     if prefix is not None or user or directory is not None:
         places = [_target_folder(prefix=prefix, user=user, directory=directory)]
     else:
         places = [Path(place) for place in jupyter_path("kernels")]
-    found: dict[str, InstalledSpec] = {}
-    for place in places:
-        for folder in sorted(place.glob(f"{_NAME_PREFIX}*")):
-            content = _read_ours(folder)
-            if content is not None:
-                found.setdefault(folder.name, _describe(folder, content))  # the first place wins, as for Jupyter
-    return sorted(found.values(), key=lambda spec: (spec.pool, spec.fraction_milli))
+    folders = dict.fromkeys(path.parent for place in places for path in sorted(place.glob("*/kernel.json")))
+    contents = ((folder, _read_ours(folder)) for folder in folders)
+    found = [_describe(folder, content) for folder, content in contents if content is not None]
+    seen = KernelSpecManager().find_kernel_specs()
+    found = [replace(spec, shadowed_by=_shadow(spec.folder, seen)) for spec in found]
+    return sorted(found, key=lambda spec: (spec.pool, spec.fraction_milli, spec.name, spec.shadowed_by is not None))
 
 
 def remove(
@@ -123,25 +147,25 @@ def remove(
     user: bool = False,
     directory: str | None = None,
 ) -> list[InstalledSpec]:
-    """Remove kernelspecs by name (None: all of ours) and return what was removed. Running kernels are not touched.
+    """Remove kernelspecs by name (None: all of ours), shadowed ones too, and return what was removed. Running kernels are not touched.
 
     Raises NotFoundError before anything is removed if a name is not one of ours, FractionalGPUError if a folder
     cannot be removed.
     """
-    ours = {spec.name: spec for spec in list_installed(prefix=prefix, user=user, directory=directory)}
-    wanted = list(ours) if names is None else list(names)
-    for name in wanted:
-        if name not in ours:
-            there = ", ".join(ours) or "none"
+    ours = list_installed(prefix=prefix, user=user, directory=directory)
+    there = list(dict.fromkeys(spec.name for spec in ours))
+    for name in names or ():
+        if name not in there:
             raise NotFoundError(
-                f"{name!r} is not an installed kernelspec of jupyter-fractional-gpu; installed: {there}"
+                f"{name!r} is not an installed kernelspec of jupyter-fractional-gpu; installed: {', '.join(there) or 'none'}"
             )
-    for name in wanted:
+    removed = [spec for spec in ours if names is None or spec.name in names]
+    for spec in removed:
         try:
-            shutil.rmtree(ours[name].folder)
+            shutil.rmtree(spec.folder)
         except OSError as error:
-            raise FractionalGPUError(f"{ours[name].folder} cannot be removed: {error.strerror}") from error
-    return [ours[name] for name in wanted]
+            raise FractionalGPUError(f"{spec.folder} cannot be removed: {error.strerror}") from error
+    return removed
 
 
 def logo(milli: int) -> str:
@@ -164,6 +188,13 @@ def _check_milli(milli: object) -> int:
     if isinstance(milli, bool) or not isinstance(milli, int) or not 1 <= milli <= 1000:
         raise BadRequestError(f"fraction {milli!r} is out of range; allowed: 1 to 1000 thousandths of a GPU")
     return milli
+
+
+def _check_name(name: str) -> str:
+    """Return the name as Jupyter compares it. Raises BadRequestError."""
+    if not _NAME.fullmatch(name):
+        raise BadRequestError(f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -")
+    return name.lower()
 
 
 def _base_spec(base: str) -> KernelSpec:
@@ -211,7 +242,7 @@ def _argv(base: KernelSpec) -> tuple[list[str], bool]:
 
 
 def _content(
-    base: KernelSpec, argv: list[str], *, pool: str, milli: int, gated: bool, simulated: bool
+    base: KernelSpec, argv: list[str], *, pool: str, milli: int, gated: bool, simulated: bool, launcher: bool
 ) -> dict[str, Any]:
     """Build kernel.json."""
     metadata = {
@@ -224,7 +255,7 @@ def _content(
     }
     content: dict[str, Any] = {
         "argv": argv,
-        "display_name": _display_name(base, pool=pool, milli=milli, simulated=simulated),
+        "display_name": _display_name(base, pool=pool, milli=milli, simulated=simulated, launcher=launcher),
         "language": base.language,
         "interrupt_mode": base.interrupt_mode,
         "metadata": metadata,
@@ -242,15 +273,14 @@ def _let_it_lease(content: dict[str, Any], *, pool: str, milli: int) -> None:
     label = ["--label", content["display_name"]]
     content["argv"] = [sys.executable, "-P", "-m", "provisioner.launcher", *words, *label, "--", *content["argv"]]
     content["metadata"]["kernel_provisioner"] = {"provisioner_name": "local-provisioner", "config": {}}
-    content["metadata"][_MADE_BY]["launcher"] = True
 
 
-def _display_name(base: KernelSpec, *, pool: str, milli: int, simulated: bool) -> str:
+def _display_name(base: KernelSpec, *, pool: str, milli: int, simulated: bool, launcher: bool) -> str:
     kernel = (base.display_name or "Kernel").replace(" (ipykernel)", "")
     words = f"{kernel} · {format_fraction(milli)} GPU"
     if pool != "default":
         words += f" · {pool}"
-    return words + (" (simulated)" if simulated else "")
+    return words + (" (simulated)" if simulated else "") + (" · launcher" if launcher else "")
 
 
 def _read_ours(folder: Path) -> Mapping[str, Any] | None:
@@ -264,20 +294,34 @@ def _read_ours(folder: Path) -> Mapping[str, Any] | None:
     return content if isinstance(mark, dict) else None
 
 
-def _refuse_foreign(folder: Path, pool: str) -> None:
-    """Refuse to replace what we did not make, or what another pool made whose name differs in case only."""
+def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
+    """Return whether the folder has a kernelspec of ours for the same base, pool and fraction. Raises FractionalGPUError for another."""
     if not os.path.lexists(folder):
-        return
-    content = _read_ours(folder)
-    if content is None:
+        return False
+    before = _read_ours(folder)
+    if before is None:
         raise FractionalGPUError(
             f"{folder} exists and was not made by jupyter-fractional-gpu; remove or rename it, or install elsewhere"
         )
-    other = content["metadata"][_MADE_BY].get("pool")
-    if other != pool:
+    old, new = _describe(folder, before), _describe(folder, content)
+    if old.pool != new.pool and old.pool.lower() == new.pool.lower():
         raise FractionalGPUError(
-            f"{folder} belongs to pool {other!r}, and Jupyter does not tell it from {pool!r}; rename one of the pools"
+            f"{folder} belongs to pool {old.pool!r}, and Jupyter does not tell it from {new.pool!r}; rename one of the pools"
         )
+    same_base = not old.base or (old.base, old.launcher) == (new.base, new.launcher)
+    if (old.pool, old.fraction_milli) != (new.pool, new.fraction_milli) or not same_base:
+        raise FractionalGPUError(
+            f"{folder} is another kernelspec, {old.display_name!r} ({format_fraction(old.fraction_milli)} GPU of pool {old.pool!r}, made "
+            f"from {old.base or 'an unknown base'}); give this one another name (--name), or remove that one first"
+        )
+    return True
+
+
+def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder that Jupyter takes for the name of this one, if it is another; `seen`: all that Jupyter finds, by name."""
+    seen = KernelSpecManager().find_kernel_specs() if seen is None else seen
+    found = seen.get(folder.name.lower())
+    return None if found is None or os.path.realpath(found) == os.path.realpath(folder) else Path(found)
 
 
 def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
@@ -312,4 +356,5 @@ def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
         gated=bool(mark.get("gated")),
         simulated=bool(mark.get("simulated")),
         launcher=bool(mark.get("launcher")),
+        base=str(mark.get("base", "")),
     )

@@ -42,7 +42,7 @@ def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] 
     if not found:
         yield note("kernelspecs", "none installed: the launcher offers no fractions", _INSTALL)
         return
-    wrong = [finding for spec in found for finding in (*_interpreter(spec), *_offer(spec, settings))]
+    wrong = [finding for spec in found for finding in (*_interpreter(spec), *_offer(spec, settings), *_shadowed(spec))]
     wrong += _extension(found)
     yield from wrong
     if not wrong:
@@ -82,6 +82,14 @@ def _offer(spec: InstalledSpec, settings: Settings | None) -> Iterator[Finding]:
         names = ", ".join(format_fraction(one) for one in offered)
         refused = f"{spec.name} asks for {format_fraction(spec.fraction_milli)}, and its pool offers {names}"
         yield warning("kernelspecs", refused, f"{_INSTALL}, and jupyter gpu kernels remove {spec.name}")
+
+
+def _shadowed(spec: InstalledSpec) -> Iterator[Finding]:
+    if spec.shadowed_by is not None:
+        hidden = f"{spec.folder} is not shown: {spec.shadowed_by} has the same name and is found first"
+        yield warning(
+            "kernelspecs", hidden, f"remove one of the two, or install one under another name: {_INSTALL} --name"
+        )
 
 
 def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:

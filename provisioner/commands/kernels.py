@@ -20,7 +20,7 @@ EPILOG = """\
 examples:
   jupyter gpu kernels install                                what every pool offers, for everybody in this environment
   jupyter gpu kernels install --user --fraction 1/4 1/2      two of them, for yourself, without asking a broker
-  jupyter gpu kernels install --base ir --fraction 1/4       for R instead of Python
+  jupyter gpu kernels install --base ir --fraction 1/4       for R instead of Python, beside those for Python
   jupyter gpu kernels list
   jupyter gpu kernels remove --all
 """
@@ -57,6 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     adding.add_argument("--pool", help="only this pool (default: every pool; with --fraction: default)")
     adding.add_argument("--fraction", nargs="+", metavar="F", help='only these fractions, as 1/4, 0.25 or "250m"')
     adding.add_argument("--base", default="python3", help="the kernelspec to copy from (default: python3)")
+    adding.add_argument("--name", help="another name for the kernelspec (one fraction only)")
+    adding.add_argument("--display-name", metavar="TEXT", help="what the launcher shows (one fraction only)")
     adding.add_argument("--simulate", metavar="COUNTxMEMORY", help="simulated GPUs for a broker that is started")
     adding.add_argument(
         "--launcher",
@@ -111,10 +113,15 @@ def _install(options: argparse.Namespace) -> int:
     for pool, milli in offers.items():
         wanted = milli or ANY_OFFERS_MILLI
         how = {"base": options.base, "simulated": simulated, "launcher": options.launcher}
-        specs = install(pool, wanted, **how, **_place(options))
-        for spec in specs:
+        own = {"name": options.name, "display_name": options.display_name}
+        for spec in install(pool, wanted, **how, **own, **_place(options)):
             without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
-            print(f"installed {spec.display_name}  {spec.folder}{without}")
+            print(f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}")
+            if spec.shadowed_by is not None:
+                print(
+                    f"note: Jupyter does not show it: {spec.shadowed_by} has the same name and is found first; remove that one, or "
+                    "give this one another --name"
+                )
     return 0
 
 
@@ -160,11 +167,15 @@ def _list(options: argparse.Namespace) -> int:
         print("No kernel is installed; `jupyter gpu kernels install` adds some.")
     else:
         rows = [
-            (spec.name, spec.display_name, spec.pool, format_fraction(spec.fraction_milli), str(spec.folder))
+            (spec.name, spec.display_name, spec.pool, format_fraction(spec.fraction_milli), _where(spec))
             for spec in specs
         ]
         print("\n".join(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="")))
     return 0
+
+
+def _where(spec: InstalledSpec) -> str:
+    return f"{spec.folder}" + (f"  (shadowed by {spec.shadowed_by})" if spec.shadowed_by is not None else "")
 
 
 def _as_json(spec: InstalledSpec) -> dict[str, Any]:
@@ -177,4 +188,6 @@ def _as_json(spec: InstalledSpec) -> dict[str, Any]:
         "gated": spec.gated,
         "simulated": spec.simulated,
         "launcher": spec.launcher,
+        "base": spec.base,
+        "shadowed_by": None if spec.shadowed_by is None else str(spec.shadowed_by),
     }

@@ -73,6 +73,21 @@ def test_the_list_for_people_and_for_programs(tmp_path: Path, capsys: pytest.Cap
     assert Path(kernel["folder"], "kernel.json").is_file()
 
 
+def test_what_is_replaced_or_shadowed_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install = ["kernels", "install", "--fraction", "1/4", "--name", "mine", "--display-name", "Mine", "--prefix"]
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "first" / "share" / "jupyter"))
+    for prefix, says in [("first", "installed Mine"), ("first", "replaced Mine"), ("second", "installed Mine")]:
+        assert main([*install, str(tmp_path / prefix)]) == 0
+        assert capsys.readouterr().out.startswith(says)
+    assert main([*install, str(tmp_path / "second")]) == 0
+    folder = tmp_path / "first" / "share" / "jupyter" / "kernels" / "mine"
+    assert f"note: Jupyter does not show it: {folder} has the same name" in capsys.readouterr().out
+    assert main(["kernels", "list", "--prefix", str(tmp_path / "second")]) == 0
+    assert f"(shadowed by {folder})" in capsys.readouterr().out
+
+
 def test_removing_by_name_and_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ["--prefix", str(tmp_path)]
     main(["kernels", "install", "--fraction", "1/4", "1/2", "3/4", *place])

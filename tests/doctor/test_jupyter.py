@@ -57,15 +57,23 @@ def test_sound_kernelspecs_are_named(specs: Path) -> None:
 
 def test_a_vanished_interpreter_is_an_error(specs: Path) -> None:
     set_up(specs, 250)
-    change_argv(specs, "fractional-gpu-default-250", ["/gone/bin/python", "-P", "-c", "pass"])
+    change_argv(specs, "fractional-gpu-default-250-plain", ["/gone/bin/python", "-P", "-c", "pass"])
     found = the(list(check_kernelspecs(None)))
     assert found.severity is Severity.ERROR
     assert "/gone/bin/python" in found.finding
 
 
+def test_a_shadowed_kernelspec_is_a_warning(specs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "first"))
+    install("default", [250], directory=str(tmp_path / "first" / "kernels"), base="plain")
+    install("default", [250], directory=str(specs), base="plain")
+    (finding,) = [one for one in check_kernelspecs(None) if "is not shown" in one.finding]
+    assert str(tmp_path / "first") in finding.finding
+
+
 def test_a_kernelspec_without_a_command_is_an_error(specs: Path) -> None:
     set_up(specs, 250)
-    change_argv(specs, "fractional-gpu-default-250", [])
+    change_argv(specs, "fractional-gpu-default-250-plain", [])
     assert the(list(check_kernelspecs(None))).severity is Severity.ERROR
 
 
@@ -74,7 +82,7 @@ def test_an_interpreter_without_the_extension_is_an_error_once(specs: Path, tmp_
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'kernelext'\" >&2\nexit 1\n")
     python.chmod(0o755)
-    for name in ("fractional-gpu-default-250", "fractional-gpu-default-500"):
+    for name in ("fractional-gpu-default-250-plain", "fractional-gpu-default-500-plain"):
         change_argv(specs, name, [str(python), "-P", "-c", "pass"])
     found = the(list(check_kernelspecs(None)))
     assert found.severity is Severity.ERROR

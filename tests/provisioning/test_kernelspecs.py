@@ -19,7 +19,7 @@ from tests.support.kernels import evaluate, talking_to
 
 def test_an_installed_kernelspec_says_what_its_base_says(places: Places) -> None:
     (spec,) = install("default", [250], base="env", directory=str(places.specs))
-    assert (spec.name, spec.gated, spec.simulated) == ("fractional-gpu-default-250", True, False)
+    assert (spec.name, spec.gated, spec.simulated) == ("fractional-gpu-default-250-env", True, False)
     content = json.loads((spec.folder / "kernel.json").read_text())
     assert content["argv"] == [places.python, "-P", "-c", LAUNCH_CODE, "-f", "{connection_file}"]
     assert content["metadata"]["kernel_provisioner"] == {
@@ -32,7 +32,7 @@ def test_an_installed_kernelspec_says_what_its_base_says(places: Places) -> None
     assert content["interrupt_mode"] == "signal"
     assert KernelSpecManager().get_kernel_spec(spec.name).display_name == spec.display_name
     assert sorted(path.name for path in spec.folder.iterdir()) == ["kernel.json", "logo-svg.svg"]
-    assert sorted(path.name for path in places.specs.iterdir()) == ["env", "fractional-gpu-default-250"]
+    assert sorted(path.name for path in places.specs.iterdir()) == ["env", "fractional-gpu-default-250-env"]
 
 
 @pytest.mark.parametrize(
@@ -88,30 +88,88 @@ def test_installing_again_replaces(places: Places) -> None:
 def test_what_is_installed_is_listed_and_removed_wherever_jupyter_looks(places: Places) -> None:
     install("b", [1000, 125], base="env", directory=str(places.specs))
     install("a", [500], base="env", user=True)
-    names = ["fractional-gpu-a-500", "fractional-gpu-b-125", "fractional-gpu-b-1000"]
+    names = ["fractional-gpu-a-500-env", "fractional-gpu-b-125-env", "fractional-gpu-b-1000-env"]
     assert [spec.name for spec in list_installed()] == names
-    assert [spec.name for spec in remove(["fractional-gpu-b-125"])] == ["fractional-gpu-b-125"]
+    assert [spec.name for spec in remove(["fractional-gpu-b-125-env"])] == ["fractional-gpu-b-125-env"]
     with pytest.raises(NotFoundError, match="'env' is not an installed kernelspec of"):
-        remove(["fractional-gpu-a-500", "env"])
+        remove(["fractional-gpu-a-500-env", "env"])
     assert [spec.name for spec in list_installed()] == [names[0], names[2]]
     remove()
     assert list_installed() == []
     assert (places.specs / "env").exists()
 
 
+def test_bases_launchers_and_names_do_not_overwrite_each_other(places: Places) -> None:
+    directory = str(places.specs)
+    places.write_spec("Other.Env")
+    made = [
+        *install("default", [250], directory=directory),
+        *install("default", [250], base="env", directory=directory),
+        *install("default", [250], base="Other.Env", directory=directory),
+        *install("default", [250], launcher=True, directory=directory),
+        *install("default", [250], base="env", launcher=True, directory=directory),
+        *install("default", [250], name="Quarter", display_name="A quarter", directory=directory),
+    ]
+    assert [spec.name for spec in made] == [
+        "fractional-gpu-default-250",
+        "fractional-gpu-default-250-env",
+        "fractional-gpu-default-250-other.env",
+        "fractional-gpu-default-250-launcher",
+        "fractional-gpu-default-250-env-launcher",
+        "quarter",
+    ]
+    assert not any(spec.replaced for spec in made)
+    assert {spec.name for spec in list_installed(directory=directory)} == {spec.name for spec in made}
+    assert KernelSpecManager().get_kernel_spec("quarter").display_name == "A quarter"
+    (again,) = install("default", [250], base="env", directory=directory)
+    assert again.replaced
+    assert [spec.name for spec in remove(["quarter"], directory=directory)] == ["quarter"]
+
+
+def test_a_name_that_another_kernelspec_of_ours_has_is_refused(places: Places) -> None:
+    directory = str(places.specs)
+    install("default", [250], base="env", name="mine", directory=directory)
+    with pytest.raises(
+        FractionalGPUError, match=r"'Python 3 · 1/4 GPU' \(1/4 GPU of pool 'default', made from env\); .*--name"
+    ):
+        install("default", [500], base="env", name="mine", directory=directory)
+    with pytest.raises(FractionalGPUError, match="made from env"):
+        install("default", [250], name="mine", directory=directory)
+    assert [(spec.fraction_milli, spec.base) for spec in list_installed(directory=directory)] == [(250, "env")]
+    with pytest.raises(BadRequestError, match="given: 2 fractions; give one"):
+        install("default", [250, 500], name="both", directory=directory)
+    with pytest.raises(BadRequestError, match="'a b' is not a kernelspec's name; allowed: letters, digits, and"):
+        install("default", [250], name="a b", directory=directory)
+
+
+def test_a_kernelspec_that_another_one_shadows_says_so(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_PATH", str(places.work))
+    (hidden,) = install("default", [250], base="env", directory=str(places.specs))
+    assert hidden.shadowed_by is None
+    (first,) = install("default", [250], base="env", directory=str(places.work / "kernels"))
+    (hidden,) = install("default", [250], base="env", directory=str(places.specs))
+    assert (first.shadowed_by, hidden.shadowed_by) == (None, first.folder)
+    assert [(spec.folder, spec.shadowed_by) for spec in list_installed()] == [
+        (first.folder, None),
+        (hidden.folder, first.folder),
+    ]
+    assert len(remove([first.name])) == 2
+    assert list_installed() == []
+
+
 def test_a_prefix_is_where_jupyter_expects_it(places: Places) -> None:
     (spec,) = install("default", [250], base="env", prefix=str(places.work))
-    assert spec.folder == places.work / "share" / "jupyter" / "kernels" / "fractional-gpu-default-250"
+    assert spec.folder == places.work / "share" / "jupyter" / "kernels" / "fractional-gpu-default-250-env"
     assert list_installed(prefix=str(places.work)) == [spec]
 
 
 def test_somebody_elses_folder_is_not_touched(places: Places) -> None:
-    places.write_spec("fractional-gpu-default-250")
+    places.write_spec("fractional-gpu-default-250-env")
     with pytest.raises(FractionalGPUError, match="was not made by jupyter-fractional-gpu"):
         install("default", [250], base="env", directory=str(places.specs))
     assert list_installed(directory=str(places.specs)) == []
     with pytest.raises(NotFoundError):
-        remove(["fractional-gpu-default-250"])
+        remove(["fractional-gpu-default-250-env"])
 
 
 def test_pools_whose_names_differ_in_case_only_do_not_overwrite_each_other(places: Places) -> None:
