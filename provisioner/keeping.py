@@ -18,7 +18,7 @@ from jupyter_client.kernelspec import NoSuchKernel
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_server.prometheus.metrics import KERNEL_CURRENTLY_RUNNING_TOTAL
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
-from tornado.ioloop import IOLoop
+from tornado.ioloop import IOLoop, PeriodicCallback
 
 from provisioner.kept import KeptRecord, kept_records
 from provisioner.kernel_lease import recall_lease
@@ -28,6 +28,7 @@ from provisioner.provisioning import FractionalGPUProvisioner
 
 __all__ = ["KeepingKernelManager"]
 
+_LOOK_EVERY_MS = 2000
 _Untyped = Any  # jupyter_server's managers and their attributes have no types
 
 
@@ -40,9 +41,19 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         for record in kept_records():
             self._take_over(record)
+        self._looking = PeriodicCallback(self._look_after, _LOOK_EVERY_MS)
+        self._looking.start()
+
+    def _look_after(self) -> None:
+        """Put back what cleaners of the runtime folder have removed of the kept kernels' records."""
+        for manager in list(self._kernels.values()):
+            provisioner = getattr(manager, "provisioner", None)
+            if isinstance(provisioner, FractionalGPUProvisioner) and provisioner.is_kept:
+                provisioner.look_after()
 
     async def _async_shutdown_all(self, now: bool = False) -> None:
         """Let the kept kernels go and shut the others down."""
+        self._looking.stop()
         for kernel_id, manager in list(self._kernels.items()):
             provisioner = manager.provisioner
             if isinstance(provisioner, FractionalGPUProvisioner) and provisioner.is_kept:

@@ -63,6 +63,12 @@ class KeptRecord:
         old, self._descriptor = self._descriptor, replace_file(self.path, line, prepare=_lock, keep=True)
         os.close(old)
 
+    def put_back(self) -> None:
+        """Give it its name again where that leads to no file, or to another one. Raises OSError."""
+        if self._descriptor >= 0 and not _has_name(self._descriptor, self.path):
+            _folder()
+            self.write(self.read())
+
     def read(self) -> dict[str, Any]:
         """Return what it says. Raises ValueError if it was never finished."""
         line, _, _ = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")

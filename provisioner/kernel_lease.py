@@ -68,7 +68,7 @@ class KernelLease:
     """A lease that this server's kernel holds."""
 
     lease_id: str
-    token: str = field(repr=False)
+    token: str = field(repr=False)  # "": unknown
     token_file: Path
     socket: str
     reserve_mib: int
@@ -82,14 +82,14 @@ class KernelLease:
         """
 
         def attach() -> None:
-            with ensure_broker(self.socket, token=self.token) as client:
+            with ensure_broker(self.socket, token=self.token or None) as client:
                 client.attach(self.lease_id, request)
 
         _persistently(attach)
 
     def detach(self) -> None:
         """Tell the broker that the process is gone. Raises the errors of the protocol."""
-        with BrokerClient(self.socket, token=self.token, timeout_s=_SHORT_S) as client:
+        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
             client.detach(self.lease_id)
 
     def release(self) -> None:
@@ -97,10 +97,15 @@ class KernelLease:
         with contextlib.suppress(OSError):
             self.token_file.unlink()
         with (
-            BrokerClient(self.socket, token=self.token, timeout_s=_SHORT_S) as client,
+            BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client,
             contextlib.suppress(NotFoundError),
         ):
             client.release(self.lease_id)
+
+    def put_token_back(self) -> None:
+        """Write the token's file again if it was removed. Raises FractionalGPUError."""
+        if self.token and not self.token_file.exists():
+            _write_private(self.token_file, self.token)
 
     def to_info(self) -> dict[str, Any]:
         """Return what `recall_lease` needs, without the token itself."""
@@ -115,7 +120,7 @@ class KernelLease:
 
     def is_frozen(self) -> bool:
         """Whether the process cannot be relied on to run its exit, because its CUDA state is away or about to go."""
-        with BrokerClient(self.socket, token=self.token, timeout_s=_SHORT_S) as client:
+        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
@@ -124,7 +129,7 @@ class KernelLease:
         Such a process may be blocked in a GPU call, where no interrupt reaches it before its state is back. Returns when it
         is. Raises the errors of the protocol.
         """
-        with BrokerClient(self.socket, token=self.token) as client:
+        with BrokerClient(self.socket, token=self.token or None) as client:
             status = client.lease(self.lease_id)
             if status.state == "suspended" and status.busy and status.position is None:
                 client.resume(self.lease_id)
@@ -179,8 +184,8 @@ def renew_lease(lease: KernelLease, request: LeaseRequest, *, timeout_s: float) 
 
 
 def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float) -> KernelLease:
-    with ensure_broker(lease.socket, token=lease.token, timeout_s=timeout_s) as client:
-        if lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
+    with ensure_broker(lease.socket, token=lease.token or None, timeout_s=timeout_s) as client:
+        if lease.token and lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
             if lease.token_file.exists():
                 return lease
             return replace(lease, token_file=_write_token(lease.lease_id, lease.token))
@@ -190,12 +195,23 @@ def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float) -> Kerne
 
 
 def recall_lease(info: Mapping[str, Any]) -> KernelLease:
-    """Return the lease that `to_info` described. Raises FractionalGPUError if the token file is gone or unreadable."""
+    """Return the lease that `to_info` described.
+
+    Where its token's file is gone, but the lease is not known to be over, it is steered without a token, as its user's; the kernel's next
+    process then gets a new lease. Raises FractionalGPUError for a lease that is over, or that is not this user's without a token.
+    """
     path = Path(info["token_file"])
     try:
-        token = path.read_text(encoding="ascii")
+        token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
+        token = ""
+        try:
+            with BrokerClient(info["socket"], timeout_s=_SHORT_S) as client:
+                client.lease(info["lease_id"])
+        except BrokerUnavailableError:
+            pass  # it is started with the next cell, and finds the kernel
+        except FractionalGPUError:
+            raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
     return KernelLease(
         lease_id=info["lease_id"],
         token=token,
@@ -224,6 +240,11 @@ def _write_token(lease_id: str, token: str) -> Path:
     if not _SAFE_NAME.fullmatch(lease_id):
         raise FractionalGPUError(f"the broker gave the lease a name that cannot be a file's: {lease_id[:80]!r}")
     path = runtime_dir() / f"{lease_id}-{secrets.token_hex(4)}.token"
+    _write_private(path, token)
+    return path
+
+
+def _write_private(path: Path, token: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -235,7 +256,6 @@ def _write_token(lease_id: str, token: str) -> Path:
             f"the lease's token cannot be written to {path} ({error.strerror}); free space there or set "
             "JUPYTER_RUNTIME_DIR"
         ) from error
-    return path
 
 
 def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:

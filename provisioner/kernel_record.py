@@ -63,6 +63,11 @@ class KernelRecord:
             self.remove()  # or the next server would take this for a start that was never finished
             self._say_why_not(error)
 
+    def put_back(self) -> None:
+        """Write it again if it was removed, or replaced, by somebody else. Raises OSError."""
+        if self._kept is not None:
+            self._kept.put_back()
+
     def remove(self) -> None:
         """The kernel is shut down."""
         if self._kept is not None:

@@ -30,6 +30,7 @@ from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Float, Unicode, default
 
+from provisioner.discovery import runtime_dir
 from provisioner.kept import KeptRecord
 from provisioner.kernel_command import EXTENSION_ARGUMENT, KernelPlan, plan_kernel
 from provisioner.kernel_config import KernelConfig, parse_kernel_config
@@ -127,7 +128,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     @property
     def gpu_token(self) -> str | None:
         """The token of the lease that is held, for the server that steers it."""
-        return None if self._lease is None else self._lease.token
+        return None if self._lease is None else self._lease.token or None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
         """Check the stanza, take or renew the lease, and put it into the command and the environment.
@@ -265,7 +266,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
         """Take over what `get_provisioner_info` returned: the process, if it still runs, and its lease.
 
-        A lease whose token file is gone is logged and not taken over.
+        A lease that is over is logged and not taken over.
         """
         await super().load_provisioner_info(provisioner_info)
         try:
@@ -301,6 +302,16 @@ class FractionalGPUProvisioner(LocalProvisioner):
     def is_kept(self) -> bool:
         """Whether the next server could take the kernel over."""
         return self._record.exists and self.process is not None and self.process.poll() is None
+
+    def look_after(self) -> None:
+        """Put back what the next server needs, where it was removed meanwhile; what cannot be written is tried again the next time."""
+        try:
+            runtime_dir()
+            self._record.put_back()
+            if self._lease is not None:
+                self._lease.put_token_back()
+        except (OSError, FractionalGPUError) as error:
+            self.log.debug("What the next server needs for kernel %s cannot be put back: %s", self.kernel_id, error)
 
     def let_go(self) -> None:
         """Leave kernel, lease and record to the next server."""

@@ -44,7 +44,7 @@ from provisioner.ledger.records import LeaseRecord
 from provisioner.protocol.errors import ConflictError, NoRoomError, RequestTooLargeError, TooManyRequestsError
 from provisioner.protocol.limits import MAX_LEASES, MAX_LEASES_PER_UID
 
-__all__ = ["LostLeases", "recorded"]
+__all__ = ["LostLeases", "living_records"]
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class LostLeases:
     async def find(self) -> list[LeaseRecord]:
         """Return a record of every lease that lives and that the ledger does not know. To be called before `recover`. Raises OSError."""
         live = self._ledger.live_leases()
-        records = await asyncio.to_thread(recorded, self.files.folder, self._ledger)
+        records = await asyncio.to_thread(_recorded, self.files.folder, self._ledger)
         known = {record.spec.lease_id for record in (*live, *records)}
         lost = [
             one
@@ -299,22 +299,23 @@ class LostLeases:
         log.warning("lease %s is not in the ledger: process %d has a new one", one.lease_id[:8], one.identity.pid)
 
 
-def recorded(folder: Path, ledger: Ledger) -> list[LeaseRecord]:
-    """Return the second records of leases that live and that the ledger does not know. Blocks. Raises LedgerError.
-
-    The file of a lease that is over is removed.
-    """
-    live = {record.spec.lease_id for record in ledger.live_leases()}
-    found = []
+def _recorded(folder: Path, ledger: Ledger) -> list[LeaseRecord]:
+    """Return what `living_records` returns, and remove the files of leases that are over. Blocks. Raises LedgerError."""
+    found = living_records(folder, ledger)
+    kept = {record.spec.lease_id for record in (*found, *ledger.live_leases())}
     for record in read_lease_files(folder):
-        lease_id = record.spec.lease_id
-        if lease_id in live:
-            continue
-        if _lives(record) and not ledger.has_lease(lease_id):
-            found.append(record)
-        else:
-            remove_lease_file(folder, lease_id)
+        if record.spec.lease_id not in kept:
+            remove_lease_file(folder, record.spec.lease_id)
     return found
+
+
+def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
+    """Return the second records of leases that live and that the ledger, if there is one, does not know. Blocks. Raises LedgerError."""
+    return [
+        record
+        for record in read_lease_files(folder)
+        if _lives(record) and (ledger is None or not ledger.has_lease(record.spec.lease_id))
+    ]
 
 
 def _lives(record: LeaseRecord) -> bool:

@@ -25,6 +25,10 @@ __all__ = ["follow_found", "identity_of", "kernel_of", "recover", "take_over"]
 log = logging.getLogger(__name__)
 
 _IN_A_SWAP = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
+_HOMELESS = (
+    "its GPU memory is saved, and the record of the device that it came from was lost: `jupyter gpu broker --stop`, then `jupyter gpu "
+    "rescue`, bring it back while no other process uses the GPUs; the kernel keeps its variables meanwhile"
+)
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
@@ -76,6 +80,7 @@ async def take_over(
                 saved_mib=saved_mib,
                 busy=identity is not None,  # nobody has looked yet
                 device_ids=_all_devices(record, device_id),
+                sentence=_HOMELESS if state is LeaseState.SUSPENDED and device_id is None else "",
                 pinned_until_ms=now_ms() + max(0, record.pinned_until_ms - wall_ms()) if record.pinned_until_ms else 0,
             )
         )

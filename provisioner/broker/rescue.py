@@ -2,8 +2,8 @@
 
 - It takes the broker's place for the time: the same lock, the same claims on the devices, the same turn of the checkpoint worker.
 - The driver says what is true, as in a recovery; what was half done is undone first.
-- A restore without room kills its process. What the ledger says was saved must be free; where there is no ledger to be read, or
-  nothing of it in the ledger, the device must be empty.
+- A restore without room kills its process. What the ledger, or a lease's second record, says was saved must be free; where neither
+  says so, the device must be empty, and all devices where it is not known which one it was.
 - What cannot be brought back now stays as it is: saved, and there for another try.
 """
 
@@ -19,9 +19,11 @@ from pathlib import Path
 from provisioner.broker.backend import Backend, open_backend, simulated_folder
 from provisioner.broker.broker import wall_ms
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.lease_files import lease_folder
+from provisioner.broker.lost_leases import living_records
+from provisioner.broker.lost_processes import Carrier, carriers
 from provisioner.broker.recovery import kernel_of
 from provisioner.broker.restarting import BrokerOptions
-from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.broker.swaps import Swaps, SwapTimes
 from provisioner.config import Settings, load
 from provisioner.core.effects import Resume
@@ -33,7 +35,6 @@ from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
 from provisioner.host.claims import DeviceClaim
 from provisioner.host.process import ProcessIdentity
-from provisioner.host.tree import scan
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import ConflictError
@@ -99,7 +100,8 @@ def rescue(options: BrokerOptions) -> Rescue:
         ledger, problem = _opened(path)
         if ledger is not None:
             stack.enter_context(closing(ledger))
-        found = _in_ledger(ledger) if ledger is not None else _in_proc()
+        files = lease_folder(socket, simulated=backend.simulated)
+        found = _everything(ledger, files, socket)
         kernels = asyncio.run(_rescue_all(settings, backend, socket, found, ledger))
     return Rescue(ledger=str(path), problem=problem, kernels=kernels)
 
@@ -157,18 +159,34 @@ def _in_ledger(ledger: Ledger) -> list[_Found]:
     ]
 
 
-def _in_proc() -> list[_Found]:
-    """Find kernels by the lease in their environment: of every user for root, else our own."""
-    marked = scan(LEASE_VARIABLE).marked(None if os.getuid() == 0 else os.getuid())
+def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]:
+    """Find the kernels that the ledger knows, those that have a second record, and the rest by their environment."""
+    found = _in_ledger(ledger) if ledger is not None else []
+    for record in living_records(files, ledger):
+        found.append(
+            _Found(
+                kernel=kernel_of(record),
+                label=record.spec.label,
+                device_id=record.home_device_id or record.device_id,
+                saved_mib=record.saved_mib,
+            )
+        )
+    known = {one.kernel.lease_id for one in found}
+    rest = [one for one in _in_proc(socket) if one.kernel.lease_id not in known]
+    return found + [one for one in rest if ledger is None or not ledger.has_lease(one.kernel.lease_id)]
+
+
+def _in_proc(socket: str) -> list[_Found]:
+    """Find this broker's kernels by their environment: of every user for root, else our own."""
     return [
-        _Found(kernel=_kernel(lease_id, processes), label="", device_id=None, saved_mib=None)
-        for lease_id, processes in sorted(marked.items())
+        _Found(kernel=_kernel(one), label="", device_id=None, saved_mib=None)
+        for one in sorted(carriers(None if os.getuid() == 0 else os.getuid(), socket), key=lambda one: one.lease_id)
     ]
 
 
-def _kernel(lease_id: str, processes: Iterable[ProcessIdentity]) -> Kernel:
-    kernel = Kernel(lease_id=lease_id, uid=os.getuid(), token_sha256="")
-    kernel.identity = next(iter(processes))
+def _kernel(one: Carrier) -> Kernel:
+    kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="")
+    kernel.identity = one.identity
     return kernel
 
 
@@ -229,9 +247,12 @@ async def _rescue_one(swaps: Swaps, backend: Backend, one: _Found) -> Rescued | 
 
 async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str, str]:
     """Restore a suspended kernel if that is safe; return the outcome and a sentence."""
-    device_id = one.device_id or _only_device(backend)
+    device_id = one.device_id or _safe_device(backend)
     if device_id is None:
-        return "no-room", "on which of the devices it was is not known; with one device only it could be restored there"
+        return (
+            "no-room",
+            "on which of the devices it was is not known, so all of them must be empty: shut other kernels down and try again",
+        )
     if not one.saved_mib and backend.monitor.use(device_id).processes:
         return (
             "no-room",
@@ -242,7 +263,7 @@ async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str,
         operation_id=0,
         generation=0,
         device_id=device_id,
-        from_device_id=device_id,
+        from_device_id=one.device_id,
         reserve_mib=one.saved_mib or 0,
     )
     outcome, sentence = await swaps.resume(one.kernel, effect, one.saved_mib or 0, _no_journal)
@@ -256,9 +277,12 @@ async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str,
             return "failed", sentence
 
 
-def _only_device(backend: Backend) -> str | None:
-    """Without a ledger nobody knows where a kernel was: on a host with one device it can only have been there."""
-    return backend.devices[0].device_id if len(backend.devices) == 1 else None
+def _safe_device(backend: Backend) -> str | None:
+    """Return a device for a kernel of which nobody knows where it was: the only one, or, where all are empty, any; it finds its own."""
+    devices = backend.devices
+    if len(devices) == 1 or not any(backend.monitor.use(device.device_id).processes for device in devices):
+        return devices[0].device_id
+    return None
 
 
 async def _no_journal(_phase: str, _identities: Iterable[ProcessIdentity], _mib: int) -> None:

@@ -1,6 +1,7 @@
 """How commands reach the broker: the one that runs, or the one that crashed and whose kernels need it again. None starts a first one."""
 
 import argparse
+import os
 
 from provisioner.broker_process import ANSWER_S
 from provisioner.client import BrokerClient
@@ -9,7 +10,7 @@ from provisioner.discovery import ensure_broker, has_restart_file, socket_path
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.seat import own_seat
 
-__all__ = ["add_socket_argument", "broker_if_running", "running_broker"]
+__all__ = ["add_socket_argument", "broker_if_running", "kernels_of", "running_broker"]
 
 
 def add_socket_argument(parser: argparse.ArgumentParser) -> None:
@@ -35,9 +36,20 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
     except BrokerUnavailableError as error:
         if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
             raise
-        # A broker that ends with no lease left takes this file with it.
-        return ensure_broker(path, token=client.token) if has_restart_file(path) else None
+        # A broker that ends with no lease left takes this file with it; kernels that live on need one, whatever was removed.
+        return ensure_broker(path, token=client.token) if has_restart_file(path) or kernels_of(path) else None
     return client
+
+
+def kernels_of(socket: str) -> list[int]:
+    """Return the processes of kernels that were started with a lease of the broker on this socket: this user's, or for root all."""
+    from provisioner.broker.lost_processes import carriers, command_of  # noqa: PLC0415 - heavy, and needed where no broker answers
+
+    try:
+        found = carriers(None if os.getuid() == 0 else os.getuid(), socket)
+        return [one.identity.pid for one in found if command_of(one).is_kernel]
+    except OSError:
+        return []
 
 
 def running_broker(socket: str | None = None) -> BrokerClient:

@@ -11,7 +11,7 @@ from typing import Final
 
 from provisioner import __version__
 from provisioner.client import BrokerClient
-from provisioner.commands.connection import broker_if_running
+from provisioner.commands.connection import broker_if_running, kernels_of
 from provisioner.commands.doctor_finding import Finding, note, ok, problem, warning
 from provisioner.config import Settings
 from provisioner.discovery import socket_path
@@ -106,7 +106,13 @@ def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
             there = True
             yield _ledger(file)
     if not there:
-        yield note("ledger", f"none in {folder}: the first broker makes one")
+        lost = kernels_of(socket)
+        none = f"none in {folder}"
+        if lost:
+            what = f"{none}, but {len(lost)} kernels with a lease of this broker live (process {lost[0]}{', ...' if lost[1:] else ''})"
+            yield warning("ledger", what, "run `jupyter gpu status`: the broker that it starts takes their leases back")
+        else:
+            yield note("ledger", f"{none}: the first broker makes one")
     if is_network(folder):
         yield warning(
             "ledger",

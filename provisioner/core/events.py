@@ -116,6 +116,7 @@ class LeaseRecovered(Event):
     busy: bool = False
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; empty: only that one
     pinned_until_ms: int = 0
+    sentence: str = ""  # for people, of a lease about which there is more to say than its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class Lifecycle:
         self._books.add(lease)
         self.settle_found(lease, state, device_ids, event.saved_mib)
         self._pins.keep(lease, event.pinned_until_ms)
-        changes.announce(lease, None, f"recovered.{state}", f"a new broker found the kernel {state}")
+        changes.announce(lease, None, f"recovered.{state}", event.sentence or f"a new broker found the kernel {state}")
         if state is LeaseState.QUARANTINED:
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 

@@ -1,6 +1,7 @@
 """Kernels that outlive their server: a new one finds them alive, with all they had."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -143,3 +144,30 @@ def test_other_kernels_are_shut_down_as_ever(servers: Servers) -> None:
     pid = int(server.connect(kernel["id"]).must("import os; print(os.getpid())").text)
     server.stop()
     until(lambda: not Path(f"/proc/{pid}/environ").exists() or None, "it is shut down with its server")
+
+
+def test_what_the_next_server_needs_is_put_back_and_a_kernel_is_managed_without_its_token(
+    world: World, servers: Servers
+) -> None:
+    (name,) = world.install(750)
+    old = servers.start()
+    notebook = old.start(name)
+    notebook.must(fill(1))
+    pid = pid_of(notebook)
+    before = [*records(world), *(world.folder / "run" / "gpu").glob("*.token")]
+    assert len(before) == 2
+    shutil.rmtree(world.folder / "run" / "gpu")
+    until(lambda: all(path.exists() for path in before), "the record and the token are put back")
+    assert {path.stat().st_mode & 0o777 for path in before} == {0o600}
+    world.kill_broker()
+    old.stop(signal.SIGKILL)
+    before[1].unlink()  # with nobody there to put it back
+    new = servers.start()
+    (kernel,) = new.request("GET", "api/kernels")
+    again = new.connect(kernel["id"])
+    assert again.must(CHECK).text == "intact\n"
+    assert pid_of(again) == pid
+    again.restart()
+    assert pid_of(again) != pid
+    again.must(fill(2))
+    assert again.must(CHECK).text == "intact\n"
