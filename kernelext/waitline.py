@@ -85,8 +85,10 @@ def resizing(status: "LeaseStatus") -> str:
 def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, passed_ms: int) -> str:
     if expected_ms is None:
         return ""
-    if expected_ms <= passed_ms and (high_ms is None or high_ms <= passed_ms):
-        return "longer than expected"
+    if expected_ms <= passed_ms:
+        late = "longer than expected"
+        left_ms = 0 if high_ms is None else high_ms - passed_ms
+        return f"{late}, likely up to {rough(left_ms)} more" if left_ms >= 1000 else late
     about = rough(expected_ms - passed_ms)
     text = f"{'' if about.startswith('under') else 'about '}{about} more"
     if low_ms is None or high_ms is None:

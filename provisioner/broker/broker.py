@@ -18,7 +18,7 @@ from functools import partial
 import zmq.asyncio
 
 from provisioner.broker.backstop import Backstop
-from provisioner.broker.clock import now_ms, wall_ms
+from provisioner.broker.clock import now_ms, time_of_day, wall_ms
 from provisioner.broker.context_learner import ContextLearner
 from provisioner.broker.history import History
 from provisioner.broker.idle_counters import IdleCounters
@@ -75,6 +75,7 @@ class Broker:
 
     def __init__(self, arbiter: Arbiter, monitor: Monitor, swaps: Swaps, writer: LedgerWriter) -> None:
         self.arbiter = arbiter
+        arbiter.moment = time_of_day
         self.monitor = monitor
         self.writer = writer
         self.metrics = Metrics(arbiter)
@@ -485,7 +486,7 @@ class Broker:
         at_ms = now_ms()
         if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
             pools = self.arbiter.pools()
-            self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool)}
+            self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool, at_ms)}
         return self._tickets[1].get(lease_id)
 
     def roots(self) -> list[ProcessIdentity]:

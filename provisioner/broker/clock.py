@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["WallClock", "now_ms", "since_boot_ns", "wall_ms"]
+__all__ = ["WallClock", "now_ms", "since_boot_ns", "time_of_day", "wall_ms"]
 
 _STEP_US: Final = 100_000
 
@@ -17,6 +17,14 @@ def now_ms() -> int:
 def wall_ms() -> int:
     """Return the ledger's time: wall-clock milliseconds, which survive a reboot."""
     return time.time_ns() // 1_000_000
+
+
+def time_of_day(at_ms: int) -> str:
+    """Return a moment of the arbiter's time as people here write it: `12:45`, or `Mon 12:45` on another day."""
+    wall_s = (wall_ms() + at_ms - now_ms()) / 1000
+    at, today = time.localtime(wall_s), time.localtime()
+    same_day = (at.tm_year, at.tm_yday) == (today.tm_year, today.tm_yday)
+    return time.strftime("%H:%M" if same_day else "%a %H:%M", at)
 
 
 def since_boot_ns() -> int:

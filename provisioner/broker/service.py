@@ -90,6 +90,7 @@ __all__ = ["Service"]
 log = logging.getLogger(__name__)
 
 _QUEUE_PAUSE_S = 0.1
+_LONGEST_LOOK_S = 30.0  # a waiting cell is told anew what has changed with time alone
 _START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # a new lease waits so long for other kernels of its user to start
 _IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
 _LONGEST_REASON = 300
@@ -361,15 +362,16 @@ class Service:
             self._tell_busy(kernel)
             broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
             told: Progress | None = None
+            told_s = time.monotonic()
             while True:
                 change, queue = kernel.change(), broker.queue_changed
                 progress = self._progress(kernel, deadline_s)
-                if progress is not None and _is_news(progress, told):
+                if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
                     yield progress
-                    told = progress
+                    told, told_s = progress, time.monotonic()
                 if progress is not None and progress.kind != ProgressKind.WAITING:
                     return
-                await _any_of(change, queue, max(0.0, deadline_s - time.monotonic()))
+                await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
                 if not change.is_set():  # only the queue moved: a hundred who wait need not hear of each step at once
                     await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         finally:
@@ -543,13 +545,23 @@ def _failure(view: LeaseView) -> tuple[str, str] | None:
     return (view.reason, view.sentence) if failed else None
 
 
-def _is_news(progress: Progress, told: Progress | None) -> bool:
-    """Whether a waiting cell should hear it. A forecast that moves a little is none: the cell counts down by itself."""
+def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
+    """Whether a waiting cell should hear it, when what it was told is so old.
+
+    A forecast that moves a little is no news: the cell counts down by itself. One that does not count down with it is.
+    """
     if told is None or progress.expected_ms is None or told.expected_ms is None:
         return progress != told
-    moved_ms = abs(progress.expected_ms - told.expected_ms)
+    moved_ms = abs(progress.expected_ms - (told.expected_ms - age_ms))
     same = replace(told, expected_ms=progress.expected_ms, low_ms=progress.low_ms, high_ms=progress.high_ms)
     return progress != same or moved_ms > max(1000, told.expected_ms // 5)
+
+
+def _look_again_s(told: Progress | None) -> float:
+    """Return how long what a waiting cell was told holds though nothing happens: until the wait was expected to end."""
+    if told is None or told.expected_ms is None:
+        return _LONGEST_LOOK_S
+    return min(_LONGEST_LOOK_S, max(1.0, told.expected_ms / 1000))
 
 
 async def _any_of(first: asyncio.Event, second: asyncio.Event, patience_s: float) -> None:

@@ -47,6 +47,7 @@ from provisioner.core.forecasts import Forecasts
 from provisioner.core.invariants import check_devices, validate
 from provisioner.core.lifecycle import Lifecycle
 from provisioner.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
+from provisioner.core.obstacles import Moment
 from provisioner.core.requests import refusal
 from provisioner.core.serving import Serving
 from provisioner.core.state import Device, Lease
@@ -98,6 +99,7 @@ class Arbiter:
             self._changes, self._serving.caps, self._serving.pins, self._serving.resizing, self._serving.starting
         )
         self._answers = Answers(self._changes, self._lifecycle, self._serving.resizing)
+        self.moment: Moment | None = None  # says a time of day in a ticket's sentence; set by a driver that has a clock
         self._wake_ms: int | None = None
         self._check = check
         self._reflected = True
@@ -122,11 +124,16 @@ class Arbiter:
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue, or None if it does not wait."""
         lease = self._books.leases.get(lease_id)
-        return None if lease is None else ticket_view(self._books, lease, self._changes.foresight)
+        return None if lease is None else ticket_view(self._books, lease, self._changes.foresight, self.moment)
 
-    def tickets(self, pool: str) -> list[TicketView]:
-        """Return a pool's queue in order."""
-        return ticket_views(self._books, pool, self._changes.foresight)
+    def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
+        """Return a pool's queue in order, as of then; without `at_ms`, as of the last event."""
+        books, event_ms = self._books, self._books.now_ms
+        books.now_ms = event_ms if at_ms is None else max(event_ms, at_ms)
+        try:
+            return ticket_views(books, pool, self._changes.foresight, self.moment)
+        finally:
+            books.now_ms = event_ms
 
     def queue_lengths(self) -> dict[str, int]:
         """Return how many wait in each pool's queue; a pool in which nobody does may be missing. A lease that is resumed waits no more."""

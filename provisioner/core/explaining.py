@@ -1,18 +1,20 @@
 """Why a ticket waits: the code at little cost after every pass, the sentence and the kernels in the way only when somebody reads it."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 from provisioner.core.model import FAILED, LeaseState
+from provisioner.core.obstacles import MOST_TOLD, Moment, in_the_way
 from provisioner.core.records import Footing, Lease, Ticket, Wait
-from provisioner.core.scheduling import candidates
+from provisioner.core.scheduling import candidates, willing_from_ms
 from provisioner.core.state import Books
 from provisioner.core.units import format_memory
 
 __all__ = ["cause", "destinations", "explain", "not_yet", "why"]
 
 
-def explain(books: Books, lease: Lease, ticket: Ticket) -> Wait:
-    """Say why the lease waits, as of the last pass over the queue."""
+def explain(books: Books, lease: Lease, ticket: Ticket, moment: Moment | None = None) -> Wait:
+    """Say why the lease waits, as of the last pass over the queue. `moment` says times of day, where there is a clock."""
     bucket = lease.bucket
     if bucket is None:
         return not_yet(lease)
@@ -22,7 +24,7 @@ def explain(books: Books, lease: Lease, ticket: Ticket) -> Wait:
         return Wait("wait.retry", f"{lease.sentence}; it is tried again in a moment")
     if bucket.wait is not None and bucket.passes == books.passes:
         return bucket.wait
-    return why(books, lease, destinations(books, lease), bucket.key.need_mib)
+    return why(books, lease, destinations(books, lease), bucket.key.need_mib, moment)
 
 
 def destinations(books: Books, lease: Lease) -> tuple[str, ...]:
@@ -95,42 +97,51 @@ def _nowhere(books: Books, lease: Lease) -> str:
     return "wait.device-draining" if draining else "wait.device-lost"
 
 
-def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Wait:
-    """Say the same with a sentence and the leases in the way."""
+def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int, moment: Moment | None = None) -> Wait:
+    """Say the same with a sentence and the leases in the way, by name where they are of the same owner."""
     reason, need = cause(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
     free_mib = max([books.devices[device_id].free_mib for device_id in devices], default=0)
     short = f"{need} are needed, {format_memory(max(0, free_mib))} are free on the roomiest device"
-    holders = [
-        other for device_id in devices for other in books.devices[device_id].holders.values() if other is not lease
-    ]
-    blockers: tuple[str, ...] = ()
-    match reason:
-        case "wait.no-pool":
-            sentence = f"pool {lease.spec.pool!r} is not configured any more: ask the administrator"
-        case "wait.device-lost":
-            sentence = f"{need} are needed, but no device that this kernel may use is there now"
-        case "wait.device-draining":
-            sentence = f"{need} are needed, but an administrator is emptying the device that this kernel may use"
-        case "wait.older-ticket":
-            sentence = f"{need} are needed; the room there is is kept for a kernel that has waited longer"
-        case "wait.stranger":
-            sentence = f"{short}; processes that hold no lease use the rest"
-        case "wait.too-large":
-            sentence = f"{need} are needed, more than any device that this kernel may use has"
-        case "wait.busy-neighbour":
-            blockers = _ids([other for other in holders if other.busy])
-            kernels = "1 kernel is" if len(blockers) == 1 else f"{len(blockers)} kernels are"
-            sentence = f"{short}; {kernels} running a cell"
-        case "wait.cannot-be-suspended":
-            stays, blockers = next((other.stays for other in holders), ""), _ids(holders)
-            sentence = f"{short}; the kernels there cannot be suspended ({stays}): it waits until one ends"
-        case _:
-            sentence, blockers = f"{short}; the kernels there are idle but cannot be suspended just now", _ids(holders)
-    return Wait(reason, sentence, blockers)
+    by_itself = {
+        "wait.no-pool": f"pool {lease.spec.pool!r} is not configured any more: ask the administrator",
+        "wait.device-lost": f"{need} are needed, but no device that this kernel may use is there now",
+        "wait.device-draining": f"{need} are needed, but an administrator is emptying the device that this kernel may use",
+        "wait.older-ticket": f"{need} are needed; the room there is is kept for a kernel that has waited longer",
+        "wait.stranger": f"{short}; processes that hold no lease use the rest",
+        "wait.too-large": f"{need} are needed, more than any device that this kernel may use has",
+    }
+    if reason in by_itself:
+        return Wait(reason, by_itself[reason])
+    on_devices = [other for device_id in devices for other in books.devices[device_id].holders.values()]
+    holders = [other for other in dict.fromkeys(on_devices) if other is not lease]
+    blockers, also = _blockers(books, reason, holders)
+    told = [*blockers[:MOST_TOLD], *also]
+    sentence = f"{short}; {in_the_way(books, lease, told, moment, besides=len(blockers) - MOST_TOLD)}"
+    if reason == "wait.cannot-be-suspended":
+        sentence += ": it waits until one of them ends"
+    return Wait(reason, sentence, tuple([other.lease_id for other in blockers]))
 
 
-def _ids(holders: Sequence[Lease]) -> tuple[str, ...]:
-    """Each once, also of one that is on several devices."""
-    return tuple(dict.fromkeys([other.lease_id for other in holders]))
+def _blockers(books: Books, reason: str, holders: Sequence[Lease]) -> tuple[Sequence[Lease], Sequence[Lease]]:
+    """Return the leases that are waited for, those first that have been at it for longest, and a few others that do not step aside."""
+    if reason == "wait.busy-neighbour":
+        busy = sorted((other for other in holders if other.busy), key=_last_active)
+        idle = (other for other in holders if not other.busy and _stays_now(books, other))
+        return busy, list(islice(idle, max(0, MOST_TOLD - len(busy))))
+    if reason == "wait.cannot-be-suspended":
+        return holders, ()
+    return [other for other in holders if _stays_now(books, other)] or holders, ()
+
+
+def _stays_now(books: Books, lease: Lease) -> bool:
+    """Whether a lease that runs no cell does not step aside at this moment."""
+    if lease.state is not LeaseState.RESIDENT:
+        return True
+    willing_ms = willing_from_ms(books.policy(lease), lease)
+    return willing_ms is None or willing_ms > books.now_ms
+
+
+def _last_active(lease: Lease) -> tuple[int, int]:
+    return lease.last_active_ms, lease.number

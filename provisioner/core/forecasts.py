@@ -264,9 +264,20 @@ class Forecasts:
     def wait_ended(self, expected: Span, waited_ms: int) -> None:
         """Learn from a wait that ended in what was waited for, and take the forecast's error down.
 
-        `waited_ms` counts from the moment of the forecast. Leave out waits that were given up.
+        `waited_ms` counts from the moment of the forecast. Leave out waits that were given up: see `wait_given_up`.
         """
         self._accuracy["wait"].compare(expected, waited_ms)
+        self._correct(expected, waited_ms)
+
+    def wait_given_up(self, expected: Span, waited_ms: int) -> None:
+        """Learn from a wait that was given up after it had outlasted its forecast: it would have been longer still.
+
+        If only waits that end were learnt from, the forecasts of a pool in which some hardly ever end would stay short.
+        """
+        if waited_ms > expected.high_ms:
+            self._correct(expected, waited_ms)
+
+    def _correct(self, expected: Span, waited_ms: int) -> None:
         if not isinstance(expected, WaitSpan):
             return
         key = (expected.kind, _octaves(expected.basis_ms))

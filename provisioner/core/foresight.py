@@ -51,6 +51,12 @@ class Foresight:
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms)
 
+    def gave_up(self, lease: Lease) -> None:
+        """The lease does not wait any more, and has not got what its ticket was for."""
+        ticket = lease.ticket
+        if ticket is not None and ticket.expected is not None:
+            self.forecasts.wait_given_up(ticket.expected, self._books.now_ms - ticket.asked_ms)
+
     def ended(self, lease: Lease) -> None:
         """The lease is over."""
         self.forecasts.forget(lease.lease_id)

@@ -159,6 +159,7 @@ class Lifecycle:
             return False
         left_out = lease.bucket is not None and ticket.passes != self._books.passes and not ticket.kept_on
         left_out = left_out and not ticket.urgent
+        self._changes.foresight.gave_up(lease)
         self._changes.withdraw(lease)
         return not left_out  # nothing was kept for it, nor promised to it, and it decided about nobody's turn
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, Span
 
-__all__ = ["Account", "Bucket", "Device", "Footing", "Key", "Lease", "Operation", "Ranks", "Ticket", "Wait"]
+__all__ = ["Account", "Bucket", "Device", "Footing", "Key", "Lease", "Operation", "Promise", "Ranks", "Ticket", "Wait"]
 
 
 _MUCH_STALE = 8  # changes on a device beyond one for everybody there: it is cheaper to begin anew
@@ -44,6 +44,15 @@ class Footing(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True)
+class Promise:
+    """The upper end of the forecast that was shown last for a wait, and whether the wait outlasted one. See `overdue`; decides nothing."""
+
+    since_ms: int  # when the wait, or the resume that ends it, began
+    until_ms: int  # the upper end
+    missed_ms: int = 0  # how long the wait had lasted when it was first found to be longer than shown; 0: it was not
+
+
+@dataclass(slots=True, kw_only=True)
 class Ticket:
     """A lease's place in the queue: by priority, then the urgent, then first come first served (`queue` says it exactly)."""
 
@@ -59,6 +68,7 @@ class Ticket:
     then: "Ticket | None" = None  # beside growing: its place when it has been suspended, since it was wanted
     preempted: bool = False  # filed for a busy lease that had to make room: only its end withdraws it
     expected: Span | None = None  # the wait, as it was foreseen when the ticket was filed
+    promise: "Promise | None" = None  # what was shown of it last
     reason: str = "wait.new"  # as last written into the story
     wait: Wait | None = None  # why it waits, from the last pass that looked at it by itself
     passes: int = 0  # which pass that was

@@ -4,6 +4,8 @@ from provisioner.core.explaining import explain
 from provisioner.core.foresight import Foresight
 from provisioner.core.model import DeviceView, LeaseState, LeaseView, Span, TicketView
 from provisioner.core.moving import kept_mib
+from provisioner.core.obstacles import Moment
+from provisioner.core.overdue import shown
 from provisioner.core.state import Books, Lease, Ticket
 
 __all__ = ["device_views", "lease_view", "ticket_view", "ticket_views"]
@@ -34,8 +36,8 @@ def lease_view(lease: Lease, foresight: Foresight) -> LeaseView:
     )
 
 
-def ticket_view(books: Books, lease: Lease, foresight: Foresight) -> TicketView | None:
-    """Return the lease's place in its pool's queue, or None."""
+def ticket_view(books: Books, lease: Lease, foresight: Foresight, moment: Moment | None = None) -> TicketView | None:
+    """Return the lease's place in its pool's queue, or None. `moment` says times of day in its sentence."""
     if lease.ticket is None:
         return None
     place = books.queue.place(lease)
@@ -43,11 +45,13 @@ def ticket_view(books: Books, lease: Lease, foresight: Foresight) -> TicketView 
         other.ticket is not None and other.spec.pool == lease.spec.pool and books.queue.place(other) < place
         for other in books.by_state[LeaseState.RESUMING].values()
     )
-    return _ticket_view(books, lease, lease.ticket, place - served, foresight.wait(lease))
+    return _ticket_view(books, lease, lease.ticket, place - served, foresight.wait(lease), moment)
 
 
-def _ticket_view(books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None) -> TicketView:
-    wait = explain(books, lease, ticket)
+def _ticket_view(  # noqa: PLR0917 - one caller's loop, and one more
+    books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None, moment: Moment | None
+) -> TicketView:
+    wait = explain(books, lease, ticket, moment)
     return TicketView(
         lease_id=lease.lease_id,
         position=position,
@@ -59,17 +63,17 @@ def _ticket_view(books: Books, lease: Lease, ticket: Ticket, position: int, expe
         urgent=ticket.urgent,
         need_mib=lease.bucket.key.need_mib if lease.bucket is not None else kept_mib(lease),
         kept_on=ticket.kept_on,
-        expected=expected,
+        expected=None if expected is None else shown(ticket, lease, expected, books.now_ms),
     )
 
 
-def ticket_views(books: Books, pool: str, foresight: Foresight) -> list[TicketView]:
+def ticket_views(books: Books, pool: str, foresight: Foresight, moment: Moment | None = None) -> list[TicketView]:
     """Return the pool's queue in order."""
     waits = foresight.waits.all(pool)
     views, served = [], 0
     for place, (lease, wait) in enumerate(zip(books.queue.line(pool), waits, strict=True), 1):
         if lease.ticket is not None:
-            views.append(_ticket_view(books, lease, lease.ticket, place - served, wait))
+            views.append(_ticket_view(books, lease, lease.ticket, place - served, wait, moment))
         served += lease.state is LeaseState.RESUMING  # it has its room, so the tickets behind do not wait for it
     return views
 

@@ -40,7 +40,7 @@ def test_place_forecast_reason_and_what_comes_next_are_said() -> None:
 def test_a_forecast_counts_down_and_admits_that_it_was_wrong() -> None:
     line, now_s = told(expected_ms=40_000, low_ms=10_000, high_ms=60_000)
     assert "(about 20 s more, likely under 1 s to 40 s)" in line.text(now_s + 20)
-    assert "(under 1 s more, likely under 1 s to 10 s)" in line.text(now_s + 50)
+    assert "(longer than expected, likely up to 10 s more)" in line.text(now_s + 50)
     assert "(longer than expected)" in line.text(now_s + 70)
 
 
