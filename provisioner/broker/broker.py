@@ -20,6 +20,7 @@ import zmq.asyncio
 from provisioner.broker.backstop import Backstop
 from provisioner.broker.clock import now_ms, time_of_day, wall_ms
 from provisioner.broker.context_learner import ContextLearner
+from provisioner.broker.deadlines import DeadlineClock
 from provisioner.broker.history import History
 from provisioner.broker.idle_counters import IdleCounters
 from provisioner.broker.iopub import IOPubWatch, connection_from_json
@@ -78,6 +79,7 @@ class Broker:
         arbiter.moment = time_of_day
         self.monitor = monitor
         self.writer = writer
+        self.deadlines = DeadlineClock.of(writer.ledger)
         self.metrics = Metrics(arbiter)
         writer.wrote = self.metrics.wrote
         self.kernels: dict[str, Kernel] = {}
@@ -478,8 +480,12 @@ class Broker:
             home_device_id=kernel.home,
             device_ids=view.device_ids if len(view.device_ids) > 1 else (),
             home_device_ids=kernel.homes if len(kernel.homes) > 1 else (),
-            pinned_until_ms=view.pinned_until_ms - now_ms() + wall_ms() if view.pinned_until_ms > now_ms() else 0,
+            pinned_until_ms=self._pinned_until_ms(view),
         )
+
+    def _pinned_until_ms(self, view: LeaseView) -> int:
+        left_ms = view.pinned_until_ms - now_ms()
+        return self.deadlines.now_ms() + left_ms if left_ms > 0 else 0
 
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue. The queue is looked at once for all who ask between two events, or for a second."""

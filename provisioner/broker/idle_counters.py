@@ -9,8 +9,7 @@ show work.
 - Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses is one piece of work.
 - A device that tells nothing (MIG instances and some virtual machines do not) leaves it to the messages. It is asked again every minute:
   a driver that was restarted may tell.
-- Samples carry wall time. When that clock is set, what is remembered in it moves along: else a clock that was set back by an hour would
-  keep a kernel busy for an hour.
+- All times are since boot: no clock that is set makes a kernel busy or quiet.
 - A person who asks for a suspend means it: then only the messages count (`Kernel.suspend_wishes`), and work under way is waited for.
 """
 
@@ -21,11 +20,11 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from provisioner.broker.clock import WallClock
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.sight import LEASE_VARIABLE
 from provisioner.core.model import LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceActivity, GPUError
+from provisioner.host.clock import since_boot_us
 from provisioner.host.process import ProcessIdentity
 from provisioner.host.tree import Snapshot, scan
 
@@ -49,10 +48,13 @@ class IdleCounters:
     """Watches the kernels of one broker that are resident and idle by their messages."""
 
     def __init__(
-        self, broker: "Broker", clock: WallClock | None = None, steady_s: Callable[[], float] = time.monotonic
+        self,
+        broker: "Broker",
+        since_boot_us: Callable[[], int] = since_boot_us,
+        steady_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._broker = broker
-        self._clock = WallClock() if clock is None else clock
+        self._since_boot_us = since_boot_us
         self._steady_s = steady_s
         self._silent: dict[str, float] = {}  # devices that tell nothing, and when each is asked again
         self._settle_us = 0  # the longest of the devices'
@@ -64,8 +66,7 @@ class IdleCounters:
         if kernel.in_use or kernel.identity is None:
             kernel.idle_us, kernel.working = None, False
         elif kernel.idle_us is None:
-            self._follow_clock()  # else a step that happened before would move this time, too
-            kernel.idle_us, kernel.worked_us = time.time_ns() // 1000, 0
+            kernel.idle_us, kernel.worked_us = self._since_boot_us(), 0
             told = self._looks and view.device_id not in self._silent
             kernel.working = told and view.state is LeaseState.RESIDENT
             self._news.set()
@@ -76,7 +77,6 @@ class IdleCounters:
         while True:
             self._news.clear()
             watched = self._watched()
-            self._follow_clock()
             if watched:
                 try:
                     await self._look(watched)
@@ -97,7 +97,7 @@ class IdleCounters:
             return False
         devices = sorted(view.device_ids or ((view.device_id,) if view.device_id is not None else ()))
         known = {one.pid for one in self._broker.roots()}
-        since_us = time.time_ns() // 1000 - int(UNANSWERED_QUIET_S * _S)
+        since_us = self._since_boot_us() - int(UNANSWERED_QUIET_S * _S)
         activities, snapshot = await asyncio.to_thread(self._read, devices, since_us, known)
         pids = self._pids(kernel, identity, snapshot)
         return all(
@@ -120,20 +120,9 @@ class IdleCounters:
                 found.append((kernel, kernel.identity, view.device_id))
         return found
 
-    def _follow_clock(self) -> None:
-        """Move what is remembered in wall time along with a clock that was set."""
-        step_us = self._clock.stepped_us()
-        if not step_us:
-            return
-        log.info("the wall clock was set by %+.1f s", step_us / _S)
-        for kernel in self._broker.kernels.values():
-            if kernel.idle_us is not None:
-                kernel.idle_us += step_us
-                kernel.worked_us += step_us if kernel.worked_us else 0
-
     def _pause_s(self) -> float:
         """Until the first of those of which nothing is known yet can be known; longer while everybody is known to be quiet."""
-        now_us = time.time_ns() // 1000
+        now_us = self._since_boot_us()
         working = [one for one in self._broker.kernels.values() if one.idle_us is not None and one.working]
         if not working:
             return _NOBODY_S

@@ -59,7 +59,7 @@ class Kernel:
     own_size: ResizeRequested | None = None  # during a burst: what the lease goes back to if the process ends in it
     wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
     executing_since_s: float | None = None
-    idle_us: int | None = None  # idle by its messages since then, microseconds since the epoch
+    idle_us: int | None = None  # idle by its messages since then, microseconds since boot
     worked_us: int = 0  # its processes were last seen at work on the device since then; 0: not yet
     working: bool = False  # they are, or nobody knows yet, though no cell runs
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects

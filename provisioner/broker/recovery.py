@@ -81,7 +81,7 @@ async def take_over(
                 busy=identity is not None,  # nobody has looked yet
                 device_ids=_all_devices(record, device_id),
                 sentence=_HOMELESS if state is LeaseState.SUSPENDED and device_id is None else "",
-                pinned_until_ms=now_ms() + max(0, record.pinned_until_ms - wall_ms()) if record.pinned_until_ms else 0,
+                pinned_until_ms=_pinned_until_ms(broker, record),
             )
         )
         if identity is not None:
@@ -175,3 +175,9 @@ def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[
         device_id = truth.device_id or record.device_id
         return (LeaseState.RESIDENT, device_id, 0) if device_id else (LeaseState.QUARANTINED, None, saved_mib)
     return truth.state, truth.device_id or record.device_id, truth.saved_mib
+
+
+def _pinned_until_ms(broker: Broker, record: LeaseRecord) -> int:
+    """Return until when the lease is pinned, by the arbiter's clock; 0: it is not."""
+    left_ms = record.pinned_until_ms - broker.deadlines.now_ms()
+    return now_ms() + left_ms if record.pinned_until_ms and left_ms > 0 else 0

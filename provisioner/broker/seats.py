@@ -121,7 +121,7 @@ class Seats:
 
     def status(self, seat: SeatRecord) -> SeatStatus:
         """Return one seat as a message."""
-        held, wall = self._held(seat.seat_id), wall_ms()
+        held, now = self._held(seat.seat_id), self._broker.deadlines.now_ms()
         return SeatStatus(
             seat_id=seat.seat_id,
             owner=seat.owner,
@@ -138,8 +138,8 @@ class Seats:
             kernels=held.kernels,
             used_milli=held.fraction_milli,
             confirmed=seat.expires_ms is None,
-            age_ms=max(0, wall - seat.created_ms),
-            expires_ms=None if seat.expires_ms is None else max(0, seat.expires_ms - wall),
+            age_ms=max(0, wall_ms() - seat.created_ms),
+            expires_ms=None if seat.expires_ms is None else max(0, seat.expires_ms - now),
         )
 
     def offers(self, request: OfferRequest) -> Offers:
@@ -263,7 +263,7 @@ class Seats:
 
     def _reserve(self, waiter: _Waiter, hub: HubPool, device_id: str | None) -> None:
         """Take room for the seat at once: no other request gets it. An older seat of the same server ends."""
-        request, wall = waiter.request, wall_ms()
+        request = waiter.request
         waiter.token = secrets.token_urlsafe(32)
         waiter.seat = seat = SeatRecord(
             seat_id=secrets.token_hex(12),
@@ -280,8 +280,8 @@ class Seats:
             uid=request.uid,
             device_id=device_id,
             token_sha256=token_digest(waiter.token),
-            created_ms=wall,
-            expires_ms=wall + min(request.ttl_ms, _LONGEST_TTL_MS),
+            created_ms=wall_ms(),
+            expires_ms=self._broker.deadlines.now_ms() + min(request.ttl_ms, _LONGEST_TTL_MS),
         )
         for older in [one for one in self._seats.values() if (one.owner, one.server) == (seat.owner, seat.server)]:
             self._end(older, "replaced")
@@ -379,11 +379,11 @@ class Seats:
 
     async def _expire(self) -> None:
         while True:
-            wall = wall_ms()
+            now = self._broker.deadlines.now_ms()
             for seat in self.live():
-                if seat.expires_ms is not None and seat.expires_ms <= wall:
+                if seat.expires_ms is not None and seat.expires_ms <= now:
                     self._end(seat, "expired")
-            due = min((seat.expires_ms - wall for seat in self.live() if seat.expires_ms is not None), default=None)
+            due = min((seat.expires_ms - now for seat in self.live() if seat.expires_ms is not None), default=None)
             changed = self._changed
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if due is None else max(0.05, due / 1000)):

@@ -112,7 +112,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceActivity:
-    """Who worked on a device. Times in microseconds since the epoch."""
+    """Who worked on a device. Times in microseconds since boot, which no clock that is set changes."""
 
     known_until_us: int  # what was done up to then is told
     settle_us: int  # work that ended may still be told as if it went on for so long

@@ -13,6 +13,8 @@
   with it (up to a second long, the shorter the better the device), so for a while after work ended it may look as if it went on.
 - Samples that cannot be true are dropped: NVML is known to give utilisations of 37,100 % and time stamps far off. A stamp up to a second
   ahead of our clock counts as now; one that is further ahead would make its process look busy until then.
+- The driver stamps its samples with the wall clock. They are converted to the time since boot. When that clock was set, the samples that
+  the driver has at the next look were stamped by the one or the other: none of them counts, then or later.
 - Where NVML does not tell what a process uses (some virtual machines and containers do not), the processes it does
   not tell of share what is used and accounted for by nobody, in equal parts: exact for one process, a guess for
   more.
@@ -20,7 +22,6 @@
 
 import importlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ from provisioner.gpu.interface import (
     ProcessUse,
 )
 from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from provisioner.host.clock import WallClock
 
 __all__ = ["NvidiaMonitor"]
 
@@ -89,10 +91,22 @@ _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_
 class NvidiaMonitor:
     """The `Monitor` of NVIDIA devices. Methods may be called from any thread.
 
-    `nvml` stands in for pynvml in tests, `bindings` for what tells whether the checkpoint calls can be made.
+    `nvml` stands in for pynvml in tests, `bindings` for what tells whether the checkpoint calls can be made, `clock` for the machine's.
     """
 
-    def __init__(self, *, nvml: ModuleType | None = None, bindings: Callable[[], str] = why_no_bindings) -> None:
+    def __init__(
+        self,
+        *,
+        nvml: ModuleType | None = None,
+        bindings: Callable[[], str] = why_no_bindings,
+        clock: WallClock | None = None,
+    ) -> None:
+        self._clock = WallClock() if clock is None else clock
+        self._steps = 0  # how often the wall clock was set
+        self._steps_known: dict[str, int] = {}  # by device: of them, those after which it was looked at
+        self._ambiguous: dict[
+            str, set[tuple[int, int]]
+        ] = {}  # by device: pid and stamp of samples from about the last one
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
         self._bindings = bindings
         self._starting = threading.Lock()
@@ -171,12 +185,21 @@ class NvidiaMonitor:
         """Return who worked on the device since then; None for MIG instances and devices that do not tell. Raises GPUError."""
         if device_id.startswith("MIG-") or not self._start():
             return None
-        now_us = time.time_ns() // 1000
+        was_set = self._was_set(device_id)
+        offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
         worked_us: dict[int, int] = {}
         try:
-            for sample in self._read(device_id, partial(self._samples, since_us)):
-                if _is_sane(sample, now_us) and any(_rates(sample)):
-                    at_us = min(int(sample.timeStamp), now_us) - _SAMPLE_LATE_US
+            samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
+            if was_set:
+                self._ambiguous[device_id] = {(int(sample.pid), int(sample.timeStamp)) for sample in samples}
+                self._steps_known[device_id] = self._steps
+            ambiguous = self._ambiguous.get(device_id, set())
+            for sample in samples:
+                stamp_us = int(sample.timeStamp) - offset_us
+                if (sample.pid, int(sample.timeStamp)) in ambiguous:
+                    continue
+                if stamp_us <= now_us + _AHEAD_US and _is_sane(sample) and any(_rates(sample)):
+                    at_us = min(stamp_us, now_us) - _SAMPLE_LATE_US
                     worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
         except self._nvml.NVMLError as error:
             if error.value in {*_UNAVAILABLE, _NO_PERMISSION}:
@@ -185,8 +208,17 @@ class NvidiaMonitor:
         worked_us = {pid: at_us for pid, at_us in worked_us.items() if pid > 0 and at_us > since_us}
         return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
 
+    def _was_set(self, device_id: str) -> bool:
+        """Return whether the wall clock was set since the device was last looked at."""
+        if self._clock.stepped_us():
+            self._steps += 1
+        return self._steps_known.setdefault(device_id, self._steps) != self._steps
+
     def _samples(self, since_us: int, handle: object) -> list[Any]:
-        """Return the samples since then. The library asks for their number first, and fails if more have come by the second call."""
+        """Return the samples that the driver stamped since then, by the wall clock.
+
+        The library asks for their number first, and fails if more have come by the second call.
+        """
         for _ in range(_READS - 1):
             try:
                 return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
@@ -340,8 +372,8 @@ def _rates(sample: Any) -> tuple[int, ...]:  # noqa: ANN401 - a structure of pyn
     return int(sample.smUtil), int(sample.memUtil), int(sample.encUtil), int(sample.decUtil)
 
 
-def _is_sane(sample: Any, now_us: int) -> bool:  # noqa: ANN401 - as above
-    return all(0 <= rate <= _FULL for rate in _rates(sample)) and int(sample.timeStamp) <= now_us + _AHEAD_US
+def _is_sane(sample: Any) -> bool:  # noqa: ANN401 - as above
+    return all(0 <= rate <= _FULL for rate in _rates(sample))
 
 
 def _shares(by_pid: Mapping[int, int | None], kinds: Mapping[int, ProcessKind], used: int) -> tuple[ProcessUse, ...]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ from provisioner.broker.iopub import IOPubWatch
 from provisioner.broker.kernels import Kernel
 from provisioner.core.model import LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceActivity, GPUError, GPUErrorCode
+from provisioner.host.clock import since_boot_us
 from provisioner.host.process import identify
 from tests.broker.driver import DEVICE, Quiet
 from tests.broker.test_watch import LEASE, view_of
@@ -59,7 +59,7 @@ class World:
             raise self.error
         if not self.tells:
             return None
-        known = self.known_until_us if self.known_until_us is not None else time.time_ns() // 1000
+        known = self.known_until_us if self.known_until_us is not None else since_boot_us()
         return DeviceActivity(known_until_us=known, settle_us=SETTLE_US, worked_us=dict(self.worked_us))
 
     async def look(self) -> None:
@@ -126,7 +126,7 @@ async def test_work_of_another_process_is_not_its_work() -> None:
 
 async def test_a_kernel_that_cannot_say_that_it_is_idle_is_so_once_its_counters_were_quiet_for_longer() -> None:
     world = World()
-    now_us = time.time_ns() // 1000
+    now_us = since_boot_us()
     world.worked_us = {os.getpid(): now_us - int(UNANSWERED_QUIET_S * SECOND) + SECOND}
     assert not await world.counters.is_quiet(world.kernel)
     world.worked_us = {os.getpid(): now_us - int(UNANSWERED_QUIET_S * SECOND) - 1, 1: now_us}

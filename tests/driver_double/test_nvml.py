@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessUse
+from provisioner.host.clock import since_boot_us
 from tests.driver_double import releases
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.remote import Remote
@@ -67,7 +68,7 @@ def test_who_works_is_read_whatever_order_samples_come_in(
     double.set_device(0, samples=[(7, 0, 55, 0)])
     for result in results:
         double.fail(SAMPLES, result)
-    activity = remote.monitor.activity(double.devices[0].device_id, time.time_ns() // 1000 - 2_000_000)
+    activity = remote.monitor.activity(double.devices[0].device_id, since_boot_us() - 2_000_000)
     assert activity is not None
     assert set(activity.worked_us) == seen
     assert not list((double.folder / "faults").glob("*/*")), "each result was taken"
@@ -84,7 +85,7 @@ def test_samples_are_told_as_they_were_set_however_absurd(double: DriverDouble, 
     device = double.devices[0].device_id
     now = time.time_ns() // 1000
     double.set_device(0, samples=[(7, 0, 55, 1), (8, now - 5_000_000, 9, 0), (9, now + 10**12, 37_100, 0)])
-    activity = remote.monitor.activity(device, now - 2_000_000)
+    activity = remote.monitor.activity(device, since_boot_us() - 2_000_000)
     assert activity is not None
     assert 7 in activity.worked_us
     assert 8 not in activity.worked_us

@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, Final
 
+from provisioner.host.clock import since_boot_us
 from tests.gpu.items import Item, Note, Setting, cycle, main, tried
 from tests.gpu.look import host_memory, sees
 from tests.gpu.talk import SilentError, Talker, TalkError
@@ -212,7 +213,7 @@ def nvml_times(setting: Setting, note: Note) -> None:
             reads: dict[str, Callable[[], object]] = {
                 "devices": monitor.devices,
                 "use": lambda: monitor.use(device),
-                "activity": lambda: monitor.activity(device, time.time_ns() // 1000 - 2_000_000),
+                "activity": lambda: monitor.activity(device, since_boot_us() - 2_000_000),
                 "sensors": lambda: monitor.sensors(device),
             }
             for name, read in reads.items():

@@ -9,6 +9,7 @@ import pytest
 from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
 from provisioner.gpu.nvidia import NvidiaMonitor
 from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from provisioner.host.clock import since_boot_us
 from tests.gpu_nvidia.fake_nvml import (
     FUNCTION_NOT_FOUND,
     GIB,
@@ -164,18 +165,18 @@ SECOND = 1_000_000
 def test_who_worked_is_told_from_samples_that_say_so() -> None:
     now = time.time_ns() // 1000
     gpu = FakeGPU(samples=[(7, now - 5 * SECOND, 80), (7, now, 3), (8, now, 0), (9, now - 3 * SECOND, 50), (0, now, 9)])
-    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, now - 4 * SECOND)
+    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, since_boot_us() - 4 * SECOND)
     assert activity is not None
     assert set(activity.worked_us) == {7, 9}, "8 was idle, 0 is nobody"
-    assert now - SECOND < activity.worked_us[7] <= now
-    assert now - SECOND < activity.known_until_us
+    assert since_boot_us() - 2 * SECOND < activity.worked_us[7] <= since_boot_us()
+    assert since_boot_us() - 2 * SECOND < activity.known_until_us
     assert activity.settle_us == SECOND
 
 
 def test_a_sample_that_may_tell_of_an_earlier_time_is_not_taken_for_work_since() -> None:
     now = time.time_ns() // 1000
     gpu = FakeGPU(samples=[(7, now, 80)])
-    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, now - 1000)
+    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, since_boot_us() - 1000)
     assert activity is not None
     assert activity.worked_us == {}
 

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +12,7 @@ from provisioner.gpu.interface import DeviceActivity
 from provisioner.gpu.simulated import cuda
 from provisioner.gpu.simulated.host import create, destroy
 from provisioner.gpu.simulated.monitor import SimulatedMonitor
+from provisioner.host.clock import since_boot_us
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulat
 
 
 def now_us() -> int:
-    return time.time_ns() // 1000
+    return since_boot_us()
 
 
 def activity(monitor: SimulatedMonitor, since_us: int = 0) -> DeviceActivity:

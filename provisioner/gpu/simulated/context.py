@@ -188,7 +188,7 @@ class Context:
     @contextmanager
     def working(self, seconds: float = 0.0) -> Iterator[None]:
         """Be at work on the device, for so long if that is known: its counters tell so. The caller is inside the gate."""
-        end_ns = time.time_ns() + int(seconds * 1e9)
+        end_ns = _since_boot_ns() + int(seconds * 1e9)
         with self._work:
             self._ends.append(end_ns)
             self._note_work()
@@ -200,7 +200,7 @@ class Context:
                 self._note_work()
 
     def _note_work(self) -> None:
-        end_ns = max(time.time_ns(), *self._ends, 0)
+        end_ns = max(_since_boot_ns(), *self._ends, 0)
         with suppress(FileNotFoundError):  # the host was removed
             os.utime(self.folder / WORK, ns=(end_ns, end_ns))
 
@@ -280,3 +280,8 @@ class Context:
 
 def _mib(n_bytes: int) -> str:
     return f"{n_bytes / MIB:.1f}".removesuffix(".0") + " MiB"
+
+
+def _since_boot_ns() -> int:
+    """Return the clock that nobody sets."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -28,11 +28,13 @@ from provisioner.gpu.simulated.processes import (
     users_of,
 )
 from provisioner.gpu.simulated.store import MIB, SimulatedHostError, Store
+from provisioner.host.clock import since_boot_us
 
 __all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
 
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work has begun the next one by then
 _REAP_S: Final = 10.0
+_LONGEST_WORK_US: Final = 86_400_000_000  # of one call: a day
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
 
@@ -89,20 +91,21 @@ class SimulatedMonitor:
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity:
         """Return which processes had work on the device since then. Raises GPUError OPERATING_SYSTEM."""
-        now_us = time.time_ns() // 1000
+        now_us = since_boot_us()
         worked_us = {}
         for process in translated(lambda: users_of(self._store, device_id)):
             with suppress(FileNotFoundError):  # it ended
                 # Every second, of many processes: without a Path for each.
                 work = os.stat(f"{self._store.memory}/{process.key}/{WORK}")  # noqa: PTH116
                 until_us = work.st_mtime_ns // 1000
-                if until_us > since_us:
+                # A context of an older version stamped its work with the wall clock, which is decades ahead of the time since boot.
+                if since_us < until_us < now_us + _LONGEST_WORK_US:
                     worked_us[process.pid] = min(until_us, now_us)
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
 
     def sensors(self, device_id: str) -> DeviceSensors:
         """Return whether the device is at work now; it is neither warm nor powered. Raises GPUError OPERATING_SYSTEM."""
-        now_us = time.time_ns() // 1000
+        now_us = since_boot_us()
         working = self.activity(device_id, now_us - _SETTLE_US).worked_us
         return DeviceSensors(busy_percent=100 if working else 0)
 

@@ -47,7 +47,9 @@ __all__ = [
 ]
 
 OPEN: Final = b"O"  # calls pass
-WORK: Final = "work"  # a file of the process whose time of change is when its work on the device ends, or ended
+WORK: Final = (
+    "work"  # a file of the process; its time of change is when, since boot, its work on the device ends or ended
+)
 WANTED: Final = b"W"  # a lock waits for the calls in flight; new ones are held
 CLOSED: Final = b"C"  # locked or anything beyond, failed included: held calls look why
 # With one plain placeholder: Python 3.14 takes no sequence for numbered ones.

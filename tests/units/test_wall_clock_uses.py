@@ -1,0 +1,105 @@
+"""Nothing is decided by the wall clock, which anybody may set: every use of it is listed here, with what it is for.
+
+A new use that only shows something, or dates it for people, is added below. One that decides needs another clock: `time.monotonic`, the
+time since boot (`provisioner.host.clock`), or, for a moment that survives a restart, `provisioner.broker.deadlines`.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("provisioner", "kernelext", "hub_spawner")
+CLOCKS = {
+    ("time", name)
+    for name in (
+        "time",
+        "time_ns",
+        "localtime",
+        "gmtime",
+        "ctime",
+        "CLOCK_REALTIME",
+        "CLOCK_REALTIME_COARSE",
+        "CLOCK_TAI",
+    )
+} | {(kind, name) for kind in ("datetime", "date") for name in ("now", "utcnow", "today")}
+FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "st_atime", "st_atime_ns", "getmtime", "getctime"}
+OWN = {"wall_ms"}
+
+ALLOWED = {
+    "provisioner/broker/audit.py": "dates of lines and files; which files are older than the days that are kept",
+    "provisioner/broker/broker.py": "dates of the ledger's lines",
+    "provisioner/broker/clock.py": "the wall clock itself, for dates",
+    "provisioner/broker/deadlines.py": "the start of the deadlines' clock, once for each boot",
+    "provisioner/broker/driver_start.py": "the time of the next attempt, in a sentence",
+    "provisioner/broker/history.py": "dates of points",
+    "provisioner/broker/iopub.py": "the date in a message's header, which nothing reads",
+    "provisioner/broker/ledger_move.py": "a date in the name of a file that is set aside",
+    "provisioner/broker/lost_leases.py": "the date of a lease that is taken back",
+    "provisioner/broker/metering.py": "on which day use is booked, for reports",
+    "provisioner/broker/operations.py": "dates of operations",
+    "provisioner/broker/recovery.py": "dates of what is written",
+    "provisioner/broker/rescue.py": "dates of the ledger's lines",
+    "provisioner/broker/run.py": "which ended leases are older than the 90 days for which they are remembered",
+    "provisioner/broker/seat_offers.py": "an administrator's opening hours are hours of the wall clock",
+    "provisioner/broker/seat_rules.py": "as above",
+    "provisioner/broker/seats.py": "as above, and dates of seats",
+    "provisioner/broker/service.py": "dates of leases",
+    "provisioner/broker/watchdog.py": "the date of a line of the log",
+    "provisioner/commands/audit.py": "what to show",
+    "provisioner/commands/explain.py": "what to show",
+    "provisioner/gpu/simulated/monitor.py": "no date: a file's time of change holds the time since boot",
+    "provisioner/host/clock.py": "turns a driver's stamps into the time since boot, and notices when the clock was set",
+    "provisioner/kernel_command.py": "no date: whether an interpreter is the same file as before",
+    "kernelext/chart.py": "what to show",
+    "kernelext/views.py": "what to show",
+}
+
+
+def uses(tree: ast.Module) -> Iterator[str]:
+    """Yield what of the wall clock a module names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if (owner, node.attr) in CLOCKS or node.attr in FILE_TIMES | OWN:
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (one.name for one in node.names if (node.module, one.name) in CLOCKS)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OWN:
+            yield node.func.id
+        elif isinstance(node, ast.Name) and node.id in OWN and isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.Call) and _is_strftime_of_now(node):
+            yield "strftime"
+
+
+def _is_strftime_of_now(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "strftime" and len(call.args) == 1
+
+
+def test_every_use_of_the_wall_clock_is_known_and_decides_nothing() -> None:
+    found: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            if named := set(uses(ast.parse(file.read_bytes()))):
+                found[str(file.relative_to(ROOT))] = named
+    new = {file: named for file, named in found.items() if file not in ALLOWED}
+    assert new == {}, "a use of the wall clock that is not listed: see above"
+    assert set(ALLOWED) <= set(found), "listed, and not there any more"
+
+
+def test_the_search_finds_every_way_to_read_it() -> None:
+    for source in (
+        "import time\ntime.time()",
+        "import time\nclock = time.time_ns",
+        "from time import time",
+        "import datetime\ndatetime.datetime.now()",
+        "from datetime import datetime\ndatetime.now(UTC)",
+        "path.stat().st_mtime < x",
+        "import time\ntime.clock_gettime(time.CLOCK_REALTIME)",
+        "import time\ntime.strftime('%H')",
+        "wall_ms()",
+        "partial(f, wall_ms)",
+    ):
+        assert list(uses(ast.parse(source))), source
+    assert not list(uses(ast.parse("import time\ntime.monotonic()\ntime.clock_gettime_ns(time.CLOCK_BOOTTIME)")))
