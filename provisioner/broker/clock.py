@@ -21,4 +21,3 @@ def time_of_day(at_ms: int) -> str:
     at, today = time.localtime(wall_s), time.localtime()
     same_day = (at.tm_year, at.tm_yday) == (today.tm_year, today.tm_yday)
     return time.strftime("%H:%M" if same_day else "%a %H:%M", at)
-

@@ -1,4 +1,4 @@
-"""A second record of each lease, outside the ledger: one small file a lease in the folder of the broker's socket.
+"""A second record of each lease and each confirmed seat, outside the ledger: one small file each, in a folder beside the broker's socket.
 
 A broker whose ledger is lost takes the leases of living kernels back from these files: pool, size, priority and seat are not told by the
 kernels' processes, whose environment is their own to write.
@@ -19,20 +19,22 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
-from provisioner.ledger.records import LeaseRecord
+from provisioner.ledger.records import LeaseRecord, SeatRecord
 
-__all__ = ["LeaseFiles", "lease_folder", "read_lease_files", "remove_lease_file"]
+__all__ = ["LeaseFiles", "lease_folder", "read_lease_files", "read_seat_files", "remove_lease_file"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T", LeaseRecord, SeatRecord)
 
 _EVERY_S: Final = 2.0
 _LONGEST: Final = 1 << 20  # bytes of a file
-_SUFFIX: Final = ".json"
-_NAME: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}", re.ASCII)
+_LEASE: Final = ".json"
+_SEAT: Final = ".seat"
+_NAME: Final = re.compile(r"([0-9a-zA-Z_-]{1,64})(\.json|\.seat)", re.ASCII)
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -47,23 +49,27 @@ class LeaseFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._wanted: dict[str, bytes] = {}  # by lease: what its file is to say
-        self._changed: set[str] = set()  # leases whose file may be another
+        self._wanted: dict[str, bytes] = {}  # by name: what the file is to say
+        self._changed: set[str] = set()  # names of files that may say something else
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lease-files")
         self._writing: asyncio.Task[None] | None = None
         self._said = ""  # the last failure in the log
 
     def put(self, record: LeaseRecord) -> None:
         """Have the lease's record written soon."""
-        text = msgspec.json.encode(record)
-        if self._wanted.get(record.spec.lease_id) != text:
-            self._wanted[record.spec.lease_id] = text
-            self._change(record.spec.lease_id)
+        self._put(record.spec.lease_id + _LEASE, msgspec.json.encode(record))
 
     def drop(self, lease_id: str) -> None:
         """Have the file of a lease that has ended removed soon."""
-        self._wanted.pop(lease_id, None)
-        self._change(lease_id)
+        self._drop(lease_id + _LEASE)
+
+    def put_seat(self, seat: SeatRecord) -> None:
+        """Have the seat's record written soon."""
+        self._put(seat.seat_id + _SEAT, msgspec.json.encode(seat))
+
+    def drop_seat(self, seat_id: str) -> None:
+        """Have the file of a seat that has ended removed soon."""
+        self._drop(seat_id + _SEAT)
 
     async def run(self) -> None:
         """Write again what is missing, every two seconds, until cancelled."""
@@ -85,8 +91,15 @@ class LeaseFiles:
         with suppress(OSError):
             self.folder.rmdir()
 
-    def _change(self, lease_id: str) -> None:
-        self._changed.add(lease_id)
+    def _put(self, name: str, text: bytes) -> None:
+        if self._wanted.get(name) != text:
+            self._wanted[name] = text
+            self._changed.add(name)
+            self._begin()
+
+    def _drop(self, name: str) -> None:
+        self._wanted.pop(name, None)
+        self._changed.add(name)
         self._begin()
 
     def _begin(self) -> None:
@@ -99,7 +112,7 @@ class LeaseFiles:
         try:
             await asyncio.sleep(0)  # what else the same decision changes goes with it
             while self._changed:
-                batch = {lease_id: self._wanted.get(lease_id) for lease_id in self._changed}
+                batch = {name: self._wanted.get(name) for name in self._changed}
                 self._changed.clear()
                 failed |= await loop.run_in_executor(self._thread, self._write, batch)
         finally:
@@ -109,29 +122,29 @@ class LeaseFiles:
     # -- in the thread -----------------------------------------------------------------------------------------------------
 
     def _write(self, batch: dict[str, bytes | None]) -> set[str]:
-        """Write, or remove, the files; return the leases for which that failed."""
+        """Write, or remove, the files; return the names for which that failed."""
         failed: set[str] = set()
         problem = ""
-        for lease_id, text in batch.items():
+        for name, text in batch.items():
             try:
                 if text is None:
-                    (self.folder / f"{lease_id}{_SUFFIX}").unlink(missing_ok=True)
+                    (self.folder / name).unlink(missing_ok=True)
                 else:
-                    self._replace(lease_id, text)
+                    self._replace(name, text)
             except OSError as error:
-                failed.add(lease_id)
+                failed.add(name)
                 problem = f"{self.folder}: {error.strerror}"
         if problem and problem != self._said:
-            log.warning("the second record of %d leases is not up to date: %s; trying again", len(failed), problem)
+            log.warning("%d second records are not up to date: %s; trying again", len(failed), problem)
         self._said = problem
         return failed
 
-    def _replace(self, lease_id: str, text: bytes) -> None:
-        if not _NAME.fullmatch(lease_id):
-            raise OSError(0, "this lease's id cannot name a file")
+    def _replace(self, name: str, text: bytes) -> None:
+        if not _NAME.fullmatch(name):
+            raise OSError(0, f"the id of {name[:80]!r} cannot name a file")
         with suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
-        fresh = self.folder / f".{lease_id}"
+        fresh = self.folder / f".{name}"
         descriptor = os.open(fresh, _WRITE, 0o600)
         try:
             left = memoryview(text)
@@ -139,21 +152,33 @@ class LeaseFiles:
                 left = left[os.write(descriptor, left) :]
         finally:
             os.close(descriptor)
-        fresh.rename(self.folder / f"{lease_id}{_SUFFIX}")
+        fresh.rename(self.folder / name)
 
     def _missing(self, wanted: set[str]) -> set[str]:
         try:
             names = set(os.listdir(self.folder))  # noqa: PTH208 - names are enough
         except OSError:
             names = set()
-        return {lease_id for lease_id in wanted if f"{lease_id}{_SUFFIX}" not in names}
+        return wanted - names
 
 
 def read_lease_files(folder: Path) -> list[LeaseRecord]:
-    """Return the records that a broker of this user left in the folder, oldest lease first.
+    """Return the leases' records that a broker of this user left in the folder, oldest lease first.
 
     Left out with a warning: what others could have written, and what cannot be read. A folder that is not there holds none.
     """
+    records = [record for name, record in _read_all(folder, _LEASE, LeaseRecord) if record.spec.lease_id == name]
+    return sorted(records, key=lambda record: (record.created_ms, record.spec.lease_id))
+
+
+def read_seat_files(folder: Path) -> list[SeatRecord]:
+    """Return the seats' records likewise."""
+    records = [record for name, record in _read_all(folder, _SEAT, SeatRecord) if record.seat_id == name]
+    return sorted(records, key=lambda record: (record.created_ms, record.seat_id))
+
+
+def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
+    """Return what each file with the suffix holds, with the id that its name says."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or not _is_private(status):
@@ -165,28 +190,25 @@ def read_lease_files(folder: Path) -> list[LeaseRecord]:
     except OSError as error:
         log.warning("%s cannot be read: %s", folder, error.strerror)
         return []
-    records = []
+    found = []
     for name in names:
-        lease_id = name.removesuffix(_SUFFIX)
-        if lease_id == name or not _NAME.fullmatch(lease_id):
+        match = _NAME.fullmatch(name)
+        if match is None or match[2] != suffix:
             continue
         try:
-            record = _read(folder / name)
+            found.append((match[1], _read(folder / name, kind)))
         except (OSError, ValueError) as error:
             log.warning("the record %s is not used: %s", folder / name, error)
-            continue
-        if record.spec.lease_id == lease_id:
-            records.append(record)
-    return sorted(records, key=lambda record: (record.created_ms, record.spec.lease_id))
+    return found
 
 
 def remove_lease_file(folder: Path, lease_id: str) -> None:
     """Remove the record of a lease that is over; one that cannot be removed is met again at the next start."""
     with suppress(OSError):
-        (folder / f"{lease_id}{_SUFFIX}").unlink()
+        (folder / f"{lease_id}{_LEASE}").unlink()
 
 
-def _read(path: Path) -> LeaseRecord:
+def _read(path: Path, kind: type[T]) -> T:
     """Raises OSError, ValueError."""
     descriptor = os.open(path, _READ)
     try:
@@ -197,9 +219,9 @@ def _read(path: Path) -> LeaseRecord:
     finally:
         os.close(descriptor)
     try:
-        return msgspec.json.decode(text, type=LeaseRecord)
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"it holds no lease: {error}") from None
+        raise ValueError(f"it holds no record: {error}") from None
 
 
 def _is_private(status: os.stat_result) -> bool:

@@ -23,6 +23,7 @@ from functools import partial
 from provisioner.broker.broker import Broker, now_ms, token_digest, wall_ms
 from provisioner.broker.checks import Peer
 from provisioner.broker.kernels import Kernel
+from provisioner.broker.lease_files import read_seat_files
 from provisioner.broker.metering import Meter
 from provisioner.broker.pool_editing import PoolEditor
 from provisioner.broker.seat_offers import Forecasts
@@ -100,8 +101,23 @@ class Seats:
     # -- what is there -----------------------------------------------------------------------------------------------------
 
     def recover(self, ledger: Ledger) -> None:
-        """Take over the seats of the ledger, and what it knows of users. Seats that expired meanwhile go with the next look."""
+        """Take over the seats of the ledger, and what it knows of users. Seats that expired meanwhile go with the next look.
+
+        A confirmed seat that the ledger does not know, because an earlier one was lost, is taken from its second record.
+        """
         self._seats = {record.seat_id: record for record in ledger.live_seats()}
+        files = self._broker.files
+        for seat in read_seat_files(files.folder) if files is not None else ():
+            if not ledger.has_seat(seat.seat_id):
+                log.warning(
+                    "seat %s of %r is not in the ledger: taken back from its second record",
+                    seat.seat_id[:8],
+                    seat.owner,
+                )
+                self._seats[seat.seat_id] = seat
+                self._broker.writer.submit(partial(ledger.save_seat, seat))
+        for seat in self._seats.values():
+            self._note(seat)
         self._meter.recover(ledger)
 
     def live(self) -> list[SeatRecord]:
@@ -329,7 +345,13 @@ class Seats:
             await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, kept))
             self._known(seat_id)  # it may have ended meanwhile
             seat = self._seats[seat_id] = kept
+            self._note(seat)
         return self.status(seat)
+
+    def _note(self, seat: SeatRecord) -> None:
+        """Have the seat in the second records once it is confirmed; before that its taker can ask anew."""
+        if self._broker.files is not None and seat.expires_ms is None:
+            self._broker.files.put_seat(seat)
 
     def _known(self, seat_id: str) -> SeatRecord:
         seat = self._seats.get(seat_id)
@@ -348,6 +370,8 @@ class Seats:
 
     def _end(self, seat: SeatRecord, reason: str) -> None:
         del self._seats[seat.seat_id]
+        if self._broker.files is not None:
+            self._broker.files.drop_seat(seat.seat_id)
         log.info("seat %s of %r ended: %s", seat.seat_id[:8], seat.owner, reason)
         self._write_end(seat.seat_id, partial(self._broker.writer.ledger.end_seat, seat.seat_id, wall_ms(), reason))
         for _, view in self._broker.views():

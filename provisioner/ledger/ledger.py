@@ -240,6 +240,10 @@ class Ledger:
         """Return the seats that have not ended, oldest first; some may have expired meanwhile."""
         return [SeatRecord(**dict(row)) for row in self._read(_LIVE_SEATS)]
 
+    def has_seat(self, seat_id: str) -> bool:
+        """Return whether the seat is recorded here, as live or as ended."""
+        return bool(self._read("SELECT 1 FROM seats WHERE seat_id = ?", (seat_id,)))
+
     def end_seat(self, seat_id: str, at_ms: int, reason: str) -> None:
         """Record that the seat is over and erase its secret. One that is unknown or over already is left alone."""
         self._write(_END_SEAT, (at_ms, reason, seat_id))

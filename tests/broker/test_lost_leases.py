@@ -7,30 +7,38 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
 
-from provisioner.broker.broker import Broker, now_ms
+from provisioner.broker.broker import Broker, now_ms, token_digest
 from provisioner.broker.lease_files import LeaseFiles, read_lease_files
 from provisioner.broker.lost_leases import LostLeases
 from provisioner.broker.lost_processes import UNKNOWN_CONNECTION
 from provisioner.broker.recovery import recover
+from provisioner.broker.service import Service
 from provisioner.broker.writer import LedgerWriter
+from provisioner.config import load
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
 from provisioner.gpu.interface import GPUErrorCode, Monitor, ProcessState
 from provisioner.host.process import ProcessIdentity, identify
 from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import LeaseRecord
+from provisioner.ledger.records import LeaseRecord, SeatRecord
 from tests.broker.driver import DEVICE, Driver, swaps_of
 from tests.broker.live import BECOME_NOBODY
 
 S, L = ProcessState, LeaseState
 CONNECTION = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 9, "shell_port": 9, "key": "k"}
+
+SEAT = SeatRecord(
+    seat_id="seat", owner="ann", server="ann/", group_name="", pool="default", fraction_milli=250, memory_mib=250, devices=1,
+    priority=0, weight=100, max_kernels=2, uid=None, device_id=None, token_sha256=token_digest("secret"), created_ms=1, expires_ms=9,
+)  # fmt: skip
 
 
 class OneDevice(Driver):
@@ -331,7 +339,7 @@ async def test_files_follow_the_leases_and_are_put_back(socket: Path) -> None:
         assert [found.state for found in read_lease_files(files.folder)] == [L.SUSPENDED]
         path.unlink()
         files.folder.rmdir()
-        files._changed |= files._missing({"one"})
+        files._changed |= files._missing({"one.json"})
         files._begin()
         await files.flushed()
         assert read_lease_files(files.folder) == [replace(record, state=L.SUSPENDED)]
@@ -352,3 +360,24 @@ async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, capl
         await files.flushed()
         assert {record.spec.lease_id for record in read_lease_files(files.folder)} == {"one", "two"}
     await files.close()
+
+
+async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
+    """With it a server's next kernels keep what the hub gave it; a seat that was ended stays so."""
+    async with started(socket, OneDevice()) as (broker, _):
+        seats = Service(broker, load(None, {})).seats
+        for name in ("kept", "ended"):
+            seat = replace(SEAT, seat_id=name, server=name)
+            await broker.writer.run(partial(broker.writer.ledger.save_seat, seat))
+            seats._seats[name] = seat
+            await seats.confirm(name)
+        seats.release("ended")
+        assert broker.files is not None
+        await broker.files.flushed()
+    socket.with_name("ledger.sqlite").unlink()
+    async with started(socket, OneDevice()) as (broker, _):
+        seats = Service(broker, load(None, {})).seats
+        seats.recover(broker.writer.ledger)
+        assert seats.of_token("secret") == "kept"
+        await broker.writer.flushed()
+        assert [seat.seat_id for seat in broker.writer.ledger.live_seats()] == ["kept"]
