@@ -167,7 +167,7 @@ class Link:
             self._answer(command.number, "busy", f"this kernel could not do it: {describe(error)}"[:200])
 
     def _obey(self, command: "GateCommand") -> None:
-        from provisioner.protocol.messages import GateVerb  # noqa: PLC0415 - off the kernel's start
+        from provisioner.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb  # noqa: PLC0415 - off the kernel's start
 
         number = command.number
         match command.verb:
@@ -176,7 +176,7 @@ class Link:
             case GateVerb.CLOSE:
                 self._answer(number, self._gate.close())
             case GateVerb.PREEMPT:
-                self._answer(number, self._gate.preempt())
+                self._answer(number, self._gate.preempt(), CELL_RUNS if self._gate.is_running else NO_CELL_RUNS)
             case GateVerb.LIMIT:
                 self._limit(command.environment)
                 self._answer(number, "done")

@@ -35,6 +35,7 @@ from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.effects import (
     CapBreached,
+    CloseGate,
     Declined,
     Effect,
     Granted,
@@ -150,6 +151,8 @@ class Broker:
                     self.save(self.kernels[lease_id])
             case Granted():
                 self._granted(effect)
+            case CloseGate(lease_id=lease_id):
+                self._close_gate(lease_id)
             case Suspend() | Resume() | LookAgain() | Shrink():
                 if not self.stopping:  # else the next broker finds out what is true and decides anew
                     self._operations.start(effect)
@@ -242,10 +245,24 @@ class Broker:
         return kernel.reserved_on_disk
 
     def open_gate(self, kernel: Kernel) -> None:
-        """Let the kernel's cells run if it may use its devices."""
-        device_ids = self.may_use(kernel)
-        if device_ids and kernel.link is not None:
+        """Let the kernel's cells run if it may use its devices, and none of them has to ask first."""
+        device_ids, view = self.may_use(kernel), self.arbiter.lease(kernel.lease_id)
+        if device_ids and kernel.link is not None and view is not None and not view.yields:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
+
+    def _close_gate(self, lease_id: str) -> None:
+        """Have the kernel's next cell ask. Where no extension is connected, IOPub says when one begins (`look_at_use`)."""
+        kernel = self.kernels.get(lease_id)
+        if kernel is not None and kernel.link is not None:
+            kernel.link.send(GateVerb.PREEMPT)
+
+    def _cell_began(self, kernel: Kernel) -> None:
+        """A cell began though the gate is closed: nothing guards the cells, or the command came too late, or a grant undid it."""
+        if kernel.link is not None:
+            kernel.link.send(GateVerb.PREEMPT)
+        elif kernel.waiting == 0:
+            kernel.wanted_by_broker = True
+            self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def _breached(self, breach: CapBreached) -> None:
         self.backstop.breached(breach)
@@ -382,6 +399,8 @@ class Broker:
                 self.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
         elif kernel.executing_since_s is None:
             kernel.executing_since_s = time.monotonic()
+            if view.yields and not view.at_gate:
+                self._cell_began(kernel)
         if executing and kernel.link is None and not view.spec.gated:
             self.want_for(kernel)
 

@@ -21,6 +21,7 @@ import hmac
 import ipaddress
 import logging
 import struct
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -170,6 +171,7 @@ class IOPubWatch:
         self._busy: dict[str, str] = {}  # message id -> the shell that handles it
         self._probes: dict[str, str] = {}  # our own message id -> the shell that was asked
         self._certain = False
+        self._doubt_since_s = time.monotonic()
         self._heard = asyncio.Event()
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
         # Our kernelspecs run ipykernel, whose topics tell status from output; what other kernels call theirs is unknown.
@@ -187,6 +189,11 @@ class IOPubWatch:
     def busy(self) -> bool:
         """Whether a use is under way or nobody knows."""
         return not self._certain or bool(self._busy)
+
+    @property
+    def doubt_s(self) -> float:
+        """For how long now nobody has known whether the kernel is busy, because it does not answer, seconds."""
+        return 0.0 if self._certain else time.monotonic() - self._doubt_since_s
 
     @property
     def executing(self) -> bool:
@@ -233,6 +240,7 @@ class IOPubWatch:
             if parse_monitor_message(await self._next(self._breaks))["event"] != zmq.EVENT_DISCONNECTED:
                 continue
             was_certain, self._certain = self._certain, False
+            self._doubt_since_s = time.monotonic() if was_certain else self._doubt_since_s
             self._heard.set()
             if was_certain:
                 self._changed()
@@ -256,6 +264,7 @@ class IOPubWatch:
         """Take note of a status message about the message whose header is given."""
         if state == "starting":
             self._busy.clear()
+            self._doubt_since_s = time.monotonic() if self._certain else self._doubt_since_s
             self._certain = False  # the new incarnation has not said anything about itself yet
         elif state == "idle":
             self._busy.pop(about.msg_id, None)
@@ -265,7 +274,7 @@ class IOPubWatch:
             self._busy[about.msg_id] = (about.subshell_id or _MAIN)[:_LONGEST_ID]
             if len(self._busy) > _MOST_BUSY:
                 self._busy.clear()
-                self._certain = False
+                self._certain, self._doubt_since_s = False, time.monotonic()
 
     def _answered(self, shell: str) -> None:
         """Whatever this shell was doing when it was asked is over: it answers in order."""

@@ -97,6 +97,7 @@ _LONGEST_REASON = 300
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
+_HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
 _SETTLED = frozenset(
     {LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
@@ -379,7 +380,8 @@ class Service:
             view = broker.arbiter.lease(kernel.lease_id)
             if kernel.waiting == 0 and view is not None:
                 # A ticket that the broker filed for a kernel that is blocked is not this caller's to withdraw.
-                if view.state is not LeaseState.RESIDENT and not kernel.wanted_by_broker:
+                waits = view.state is not LeaseState.RESIDENT or view.at_gate
+                if waits and not kernel.wanted_by_broker:
                     broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
                 broker.look_at_use(kernel)
 
@@ -392,7 +394,7 @@ class Service:
                 reason="lease-over",
                 sentence=f"the lease of this kernel was ended: for another one {RESTART}",
             )
-        if view.state is LeaseState.RESIDENT:
+        if view.state is LeaseState.RESIDENT and not view.at_gate:
             device_ids = self.broker.may_use(kernel)
             if not device_ids:
                 return None if time.monotonic() < deadline_s else _UNWRITTEN
@@ -407,6 +409,8 @@ class Service:
             return Progress(kind=ProgressKind.REFUSED, reason=failure[0], sentence=failure[1])
         ticket = self.broker.ticket(kernel.lease_id)
         reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
+        if view.at_gate:
+            reason, sentence = "wait.turn", _HAD_ITS_TURN
         if time.monotonic() >= deadline_s:
             return Progress(
                 kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
@@ -460,6 +464,8 @@ class Service:
         """Make the lease resident and return when it is. Raises ConflictError. Cancelled: the ticket is withdrawn."""
         if self._view(kernel).state is LeaseState.UNATTACHED:
             raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
+        if self._view(kernel).yields:  # it is resident: only a cell asks at a gate that is closed for others
+            return self.status_of(kernel)
         last = Progress(kind=ProgressKind.REFUSED)
         # Something executes, nobody waits at the gate: the kernel may be blocked on the GPU, deaf to the interrupt that brings us here.
         blocked = kernel.executing_since_s is not None and kernel.waiting == 0
@@ -510,6 +516,8 @@ class Service:
             self.broker.open_gate(kernel)
         elif view.state in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNARMED):
             link.send(GateVerb.CLOSE)
+        elif view.yields:
+            link.send(GateVerb.PREEMPT)
         for sentence in kernel.notices:
             link.send(GateVerb.NOTICE, sentence=sentence)
         kernel.notices.clear()

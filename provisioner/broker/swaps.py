@@ -12,7 +12,9 @@ The rules:
 - A gate that does not answer in time, or that is not connected, is no veto: the kernel is treated as one without our extension, once
   the devices' counters were quiet for a while (`is_quiet`). Python that does not run (an extension module that holds the GIL) is idle by
   its messages, too.
-- A preempted kernel is busy: its gate is shut for the next cell only, nothing is shrunk, and being busy is no reason to stop.
+- A preempted kernel is busy: its gate is shut for the next cell only, nothing is shrunk, and being busy is no reason to stop. The same
+  goes for one whose next cell waits at its gate: its main loop waits with it. A busy kernel without a context gives its room back if it
+  comes to the end of a cell in a moment.
 - The order of a resume: see that the room is really free, with a margin, restore, unlock, see that it is true. A restore without room
   kills the process, so it is never tried to find out.
 - Only the devices concerned are read: the lease's own, and others on which its processes were seen.
@@ -38,7 +40,7 @@ from provisioner.host.memory import shortage
 from provisioner.host.process import ProcessIdentity, is_alive, read_stat
 from provisioner.host.tree import Snapshot
 from provisioner.ledger.records import LedgerError
-from provisioner.protocol.messages import GateVerb
+from provisioner.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb
 
 __all__ = ["Seen", "StepError", "SwapTimes", "Swaps", "Truth"]
 
@@ -48,6 +50,9 @@ _LONGEST_REASON = 300
 _SHRINK_TIMEOUT_S = 10.0
 _HOST_MARGIN_MIB = 64
 _MUTE_GATE_S = 0.25  # how long a gate may take to answer that did not answer the last time
+_BETWEEN_CELLS_S = 1.0  # so long is waited for the end of a cell of a kernel without a context
+_LOOK_S = 0.02
+_DEAF_S = 5.0  # so long after its connections broke a kernel that answers nothing is none any more
 _FRESH_S = 0.25  # so old may be what was seen of the processes, for a first look
 
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
@@ -212,13 +217,13 @@ class Swaps:
         kernel.checkpointed = {}
         try:
             self._check_goes_on(kernel)
-            gate = await (self._shut_gate(kernel) if effect.preempt else self._close_gate(kernel))
-            shrinks = gate.answers and not effect.preempt and not self.off
+            waits = effect.preempt or effect.between_cells  # for nothing: it is busy, or a cell is at its gate
+            gate = await (self._shut_gate(kernel, effect) if waits else self._close_gate(kernel))
+            shrinks = gate.answers and not waits and not self.off
             unshrunk, scene = await self._first_look(kernel, effect, shrinks=shrinks)
-            use, heirs = await self._sight.use(kernel, scene)
+            use, heirs, between_cells = await self._use(kernel, effect, scene, gate)
             if not use:
-                if gate.shut and not effect.preempt:
-                    self._check_idle(kernel)
+                if between_cells:
                     return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
                 raise StepError(  # noqa: TRY301 - the way back is the same for every step
                     SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
@@ -275,16 +280,61 @@ class Swaps:
         # A command that was read is obeyed in the same step. What cannot be sent then is the answer.
         return _Gate(shut=link is not None and link.was_read())
 
-    async def _shut_gate(self, kernel: Kernel) -> _Gate:
+    async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> _Gate:
         """Have the next cell ask before it runs, where an extension is there to do so.
+
+        Raises StepError if the kernel was to be between two cells, and a cell runs in another of its shells.
 
         One that does not answer (the running cell may hold the interpreter) obeys later: until then a cell that runs blocks in
         CUDA, and gets its ticket for being busy.
         """
         self._check_alive(kernel)
-        if kernel.link is not None:
-            await kernel.link.ask(GateVerb.PREEMPT, _MUTE_GATE_S if kernel.link.mute else self._times.gate_s)
-        return _Gate()
+        link = kernel.link
+        if link is None:
+            return _Gate()
+        word = await link.ask(GateVerb.PREEMPT, _MUTE_GATE_S if link.mute else self._times.gate_s)
+        if effect.between_cells and word and link.detail == CELL_RUNS:
+            raise StepError(SuspendOutcome.ABORTED, "a cell runs in another shell of the kernel")
+        return _Gate(shut=True, answers=bool(word))
+
+    @staticmethod
+    def _runs_no_cell(kernel: Kernel) -> bool:
+        """Whether the kernel's gate, which was shut just now, says that no cell runs."""
+        return kernel.link is not None and kernel.link.detail == NO_CELL_RUNS
+
+    async def _use(
+        self, kernel: Kernel, effect: Suspend, scene: Scene, gate: _Gate
+    ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
+        """Return what `Sight.use` does, and whether no cell of the kernel runs that could create a context now. Raises GPUError."""
+        use, heirs = await self._sight.use(kernel, scene)
+        if not use and gate.shut and not (effect.preempt or effect.between_cells):
+            self._check_idle(kernel)
+        if not effect.preempt:
+            return use, heirs, gate.shut and (not effect.between_cells or self._runs_no_cell(kernel))
+        between_cells = False
+        if not use and gate.answers and await self._comes_to_gate(kernel):
+            between_cells = True
+            use, heirs = await self._sight.use(kernel, await self._sight.scene(_concerned(kernel, effect)))
+        return use, heirs, between_cells or (not use and self._is_no_kernel(kernel))
+
+    @staticmethod
+    def _is_no_kernel(kernel: Kernel) -> bool:
+        """Whether the process that was a kernel with our extension runs no cells any more: another program took its place (`os.execv`).
+
+        Whatever that does from now on is background work, like a child's of a kernel that idles.
+        """
+        doubt_s = kernel.watch.doubt_s if kernel.watch is not None else 0.0
+        return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
+
+    async def _comes_to_gate(self, kernel: Kernel) -> bool:
+        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment: from then on no cell can create a context."""
+        until_s = time.monotonic() + _BETWEEN_CELLS_S
+        while time.monotonic() < until_s and kernel.link is not None:
+            if kernel.waiting > 0 or not kernel.in_use:
+                await kernel.link.ask(GateVerb.PREEMPT, self._times.gate_s)
+                return self._runs_no_cell(kernel)
+            await asyncio.sleep(_LOOK_S)
+        return False
 
     @staticmethod
     def _check_goes_on(kernel: Kernel) -> None:
@@ -395,7 +445,7 @@ class Swaps:
         self, kernel: Kernel, effect: Suspend, locked: Sequence[ProcessIdentity]
     ) -> dict[ProcessIdentity, int]:
         """Return what the locked processes use. Raises StepError if the kernel is not what it was when they were locked."""
-        check = self._check_alive if effect.preempt else self._check_idle
+        check = self._check_alive if effect.preempt or effect.between_cells else self._check_idle
         check(kernel)
         scene = await self._sight.scene(_concerned(kernel, effect))
         use, heirs = await self._sight.use(kernel, scene)

@@ -56,7 +56,7 @@ KEYS: Mapping[str, Key] = {
         parse=values.duration(),
         default="10s",
         example="30s",
-        help="A kernel stays on its device for at least so long before another one may take its place.",
+        help="A busy kernel stays on its device for at least so long before another one may take its place: its turn.",
     ),
     "unattached_ttl": Key(
         field="unattached_ttl_ms",
@@ -131,17 +131,19 @@ KEYS: Mapping[str, Key] = {
     "min_residency_swaps": Key(
         field="min_residency_swaps_milli",
         parse=values.times(1000),
-        default=4,
-        example=10,
-        help="A busy kernel stays at least so many times as long as suspending and resuming it is expected to take.",
+        default=9,
+        example=19,
+        help="A busy kernel stays at least so many times as long as suspending and resuming it is expected to take: with 9, a tenth of the "
+        "time of two always-busy kernels goes to swaps at most.",
     ),
     "preempt": Key(
         field="preempt_equals",
         parse=values.preempt,
-        default="priorities",
-        example="fair",
-        help="Suspend kernels that are running a cell: 'never'; 'priorities': for kernels of a higher priority; 'fair': also "
-        "for equals, so that all get their share of the time.",
+        default="fair",
+        example="priorities",
+        help="Suspend kernels in the middle of a cell: 'never'; 'priorities': for kernels of a higher priority; 'fair': also "
+        "for equals, so that all get their share of the time. At the end of a cell a kernel makes room for those that waited "
+        "longer in any case.",
         also=("preempt_priorities",),
     ),
     "overlap_resume": Key(

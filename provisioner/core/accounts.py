@@ -46,6 +46,7 @@ class Accounts:
         self._priorities: dict[str, dict[int, int]] = {}  # by pool: how many leases have each
         self.promised_mib: dict[str, int] = {}  # by pool: what was guaranteed
         self._contending: dict[str, dict[str, Account]] = {}  # by pool, then owner
+        self._contending_weight: dict[str, int] = {}  # by pool: the sum of their weights, where it is known
         self._floors: dict[str, int] = {}  # by pool: virtual time that nobody who comes back is below
         self._gone: dict[tuple[str, str], Account] = {}  # owners without leases
 
@@ -78,6 +79,7 @@ class Accounts:
         for account in self._both(spec):
             account.leases += 1
         self.owners[key].weight = max(1, spec.owner_weight)
+        self._contending_weight.pop(spec.pool, None)
         counts = self._priorities.setdefault(spec.pool, {})
         counts[spec.priority] = counts.get(spec.priority, 0) + 1
         self.lowest_priority[spec.pool] = min(counts)
@@ -119,6 +121,7 @@ class Accounts:
         if lease.held_mib:
             self.reserve(lease, -1)
         lease.spec = spec
+        account.contending_weight = None
         self._promise(spec, 1)
         if lease.held_mib:
             self.reserve(lease, 1)
@@ -161,15 +164,28 @@ class Accounts:
         mine = lease.usage + (lease.milli * max(0, now_ms - lease.metered_since_ms) if lease.metered else 0)
         return virtual_ms(usage, account.weight), virtual_ms(mine, lease.spec.weight)
 
+    def contending_weights(self, lease: Lease) -> tuple[int, int]:
+        """Return the sums of the weights of the owners who contend in the lease's pool, and of its owner's leases that do.
+
+        Both are at least its own.
+        """
+        pool, account = lease.spec.pool, self.of(lease)
+        owners = self._contending_weight.get(pool)
+        if owners is None:
+            owners = sum(one.weight for one in self._contending.get(pool, {}).values())
+            self._contending_weight[pool] = owners
+        if account.contending_weight is None:
+            account.contending_weight = sum(max(1, one.spec.weight) for one in account.contenders.values())
+        return max(owners, account.weight), max(account.contending_weight, lease.spec.weight, 1)
+
     def meter(self, lease: Lease, now_ms: int) -> None:
         """Begin or stop to count the lease's use, and note whether it contends, as its state says; only where the pool shares by time."""
         fair = self._is_fair(lease)
         if not fair and lease.away_ms is None and not lease.metered:
             return  # nobody asks
-        metered = fair and lease.state is LeaseState.RESIDENT and (lease.busy or lease.pinned_until_ms > now_ms)
-        contends = fair and (
-            metered or lease.ticket is not None or lease.state is LeaseState.RESUMING or lease.preempted
-        )
+        metered = fair and lease.state is LeaseState.RESIDENT and (lease.working or lease.pinned_until_ms > now_ms)
+        waits = lease.ticket is not None or lease.next_cell is not None
+        contends = fair and (metered or waits or lease.state is LeaseState.RESUMING or lease.preempted)
         account = self.of(lease)
         if contends and lease.lease_id not in account.contenders:
             self._come_back(lease, account, now_ms)
@@ -189,7 +205,9 @@ class Accounts:
     def _come_back(self, lease: Lease, account: Account, now_ms: int) -> None:
         pool = lease.spec.pool
         contending = self._contending.setdefault(pool, {})
+        account.contending_weight = None
         if not account.contenders:
+            self._contending_weight.pop(pool, None)
             self._settle(account, now_ms)
             self._floors[pool] = floor = max(self._floors.get(pool, 0), self._least(contending, now_ms))
             if _was_away(account.away_ms, now_ms):
@@ -206,9 +224,11 @@ class Accounts:
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
         del account.contenders[lease.lease_id]
+        account.contending_weight = None
         lease.away_ms = now_ms
         if account.contenders:
             return
+        self._contending_weight.pop(pool, None)
         account.away_ms, contending = now_ms, self._contending[pool]
         self._settle(account, now_ms)
         self._floors[pool] = max(self._floors.get(pool, 0), self._least(contending, now_ms))

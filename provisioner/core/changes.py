@@ -6,6 +6,7 @@ What is legal is in `transitions`; when it happens is decided by `arbiter` (the 
 from collections.abc import Sequence
 
 from provisioner.core.effects import (
+    CloseGate,
     Declined,
     Effect,
     Granted,
@@ -145,6 +146,8 @@ class Changes:
         self.books.parked.pop(lease.lease_id, None)
         self.books.mark_asked(lease, asked=False)
         self.books.set_target(lease, ())
+        self.books.set_gate(lease, closed=False)
+        lease.yields_from_ms = 0
         lease.busy = lease.ran = lease.preempted = lease.paused = False
         lease.home_ids, lease.used_mib, lease.operation_id, lease.expires_ms = (), 0, None, None
         lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = lease.aborted_suspends = 0
@@ -203,8 +206,11 @@ class Changes:
         ticket.before_start |= before_start
         ticket.urgent |= urgent
         ticket.preempted |= preempted
+        self._enqueue(lease, ticket, fresh=old is None)
+
+    def _enqueue(self, lease: Lease, ticket: Ticket, *, fresh: bool) -> None:
         self.books.enqueue(lease, ticket)
-        if old is None and (self.books.waiting < _FEW or not ticket.order % _ONE_OF):
+        if fresh and (self.books.waiting < _FEW or not ticket.order % _ONE_OF):
             self.foresight.filed(
                 lease
             )  # in a crowd, some stand for all: what is shown is worked out when it is asked for
@@ -216,6 +222,21 @@ class Changes:
         ticket = Ticket(order=order, asked_ms=self.now_ms)
         self._next_order += 1
         return ticket
+
+    def close_gate(self, lease: Lease) -> None:
+        """Have a resident lease's next cell ask before it runs."""
+        if not lease.yields:
+            self.books.set_gate(lease, closed=True)
+            self.effects.append(CloseGate(lease_id=lease.lease_id))
+
+    def wait_at_gate(self, lease: Lease) -> None:
+        """The next cell of a lease whose gate is closed asks: it has its place in the queue from now on, and no cell runs."""
+        self.books.set_gate(lease, closed=True, next_cell=lease.next_cell or self.new_ticket())
+
+    def open_gate(self, lease: Lease) -> None:
+        """Let the cells of a resident lease run again: no ticket needs its room."""
+        self.books.set_gate(lease, closed=False)
+        self.let_in(lease)
 
     def withdraw(self, lease: Lease) -> None:
         """Take the lease out of the queue."""
@@ -316,7 +337,9 @@ class Changes:
         operation_id = self._begin(lease)
         self.books.mark_asked(lease, asked=False)
         lease.home_ids = lease.device_ids
-        lease.preempted = lease.busy
+        next_cell = lease.next_cell
+        lease.preempted = lease.working
+        self.books.set_gate(lease, closed=False)
         self.books.save_on_host(lease, reserved_mib=lease.host_need_mib)
         self.move(lease, Cause.SUSPEND, reason, sentence)
         self.operations[operation_id] = Operation(lease.lease_id, "suspend", lease.generation)
@@ -329,8 +352,13 @@ class Changes:
                 host_mib=lease.host_mib,
                 device_ids=lease.device_ids,
                 preempt=lease.preempted,
+                between_cells=next_cell is not None,
             )
         )
+        if next_cell is not None and lease.ticket is None:
+            self._enqueue(lease, next_cell, fresh=True)
+        elif next_cell is not None and lease.ticket is not None:  # it waits to grow, or is being moved
+            lease.ticket.then = lease.ticket.then or next_cell
 
     def _begin(self, lease: Lease) -> int:
         operation_id, self._next_operation = self._next_operation, self._next_operation + 1

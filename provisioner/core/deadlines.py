@@ -17,7 +17,7 @@ _SPARE = 4  # entries per lease, before the heap is built anew
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
     """When an idle lease is to be suspended without anybody needing its room. A lost device saves nothing."""
-    if lease.busy or lease.state is not LeaseState.RESIDENT:
+    if lease.busy or lease.next_cell is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)
     if pool.idle_after_ms is None:

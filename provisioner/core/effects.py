@@ -6,6 +6,7 @@ from provisioner.core.model import Breach, LeaseState
 
 __all__ = [
     "CapBreached",
+    "CloseGate",
     "Declined",
     "Effect",
     "Granted",
@@ -78,6 +79,17 @@ class Suspend(Effect):
     host_mib: int  # reserved on the host for what will be saved
     device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
     preempt: bool = False  # the lease is busy and is suspended all the same: do not wait for its gate or its idleness
+    between_cells: bool = False  # no cell runs; the next one waits at the closed gate, and was told to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseGate(Effect):
+    """The resident lease makes room at the end of its cell: have its next cell ask before it runs, and leave the running one alone.
+
+    A cell that asks is `Wanted`; where no extension of ours guards the cells, so is one that begins. `Granted` opens the gate again.
+    """
+
+    lease_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

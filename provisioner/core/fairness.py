@@ -2,8 +2,12 @@
 
 Across priorities, where the pool allows it: a ticket of a higher one from a lease of a lower one. Between equals, where the pool
 shares by virtual time (`accounts`): one that is behind from one that is ahead; of another owner by the owners' virtual times, of the
-same owner by the leases' own. Nobody is preempted before its minimum residency, which is a multiple of what its swap is expected to
-take: however close the virtual times are, a device is not given to and fro.
+same owner by the leases' own. Virtual time alone does not bound a wait: an owner's two leases of different sizes, say, may have as much
+as another owner for ever while the larger one waits. So a ticket that waited for twice as long as its share explains (`patience_ms`) is
+due: it goes before all that are not, and preempts whatever virtual time says.
+
+Nobody is preempted before its minimum residency, which is a multiple of what its swap is expected to take: however close the virtual
+times are, a device is not given to and fro.
 """
 
 from provisioner.core.forecasts import RESUME, SUSPEND
@@ -11,7 +15,9 @@ from provisioner.core.model import LeaseState
 from provisioner.core.scheduling import is_lost
 from provisioner.core.state import Books, Lease
 
-__all__ = ["goes_before_from_ms", "overtakes_at_ms", "preemptible_from_ms", "swap_ms"]
+__all__ = ["goes_before_from_ms", "overtakes_at_ms", "patience_ms", "preemptible_from_ms", "residency_ms", "swap_ms"]
+
+_PATIENCE = 2  # times the wait that a ticket's share explains
 
 
 def swap_ms(books: Books, lease: Lease) -> int:
@@ -22,13 +28,33 @@ def swap_ms(books: Books, lease: Lease) -> int:
     return forecasts.swap_ms(SUSPEND, name, mib) + forecasts.swap_ms(RESUME, name, mib)
 
 
+def residency_ms(books: Books, lease: Lease) -> int:
+    """Return the minimum residency of a lease on a device: its turn, where others want the device, too."""
+    pool = books.policy(lease)
+    return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
+
+
+def patience_ms(books: Books, lease: Lease) -> int:
+    """Return how long a ticket of a pool that shares by virtual time waits before it is due, ms.
+
+    That is twice as long as its share explains: a turn of one lease of its size, and the swap, over the part that its owner has of the
+    pool and the lease of its owner's, by the weights of those who contend.
+    """
+    pool = books.policy(lease)
+    name = next((books.devices[one].spec.name for one in pool.devices if one in books.devices), "")
+    mib = lease.need_mib * lease.count
+    swap = books.forecasts.swap_ms(SUSPEND, name, mib) + books.forecasts.swap_ms(RESUME, name, mib)
+    turn_ms = max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap // 1000) + swap
+    owners, own = books.accounts.contending_weights(lease)
+    account = books.accounts.of(lease)
+    return -(-_PATIENCE * turn_ms * owners * own // (max(1, account.weight) * max(1, lease.spec.weight)))
+
+
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
     """Return when a busy lease has had its minimum residency; None for one that cannot be saved, or is not resident."""
     if lease.state is not LeaseState.RESIDENT or lease.staying or is_lost(books, lease):
         return None
-    pool = books.policy(lease)
-    least_ms = max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
-    return max(lease.since_ms + least_ms, lease.retry_ms, lease.pinned_until_ms)
+    return max(lease.since_ms + residency_ms(books, lease), lease.retry_ms, lease.pinned_until_ms)
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
@@ -40,6 +66,11 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
         return 0 if pool.preempt_priorities else None
     if not pool.preempt_equals:
         return None
+    return 0 if lease.ticket is not None and lease.ticket.due else _is_behind_from_ms(books, lease, victim)
+
+
+def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
+    """Return from when on a lease has had less than another of its priority; None: not by time alone."""
     behind, _, _ = mine = _clock(books, lease, victim)
     ahead, _, _ = theirs = _clock(books, victim, lease)
     if ahead > behind:

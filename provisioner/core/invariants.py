@@ -36,7 +36,14 @@ def check_devices(books: Books, device_ids: set[str]) -> None:
 
 def validate(books: Books, operations: dict[int, Operation]) -> None:
     """Check the whole state. Raises InvariantError."""
-    broken = [*_totals(books), *_leases(books), *_queue(books), *_moves(books), *_operations(books, operations)]
+    broken = [
+        *_totals(books),
+        *_leases(books),
+        *_gates(books),
+        *_queue(books),
+        *_moves(books),
+        *_operations(books, operations),
+    ]
     broken += [*_kept_ready(books), *(line for device in books.devices.values() for line in _ranks(books, device))]
     if broken:
         raise InvariantError("; ".join(broken))
@@ -89,6 +96,19 @@ def _leases(books: Books) -> list[str]:
             broken.append(f"{name} has {lease.saved_mib} MiB saved")
         if lease.state is LeaseState.ENDED:
             broken.append(f"{name} is kept")
+    return broken
+
+
+def _gates(books: Books) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        name = f"lease {lease.lease_id} ({lease.state})"
+        if lease.yields != (lease.lease_id in books.yielding) or (
+            lease.yields and lease.state is not LeaseState.RESIDENT
+        ):
+            broken.append(f"{name}: its gate is {'closed' if lease.yields else 'open'}, the index says otherwise")
+        if lease.next_cell is not None and not lease.yields:
+            broken.append(f"{name}: its next cell waits at an open gate")
     return broken
 
 

@@ -137,6 +137,11 @@ class Lifecycle:
             self._books.requeue(lease)
             if lease.asked_to_suspend:
                 self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
+            if lease.yields and not urgent:
+                self._changes.wait_at_gate(lease)
+                return True
+            if lease.yields:
+                self._books.set_gate(lease, closed=False)
             self._changes.let_in(lease)
             return asked
         if lease.state is LeaseState.UNATTACHED and lease.reserved:
@@ -152,6 +157,9 @@ class Lifecycle:
         """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow."""
         ticket = lease.ticket
         self._books.parked.pop(lease.lease_id, None)
+        if lease.next_cell is not None:
+            self._books.set_gate(lease, closed=True)
+            return True
         if ticket is None or (ticket.preempted and lease.busy):
             return False
         if ticket.grow is not None:
@@ -171,7 +179,7 @@ class Lifecycle:
         self._books.set_busy(lease, busy=busy)
         self._changes.foresight.ran(lease, busy=busy)
         counted = lease.asked_to_suspend or lease.lease_id in self._books.counted_on
-        if busy and not counted and not self._books.is_fair(lease):
+        if busy and not counted and not self._books.is_fair(lease) and not lease.yields:
             return False  # whoever works gives nothing away; an alarm for it comes in vain
         return lease.state is LeaseState.RESIDENT
 

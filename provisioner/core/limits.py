@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from provisioner.core.model import LeaseSpec, Limits, PoolSpec
 from provisioner.core.records import Account, Footing, Wait
-from provisioner.core.scheduling import is_lost, willing_from_ms
+from provisioner.core.scheduling import is_lost, steps_aside, willing_from_ms
 from provisioner.core.state import Books, Lease
 from provisioner.core.units import format_fraction
 
@@ -83,7 +83,8 @@ def makers_of_room(books: Books, lease: Lease, milli: int, hint: Callable[[int],
         for other in sorted(account.holders.values(), key=lambda other: (other.last_active_ms, other.lease_id)):
             if left <= 0:
                 break
-            if other is not lease and other.lease_id not in chosen and _is_willing(books, other, hint):
+            may_leave = other is not lease and other.lease_id not in chosen and steps_aside(other, lease)
+            if may_leave and _is_willing(books, other, hint):
                 chosen[other.lease_id] = other
                 left -= other.milli
         if left > 0:

@@ -136,9 +136,9 @@ class PoolSpec:
     reserve_by: ReserveBy = ReserveBy.CAP
     headroom_mib: int = 512  # ReserveBy.USE: reserved beyond what is used
     min_residency_swaps_milli: int = (
-        4000  # minimum residency is at least so many thousandths of the predicted suspend and resume
+        9000  # minimum residency is at least so many thousandths of the predicted suspend and resume
     )
-    preempt_equals: bool = False  # weighted fair share among equal priorities, by preempting busy leases
+    preempt_equals: bool = True  # weighted fair share among equal priorities, by preempting busy leases
     preempt_priorities: bool = (
         True  # a higher priority preempts busy leases of a lower one after their minimum residency
     )
@@ -204,6 +204,8 @@ class LeaseView:
     pinned_until_ms: int = 0  # not suspended for others, nor for being idle, before this
     resume_ms: int | None = None  # predicted time to bring it back, for one that is suspended
     stays: str = ""  # why it cannot be suspended for as long as it is resident, a sentence; empty: it can
+    yields: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
+    at_gate: bool = False  # its next cell waits there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from provisioner.core.changes import Changes
 from provisioner.core.explaining import cause, destinations, explain
-from provisioner.core.fairness import overtakes_at_ms
+from provisioner.core.fairness import overtakes_at_ms, patience_ms
 from provisioner.core.limits import makers_of_room, over_limit
 from provisioner.core.model import LeaseState
 from provisioner.core.moving import Moving, kept_mib
@@ -22,6 +22,7 @@ from provisioner.core.resizing import Resizing
 from provisioner.core.room import Plan, Room
 from provisioner.core.units import format_memory
 from provisioner.core.victims import Victims
+from provisioner.core.yielding import Yielding
 
 __all__ = ["Pass"]
 
@@ -30,6 +31,7 @@ _MOVED_FIRST = Wait("wait.swap-channel", "other kernels are being moved first, o
 _IDLE_MAKES_ROOM = "an idle kernel is being suspended to make room"
 _OWED_AT_A_TIME = 8  # keep room before it is looked whether there is any left
 _BEFORE_SHARES = 4  # of what makes a turn: the rest is virtual time and age
+_FIRST, _DUE, _USUAL = range(3)  # tickets of one priority: urgent, due by a promise or by their wait, and all others
 _Turn = tuple[tuple[int, ...], int, Bucket]
 
 
@@ -44,6 +46,8 @@ class Pass:
         self._victims = Victims(changes.books)
         self._room = Room(changes.books, self._victims)
         self._moving = Moving(changes, self._room, self._victims)
+        self._yielding = Yielding(changes, self._room, self._victims)
+        self._promised: list[Lease] = []  # for whom somebody begins to leave
         self._hopeless: dict[tuple[object, ...], int] = {}  # by family: so much is too much
         self._kept: set[tuple[str, str]] = set()  # lease and device: room is kept or promised there already
         self._latest_urgent: dict[int, int] = {}  # by priority
@@ -94,6 +98,8 @@ class Pass:
             elif cursor < len(bucket.members):
                 heappush(turns, (self._turn(bucket, bucket.members[cursor]), cursor, bucket))
         self._rebucket_overdue()
+        self._keep_promises()
+        self._yielding.open_others()
         self._hint_crossing()
         self._tell_fresh()
 
@@ -102,6 +108,13 @@ class Pass:
             self._queue.rebucket(lease)
             if lease.bucket is not None:
                 self._stays(lease, _ticket(lease), destinations(self._books, lease))
+
+    def _keep_promises(self) -> None:
+        """Where virtual time decides, whoever leaves for a ticket would often go before it again: the ticket is due from now on."""
+        for lease in self._promised:
+            if lease.ticket is not None and not lease.ticket.due and self._books.is_fair(lease):
+                lease.ticket.due = True
+                self._queue.rebucket(lease)
 
     def _hint_crossing(self) -> None:
         """Whoever goes first by virtual time keeps that only until the next one has had less; then somebody else may fit."""
@@ -113,6 +126,7 @@ class Pass:
 
     def _begin(self) -> list[_Turn]:
         self._books.passes += 1
+        self._end_patience()
         buckets = list(self._queue.buckets.values())
         if self._queue.urgent:
             self._note_urgent(buckets)
@@ -120,6 +134,26 @@ class Pass:
             for device_id in mover.target_ids:
                 self._keep_for(mover, device_id, kept_mib(mover))
         return self._turns(buckets)
+
+    def _end_patience(self) -> None:
+        """Where virtual time decides: tickets that waited for longer than their shares explain are due.
+
+        Room is kept for them, too: neighbours that leave and come back one by one would never all have had their turn.
+        """
+        for bucket in list(self._queue.buckets.values()):
+            if bucket.key.pool not in self._books.pools:
+                continue  # it waits for its pool to be configured again, not for others
+            while bucket.key.fair and not bucket.key.due and bucket.members:
+                lease = min(bucket.members, key=_order)
+                ticket = _ticket(lease)
+                if ticket.due_ms <= self._books.now_ms:
+                    ticket.due_ms = ticket.asked_ms + patience_ms(self._books, lease)
+                if ticket.due_ms > self._books.now_ms:
+                    self._victims.hint(ticket.due_ms)
+                    break
+                ticket.due = True
+                ticket.passed_over = max(ticket.passed_over, self._books.policy(lease).max_passed_over)
+                self._queue.rebucket(lease)
 
     def _turns(self, buckets: list[Bucket]) -> list[_Turn]:
         self._oldest = {}
@@ -135,10 +169,11 @@ class Pass:
         """When it is a ticket's turn. A pool that serves by shares has the turn of its oldest ticket, and gives it to who is behind."""
         key, order = bucket.key, _ticket(lease).order
         goes_first = key.urgent or (key.owed and order < self._latest_urgent.get(key.priority, 0))
-        if not key.fair:
-            return (not key.targets, -key.priority, not goes_first, order, 0, 0, order)
+        rank = _FIRST if goes_first else _DUE if key.due else _USUAL
+        if not key.fair or key.due:
+            return (not key.targets, -key.priority, rank, order, 0, 0, order)
         owner, own = self._books.share(lease)
-        return (not key.targets, -key.priority, not goes_first, self._oldest.get(key.pool, 0), owner, own, order)
+        return (not key.targets, -key.priority, rank, self._oldest.get(key.pool, 0), owner, own, order)
 
     def _note_urgent(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -180,6 +215,8 @@ class Pass:
         """Nothing can be begun for the ticket before other swaps have ended. Returns whether to go on with the bucket."""
         if self._room.has_hope(devices, bucket.key.need_mib):
             bucket.wait, bucket.passes = _MOVED_FIRST, self._books.passes
+        if self._books.yielding:
+            self._yielding.ask(lease, devices, bucket.key)
         return self._stays(lease, ticket, devices)
 
     def _is_short(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
@@ -194,6 +231,8 @@ class Pass:
             return True
         if ticket.grow is not None and self._moving.to_grow(lease, ticket.grow):
             return True
+        if plan is None:
+            self._yielding.ask(lease, devices, key)
         self._hopeless[bucket.family] = key.need_mib
         if plan is not None:
             bucket.wait, bucket.passes = plan, self._books.passes
@@ -242,6 +281,8 @@ class Pass:
             self._resizing.grow(lease)
             # A larger share with less memory, or the other way.
             self.again |= lease.held_mib < held_mib or lease.milli < milli
+            # Its user, or group, may have as much as may be now: tickets ahead that keep room keep it no more.
+            self.again |= bool(self._kept) and lease.milli > milli
             if lease.grows:  # it lacks more by now than when it asked
                 self.again = True
                 return True
@@ -290,6 +331,7 @@ class Pass:
             self._room.spare(lease)
         self._kept.update((lease.lease_id, device_id) for device_id in plan.device_ids)
         victims = tuple(victim.lease_id for victim in plan.victims)
+        preempts = any(victim.working for victim in plan.victims)
         for victim in plan.victims:
             if not self._changes.channel_free:
                 break
@@ -297,7 +339,8 @@ class Pass:
             if not self._moving.aside(victim, lease):
                 self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease))
             self._room.begun(victim)
-        what = "a busy kernel has to make room" if any(one.busy for one in plan.victims) else _IDLE_MAKES_ROOM
+            self._promised.append(lease)
+        what = "a busy kernel has to make room" if preempts else _IDLE_MAKES_ROOM
         self._say(lease, Wait("wait.making-room", what, victims))
 
     def _say(self, lease: Lease, wait: Wait | None, devices: tuple[str, ...] = ()) -> None:
@@ -448,8 +491,14 @@ def _ticket(lease: Lease) -> Ticket:
     return lease.ticket
 
 
+def _order(lease: Lease) -> int:
+    return _ticket(lease).order
+
+
 def _why_it_leaves(victim: Lease, lease: Lease) -> tuple[str, str]:
     need, who = format_memory(_needs(lease)), lease.lease_id[:8]
+    if victim.next_cell is not None:
+        return "suspend.needed-by", f"between two cells, and {need} were needed before the next one by lease {who}"
     if not victim.busy:
         return "suspend.needed-by", f"idle, and {need} are needed by lease {who}"
     higher = victim.spec.priority < lease.spec.priority

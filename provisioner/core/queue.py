@@ -78,9 +78,11 @@ class Queue:
         for pool in self.lines:
             yield from self.line(pool)
 
-    def _fair_rank(self, lease: Lease) -> tuple[int, bool, int, int, int]:
+    def _fair_rank(self, lease: Lease) -> tuple[int, bool, bool, int, int, int]:
         priority, calm, order = by_rank(lease)
-        return (priority, calm, *self._share(lease), order)
+        if lease.ticket is not None and lease.ticket.due:
+            return (priority, calm, False, 0, 0, order)
+        return (priority, calm, True, *self._share(lease), order)
 
     # -- buckets ---------------------------------------------------------------------------------------------------------
 
@@ -144,6 +146,7 @@ class Queue:
             owed=ticket.passed_over >= pool.max_passed_over,
             paused=lease.paused,
             targets=lease.target_ids if saved else (),
+            due=ticket.due and pool.preempt_equals,
         )
 
 

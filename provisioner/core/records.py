@@ -67,6 +67,8 @@ class Ticket:
     extra_mib: int = 0  # what it then holds more than now, on each of its devices
     then: "Ticket | None" = None  # beside growing: its place when it has been suspended, since it was wanted
     preempted: bool = False  # filed for a busy lease that had to make room: only its end withdraws it
+    due_ms: int = 0  # it is due then, as far as was known; 0: not worked out yet
+    due: bool = False  # where a pool shares by virtual time: it goes before the others, because room is being made or it waited too long
     expected: Span | None = None  # the wait, as it was foreseen when the ticket was filed
     promise: "Promise | None" = None  # what was shown of it last
     reason: str = "wait.new"  # as last written into the story
@@ -97,6 +99,7 @@ class Key(NamedTuple):
     owed: bool  # they were passed over as often as may be
     paused: bool  # a resume that could not start is not tried again yet
     targets: tuple[str, ...]  # they are being moved, and their room is kept there
+    due: bool  # they go before others of their priority, in the order of asking
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +135,7 @@ class Account:
     rate: int = 0  # milli-GPU that are busy now
     since_ms: int = 0  # `usage` is right for this moment
     contenders: dict[str, "Lease"] = field(default_factory=dict)  # who is busy on a device, or waits for one
+    contending_weight: int | None = None  # the sum of their weights, if it is known
     floor: int = 0  # virtual time of its leases: whoever comes back starts no lower
     away_ms: int | None = None  # nobody of it contends since then
     pinned_ms: int = 0  # of its budget that is used up
@@ -175,6 +179,9 @@ class Lease:
     announced_ms: int = 0  # for which idle suspension the kernel has been warned
     asked_to_suspend: bool = False
     preempted: bool = False  # its suspend under way, or its last one, takes the device from a busy kernel
+    yields: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs (`yielding`)
+    yields_from_ms: int = 0  # its gate is not closed for others before this
+    next_cell: Ticket | None = None  # the place in the queue of its next cell, which waits at the closed gate
     began_ms: int = 0  # of its operation under way
     ticket: Ticket | None = None
     why_not: str = ""  # why its process cannot be checkpointed, a sentence
@@ -205,6 +212,11 @@ class Lease:
     def forget_shrinking(self) -> None:
         """What was found out about its memory while it was idle is true no more."""
         self.shrinking, self.shrunk, self.host_floor_mib = False, None, 0
+
+    @property
+    def working(self) -> bool:
+        """Whether it is in the middle of something: it is busy, and not only with a cell that waits at its closed gate."""
+        return self.busy and self.next_cell is None
 
     @property
     def staying(self) -> bool:

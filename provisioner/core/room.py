@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from provisioner.core.model import LeaseState
 from provisioner.core.ranking import cost
 from provisioner.core.records import Device, Footing, Wait
+from provisioner.core.scheduling import steps_aside
 from provisioner.core.state import Books, Lease
 from provisioner.core.units import format_memory
 from provisioner.core.victims import Victims
@@ -69,6 +70,7 @@ class Room:
         self._victims = victims
         self._spots = {device_id: _Spot(device) for device_id, device in books.devices.items()}
         self.planned: set[str] = set()
+        self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at the end of their cells
         self.wished: set[str] = (
             set()
         )  # idle leases for which there is too little host memory: others may serve if these do not
@@ -154,18 +156,30 @@ class Room:
     # -- making room -----------------------------------------------------------------------------------------------------
 
     def plan(
-        self, lease: Lease, devices: Sequence[str], need_mib: int, count: int = 1, *, also: tuple[Lease, ...] = ()
+        self,
+        lease: Lease,
+        devices: Sequence[str],
+        need_mib: int,
+        count: int = 1,
+        *,
+        also: tuple[Lease, ...] = (),
+        between_cells: bool = False,
     ) -> Plan | Wait | None:
-        """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case."""
+        """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case.
+
+        `between_cells`: how it could be made if busy leases left at the end of their cells.
+        """
         plans: dict[str, tuple[Lease, ...]] = {}
-        busy, host_mib = self._victims.takes_busy(lease), self._host_left_mib
+        busy, host_mib = between_cells or self._victims.takes_busy(lease), self._host_left_mib
+        taken = self.planned | self.asked_to_yield if between_cells else self.planned
         for victim in also:
             host_mib -= victim.host_need_mib
         for short_mib, device_id in self._shortages(devices, need_mib, also, busy=busy):
             if len(plans) >= count + _ENOUGH:
                 break
-            taken = self.planned
-            victims = self._victims.choose(device_id, short_mib, lease, taken, also, busy=busy, host_mib=host_mib)
+            victims = self._victims.choose(
+                device_id, short_mib, lease, taken, also, busy=busy, host_mib=host_mib, between_cells=between_cells
+            )
             if victims is not None:
                 plans[device_id] = victims
         short_of_host: Wait | None = None
@@ -213,7 +227,7 @@ class Room:
         """Return how many of them are busy, what their swaps cost, how many they are, and when one of them was active last."""
         busy = swaps = latest_ms = 0
         for victim in victims:
-            busy += victim.busy
+            busy += victim.working
             swaps += cost(self._books, victim)
             latest_ms = max(latest_ms, victim.last_active_ms)
         return (busy, swaps, len(victims), latest_ms)
@@ -262,6 +276,8 @@ class Room:
                 break
             if other is lease or other.lease_id in self.planned or other.footing is not Footing.RESTING:
                 continue
+            if not steps_aside(other, lease):
+                continue
             if other.host_need_mib <= host_left_mib:
                 chosen.append(other)
                 lack_mib -= other.held_mib
@@ -301,6 +317,6 @@ class Room:
             spot = self._spots.get(device_id)
             if spot is not None:
                 spot.coming_mib += held_mib
-                if not victim.busy:
+                if not victim.working:
                     spot.planned_mib += held_mib
                 spot.renew()

@@ -4,7 +4,7 @@ from provisioner.core.model import LeaseState, PoolSpec
 from provisioner.core.records import Wait
 from provisioner.core.state import Books, Lease
 
-__all__ = ["Wait", "candidates", "elsewhere", "is_lost", "willing_from_ms"]
+__all__ = ["Wait", "candidates", "elsewhere", "is_lost", "steps_aside", "willing_from_ms"]
 
 
 def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
@@ -62,8 +62,17 @@ def willing_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """Return when a resident, idle lease may be suspended for others; None while it is busy or cannot be saved.
 
     Not while it is pinned, or was refused, or has had no chance to run. Whether its devices are there is asked elsewhere (`is_lost`).
+    One whose next cell waits at its closed gate counts as idle once its minimum residency is over.
     """
-    if lease.busy or lease.staying:
+    if lease.working or lease.staying:
         return None
-    chance_ms = 0 if lease.ran else lease.since_ms + max(1, pool.min_residency_ms)
+    chance_ms = 0 if lease.ran and lease.next_cell is None else lease.since_ms + max(1, pool.min_residency_ms)
     return max(lease.retry_ms, chance_ms, lease.pinned_until_ms)
+
+
+def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
+    """Whether an idle lease leaves for the beneficiary: one whose next cell waits at its gate only for a ticket that goes before that."""
+    place, ticket = lease.next_cell, beneficiary.ticket
+    if place is None or ticket is None:
+        return place is None
+    return (-beneficiary.spec.priority, ticket.order) < (-lease.spec.priority, place.order)

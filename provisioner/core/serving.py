@@ -79,6 +79,9 @@ class Serving:
                 self._changes.ask_to_shrink(self._books.leases[lease_id])
             if not one.again:
                 break
+        if not self._books.waiting:
+            for lease in list(self._books.yielding.values()):
+                self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
         """Return when to serve again though nothing happens, or None. What waits for an answer needs no alarm."""

@@ -38,6 +38,7 @@ class Books:
         self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
         self.parked: dict[str, Lease] = {}  # they want room before their start, and may not ask for it yet (`starting`)
         self.counted_on: set[str] = set()  # idle leases that the last pass counted on to make room
+        self.yielding: dict[str, Lease] = {}  # whose gates are closed for others
         self.draining: dict[str, Device] = {}
         self.touched: dict[str, Lease] = {}
         self.passes = 0  # over the queue
@@ -84,6 +85,15 @@ class Books:
         lease.cost_until_ms = 0
         if busy:
             lease.forget_shrinking()
+        self.renew(lease)
+
+    def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
+        """Say whether the lease's gate is closed for others, and which place its next cell has, if that waits there."""
+        lease.yields, lease.next_cell = closed, next_cell
+        if closed:
+            self.yielding[lease.lease_id] = lease
+        else:
+            self.yielding.pop(lease.lease_id, None)
         self.renew(lease)
 
     def hold(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
@@ -177,7 +187,7 @@ class Books:
         if not lease.held_mib:
             footing = Footing.NONE
         elif lease.state is LeaseState.RESIDENT:
-            footing = Footing.WORKING if lease.busy else Footing.RESTING
+            footing = Footing.WORKING if lease.working else Footing.RESTING
         else:
             footing = _STAYING.get(lease.state, Footing.STAYING)
         ids = lease.device_ids if footing else ()

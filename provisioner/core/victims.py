@@ -1,7 +1,8 @@
 """Whom to suspend for somebody who waits.
 
 Idle leases first, those that cost least first (`ranking`), then nobody in vain. Busy ones are taken only where the pool preempts, and only
-those that the beneficiary goes before (`fairness`): the lowest priority, then whoever is furthest ahead.
+those that the beneficiary goes before (`fairness`): the lowest priority, then whoever is furthest ahead. At the end of their cells, busy
+ones may be counted on in any pool (`yielding`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from provisioner.core.fairness import goes_before_from_ms, preemptible_from_ms
 from provisioner.core.ranking import cost, ranks
 from provisioner.core.records import Footing
-from provisioner.core.scheduling import is_lost, willing_from_ms
+from provisioner.core.scheduling import is_lost, steps_aside, willing_from_ms
 from provisioner.core.state import Books, Lease
 
 __all__ = ["Victims"]
@@ -61,17 +62,18 @@ class Victims:
         *,
         busy: bool,
         host_mib: int | None = None,
+        between_cells: bool = False,
     ) -> tuple[Lease, ...] | None:
         """Return leases whose room covers the shortage, none of them in vain; None if there are not enough.
 
         Of who rests, those for which `host_mib` of host memory suffice, if there are enough of them; else the others, too. With `busy`
-        (`takes_busy`) also who works and may be preempted.
+        (`takes_busy`) also who works and may be preempted; `between_cells`: or who may be asked to leave at the end of its cell.
         """
         if short_mib <= 0:
             return ()
         chosen: list[Lease] = []
         room, left_mib, too_large = 0, host_mib, False
-        for other in self._candidates(device_id, beneficiary, busy=busy):
+        for other in self._candidates(device_id, beneficiary, busy=busy, between_cells=between_cells):
             if other.lease_id in taken or other is beneficiary or other in also:
                 continue
             if too_large and other.busy:
@@ -86,15 +88,35 @@ class Victims:
             if room >= short_mib:
                 break
         if room < short_mib:
-            return self.choose(device_id, short_mib, beneficiary, taken, also, busy=busy) if too_large else None
+            if not too_large:
+                return None
+            return self.choose(device_id, short_mib, beneficiary, taken, also, busy=busy, between_cells=between_cells)
         return tuple(_none_in_vain(chosen, room - short_mib))
 
-    def _candidates(self, device_id: str, beneficiary: Lease, *, busy: bool) -> Iterator[Lease]:
+    def _candidates(self, device_id: str, beneficiary: Lease, *, busy: bool, between_cells: bool) -> Iterator[Lease]:
         for lease in self.willing(device_id):
-            if lease.footing is Footing.RESTING:
+            if lease.footing is Footing.RESTING and steps_aside(lease, beneficiary):
                 yield lease
-        if busy:
+        if between_cells:
+            yield from self._at_end_of_cell(device_id, beneficiary)
+        elif busy:
             yield from self._preemptible(device_id, beneficiary)
+
+    def _at_end_of_cell(self, device_id: str, beneficiary: Lease) -> list[Lease]:
+        """Return who is busy on the device and may be asked to leave at the end of its cell, first those that were asked already."""
+        books, found = self._books, []
+        for lease in books.holders(device_id):
+            if lease.footing is not Footing.WORKING or lease.spec.priority > beneficiary.spec.priority:
+                continue
+            from_ms = preemptible_from_ms(books, lease)
+            if from_ms is None:
+                continue
+            from_ms = max(from_ms, lease.yields_from_ms)
+            if from_ms <= books.now_ms:
+                found.append((not lease.yields, lease.spec.priority, cost(books, lease), lease.lease_id, lease))
+            else:
+                self.hint(from_ms)
+        return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
 
     def willing(self, device_id: str) -> list[Lease]:
         """Return who is idle on the device and may be suspended now, cheapest first; some may have begun to leave in this pass."""

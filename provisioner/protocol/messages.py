@@ -290,6 +290,10 @@ class Progress:
     overlap: bool = False
 
 
+CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
+"""Details of the answer to `GateVerb.PREEMPT`. Older extensions give neither."""
+
+
 class GateVerb(StrEnum):
     """What the broker asks of the gate."""
 
@@ -297,7 +301,7 @@ class GateVerb(StrEnum):
     SHRINK = "shrink"  # give cached device memory back, on the idle main loop: answer `done` or `busy`
     OPEN = "open"  # cells may run; carries the environment of the device
     NOTICE = "notice"  # show a sentence at the next cell
-    PREEMPT = "preempt"  # shut the gate for the next cell, although one is running: answer `closed`
+    PREEMPT = "preempt"  # shut the gate for the next cell, although one is running: answer `closed`, with `CELL_RUNS` or `NO_CELL_RUNS`
     LIMIT = "limit"  # the memory limit is another one now; carries the environment
 
 

@@ -133,6 +133,8 @@ class Driver:
 class Quiet:
     """A watch that says what it is told to say."""
 
+    doubt_s = 0.0
+
     def __init__(self) -> None:
         self.busy = False
         self.executing = False

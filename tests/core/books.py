@@ -38,6 +38,8 @@ class Seen:
     shrunk: bool | None = None  # what it answered since it became idle: whether it did; None: nothing
     floor: int = 0  # what its last suspend would have had to save, if that was more than was reserved
     busy: bool = False
+    closed: bool = False  # its gate, for others
+    at_gate: int = -1  # its next cell waits there: when it asked, a running number as of those who wait; -1: none does
     ran: bool = False  # since it was let in
     since: int = 0  # in this state
     kept_for: int = 0  # ms that its room is kept before its process comes
@@ -75,6 +77,11 @@ class Seen:
             self.state in {S.UNARMED, S.SUSPENDED}
             or (self.state is S.UNATTACHED and not self.spec.gated and not self.held)
         )
+
+    @property
+    def works(self) -> bool:
+        """Whether a cell runs, or something else that counts as use."""
+        return self.busy and self.at_gate < 0
 
     @property
     def here(self) -> bool:

@@ -42,8 +42,9 @@ def pool(
     max_passed_over: int = 8,
     may_move: bool = False,
     oversubscription_milli: int | None = None,
+    preempt_equals: bool = False,
 ) -> PoolSpec:
-    """Return a pool that offers every fraction and suspends only when somebody needs the room."""
+    """Return a pool that offers every fraction, suspends only when somebody needs the room, and preempts no equals."""
     return PoolSpec(
         name=name,
         devices=devices or ("d0",),
@@ -53,6 +54,8 @@ def pool(
         max_passed_over=max_passed_over,
         may_move=may_move,
         oversubscription_milli=oversubscription_milli,
+        preempt_equals=preempt_equals,
+        min_residency_swaps_milli=4_000,
     )
 
 

@@ -101,33 +101,61 @@ class Laws:
         pool, stayed = self._world.pool(seen), self._world.now - seen.since
         law(
             5,
-            seen.busy == suspend.preempt,
+            seen.works == suspend.preempt,
             seen.lease_id,
             "is suspended: busy",
-            seen.busy,
+            seen.works,
             "preempted",
             suspend.preempt,
         )
+        law(5, suspend.between_cells == (seen.at_gate >= 0), seen, "is suspended between two cells:", suspend)
         lost = [device for device in seen.devices if device in self._world.lost or device not in self._world.leasable]
         law(2, not lost, seen.lease_id, "is suspended, but nothing can be saved from", lost, why)
         if why.reason == "suspend.drain":
             evict = [self._world.draining[device] for device in seen.devices if device in self._world.draining]
             law(
                 5,
-                evict and (any(evict) or not seen.busy),
+                evict and (any(evict) or not seen.works),
                 seen.lease_id,
                 "is suspended, but no device is emptied for that",
             )
             return
-        if seen.busy:
+        if seen.works:
             self._preempts(seen, why)
-        if seen.busy or (why.reason in {"suspend.idle", "suspend.needed-by"} and not seen.ran):
+        if seen.at_gate >= 0 and why.reason == "suspend.needed-by":
+            self._is_behind(seen, why)
+        if seen.works or (why.reason in {"suspend.idle", "suspend.needed-by"} and not seen.ran):
             law(5, stayed >= pool.min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         pinned = seen.pinned_until > self._world.now
         law(5, not pinned or why.reason in OF_ITS_OWN, seen.lease_id, "is pinned and is suspended:", why)
         law(6, not why.reason.startswith("move.") or pool.may_move, seen.lease_id, "may not move, but:", why)
         if why.reason in {"suspend.needed-by", "suspend.preempted"}:
             self._law_3(seen, why, later)
+
+    def closing(self, seen: Seen) -> None:
+        """A gate is closed: for a ticket that goes before the next cell, after the minimum residency."""
+        law(5, seen.state is S.RESIDENT and not seen.closed, seen, "has its gate closed")
+        stayed = self._world.now - seen.since
+        law(5, stayed >= self._world.pool(seen).min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
+        law(5, seen.pinned_until <= self._world.now, seen, "is pinned and has its gate closed")
+        tickets = [self._arbiter.ticket(other.lease_id) for other in self._world.leases.values() if other is not seen]
+        others = [self._world.leases[ticket.lease_id] for ticket in tickets if ticket is not None]
+        law(5, any(one.spec.priority >= seen.spec.priority for one in others), seen, "has its gate closed for nothing")
+        seen.closed = True
+
+    def _is_behind(self, victim: Seen, why: Recorded) -> None:
+        """A lease whose next cell waits at its gate leaves for a ticket that goes before that cell, after its minimum residency."""
+        stayed = self._world.now - victim.since
+        law(
+            5, stayed >= self._world.pool(victim).min_residency_ms, victim.lease_id, "has stayed for", stayed, "ms only"
+        )
+        before = [
+            seen
+            for seen in self._beneficiaries(why)
+            if seen.spec.priority > victim.spec.priority
+            or (seen.spec.priority == victim.spec.priority and 0 <= seen.asked < victim.at_gate)
+        ]
+        law(5, before, victim.lease_id, "came before", why.sentence)
 
     def _preempts(self, victim: Seen, why: Recorded) -> None:
         """A busy lease is suspended for somebody who goes before it, in a pool that wants it so."""
@@ -185,7 +213,7 @@ class Laws:
             and (
                 seen.state in {S.RESUMING, S.QUARANTINED, S.UNATTACHED}
                 or (seen.state is S.RESIDENT and seen.pinned_until > self._world.now)
-                or (seen.state is S.RESIDENT and seen.busy and not owed and not self._may_preempt(beneficiary, seen))
+                or (seen.state is S.RESIDENT and seen.works and not owed and not self._may_preempt(beneficiary, seen))
             )
         )
         return self._world.leasable.get(device, 0) - self._world.strangers.get(device, 0) - stays

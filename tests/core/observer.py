@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.effects import (
+    CloseGate,
     Declined,
     Effect,
     Granted,
@@ -151,13 +152,21 @@ class Observer:
         if seen is not None and seen.busy and not served and self.arbiter.ticket(lease_id) is None:
             seen.asked = -1
 
+    def _wants(self, seen: Seen, *, urgent: bool) -> None:
+        seen.urgent |= urgent
+        if seen.closed and not urgent and seen.at_gate < 0:
+            self._asked += 1
+            seen.at_gate = self._asked
+        if seen.claimed and seen.then < 0:
+            self._asked += 1
+            seen.then = self._asked
+
     def _take_about(self, seen: Seen, event: Event) -> None:
         match event:
             case Wanted(urgent=urgent):
-                seen.urgent |= urgent
-                if seen.claimed and seen.then < 0:
-                    self._asked += 1
-                    seen.then = self._asked
+                self._wants(seen, urgent=urgent)
+            case Unwanted() if seen.closed:
+                seen.at_gate = -1
             case Unwanted() if seen.claimed:
                 seen.then = -1
             case Unwanted() if not seen.busy and (seen.state not in {S.RESIDENT, S.UNATTACHED} or not seen.held):
@@ -214,6 +223,10 @@ class Observer:
                 seen = self.leases[effect.lease_id]
                 says = (effect.device_id, effect.device_ids or seen.devices, effect.reserved_mib or seen.held)
                 law(1, seen.held > 0 and says == (seen.devices[0], seen.devices, seen.held), effect, "is not so:", seen)
+                seen.closed, seen.at_gate = False, -1
+            case CloseGate(lease_id=lease_id):
+                self.laws.closing(self.leases[lease_id])
+                self.counts["gate.closed"] += 1
             case Resized():
                 self._resized(effect)
             case LeaseAdmitted(lease_id=lease_id):
@@ -259,6 +272,7 @@ class Observer:
         self._hold(seen, old, change)
         if new in {S.UNATTACHED, S.UNARMED, S.SUSPENDED, S.ENDED}:
             seen.forget_idleness()
+        seen.closed, seen.at_gate = False, -1
         seen.since = self.now
         self.counts[new] += 1
 
@@ -292,11 +306,13 @@ class Observer:
                 seen.home = ()
                 seen.ran = seen.busy if old is not S.SUSPENDING else seen.ran
             case S.SUSPENDING:
-                seen.home, seen.claimed, seen.then = seen.devices, seen.asked >= 0, -1
+                seen.home, seen.claimed, seen.then = seen.devices, seen.asked >= 0, seen.at_gate
                 suspend = next((e for e in self._later if isinstance(e, Suspend) and e.lease_id == seen.lease_id), None)
                 law(5, suspend is not None, seen.lease_id, "is suspending without a Suspend effect")
                 if suspend is not None:
                     self.laws.suspending(seen, suspend, self._reason(seen), self._later)
+                if seen.at_gate >= 0 and not seen.claimed:
+                    seen.asked, seen.passed = seen.at_gate, 0
             case S.SUSPENDED:
                 seen.home = seen.home or self._places(seen, device)
                 world.hold(seen, seen.home, 0)
@@ -444,6 +460,8 @@ class Observer:
         saved = reserved = 0
         for lease_id, view in views.items():
             seen = self.leases[lease_id]
+            gate = (seen.closed, seen.at_gate >= 0)
+            law(6, gate == (view.yields, view.at_gate), lease_id, "has a gate that is", gate, "and not", view)
             mine = (seen.state, seen.generation, seen.held, seen.saved, seen.host, seen.busy, seen.spec)
             says = (
                 view.state,

@@ -213,6 +213,9 @@ class World:
     def settle(self, most: int) -> int:
         """Let nothing happen any more but what is under way. Return how many operations began; raises LawBrokenError past `most`."""
         self.honest, begun = True, 0
+        for view in self.arbiter.leases():  # who is busy for ever in a pool that shares by time takes turns for ever
+            if view.busy and any(pool.name == view.spec.pool and pool.preempt_equals for pool in self.pools):
+                self.send(BusyChanged(at_ms=self.now, lease_id=view.spec.lease_id, busy=False))
         while True:
             wake = self.observer.wake
             due = [at_ms for at_ms in (self.late[0][0] if self.late else None, wake) if at_ms is not None]
@@ -368,6 +371,7 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
             _S.SUSPENDING,
         ),
     ),
+    (8, _named(lambda _, at, name: Wanted(at_ms=at, lease_id=name), _S.RESIDENT)),
     (3, _named(lambda _, at, name: Unwanted(at_ms=at, lease_id=name))),
     (
         25,

@@ -343,7 +343,7 @@ def test_claims_that_make_room_for_each_other_are_all_served_however_many_wait_i
 
 
 def test_room_that_was_kept_for_an_idle_kernel_to_grow_serves_others_as_soon_as_it_leaves() -> None:
-    hand = Hand(pools=[pool(idle_after_ms=60_000, max_passed_over=0)])
+    hand = Hand(pools=[pool(idle_after_ms=60_000, max_passed_over=0, min_residency_ms=120_000)])
     hand.run("x", 700)
     hand.idle("a", 100)
     _resize(hand, "a", 350)

@@ -39,7 +39,14 @@ class World:
         for name in names:
             self.tell(DeviceSeen(at_ms=0, device=DeviceSpec(device_id=name, name="H", memory_mib=MIB)))
         pool = PoolSpec(
-            name="p", devices=names, fractions_milli=(), idle_after_ms=None, may_move=True, min_residency_ms=0
+            name="p",
+            devices=names,
+            fractions_milli=(),
+            idle_after_ms=None,
+            may_move=True,
+            min_residency_ms=0,
+            min_residency_swaps_milli=4_000,
+            preempt_equals=False,
         )
         self.tell(PoolConfigured(at_ms=0, pool=pool))
         self.tell(HostMemorySeen(at_ms=0, budget_mib=1 << 20))

@@ -1,8 +1,9 @@
 """Kernels with habits around one arbiter, in virtual time: who wants what when is written down, and what became of it is measured.
 
 A kernel plays its part: it wants the GPU, runs a cell once it is let in, rests for its gap, and wants it again. A driver carries out
-suspends and resumes in the time that their size takes. Nothing is random here but what a habit draws from its own seed. Every event
-goes through an `Observer`, so every play also checks the laws.
+suspends and resumes in the time that their size takes. As in the world, a pause between two cells may be too short for the kernel to
+count as idle, and a cell that finds its gate open asks nothing (`Actor.quiet_ms`). Nothing is random here but what a habit draws from
+its own seed. Every event goes through an `Observer`, so every play also checks the laws.
 """
 
 import heapq
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Effect, Granted, Resume, Suspend, WakeAt
+from provisioner.core.effects import CloseGate, Effect, Granted, Resume, Suspend, WakeAt
 from provisioner.core.events import (
     Attached,
     BusyChanged,
@@ -44,6 +45,10 @@ class Actor:
     cell_ms: Callable[[], int]
     gap_ms: Callable[[], int] = lambda: 0
     cells: int = FOR_EVER  # after so many it is shut down
+    quiet_ms: int = 0  # so long after a cell it is said to be idle; with 0 at once, and each cell asks
+    is_open: bool = False  # its gate; without an extension: nobody has to know of its next cell
+    asks: bool = False  # its cell has not begun yet
+    number: int = 0  # of its cells
     left_ms: int = 0  # of the cell in hand; 0: none
     began_ms: int | None = None  # when it began to run, this time
     wanted_ms: int = 0
@@ -124,7 +129,10 @@ class Theatre:
         for effect in effects:
             match effect:
                 case Granted(lease_id=lease_id) if lease_id in self.actors:
+                    self.actors[lease_id].is_open = True
                     self._let_in(self.actors[lease_id])
+                case CloseGate(lease_id=lease_id) if lease_id in self.actors:
+                    self.actors[lease_id].is_open = False
                 case Suspend():
                     self._suspend(effect)
                 case Resume():
@@ -143,11 +151,17 @@ class Theatre:
     def _start(self, actor: Actor) -> None:
         self.actors[actor.spec.lease_id] = actor
         self.send(LeaseRequested(at_ms=self.now, spec=actor.spec))
-        self.send(Attached(at_ms=self.now, lease_id=actor.spec.lease_id, gated=True))
+        self.send(Attached(at_ms=self.now, lease_id=actor.spec.lease_id, gated=actor.spec.gated))
         self._next_cell(actor)
 
     def _next_cell(self, actor: Actor) -> None:
-        actor.left_ms, actor.wanted_ms = actor.cell_ms(), self.now
+        actor.left_ms, actor.wanted_ms, actor.asks = actor.cell_ms(), self.now, True
+        actor.number += 1
+        passes = actor.quiet_ms > 0 and (actor.is_open or not actor.spec.gated)
+        if passes and self.state(actor) is LeaseState.RESIDENT:
+            self._let_in(actor)
+            if actor.is_open:
+                return
         self.send(Wanted(at_ms=self.now, lease_id=actor.spec.lease_id))
 
     def _ask_again(self, actor: Actor) -> None:
@@ -159,8 +173,10 @@ class Theatre:
         if actor.left_ms == 0 or actor.began_ms is not None:
             return
         actor.began_ms = self.now
-        if not self.observer.leases[actor.spec.lease_id].busy:
+        if actor.asks:
+            actor.asks = False
             actor.waits_ms.append(self.now - actor.wanted_ms)
+        if not self.observer.leases[actor.spec.lease_id].busy:
             self.at(self.now, lambda: self._begin(actor))
         self._end_later(actor)
 
@@ -182,13 +198,25 @@ class Theatre:
         self._stop(actor)
         actor.left_ms = 0
         actor.cells -= 1
-        self.send(BusyChanged(at_ms=self.now, lease_id=actor.spec.lease_id, busy=False))
+        if actor.quiet_ms == 0:
+            self.send(BusyChanged(at_ms=self.now, lease_id=actor.spec.lease_id, busy=False))
+        else:
+            self._rest_later(actor)
         if actor.cells <= 0:
             del self.actors[actor.spec.lease_id]
             self.ended.append(actor)
             self.send(LeaseReleased(at_ms=self.now, lease_id=actor.spec.lease_id))
             return
         self.at(self.now + actor.gap_ms(), lambda: self._next_cell(actor))
+
+    def _rest_later(self, actor: Actor) -> None:
+        number = actor.number
+
+        def rest() -> None:
+            if actor.number == number and actor.spec.lease_id in self.actors:
+                self.send(BusyChanged(at_ms=self.now, lease_id=actor.spec.lease_id, busy=False))
+
+        self.at(self.now + actor.quiet_ms, rest)
 
     def _stop(self, actor: Actor) -> None:
         if actor.began_ms is not None:
@@ -203,6 +231,7 @@ class Theatre:
         actor = self.actors.get(effect.lease_id)
         if actor is not None:
             actor.suspends += 1
+            actor.is_open = False
             actor.preempted += effect.preempt
             self._stop(actor)
             if actor.left_ms > 0 and not effect.preempt:  # a cell was about to begin: its gate asks again

@@ -51,7 +51,7 @@ def test_nobody_takes_the_place_of_a_kernel_that_works_in_the_background(
 
 
 def test_work_in_the_background_keeps_the_idle_time_from_beginning(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'idle_after': 0, 'min_residency': 0}}")
+    world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'idle_after': 0, 'min_residency': 0}}")
     (name,) = world.install(250)
     notebook = server.start(name)
     notebook.must(HOLD + WORKER + THREAD)

@@ -199,7 +199,9 @@ def test_a_child_process_is_suspended_and_resumed_with_its_kernel(world: World, 
 
 @pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
 def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(world: World, step: str) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'retry_refused': '1s', 'min_residency': '1s'}}")
+    world.configure(
+        "c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'retry_refused': '1s', 'min_residency': '1s'}}"
+    )
     with Server(world) as server:
         first, second = two_kernels(world, server)
         if step != "restore":

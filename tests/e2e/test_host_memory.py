@@ -22,7 +22,7 @@ from pathlib import Path
 from provisioner.host import memory
 for reads in (memory.system_headroom, memory.headroom, memory.shortage, memory.Look.__init__):
     reads.__kwdefaults__["proc"] = Path({proc!r})
-c.GPUBroker.pools = {{"default": {{"idle_after": "on-demand", "min_residency": "0s", "retry_refused": "0s"}}}}
+c.GPUBroker.pools = {{"default": {{"preempt": "priorities", "idle_after": "on-demand", "min_residency": "0s", "retry_refused": "0s"}}}}
 """
 
 

@@ -48,7 +48,9 @@ print(whole)
 def world() -> Iterator[World]:
     with new_world() as made:
         del made.environment["JUPYTER_GPU_SIMULATE"]
-        made.configure("c.GPUBroker.pools = {'default': {'idle_after': 'on-demand', 'min_residency': '0s'}}")
+        made.configure(
+            "c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'idle_after': 'on-demand', 'min_residency': '0s'}}"
+        )
         yield made
 
 

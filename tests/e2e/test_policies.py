@@ -129,7 +129,7 @@ def test_a_pinned_kernel_keeps_its_place_until_the_pin_ends_over_a_restart_too(w
 
 
 def test_a_pin_ends_by_itself(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0}}")
+    world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0}}")
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
     first.must(FILL.format(seed=1, mib=64))
@@ -179,7 +179,9 @@ def test_equals_that_are_busy_take_turns_and_both_finish_with_their_bytes(world:
 
 
 def test_a_kernel_of_a_higher_priority_takes_the_place_of_a_busy_one(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0, 'min_residency_swaps': 0}}")
+    world.configure(
+        "c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0, 'min_residency_swaps': 0}}"
+    )
     (name,) = world.install(750)
     urgent = respecified(world, name, priority=10)
     first = server.start(name)
@@ -198,7 +200,9 @@ def test_a_kernel_of_a_higher_priority_takes_the_place_of_a_busy_one(world: Worl
 
 
 def test_a_busy_kernel_of_the_same_priority_is_waited_for(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0, 'min_residency_swaps': 0}}")
+    world.configure(
+        "c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0, 'min_residency_swaps': 0}}"
+    )
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
     first.must(FILL.format(seed=1, mib=64))
@@ -224,7 +228,7 @@ more = cuda.allocate(600 << 20)
 
 
 def test_a_kernel_that_grows_makes_its_idle_neighbour_step_aside(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0}}")
+    world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0}}")
     quarter, half = world.install(250, 500)
     first, second = server.start(quarter), server.start(half)
     first.must(FILL.format(seed=1, mib=64))
@@ -245,7 +249,7 @@ def test_a_kernel_that_grows_makes_its_idle_neighbour_step_aside(world: World, s
 
 
 def test_a_kernel_that_cannot_grow_in_time_stays_as_it_was(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0}}")
+    world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0}}")
     quarter, half = world.install(250, 500)
     first, second = server.start(quarter), server.start(half)
     first.must(FILL.format(seed=1, mib=64))

@@ -22,7 +22,10 @@ SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
 def host(count: int = 1, mib: int = 8000, **policy: object) -> Host:
     """Devices of that size in one pool whose leases are suspended only when somebody needs the room."""
     devices = tuple(DeviceSpec(device_id=f"d{number}", name="d", memory_mib=mib) for number in range(count))
-    pool = PoolSpec(name="default", devices=tuple(device.device_id for device in devices), idle_after_ms=None)
+    names = tuple(device.device_id for device in devices)
+    pool = PoolSpec(
+        name="default", devices=names, idle_after_ms=None, preempt_equals=False, min_residency_swaps_milli=4_000
+    )
     return Host(devices=devices, pools=(replace(pool, **policy),), swap=SWAP)  # type: ignore[arg-type]
 
 

@@ -36,7 +36,8 @@ DATA_MIB = 32
 MIB = 1 << 20
 CONFIG = """
 c.GPUBroker.device_overhead = "64MiB"
-c.GPUBroker.pools = {"default": {"idle_after": "on-demand", "min_residency": "0s", "retry_refused": "200ms", "may_move": True}}
+policy = {"preempt": "priorities", "idle_after": "on-demand", "min_residency": "0s", "retry_refused": "200ms", "may_move": True}
+c.GPUBroker.pools = {"default": policy}
 """
 CHECK = 'assert buffer.sha256() == digest, "the bytes differ"\nprint("intact")'
 

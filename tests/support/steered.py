@@ -48,7 +48,10 @@ class SteeredStory(Story):
     """One kernel and two devices: pins, sizes, moves, emptied and lost devices, seats, a pool's keys, and a broker that is started anew."""
 
     simulate = "2x128MiB"
-    config = 'c.GPUBroker.pools = {"default": {"retry_refused": "200ms", "unattached_ttl": "5s", "may_move": True, "min_residency": 0}}\n'
+    config = (
+        'policy = {"retry_refused": "200ms", "unattached_ttl": "5s", "may_move": True, "min_residency": 0, "preempt": "priorities"}\n'
+        'c.GPUBroker.pools = {"default": policy}\n'
+    )
 
     def plot(self) -> None:
         """See the class."""

@@ -1,0 +1,110 @@
+"""A kernel that always wants the GPU, of whatever kind, does not keep another one waiting for longer than its turn.
+
+Each neighbour goes on for as long as the other kernel waits, so a wait that has no end shows as one. The figures that are printed are
+the waits; `docs/policies.md` says what they are bounded by.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import Notebook, Server, World, until
+
+ALLOCATE = (
+    "from provisioner.gpu.simulated import cuda\nbuffer = cuda.allocate(64 << 20)\nbuffer.write(b'x' * (64 << 20))"
+)
+CHECK = "assert buffer.read() == b'x' * (64 << 20), 'the bytes differ'"
+WORK = "import pathlib\nwhile not pathlib.Path({end!r}).exists():\n    cuda.launch(0.02)"
+EXECV = "import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)'])"
+TURN_S = 2.0
+
+
+@contextmanager
+def cells(notebook: Notebook, pause_s: float) -> Iterator[Callable[[], int]]:
+    """Run small cells in the notebook, one after the other, until the block ends; what is yielded tells how many."""
+    over, done = threading.Event(), 0
+
+    def work() -> None:
+        nonlocal done
+        while not over.is_set():
+            notebook.must("1 + 1")
+            done += 1
+            over.wait(pause_s)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        until(lambda: done > 20, "the neighbour runs cells")
+        yield lambda: done
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def one_cell(notebook: Notebook, end: Path) -> Iterator[None]:
+    """Run one cell in the notebook that works on the GPU until the block ends."""
+    cell = notebook.send(WORK.format(end=str(end)))
+    try:
+        yield
+    finally:
+        end.touch()
+    assert notebook.wait(cell).status == "ok"
+
+
+def wait_of(notebook: Notebook, world: World, neighbour: Notebook, kind: str) -> None:
+    """Have the notebook use the GPU beside its neighbour, and say how long it waited."""
+    begun_s = time.monotonic()
+    notebook.must(ALLOCATE)
+    waited_s = time.monotonic() - begun_s
+    print(f"beside {kind}: waited {waited_s:.2f} s (a turn is {TURN_S:g} s)")  # noqa: T201 - the figure is what is asked for
+    assert world.lease(neighbour.kernel_id).state != "resident"
+
+
+def _configure(world: World, preempt: str) -> None:
+    policy = {"min_residency": f"{TURN_S:g}s", "min_residency_swaps": 1} | ({"preempt": preempt} if preempt else {})
+    world.configure(f"c.GPUBroker.pools = {{'default': {policy!r}}}")
+
+
+@pytest.mark.parametrize("preempt", ["", "never"], ids=["default", "never"])
+@pytest.mark.parametrize("pause_s", [0.0, 0.05], ids=["back-to-back", "with-pauses"])
+@pytest.mark.parametrize("used", [True, False], ids=["with-memory", "without-context"])
+def test_small_cells_make_room_after_their_turn(
+    world: World, server: Server, preempt: str, pause_s: float, used: bool
+) -> None:
+    _configure(world, preempt)
+    (name,) = world.install(1000)
+    first, second = server.start(name), server.start(name)
+    first.must(ALLOCATE if used else "1 + 1")
+    with cells(first, pause_s) as done:
+        wait_of(second, world, first, f"small cells, pauses of {pause_s:g} s")
+        before = done()
+        until(lambda: done() > before, "the neighbour goes on when its turn comes again")
+    second.must(CHECK)
+    if used:
+        first.must(CHECK)
+
+
+def test_a_cell_that_never_ends_takes_turns_in_the_default_pool(world: World, server: Server) -> None:
+    _configure(world, "")
+    (name,) = world.install(1000)
+    first, second = server.start(name), server.start(name)
+    first.must(ALLOCATE)
+    with one_cell(first, world.folder / "end"):
+        wait_of(second, world, first, "a cell that never ends")
+    second.must(CHECK)
+    first.must(CHECK)
+
+
+def test_a_kernel_that_became_another_program_makes_room(world: World, server: Server) -> None:
+    _configure(world, "")
+    (name,) = world.install(1000)
+    first, second = server.start(name), server.start(name)
+    first.must(ALLOCATE)
+    first.send(EXECV)
+    wait_of(second, world, first, "os.execv")
+    second.must(CHECK)
