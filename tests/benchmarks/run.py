@@ -75,6 +75,8 @@ def say(line: str) -> None:
 def measure(world: World, amounts: Amounts, parts: Sequence[str]) -> list[Row]:
     """Return the rows of the chosen parts. The environment is the world's already."""
     quarter, whole = world.install(_QUARTER, _WHOLE)
+    # In one part leases stand for kernels.
+    world.configure("c.GPUBroker.pools = {'default': {'unattached_leases': 512}}")
     world.start_broker()
     work: dict[str, Callable[[], list[Row]]] = {
         "start": lambda: [measure_starts(quarter, amounts.start_pairs, say)],
