@@ -446,7 +446,7 @@ class Seats:
         if seat is None or peer.token is None or not hmac.compare_digest(token_digest(peer.token), seat.token_sha256):
             raise UnauthorizedError(
                 "the seat of this server is over, or what was sent is not its token; stop the server on the hub's page and "
-                "start it again",
+                "start it again, which ends its kernels: save what you need of them first",
                 reason="foreign-seat",
             )
         if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -13,9 +14,11 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from provisioner.broker.broker import Broker, now_ms, token_digest
-from provisioner.broker.lease_files import LeaseFiles, read_lease_files
+from provisioner.broker.lease_files import LeaseFiles, read_lease_files, read_seat_files
 from provisioner.broker.lost_leases import LostLeases
 from provisioner.broker.lost_processes import UNKNOWN_CONNECTION
 from provisioner.broker.recovery import recover
@@ -25,6 +28,7 @@ from provisioner.config import load
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
+from provisioner.files import replace_file
 from provisioner.gpu.interface import GPUErrorCode, Monitor, ProcessState
 from provisioner.host.process import ProcessIdentity, identify
 from provisioner.ledger.ledger import Ledger
@@ -381,3 +385,39 @@ async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
         assert seats.of_token("secret") == "kept"
         await broker.writer.flushed()
         assert [seat.seat_id for seat in broker.writer.ledger.live_seats()] == ["kept"]
+
+
+@given(st.binary(max_size=200) | st.from_regex(rb'\{"spec": .{0,100}', fullmatch=True))
+def test_any_bytes_in_a_record_are_decoded_or_left_out(text: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        for suffix in (".json", ".seat"):
+            (Path(name) / f"one{suffix}").write_bytes(text)
+        folder = Path(name)
+        folder.chmod(0o700)
+        assert read_lease_files(folder) == []
+        assert read_seat_files(folder) == []
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "[" * 50_000, '{"shell_port": 1, "iopub_port": 2, "ip": "10.0.0.1"}', "\x00"]
+)
+async def test_a_connection_file_that_is_none_makes_a_kernel_that_cannot_be_heard(
+    socket: Path, connection: Path, content: str
+) -> None:
+    replace_file(connection, content.encode())
+    driver = OneDevice()
+    with carrier("one", socket, connection=connection) as process:
+        driver.has_context(process.pid, S.RUNNING, 100)
+        async with started(socket, driver) as (broker, _):
+            assert view_of(broker, "one").state is L.RESIDENT
+            assert broker.kernels["one"].busy
+
+
+async def test_a_connection_file_that_is_a_pipe_holds_nobody_up(socket: Path, connection: Path) -> None:
+    os.remove(connection)  # noqa: PTH107 - at once
+    os.mkfifo(connection)
+    driver = OneDevice()
+    with carrier("one", socket, connection=connection) as process:
+        driver.has_context(process.pid, S.RUNNING, 100)
+        async with started(socket, driver) as (broker, _):
+            assert view_of(broker, "one").state is L.RESIDENT
