@@ -12,6 +12,7 @@ from kernelext.first_grant import FirstGrant
 from kernelext.gate import Gate
 from kernelext.guard import Guard
 from kernelext.imports import ImportHooks
+from kernelext.inputs import Inputs
 from kernelext.link import Link
 from kernelext.magics import Magics
 from kernelext.managed import ManagedMemory
@@ -37,10 +38,22 @@ class LeasedKernel:
         self.gate = Gate(self._bind)
         self._acquirer = Acquirer(settings, self.gate, lambda: self._link.listens)
         self._managed = ManagedMemory(self._tell_managed, self._hooks)
-        shrinker = Shrinker(self._on_main_loop, self.gate, why_not=self._managed.reason)
-        self._link = Link(
-            settings, self.gate, shrinker, self._notices.add, self._take_limit, managed=lambda: self._managed.seen
+        shrinker = Shrinker(
+            self._on_main_loop,
+            self.gate,
+            why_not=self._managed.reason,
+            waits_for_input=lambda: bool(self._inputs.waiting),
         )
+        self._link = Link(
+            settings,
+            self.gate,
+            shrinker,
+            self._notices.add,
+            self._take_limit,
+            managed=lambda: self._managed.seen,
+            inputs=lambda: self._inputs.waiting,
+        )
+        self._inputs = Inputs(shell, self.gate, self._acquirer, self._link.tell_inputs)
         self._magics = Magics(shell, settings, self.gate, self._acquirer, limits=self._limits, say=self._notices.add)
         self._guard = Guard(
             shell,
@@ -62,11 +75,13 @@ class LeasedKernel:
         self._registrations.item(self._shell.input_transformers_cleanup, self._cell_transform)
         self._notices.install()
         self._guard.install()
+        self._inputs.install()
         self._link.start()
 
     def unload(self) -> None:
         """Leave the shell as it was; limits that were set stay."""
         self._link.stop()
+        self._inputs.uninstall()
         self._guard.uninstall()
         self._notices.uninstall()
         self._registrations.undo()
@@ -79,6 +94,7 @@ class LeasedKernel:
         """For a forked child: the lease, the connections and the threads are the parent's."""
         self.gate.become_inert()
         self._acquirer.become_inert()
+        self._inputs.become_inert()
 
     def _bind(self, environment: Mapping[str, str]) -> None:
         """Take the variables of a grant or of another size. Called under the gate's lock."""

@@ -8,12 +8,13 @@ Rules:
 - A preemption shuts the gate although a cell runs. That cell goes on (what it asks of the GPU blocks until its state is back); when
   it ends the gate stays shut, and the next cell asks.
 - Where the pool lets a cell overlap with its kernel's resume, it enters a shut gate, which opens beneath it.
+- A cell that waits for input keeps nobody out: it is paused, the gate may shut, and it enters anew when the input is there.
 - An open gate costs a cell two uncontended lock operations and no round trip.
 - In a forked child the gate is inert: the lease, the connections and the threads are the parent's.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["Gate"]
 
@@ -26,6 +27,7 @@ class Gate:
         self._lock = threading.Lock()
         self._open = False
         self._running: set[object] = set()  # one mark a cell: leaving twice, or without having entered, does no harm
+        self._paused: set[object] = set()  # of cells that wait for input
         self._waiting: list[Callable[[], None]] = []
         self._inert = False
 
@@ -67,6 +69,31 @@ class Gate:
         """The cell is over. A mark that never entered is ignored."""
         with self._lock:
             self._running.discard(mark)
+            self._paused.discard(mark)
+
+    def pause(self, marks: Iterable[object]) -> None:
+        """These cells wait for input. Marks that do not run are ignored."""
+        with self._lock:
+            paused = self._running.intersection(marks)
+            self._running -= paused
+            self._paused |= paused
+
+    def try_to_go_on(self, marks: Iterable[object]) -> bool:
+        """Mark paused cells as running if the gate is open, and say whether it is."""
+        with self._lock:
+            if self._open:
+                self._go_on(marks)
+            return self._open
+
+    def go_on(self, marks: Iterable[object]) -> None:
+        """Mark paused cells as running whatever the gate is. Others are ignored."""
+        with self._lock:
+            self._go_on(marks)
+
+    def _go_on(self, marks: Iterable[object]) -> None:
+        paused = self._paused.intersection(marks)
+        self._paused -= paused
+        self._running |= paused
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
         """Somebody waits. `on_open` is called at each opening, from any thread, with the lock held: it must only leave a note."""
@@ -127,4 +154,5 @@ class Gate:
         self._lock = threading.Lock()
         self._inert = True
         self._open = True
+        self._paused = set()
         self._waiting = []

@@ -14,6 +14,7 @@ Rules:
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from kernelext.cells import burst_of, needs_gpu
 from kernelext.display import LiveLine, Sentence, publish
 from kernelext.first_grant import FirstGrant
 from kernelext.gate import Gate
+from kernelext.inputs import Cell, running_cell
 from kernelext.memory import MemoryLimits
 from kernelext.registrations import Registrations
 from kernelext.waiting import RefusedError, wait_for_gpu
@@ -91,7 +93,7 @@ class Guard:
                     kwargs["preprocessing_exc_tuple"] = (type(failure), failure, None)
                     return await _within_cell("no-gpu", original(raw_cell, *args, **kwargs))
                 self._bind(mark, silent=silent)
-                return await _within_cell("gpu", original(raw_cell, *args, **kwargs))
+                return await _within_cell("gpu", original(raw_cell, *args, **kwargs), mark)
             finally:
                 try:
                     if self._bursts is not None:
@@ -151,11 +153,14 @@ class Guard:
             print("[gpu] Interrupted: a widget's callback runs without waiting for the GPU.", file=sys.stderr)  # noqa: T201 - as above
 
 
-async def _within_cell(kind: str, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
-    token = _within.set(kind)
+async def _within_cell(kind: str, cell: Any, *marks: object) -> Any:  # noqa: ANN401 - IPython's coroutine and result
+    token, outer = _within.set(kind), running_cell.get()
+    around = outer.marks if outer is not None and outer.thread_id == threading.get_ident() else ()
+    running = running_cell.set(Cell((*around, *marks), threading.get_ident()))
     try:
         return await cell
     finally:
+        running_cell.reset(running)
         _within.reset(token)
 
 

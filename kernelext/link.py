@@ -10,7 +10,7 @@ needs none, and a cell that waits starts one itself.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ LONGEST_PAUSE_UNKNOWN_S = (
 class Link:
     """One kernel's line. `notice` takes a sentence to show; `limit` the variables of a lease that has another size now.
 
-    `managed` returns why the process cannot be saved, as far as is known by now.
+    `managed` returns why the process cannot be saved, as far as is known by now, `inputs` the requests that wait for input.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Link:
         limit: Callable[[Mapping[str, str]], None],
         *,
         managed: Callable[[], str] = str,
+        inputs: Callable[[], list[str]] = list,
     ) -> None:
         self._settings = settings
         self._gate = gate
@@ -61,6 +62,7 @@ class Link:
         self._notice = notice
         self._limit = limit
         self._managed = managed
+        self._inputs = inputs
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
@@ -91,6 +93,10 @@ class Link:
             self._answers.put((0, "done", ""))
         elif not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
+
+    def tell_inputs(self, requests: Sequence[str]) -> None:
+        """Tell which requests wait for input now, and use no GPU meanwhile. Never blocks."""
+        self._answers.put((0, "input", " ".join(requests)))
 
     def tell_managed(self, sentence: str) -> None:
         """Tell that the process cannot be saved from now on, and why. Never blocks."""
@@ -139,7 +145,11 @@ class Link:
         client = self._connect()
         try:
             hello = GateHello(
-                version=__version__, open=self._gate.is_open, busy=self._gate.is_busy, managed=self._managed()
+                version=__version__,
+                open=self._gate.is_open,
+                busy=self._gate.is_busy,
+                managed=self._managed(),
+                inputs=self._inputs(),
             )
             for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
                 self._listens = True

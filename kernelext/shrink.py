@@ -78,6 +78,8 @@ def _free_cupy() -> None:
 class Shrinker:
     """Runs `free_caches` on the main loop, or says why not.
 
+    `waits_for_input` says whether a cell does: then nothing is freed, and nothing is in the way of a suspend.
+
     `schedule` hands a callback to the main loop and says whether there is one. `why_not` returns why the process should not be saved at
     all, asked on the main loop; the answer is then "managed".
     """
@@ -89,8 +91,10 @@ class Shrinker:
         time_limit_s: float = TIME_LIMIT_S,
         *,
         why_not: Callable[[], str] = str,
+        waits_for_input: Callable[[], bool] = bool,
     ) -> None:
         self._why_not = why_not
+        self._waits_for_input = waits_for_input
         self._schedule = schedule
         self._gate = gate
         self._time_limit_s = time_limit_s
@@ -99,6 +103,10 @@ class Shrinker:
         """Call `answer(word, detail)` once, from some thread: "done", or "busy" if the main loop was not free in time. Never blocks."""
         if self._gate.is_running:
             answer("busy", "a cell runs")
+            return
+        if self._waits_for_input():  # on the main loop, which runs nothing else then
+            why_not = self._why_not()
+            answer("managed" if why_not else "done", why_not or "nothing freed: a cell waits for input")
             return
         late = f"the main loop was not free within {self._time_limit_s:g} s"
         once = _Once(answer)

@@ -30,6 +30,7 @@ from provisioner.broker.metrics import Metrics
 from provisioner.broker.oom_kills import OomKills
 from provisioner.broker.operations import Operations
 from provisioner.broker.sharing import remove_books, sharing_environment
+from provisioner.broker.sight import stopped_sentence
 from provisioner.broker.swaps import Swaps
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
@@ -54,7 +55,16 @@ from provisioner.core.effects import (
     TicketsChanged,
     WakeAt,
 )
-from provisioner.core.events import BusyChanged, Event, LeaseMeasured, ProcessExited, Tick, Unwanted, Wanted
+from provisioner.core.events import (
+    BusyChanged,
+    Checkpointable,
+    Event,
+    LeaseMeasured,
+    ProcessExited,
+    Tick,
+    Unwanted,
+    Wanted,
+)
 from provisioner.core.model import HOLDING, LeaseState, LeaseView, ReserveBy, TicketView
 from provisioner.core.units import format_duration, format_memory
 from provisioner.gpu.interface import DeviceInfo, DeviceSensors, Monitor
@@ -280,8 +290,7 @@ class Broker:
         if (
             view is not None
             and view.state is LeaseState.SUSPENDED
-            and kernel.watch is not None
-            and kernel.watch.executing
+            and kernel.executing
             and self.ticket(kernel.lease_id) is not None
         ):
             # Preempted: the arbiter has filed its ticket. Should its cell end without the GPU, nobody needs that any more.
@@ -391,7 +400,7 @@ class Broker:
         if view.busy != kernel.busy:
             self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
             kernel.notify()
-        executing = kernel.watch is not None and kernel.watch.executing
+        executing = kernel.executing
         if not executing:
             kernel.executing_since_s = None
             if kernel.wanted_by_broker and kernel.waiting == 0:
@@ -403,6 +412,19 @@ class Broker:
                 self._cell_began(kernel)
         if executing and kernel.link is None and not view.spec.gated:
             self.want_for(kernel)
+
+    def note_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
+        """A signal or a debugger stopped the process, or it goes on. While stopped it stays on its device, and its neighbours hear why."""
+        identity = kernel.identity
+        if identity is None or stopped == bool(kernel.stopped):
+            return
+        kernel.stopped = stopped_sentence(identity.pid) if stopped else ""
+        sentence = kernel.stopped or f"process {identity.pid} goes on"
+        log.info("lease %s: %s", kernel.lease_id[:8], sentence)
+        reason = "process.stopped" if stopped else "process.goes-on"
+        self.writer.submit(partial(self.writer.ledger.record, kernel.lease_id, wall_ms(), reason, sentence))
+        why_not = kernel.stopped or kernel.unsaveable
+        self.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=why_not))
 
     async def measure(self, kernel: Kernel) -> None:
         """Tell the arbiter what the kernel uses at this moment. Raises GPUError."""

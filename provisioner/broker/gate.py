@@ -19,6 +19,7 @@ __all__ = ["OPEN_LINE_S", "GateLink", "Stream"]
 
 OPEN_LINE_S: Final = 3 * PULSE_S  # from one keep-alive to the next while the gate is open: nobody needs a proof
 _RESERVED: Final = re.compile(r"\breserved_mib=(\d{1,9})\b", re.ASCII)
+_MOST_INPUTS = 64
 _QUEUE = 64  # commands not yet read by the extension; a reader that slow has lost the line
 
 
@@ -38,6 +39,7 @@ class GateLink:
     def __init__(self, now_s: float) -> None:
         self.last_pulse_s = now_s
         self.exempt = False  # the running cell declared that it does not use the GPU (`%%cpu`, `%gpu`)
+        self.inputs: frozenset[str] = frozenset()  # the requests that wait for input, and use no GPU
         self.closed = False
         self.mute = False  # the last question got no answer, and nothing was said since
         self.detail = ""  # of the last answer
@@ -76,7 +78,9 @@ class GateLink:
         self.last_pulse_s = now_s
         self.mute = False
         if answer.number == 0:
-            self.exempt = answer.word == "exempt" or (self.exempt and answer.word in ("pulse", "managed"))
+            self.exempt = answer.word == "exempt" or (self.exempt and answer.word in ("pulse", "managed", "input"))
+            if answer.word == "input":
+                self.inputs = frozenset(answer.detail.split()[:_MOST_INPUTS])
             return
         waiting = self._answers.get(answer.number)
         if waiting is not None and not waiting.done():

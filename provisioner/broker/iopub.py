@@ -23,7 +23,7 @@ import logging
 import struct
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -158,7 +158,7 @@ _decode_status = msgspec.json.Decoder(_Status).decode
 
 
 class IOPubWatch:
-    """Watches one kernel. `changed()` is called on the loop whenever `busy` or `executing` changes.
+    """Watches one kernel. `changed()` is called on the loop whenever `busy`, or what is being handled, changes.
 
     `busy` counts doubt; `executing` is True while a message is known to be handled.
     """
@@ -196,9 +196,18 @@ class IOPubWatch:
         return 0.0 if self._certain else time.monotonic() - self._doubt_since_s
 
     @property
+    def is_certain(self) -> bool:
+        """Whether nothing is handled that is not known here."""
+        return self._certain
+
+    @property
     def executing(self) -> bool:
         """Whether a message that counts as use is being handled for certain."""
         return bool(self._busy)
+
+    def handles_other_than(self, requests: Collection[str]) -> bool:
+        """Whether a message that counts as use, and is none of these, is being handled for certain."""
+        return any(msg_id not in requests for msg_id in self._busy)
 
     def close(self) -> None:
         """Stop watching."""
@@ -228,10 +237,10 @@ class IOPubWatch:
     async def _listen(self) -> None:
         while True:
             frames = await self._next(self._iopub)
-            before = (self.busy, self.executing)
+            before = (self.busy, len(self._busy))
             self._take(frames)
             self._heard.set()
-            if (self.busy, self.executing) != before:
+            if (self.busy, len(self._busy)) != before:
                 self._changed()
 
     async def _see_breaks(self) -> None:

@@ -63,6 +63,8 @@ class Kernel:
     worked_us: int = 0  # its processes were last seen at work on the device since then; 0: not yet
     working: bool = False  # they are, or nobody knows yet, though no cell runs
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
+    unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence
+    stopped: str = ""  # that its process is stopped, and what to do, a sentence; empty: it runs
     suspend_wishes: int = 0  # people who wait for its suspend
     evictions: int = 0  # administrators who are ending it
     _pidfd: int | None = None
@@ -117,6 +119,7 @@ class Kernel:
         self.connection = ""
         self.executing_since_s = None
         self.wanted_by_broker = False
+        self.unsaveable = self.stopped = ""
         self.idle_us, self.worked_us, self.working = None, 0, False
 
     @property
@@ -129,4 +132,17 @@ class Kernel:
         """Whether it is busy by its messages. A live kernel nobody watches is in doubt, hence busy."""
         if self.identity is None:
             return False
-        return self.waiting > 0 or self.watch is None or self.watch.busy
+        return self.waiting > 0 or self.watch is None or (self.watch.busy and not self._only_waits_for_input)
+
+    @property
+    def executing(self) -> bool:
+        """Whether a message that counts as use is being handled for certain, and does not wait for input."""
+        return self.watch is not None and self.watch.executing and not self._only_waits_for_input
+
+    @property
+    def _only_waits_for_input(self) -> bool:
+        """Whether all that is being handled waits for input. A kernel in doubt may handle more."""
+        inputs = self.link.inputs if self.link is not None else None
+        if not inputs or self.watch is None or not self.watch.executing:
+            return False
+        return self.watch.is_certain and not self.watch.handles_other_than(inputs)

@@ -510,6 +510,7 @@ class Service:
         if kernel.link is not None:
             kernel.link.close()
         link = kernel.link = GateLink(time.monotonic())
+        link.inputs = frozenset(hello.inputs)
         view = self._view(kernel)
         kernel.notify()
         if not hello.open:
@@ -528,8 +529,8 @@ class Service:
 
     def cannot_be_saved(self, kernel: Kernel, sentence: str) -> None:
         """The extension knows that the process cannot be checkpointed."""
-        why_not = printable(sentence)[:_LONGEST_REASON] or "its extension says so"
-        self.broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=why_not))
+        kernel.unsaveable = printable(sentence)[:_LONGEST_REASON] or "its extension says so"
+        self.broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=kernel.unsaveable))
 
     def disconnect_gate(self, kernel: Kernel, link: GateLink) -> None:
         """The extension hung up."""
@@ -545,6 +546,8 @@ class Service:
         kernel.link.take(answer, time.monotonic())
         if answer.number == 0 and answer.word == "managed":
             self.cannot_be_saved(kernel, answer.detail)
+        elif answer.number == 0 and answer.word == "input":
+            self.broker.look_at_use(kernel)
 
 
 def _failure(view: LeaseView) -> tuple[str, str] | None:

@@ -71,6 +71,7 @@ class Watcher:
                 sampled_s = time.monotonic()
             self.look_at_lines()
             self.relieve_silent()
+            self.look_at_stopped()
             await self._pause(stirred)
 
     async def _pause(self, stirred: asyncio.Event) -> None:
@@ -240,6 +241,13 @@ class Watcher:
                 view = self._broker.arbiter.lease(kernel.lease_id)
                 is_open = view is not None and view.state is LeaseState.RESIDENT
                 kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
+
+    def look_at_stopped(self) -> None:
+        """Find kernels on a device that are stopped, while others wait: they cannot make room before they go on."""
+        waited_for = any(kernel.waiting or kernel.wanted_by_broker for kernel in self._broker.kernels.values())
+        for kernel, view in self._broker.views():
+            if kernel.stopped or (waited_for and view.state is LeaseState.RESIDENT):
+                self._broker.note_stopped(kernel, stopped=_is_held_up(kernel))
 
     def relieve_silent(self) -> None:
         """A kernel that needs the GPU and cannot say so gets a ticket: nobody is left blocked, or without a reservation, for ever."""

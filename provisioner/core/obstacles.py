@@ -73,6 +73,8 @@ def _doing(books: Books, lease: Lease, *, mine: bool, moment: Moment | None) -> 
             if lasts_ms >= _MINUTE_MS
             else "is running a cell"
         )
+        if lease.staying:
+            return f"{runs} and cannot be suspended: {lease.stays}"
         return f"{runs} and {pinned}" if pinned else runs
     if lease.staying:
         return f"cannot be suspended: {lease.stays}"

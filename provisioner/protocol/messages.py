@@ -327,14 +327,16 @@ class GateHello:
     open: bool
     busy: bool
     managed: str = ""  # why its process cannot be checkpointed, a sentence; empty: nothing is known
+    inputs: list[str] = field(default_factory=list)  # the ids of the requests that wait for input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateAnswer:
-    """The extension's answer. `word`: closed, busy, done, managed, open or pulse.
+    """The extension's answer. `word`: closed, busy, done, managed, open, input or pulse.
 
     `number` 0 answers no command: `pulse` proves that Python runs (for brokers that do not hear it otherwise), `exempt` says that the
     running cell does not use the GPU, and `done` that it is over. `managed` says that the process cannot be checkpointed, and `detail` why.
+    `input` says that the requests whose ids are in `detail`, separated by spaces, wait for input and use no GPU; the others do not.
     The `detail` of `done` to a shrink says what was freed, and `reserved_mib=N` where the frameworks' allocators tell what they hold then.
     """
 

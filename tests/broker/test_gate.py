@@ -90,6 +90,17 @@ async def test_commands_were_read_once_they_are_written_and_the_stream_is_empty(
     assert not link.was_read()
 
 
+def test_a_cell_that_waits_for_input_uses_the_gpu_no_more_than_before() -> None:
+    link = GateLink(0.0)
+    link.take(answer(0, "exempt"), 1.0)
+    link.take(GateAnswer(number=0, word="input", detail="one two"), 1.0)
+    assert (link.exempt, link.inputs) == (True, frozenset({"one", "two"}))
+    link.take(answer(0, "pulse"), 1.0)
+    assert link.inputs == frozenset({"one", "two"})
+    link.take(answer(0, "input"), 1.0)
+    assert link.inputs == frozenset()
+
+
 async def test_a_question_that_is_given_up_is_forgotten() -> None:
     link = GateLink(0.0)
     question, _ = await asked(link)

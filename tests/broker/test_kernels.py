@@ -3,11 +3,16 @@
 import asyncio
 import os
 import select
+from collections.abc import Collection
+from typing import cast
 
 import pytest
 
+from provisioner.broker.gate import GateLink
+from provisioner.broker.iopub import IOPubWatch
 from provisioner.broker.kernels import Kernel
 from provisioner.host.process import ProcessIdentity, identify
+from provisioner.protocol.messages import GateAnswer
 from tests.broker.live import DEADLINE_S, started_for
 
 
@@ -37,6 +42,45 @@ async def test_a_process_that_is_not_the_one_meant_is_not_watched() -> None:
             with pytest.raises(ProcessLookupError):
                 watched.watch_process(missing, lambda: None)
             assert watched.identity is None
+
+
+class Handles:
+    """A watch that has seen these requests begin, and none end."""
+
+    busy = executing = True
+
+    def __init__(self, *requests: str, certain: bool = True) -> None:
+        self._requests = requests
+        self.is_certain = certain
+
+    def handles_other_than(self, requests: Collection[str]) -> bool:
+        return any(one not in requests for one in self._requests)
+
+
+@pytest.mark.parametrize(
+    ("watch", "inputs", "in_use"),
+    [
+        (Handles("cell"), "", True),
+        (Handles("cell"), "cell", False),
+        (Handles("cell"), "another", True),
+        (Handles("cell", "completion"), "cell", True),
+        (Handles("cell", "subshell"), "cell subshell", False),
+        (Handles("cell", certain=False), "cell", True),
+    ],
+)
+async def test_a_kernel_whose_cells_wait_for_input_is_not_in_use(watch: Handles, inputs: str, *, in_use: bool) -> None:
+    watched = kernel()
+    watched.identity = identify(os.getpid())
+    watched.watch = cast("IOPubWatch", watch)
+    watched.link = GateLink(0.0)
+    watched.link.take(GateAnswer(number=0, word="input", detail=inputs), 0.0)
+    assert watched.in_use is in_use
+    assert watched.executing is in_use
+    watched.waiting = 1
+    assert watched.in_use, "the answer came, and it waits for the GPU"
+    watched.waiting = 0
+    watched.link.take(GateAnswer(number=0, word="input"), 0.0)
+    assert watched.in_use
 
 
 async def test_forgetting_a_process_closes_what_was_held_of_it() -> None:

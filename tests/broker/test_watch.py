@@ -43,6 +43,7 @@ class World:
         self.used_mib: dict[str, int] = {}
         self.events: list[Event] = []
         self.wanted: list[str] = []
+        self.stopped: list[bool] = []
         self.view = view_of(state, reserve_mib)
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
         self.kernels = {LEASE: self.kernel}
@@ -65,6 +66,11 @@ class World:
 
     def want_for(self, kernel: Kernel) -> None:
         self.wanted.append(kernel.lease_id)
+
+    def note_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
+        if stopped != bool(kernel.stopped):
+            kernel.stopped = "stopped" * stopped
+            self.stopped.append(stopped)
 
     def dispatch(self, event: Event) -> None:
         self.events.append(event)
@@ -202,6 +208,24 @@ async def test_a_lease_that_came_during_a_look_is_measured_by_the_next(monkeypat
     monkeypatch.setattr(world.monitor, "use", overtaken)
     assert [event for event in await world.told() if isinstance(event, LeaseMeasured)] == []
     assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_stopped_kernel_is_told_while_somebody_waits_and_again_when_it_goes_on(*, waited_for: bool) -> None:
+    world = World()
+    with subprocess.Popen([sys.executable, "-S", "-c", "open(0).read()"], stdin=subprocess.PIPE) as process:
+        world.kernel.identity = identify(process.pid)
+        world.kernel.waiting = int(waited_for)
+        world.watcher.look_at_stopped()
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        world.watcher.look_at_stopped()
+        world.kernel.waiting = 0
+        process.send_signal(signal.SIGCONT)
+        os.waitpid(process.pid, os.WCONTINUED)
+        world.watcher.look_at_stopped()
+        process.kill()
+    assert world.stopped == ([True, False] if waited_for else [])
 
 
 def test_a_kernel_without_a_context_whose_extension_did_not_answer_is_not_waited_for(

@@ -53,6 +53,39 @@ def test_a_cell_passes_from_waiting_to_running_in_one_step() -> None:
     assert gate.close() == "closed"
 
 
+def test_a_cell_that_waits_for_input_keeps_the_gate_from_nothing_and_enters_anew() -> None:
+    gate = Gate(ignore)
+    gate.open({})
+    for mark in ("outer", "inner", "beside"):
+        assert gate.enter(mark)
+    gate.pause(("outer", "inner", "unknown"))
+    assert gate.close() == "busy", "another cell runs"
+    gate.leave("beside")
+    assert gate.close() == "closed"
+    assert not gate.try_to_go_on(("outer", "inner"))
+    assert not gate.is_running
+    gate.open({})
+    assert gate.try_to_go_on(("outer", "inner", "unknown"))
+    assert gate.close() == "busy"
+    for mark in ("outer", "inner"):
+        gate.leave(mark)
+    assert gate.close() == "closed", "a mark that never ran is not running"
+
+
+def test_a_cell_that_ends_instead_of_having_its_input_goes_on_at_a_shut_gate() -> None:
+    gate = Gate(ignore)
+    gate.open({})
+    gate.enter("cell")
+    gate.pause(("cell",))
+    assert gate.close() == "closed"
+    gate.go_on(("cell",))
+    assert gate.is_running
+    assert not gate.is_open
+    gate.leave("cell")
+    gate.go_on(("cell",))
+    assert not gate.is_running, "it is over"
+
+
 def test_a_grant_that_nobody_waits_for_any_more_does_not_open() -> None:
     gate = Gate(ignore)
     assert not gate.open({}, lambda: False)

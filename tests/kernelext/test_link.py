@@ -1,6 +1,7 @@
 """The kernel's line to its broker outlives what goes wrong in the kernel's process."""
 
-import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from provisioner.client import BrokerClient
 from provisioner.protocol import limits
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.messages import GateCommand, GateVerb
-from provisioner.wire import Connection
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 from tests.support.fake_broker import DEADLINE_S
 from tests.support.world import until
@@ -152,16 +152,17 @@ def test_a_kernel_that_cannot_answer_says_so_once_and_obeys(
     assert said == [link.UNHEARD.format(why="no socket can be had")]
 
 
-def test_sockets_that_a_cell_took_away_are_there_for_the_line(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as taken_away:
-        taken_away.setattr(socket, "socket", None)
-        line = Connection(settings.socket_path, DEADLINE_S)
-    line.send("GET", "/v1/ping", TOKEN, None)
-    line.read_head()
-    line.close()
-    assert line.status
+def test_sockets_that_a_cell_took_away_are_there_for_the_line(settings: Settings, broker: ScriptedBroker) -> None:
+    program = (
+        "import socket, sys\n"
+        "from provisioner.client import BrokerClient\n"
+        "from provisioner.protocol.messages import GateAnswer\n"
+        "socket.socket = None\n"
+        "with BrokerClient(sys.argv[1], token=sys.argv[2]) as client:\n"
+        "    client.answer(sys.argv[3], GateAnswer(number=7, word='closed'))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, settings.socket_path, TOKEN, LEASE], check=True, timeout=DEADLINE_S)
+    assert broker.answer_to(7) == "closed"
 
 
 def test_a_broker_that_hears_by_itself_that_python_runs_gets_no_pulse(

@@ -51,6 +51,17 @@ def test_an_idle_loop_answers_done(gate: Gate) -> None:
     assert answers.words == ["done"]
 
 
+@pytest.mark.parametrize(("why_not", "word"), [("", "done"), ("it uses managed memory", "managed")])
+def test_a_loop_that_waits_for_input_is_not_waited_for(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
+) -> None:
+    monkeypatch.setattr("kernelext.shrink.free_caches", lambda: pytest.fail("disturbed"))
+    loop, answers = Loop(), Answers()
+    Shrinker(loop.schedule, gate, why_not=lambda: why_not, waits_for_input=lambda: True).shrink(answers)
+    assert answers.words == [word]
+    assert loop.callbacks == []
+
+
 def test_a_cell_that_began_meanwhile_is_not_disturbed(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernelext.shrink.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()

@@ -331,14 +331,14 @@ class Notebook:
             timeout=DEADLINE_S,
         )
 
-    def send(self, code: str, *, silent: bool = False) -> str:
-        """Send a cell and return its message id."""
+    def send(self, code: str, *, silent: bool = False, stdin: bool = False) -> str:
+        """Send a cell and return its message id. With `stdin` it may ask for input."""
         msg_id = uuid.uuid4().hex
         content = {
             "code": code,
             "silent": silent,
             "store_history": not silent,
-            "allow_stdin": False,
+            "allow_stdin": stdin,
             "stop_on_error": True,
         }
         self._send("shell", "execute_request", msg_id, content)
@@ -381,6 +381,17 @@ class Notebook:
                 if reply.status == "error":
                     reply.error = f"{content['ename']}: {content['evalue']}"
         return reply
+
+    def prompted(self) -> str:
+        """Read on until a cell asks for input, and return its prompt."""
+        while True:
+            message = json.loads(self.socket.recv())
+            if message["header"]["msg_type"] == "input_request":
+                return str(message["content"]["prompt"])
+
+    def answer(self, text: str) -> None:
+        """Type what a cell asked for."""
+        self._send("stdin", "input_reply", uuid.uuid4().hex, {"value": text, "status": "ok"})
 
     def shows(self, text: str) -> str:
         """Run an empty cell, and return the first message that has the text: in its output, or beneath it once it has ended."""
