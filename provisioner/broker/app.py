@@ -10,7 +10,6 @@ import asyncio
 import fcntl
 import json
 import logging
-import logging.handlers
 import os
 import resource
 import subprocess
@@ -18,12 +17,12 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
 from provisioner.broker.backend import BackendError, open_backend
 from provisioner.broker.ledger_move import move_ledger
+from provisioner.broker.logs import set_up_logging
 from provisioner.broker.oom_protection import protect_this_process
 from provisioner.broker.restarting import NOT_INHERITED, BrokerOptions, remove_restart_files, write_restart_files
 from provisioner.broker.run import Run, device_specs, is_service_socket
@@ -140,7 +139,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 return said
             _allow_many_files()
             settings = load(options.config_file, _overrides(options))
-            _set_up_logging(settings.log_level, socket, to_file=ready is not None)
+            set_up_logging(settings.log_level, socket, to_file=ready is not None)
             protect_this_process()
             # A service may start before the driver is loaded. Where somebody waits for this start, the reason is what they need.
             patient = ready is None and is_service_socket(socket)
@@ -248,25 +247,3 @@ def _take_turn(lock: int, socket: str, ready: TextIO | None) -> str | None:
             return f"a broker (process {pong.pid}) serves on {socket} already; stop that one first, or choose another --socket"
         ready.write("ready")
         return ""
-
-
-class _PrivateLog(logging.handlers.RotatingFileHandler):
-    """A log for its owner only, each new file of it, too; what an earlier broker left is made so."""
-
-    def _open(self) -> TextIOWrapper:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.baseFilename, flags, 0o600)
-        os.fchmod(descriptor, 0o600)
-        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
-
-
-def _set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
-    handler: logging.Handler = logging.StreamHandler()
-    if to_file:
-        path = Path(socket).with_name("broker.log")
-        handler = _PrivateLog(path, maxBytes=10_000_000, backupCount=3)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel(level)
-    logging.getLogger("tornado").setLevel(logging.WARNING)

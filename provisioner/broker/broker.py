@@ -103,6 +103,7 @@ class Broker:
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
         self.files: LeaseFiles | None = None  # the second records
+        writer.trouble_changed = self._trouble_changed
         self._swaps = swaps
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
@@ -308,6 +309,12 @@ class Broker:
             self.files.drop(lease_id)
         self.writer.submit(partial(self.writer.ledger.end_lease, lease_id, wall_ms(), reason))
         self.last_use_s = time.monotonic()
+
+    def _trouble_changed(self) -> None:
+        """Tell all who wait or follow that the ledger can, or cannot, be written."""
+        self._wake_queue()
+        self.stirred.set()
+        self.stirred = asyncio.Event()
 
     def _wake_queue(self) -> None:
         self.queue_changed.set()

@@ -397,7 +397,7 @@ class Service:
         if view.state is LeaseState.RESIDENT and not view.at_gate:
             device_ids = self.broker.may_use(kernel)
             if not device_ids:
-                return None if time.monotonic() < deadline_s else _UNWRITTEN
+                return self._unwritten() if time.monotonic() < deadline_s else _UNWRITTEN
             return Progress(
                 kind=ProgressKind.GRANTED,
                 reason=view.reason,
@@ -416,6 +416,8 @@ class Service:
                 kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
             )
         expected = ticket.expected if ticket is not None else None
+        if self.broker.writer.trouble:  # nothing is granted and nobody is suspended before it is written down
+            reason, sentence, expected = "ledger", self.broker.writer.trouble, None
         # The bytes are on their way: nothing but time is needed. The ledger is told of the reservation before the grant, not here.
         pool = self.broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
         overlap = pool is not None and pool.overlap_resume
@@ -430,6 +432,11 @@ class Service:
             low_ms=expected.low_ms if expected is not None else None,
             high_ms=expected.high_ms if expected is not None else None,
         )
+
+    def _unwritten(self) -> Progress | None:
+        """Return what keeps reservations and operations from being written down; None: nothing does."""
+        trouble = self.broker.writer.trouble
+        return Progress(kind=ProgressKind.WAITING, reason="ledger", sentence=trouble) if trouble else None
 
     async def suspend(self, kernel: Kernel) -> LeaseStatus:
         """Suspend the lease and return when it is. Raises ConflictError if it is not suspended. Cancelled: it goes on."""

@@ -100,6 +100,7 @@ def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | Non
         leases=[
             lease_status(broker, kernel, view) for kernel, view in broker.views() if is_shown(kernel, view, uid, seat)
         ],
+        trouble=broker.writer.trouble,
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
     )
 

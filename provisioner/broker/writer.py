@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from provisioner.host import failpoints
@@ -17,6 +18,7 @@ __all__ = ["LedgerWriter"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_LOOK_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,9 @@ class LedgerWriter:
         self._pending: list[_Write] = []
         self._flushing: asyncio.Task[None] | None = None
         self.wrote: Callable[[float], None] = _uncounted  # told how long each transaction took, seconds
+        self.trouble = ""  # why nothing can be written now, and what to do: a sentence without its full stop
+        self.trouble_changed: Callable[[], None] = _nothing  # called on the loop
+        self._again: asyncio.TimerHandle | None = None
 
     def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> asyncio.Future[None]:
         """Write soon, after everything handed over before. Returns what is done when it is on the disk.
@@ -62,6 +67,9 @@ class LedgerWriter:
 
     async def close(self) -> None:
         """Write what is pending and close the ledger."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
         while self._flushing is not None:
             await self._flushing
         await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.close)
@@ -89,6 +97,7 @@ class LedgerWriter:
                 log.critical("the broker failed while it wrote the ledger", exc_info=error)
                 failures = [LedgerError(f"the broker failed while it wrote the ledger: {error!r}")] * len(group)
             self.wrote(time.monotonic() - begun_s)
+            self._note_trouble(group, failures)
             for write, failure in zip(group, failures, strict=True):
                 if write.done.cancelled():
                     continue
@@ -97,6 +106,27 @@ class LedgerWriter:
                 else:
                     write.done.set_exception(failure)
         self._flushing = None
+
+    def _note_trouble(self, group: list[_Write], failures: Sequence[LedgerError | None]) -> None:
+        """Remember why nothing can be written, or that it can be again, which only a write that changes something shows."""
+        first = next((one for one in failures if one is not None and not isinstance(one, RecordError)), None)
+        before = self.trouble
+        if first is not None:
+            self.trouble = _explained(self.ledger.path.parent, first)
+            if self._again is None:
+                self._again = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look_again)
+        elif any(write.act is not _nothing for write in group):
+            self.trouble = ""
+        if self.trouble != before:
+            if not self.trouble:
+                log.info("the ledger can be written again")
+            self.trouble_changed()
+
+    def _look_again(self) -> None:
+        """Write something, to see whether it can be written by now."""
+        self._again = None
+        if self.trouble:
+            self._enqueue(partial(self.ledger.keep, "last-look", "")).add_done_callback(_seen)
 
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
         failures: list[LedgerError | None] = []
@@ -123,6 +153,21 @@ def _reach(points: list[str], moment: str) -> None:
     for point in points:
         if failpoints.reach(f"ledger.{point}.{moment}"):
             raise LedgerError("the ledger cannot be used: a test says that the disk is full")
+
+
+def _explained(folder: Path, error: LedgerError) -> str:
+    if "full" in str(error):
+        return (
+            f"the broker's state folder {folder} is full; free some room there (`df -h {folder}`), and everything goes on by itself, "
+            "within seconds"
+        )
+    return f"the broker cannot write its state: {error}; everything goes on by itself once it can"
+
+
+def _seen(done: asyncio.Future[None]) -> None:
+    """Take the result of a look, which `trouble` tells."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _uncounted(_took_s: float) -> None:

@@ -172,4 +172,6 @@ def render_status(status: HostStatus) -> str:
         f"Host memory: {format_memory(status.host_saved_mib)} saved of {format_memory(status.host_budget_mib)} for suspended kernels",
         f"Broker {status.version}, process {status.pid}, {status.socket}",
     ]
+    if status.trouble:
+        lines += ["", f"Trouble: {status.trouble}."]
     return "\n".join(lines) + "\n"

@@ -392,3 +392,4 @@ class HostStatus:
     leases: list[LeaseStatus]
     pools: dict[str, list[int]] = field(default_factory=dict)  # name -> fractions on offer, milli-GPU
     audit_file: str = ""  # the path of the audit log, for administrators
+    trouble: str = ""  # why the broker can write nothing now, and what to do; it goes on by itself

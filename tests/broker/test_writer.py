@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from provisioner.broker import writer as writer_module
 from provisioner.broker.writer import LedgerWriter
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError, RecordError
+from tests.broker.disk import Disk
 
 
 @pytest.fixture
@@ -166,3 +168,36 @@ async def test_closing_writes_what_is_pending(tmp_path: Path, ledger: Ledger) ->
         assert told(again) == ["pending"]
     with pytest.raises(LedgerError, match="is closed"):
         ledger.story("lease")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    tmp_path.chmod(0o700)
+    return Disk.open(tmp_path / "ledger.sqlite")
+
+
+async def test_a_full_disk_is_told_until_something_could_be_written(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_LOOK_AGAIN_S", 0.01)
+    writer = LedgerWriter(disk)
+    changes: list[str] = []
+    changed = asyncio.Event()
+
+    def note_change() -> None:
+        changes.append(writer.trouble)
+        changed.set()
+
+    writer.trouble_changed = note_change
+    disk.full = True
+    with pytest.raises(LedgerError):
+        await writer.run(lambda: disk.keep("a", "b"))
+    assert f"state folder {disk.path.parent} is full" in writer.trouble
+    changed.clear()
+    await writer.flushed()  # which writes nothing, and so shows nothing
+    assert writer.trouble
+    disk.full = False
+    await changed.wait()  # nobody writes but the look
+    assert changes[0]
+    assert changes[1:] == [""]
+    await writer.close()

@@ -17,7 +17,7 @@ import pytest
 
 from provisioner import kernel_lease, seat
 from provisioner.broker import checks, iopub
-from provisioner.broker.app import _PrivateLog
+from provisioner.broker.logs import _PrivateLog
 from provisioner.ledger import records
 from provisioner.protocol import messages, seats
 from provisioner.protocol.messages import LeaseRequest
