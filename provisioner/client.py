@@ -65,6 +65,7 @@ from provisioner.wire import Call, Connection, decode_json
 __all__ = ["BrokerClient", "spoken_fields"]
 
 _KEPT_CONNECTIONS = 2
+_END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
 _SILENCE_S = 3 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
 _NO_BODY: dict[str, Any] = {}
 _OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons behind which another version may be
@@ -136,6 +137,13 @@ class BrokerClient:
     def release(self, lease_id: str) -> None:
         """End a lease. A lease that has ended already is no error."""
         self._call("DELETE", _route(lease_id))
+
+    def end_left(self, lease_id: str) -> None:
+        """End the processes that a lease's kernel left behind; returns when their device memory is free.
+
+        Raises ConflictError where there are none, or where one may not be ended or does not end.
+        """
+        self._call("POST", _route(lease_id, "end"), timeout_s=_END_S + self.timeout_s)
 
     def attach(self, lease_id: str, request: AttachRequest) -> LeaseStatus:
         """Tell which process stands behind the lease, and how to listen to it."""

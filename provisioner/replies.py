@@ -16,6 +16,7 @@ from provisioner.protocol.messages import (
     History,
     HostStatus,
     LeaseStatus,
+    LeftProcess,
     Neighbour,
     Story,
     StoryLine,
@@ -36,7 +37,7 @@ _PLAIN: dict[Any, _Check] = {
 }
 _PARTS: dict[type[Any], dict[str, type[Any]]] = {  # fields that are lists of messages
     HostStatus: {"devices": DeviceStatus, "leases": LeaseStatus},
-    LeaseStatus: {"neighbours": Neighbour},
+    LeaseStatus: {"neighbours": Neighbour, "left": LeftProcess},
     DeviceStatus: {"strangers": Stranger},
     Story: {"lines": StoryLine},
     History: {"points": UsagePoint},

@@ -2,39 +2,37 @@
 
 - A move begins at once or is refused with the reason; only where another kernel's swap is in the way it is tried again for `PATIENCE_S`.
 - An eviction is the one act that loses a kernel's state on purpose, so it must say that it means it. Every process of the kernel's tree
-  is asked to end, and made to after `GRACE_S`; each is known by its start time and signalled through its pidfd, and the tree is looked
+  is asked to end, and made to after a grace; each is known by its start time and signalled through its pidfd, and the tree is looked
   at again until nobody is left. Only then is the lease over: what could not be ended keeps it.
 """
 
 import asyncio
 import logging
-import os
-import signal
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from provisioner.broker.broker import Broker, devices_of, now_ms
+from provisioner.broker.ending import end_processes
 from provisioner.broker.kernels import Kernel
-from provisioner.broker.sight import LEASE_VARIABLE
+from provisioner.broker.sight import LEASE_VARIABLE, members_of
 from provisioner.broker.status import lease_status
 from provisioner.core.effects import Declined
-from provisioner.core.events import LeaseReleased, MoveRequested
+from provisioner.core.events import MoveRequested
 from provisioner.core.model import LeaseState, LeaseView
 from provisioner.core.moving_asked import BUSY_CHANNEL
-from provisioner.host.process import ProcessIdentity, open_pidfd
+from provisioner.host.process import ProcessIdentity
 from provisioner.host.tree import scan
 from provisioner.protocol.errors import BadRequestError, ConflictError, NotFoundError
 from provisioner.protocol.messages import EvictRequest, LeaseStatus
 
-__all__ = ["GRACE_S", "PATIENCE_S", "Administering"]
+__all__ = ["PATIENCE_S", "Administering"]
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 30.0
-GRACE_S: Final = 5.0
 _IDLE_PATIENCE_S = 10.0  # as for a suspend: the kernel may be about to become idle
-_LOOKS = 20  # at a tree that is being ended: a process may start others while it is asked to end
 _ON_THE_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING})
 
 
@@ -113,69 +111,17 @@ class Administering:
         log.warning("lease %s: an administrator evicts it", kernel.lease_id[:8])
         kernel.evictions += 1
         try:
-            if kernel.identity is not None:
-                await self._end(kernel, kernel.identity)
+            await end_processes(partial(self._tree, kernel, kernel.identity), "process {pid} of the kernel")
         finally:
             kernel.evictions -= 1
-        self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id))
+        await self._broker.survivors.release(kernel)
 
-    async def _end(self, kernel: Kernel, root: ProcessIdentity) -> None:
-        """Return when no process of the kernel is left. Raises ConflictError."""
-        deadline_s = time.monotonic() + GRACE_S
-        number = signal.SIGTERM
-        left: list[ProcessIdentity] = []
-        for _ in range(_LOOKS):
-            left = await self._tree(kernel, root)
-            if not left:
-                return
-            await _signalled(left, number, max(0.0, deadline_s - time.monotonic()))
-            number, deadline_s = signal.SIGKILL, time.monotonic() + GRACE_S
-        raise ConflictError(
-            f"process {left[0].pid} of the kernel does not end, even by SIGKILL: the machine's log may say why",
-            reason="does-not-end",
-        )
-
-    async def _tree(self, kernel: Kernel, root: ProcessIdentity) -> list[ProcessIdentity]:
+    async def _tree(self, kernel: Kernel, root: ProcessIdentity | None) -> list[ProcessIdentity]:
         snapshot = await asyncio.to_thread(scan, LEASE_VARIABLE)
-        return snapshot.tree(root, (LEASE_VARIABLE, kernel.lease_id), uid=kernel.uid, apart=self._broker.roots())
+        return members_of(kernel, root, snapshot, self._broker.roots()) if root is not None else []
 
     def _view(self, kernel: Kernel) -> LeaseView:
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None:
             raise NotFoundError("the lease is over", reason="unknown-lease")
         return view
-
-
-async def _signalled(processes: list[ProcessIdentity], number: signal.Signals, patience_s: float) -> None:
-    """Signal exactly these and wait until they have ended, but not longer. Raises ConflictError for one that we may not signal."""
-    pidfds: dict[int, asyncio.Event] = {}
-    loop = asyncio.get_running_loop()
-    try:
-        for identity in processes:
-            try:
-                pidfd = open_pidfd(identity)
-            except ProcessLookupError:
-                continue  # it has ended
-            pidfds[pidfd] = ended = asyncio.Event()
-            loop.add_reader(pidfd, ended.set)
-            _send(pidfd, identity, number)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                for ended in pidfds.values():
-                    await ended.wait()
-    finally:
-        for pidfd in pidfds:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-
-
-def _send(pidfd: int, identity: ProcessIdentity, number: signal.Signals) -> None:
-    try:
-        signal.pidfd_send_signal(pidfd, number)
-    except ProcessLookupError:
-        pass
-    except PermissionError:
-        raise ConflictError(
-            f"the broker's user may not end process {identity.pid}; a broker that runs as root may",
-            reason="not-permitted",
-        ) from None

@@ -77,7 +77,7 @@ class _Lease(Handler):
             pass  # released before: a second release is no error
         else:
             async with self.steered("release", kernel):
-                self.service.release(kernel)
+                await self.service.release(kernel)
         self.reply(Done())
 
 
@@ -88,8 +88,8 @@ class _Attach(Handler):
 
 
 class _Detach(Handler):
-    def post(self, lease_id: str) -> None:
-        self.service.detach(self.service.find(self.peer, lease_id, own=True))
+    async def post(self, lease_id: str) -> None:
+        await self.service.detach(self.service.find(self.peer, lease_id, own=True))
         self.reply(Done())
 
 

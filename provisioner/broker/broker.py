@@ -31,6 +31,7 @@ from provisioner.broker.oom_kills import OomKills
 from provisioner.broker.operations import Operations
 from provisioner.broker.sharing import remove_books, sharing_environment
 from provisioner.broker.sight import stopped_sentence
+from provisioner.broker.survivors import Survivors
 from provisioner.broker.swaps import Swaps
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
@@ -80,6 +81,7 @@ log = logging.getLogger(__name__)
 _WRITE_AGAIN_S = 1.0
 _TICKETS_MS = 1000
 _MAY_BE_SAVED = frozenset({LeaseState.SUSPENDING, LeaseState.QUARANTINED})
+_MOST_MEMBERS = 256  # of a kernel's processes that the ledger remembers
 
 
 class Broker:
@@ -112,6 +114,7 @@ class Broker:
         self.backstop = Backstop(self)
         self.oom_kills = OomKills()
         self.contexts = ContextLearner(self)
+        self.survivors = Survivors(self, swaps)
         swaps.roots = self.roots
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
@@ -366,7 +369,7 @@ class Broker:
         self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
 
     def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """The kernel's process ended or is about to be replaced: whatever it held is free."""
+        """The kernel's process ended or is about to be replaced: what it held is free as soon as it left nothing behind."""
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
@@ -374,6 +377,10 @@ class Broker:
             self._ended_by_oom(kernel, full)
         kernel.forget_process()
         kernel.needs_driver = False
+        self.survivors.kernel_ended(kernel, identity)
+
+    def exited(self, kernel: Kernel) -> None:
+        """Nothing of the kernel's process is left: whatever it held is free."""
         self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
         if kernel.own_size is not None:  # it ended within a burst, which nobody else would give back
             own_size, kernel.own_size = kernel.own_size, None
@@ -528,6 +535,8 @@ class Broker:
             home_device_id=kernel.home,
             device_ids=view.device_ids if len(view.device_ids) > 1 else (),
             home_device_ids=kernel.homes if len(kernel.homes) > 1 else (),
+            members=tuple(one.to_text() for one in sorted(kernel.members)[:_MOST_MEMBERS]),
+            released=kernel.released,
             pinned_until_ms=self._pinned_until_ms(view),
         )
 
@@ -559,6 +568,7 @@ class Broker:
         """Stop everything that runs on the loop. Kernels are left as they are; an operation in hand is finished first."""
         self.stopping = True
         await self._operations.close()
+        await self.survivors.close()
         await self.contexts.close()
         self._set_alarm(None)
         for kernel in self.kernels.values():

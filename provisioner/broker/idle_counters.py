@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from provisioner.broker.kernels import Kernel
-from provisioner.broker.sight import LEASE_VARIABLE
+from provisioner.broker.sight import LEASE_VARIABLE, members_of
 from provisioner.core.model import LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceActivity, GPUError
 from provisioner.host.clock import since_boot_us
@@ -184,8 +184,7 @@ class IdleCounters:
         """Return the processes of the kernel; without a snapshot only the kernel's own."""
         if snapshot is None:
             return {identity.pid}
-        tree = snapshot.tree(identity, (LEASE_VARIABLE, kernel.lease_id), apart=self._broker.roots())
-        return {identity.pid} | {one.pid for one in tree}
+        return {identity.pid} | {one.pid for one in members_of(kernel, identity, snapshot, self._broker.roots())}
 
     def _conclude(self, kernel: Kernel, *, working: bool) -> None:
         if kernel.working != working:

@@ -11,7 +11,7 @@ from provisioner.broker.iopub import IOPubWatch
 from provisioner.core.events import ResizeRequested
 from provisioner.host.process import ProcessIdentity, open_pidfd
 
-__all__ = ["Kernel", "Request"]
+__all__ = ["Kernel", "Request", "Survivor"]
 
 
 @dataclass(eq=False, slots=True)
@@ -23,6 +23,16 @@ class Request:
     """
 
     declined: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survivor:
+    """A process of a kernel that has ended. Memory in MiB; 0: no device counts it, or it is saved on the host."""
+
+    identity: ProcessIdentity
+    used_mib: int
+    name: str  # of its program, as anybody may see it
+    command: str  # with its arguments, for its owner and for administrators
 
 
 @dataclass(eq=False, kw_only=True)
@@ -40,6 +50,12 @@ class Kernel:
     identity: ProcessIdentity | None = None
     gated: bool = False  # its extension is expected to connect
     homes: tuple[str, ...] = ()  # the devices its processes last had their memory on: what a checkpoint is of
+    members: frozenset[ProcessIdentity] = frozenset()  # processes beside the kernel itself that were seen in its tree
+    users_on_disk: frozenset[ProcessIdentity] = frozenset()  # those that use a device and were written into the ledger
+    left: tuple[Survivor, ...] = ()  # the kernel has ended, and these of its processes have device memory
+    root: ProcessIdentity | None = None  # the last process that was the kernel itself
+    ending: "asyncio.Task[None] | None" = None  # finds out what the kernel's process left behind
+    released: bool = False  # its kernel is over for good: the lease ends with what it left behind
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes were last seen to have memory
     checkpointed: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that our last suspend was to save
     needs_driver: bool = False  # found in the middle of a swap, or saved, while the driver could not be asked
@@ -131,7 +147,7 @@ class Kernel:
     def in_use(self) -> bool:
         """Whether it is busy by its messages. A live kernel nobody watches is in doubt, hence busy."""
         if self.identity is None:
-            return False
+            return self.ending is not None
         return self.waiting > 0 or self.watch is None or (self.watch.busy and not self._only_waits_for_input)
 
     @property

@@ -67,6 +67,14 @@ class _Evict(Handler):
         self.reply(Done())
 
 
+class _End(Handler):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id)
+        async with self.steered("end", kernel, processes=[one.identity.pid for one in kernel.left]):
+            await self.service.broker.survivors.end(kernel)
+        self.reply(Done())
+
+
 class _Story(Handler):
     async def get(self, lease_id: str) -> None:
         self.reply(await self.service.steering.story(self.service.find(self.peer, lease_id)))
@@ -98,6 +106,7 @@ POLICY_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
     (_LEASE + "/resize", _Resize),
     (_LEASE + "/move", _Move),
     (_LEASE + "/evict", _Evict),
+    (_LEASE + "/end", _End),
     (_LEASE + "/story", _Story),
     (_LEASE + "/history", _History),
     (_DEVICE + "/drain", _Drain),

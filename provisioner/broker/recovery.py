@@ -6,7 +6,8 @@ is undone where that is safe, and what cannot be known is quarantined.
 
 import logging
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from functools import partial
 
 from provisioner.broker.broker import Broker, now_ms, wall_ms
@@ -24,6 +25,7 @@ __all__ = ["follow_found", "identity_of", "kernel_of", "recover", "take_over"]
 
 log = logging.getLogger(__name__)
 
+_WITH_MEMORY = HOLDING | {LeaseState.SUSPENDED}
 _IN_A_SWAP = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
 _HOMELESS = (
     "its GPU memory is saved, and the record of the device that it came from was lost: `jupyter gpu broker --stop`, then `jupyter gpu "
@@ -60,6 +62,7 @@ async def take_over(
         operation = operations.pop(record.spec.lease_id, None)
         saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
         kernel = broker.kernels[record.spec.lease_id]
+        await _find_left(broker, kernel, record, scene)
         kernel.needs_driver = bool(swaps.off) and (operation is not None or record.state in _IN_A_SWAP)
         truth = await _truth(swaps, kernel, record, saved_mib, scene)
         found.append((record, operation, truth, saved_mib))
@@ -68,7 +71,7 @@ async def take_over(
         kernel = broker.kernels[record.spec.lease_id]
         state, device_id, saved_mib = _believe(record, truth, host_mib)
         identity = kernel.identity if state is not LeaseState.UNATTACHED else None
-        kernel.identity = None
+        left, kernel.identity, kernel.left = kernel.left, None, ()
         log.info("lease %s: found %s (was %s)", kernel.lease_id[:8], state, record.state)
         broker.dispatch(
             LeaseRecovered(
@@ -84,11 +87,30 @@ async def take_over(
                 pinned_until_ms=_pinned_until_ms(broker, record),
             )
         )
-        if identity is not None:
+        if left and state is not LeaseState.UNATTACHED:
+            if not broker.survivors.keep(kernel, list(left)):
+                broker.survivors.kernel_ended(kernel, kernel.root)
+        elif identity is not None:
             follow_found(broker, kernel, identity, record.connection)
+        elif kernel.released or state is not LeaseState.UNATTACHED:
+            broker.survivors.kernel_ended(kernel, kernel.root)
         if operation is not None:
             broker.end_operation(kernel.lease_id, operation.operation_id, f"found {state}")
         broker.save(kernel)
+
+
+async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, scene: Scene | None) -> None:
+    """Find the processes with device memory that a kernel left behind which has ended: one of them stands for it from now on."""
+    if kernel.identity is not None or record.state not in _WITH_MEMORY or scene is None:
+        return
+    kernel.root = root = identity_of(record)
+    try:
+        left = await broker.survivors.find(kernel, root, scene, saved=record.state in _IN_A_SWAP)
+    except GPUError as error:
+        log.warning("lease %s: what its kernel left behind cannot be seen: %s", kernel.lease_id[:8], error)
+        return
+    kernel.left = tuple(left)
+    kernel.identity = left[0].identity if left else None
 
 
 async def _truth(
@@ -155,12 +177,20 @@ def kernel_of(record: LeaseRecord) -> Kernel:
         language=record.language,
         ipykernel=record.ipykernel,
         gated=record.spec.gated,
+        members=frozenset(_members(record)),
+        released=record.released,
         homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ()),
     )
     identity = identity_of(record)
     if identity is not None:
         kernel.identity = identity if is_alive(identity) and record.connection else None
     return kernel
+
+
+def _members(record: LeaseRecord) -> Iterator[ProcessIdentity]:
+    for text in record.members:
+        with suppress(ValueError):  # of another version's making
+            yield ProcessIdentity.from_text(text)
 
 
 def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:

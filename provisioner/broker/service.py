@@ -40,7 +40,6 @@ from provisioner.core.events import (
     Attached,
     BusyChanged,
     Checkpointable,
-    LeaseReleased,
     LeaseRequested,
     SuspendRequested,
     Unwanted,
@@ -161,7 +160,7 @@ class Service:
             try:
                 await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
             except LedgerError:
-                self.release(kernel)
+                await self.release(kernel)
                 raise
         device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
         kernel.started_on = () if device_id is None else self._held(kernel)
@@ -204,7 +203,7 @@ class Service:
         except TimeoutError:
             ticket = self.broker.ticket(kernel.lease_id)
             why = ticket.sentence if ticket is not None else "other kernels of yours are starting and hold room already"
-            self.release(kernel)
+            await self.release(kernel)
             raise NoRoomError(
                 f"no GPU became free within {format_duration(limit_ms)}: {why}; try again later, or with a smaller fraction"
             ) from None
@@ -216,12 +215,13 @@ class Service:
         """Return the lease's kernel if the peer may steer it; `own` routes are for those who have the lease's token.
 
         A process of the kernel that shows no token, because its file is gone, is known by its place in the kernel's tree. A lease that is
-        being evicted is over for its own kernel. Raises NotFoundError, UnauthorizedError or ForbiddenError.
+        being evicted, or goes on only for what its kernel left behind, is over for its own kernel. Raises NotFoundError,
+        UnauthorizedError or ForbiddenError.
         """
         kernel = self.broker.kernels.get(lease_id)
         itself = own and peer.token is None and kernel is not None and self._is_of(peer, kernel)
-        evicted = kernel is not None and kernel.evictions > 0 and (itself or peer.token is not None)
-        if kernel is None or evicted or not (itself or self._may_see(peer, kernel)):
+        is_over = kernel is not None and self._is_over_for(peer, kernel, itself=itself)
+        if kernel is None or is_over or not (itself or self._may_see(peer, kernel)):
             raise NotFoundError(
                 f"there is no lease {lease_id[:MAX_NAME]!r} of yours; `jupyter gpu status` lists them",
                 reason="unknown-lease",
@@ -233,6 +233,13 @@ class Service:
                 "this needs the lease's token, in the header `Authorization: Bearer TOKEN`", reason="no-token"
             )
         return kernel
+
+    @staticmethod
+    def _is_over_for(peer: Peer, kernel: Kernel, *, itself: bool) -> bool:
+        if peer.token is None:
+            return itself and (kernel.evictions > 0 or kernel.released)
+        own = hmac.compare_digest(token_digest(peer.token), kernel.token_sha256)
+        return kernel.evictions > 0 or (kernel.released and own)
 
     async def find_own(self, peer: Peer, lease_id: str) -> Kernel:
         """Return what `find` returns on a lease's own routes; one that was lost with the ledger is taken back first.
@@ -285,9 +292,12 @@ class Service:
             raise NotFoundError("the lease is over", reason="unknown-lease")
         return replace(lease_status(self.broker, kernel, view), neighbours=neighbours(self.broker, view))
 
-    def release(self, kernel: Kernel) -> None:
-        """End the lease. What its process still holds on a device counts as a stranger's until it is gone."""
-        self.broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id))
+    async def release(self, kernel: Kernel) -> None:
+        """End the lease for its kernel; it goes on for as long as processes that the kernel left behind have device memory.
+
+        Returns when it is known which. Cancelled: it goes on.
+        """
+        await self.broker.survivors.release(kernel)
 
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Put a process behind the lease. Raises BadRequestError or ForbiddenError with what does not fit."""
@@ -297,8 +307,10 @@ class Service:
             await asyncio.to_thread(check_endpoints, connection, kernel.uid)
         except ValueError as error:
             raise BadRequestError(str(error), reason="bad-connection") from None
-        if kernel.identity is not None and kernel.identity != identity:
+        if kernel.identity is not None and kernel.identity != identity and not kernel.left:
             self.broker.process_gone(kernel, kernel.identity)
+        await self.broker.survivors.settled(kernel)
+        self.broker.survivors.adopt(kernel)
         kernel.language, kernel.ipykernel = request.language[:MAX_NAME], request.ipykernel
         if kernel.identity is None:
             gated = self._view(kernel).spec.gated
@@ -339,10 +351,14 @@ class Service:
                 "pool's unattached_hold) or because the broker was restarted; start the kernel again"
             )
 
-    def detach(self, kernel: Kernel) -> None:
-        """The process is gone or about to be replaced: free what it held, keep the lease."""
-        if kernel.identity is not None:
+    async def detach(self, kernel: Kernel) -> None:
+        """The process is gone or about to be replaced: free what it held once it is free, keep the lease.
+
+        Returns when it is known what the process left behind. Cancelled: it is found out all the same.
+        """
+        if kernel.identity is not None and not kernel.left:
             self.broker.process_gone(kernel, kernel.identity)
+        await self.broker.survivors.settled(kernel)
 
     # -- having the GPU -----------------------------------------------------------------------------------------------------------
 
@@ -388,7 +404,7 @@ class Service:
     def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
         """Return what there is to say, None for the moment in which a grant is being written down."""
         view = self.broker.arbiter.lease(kernel.lease_id)
-        if view is None:
+        if view is None or kernel.released:
             return Progress(
                 kind=ProgressKind.REFUSED,
                 reason="lease-over",

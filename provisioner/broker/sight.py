@@ -24,7 +24,16 @@ from provisioner.host.mappings import holds_open
 from provisioner.host.process import ProcessIdentity, identify
 from provisioner.host.tree import Snapshot, scan
 
-__all__ = ["ENDED", "LEASE_VARIABLE", "NOMINAL_MIB", "Scene", "Sight", "is_device_file", "stopped_sentence"]
+__all__ = [
+    "ENDED",
+    "LEASE_VARIABLE",
+    "NOMINAL_MIB",
+    "Scene",
+    "Sight",
+    "is_device_file",
+    "members_of",
+    "stopped_sentence",
+]
 
 LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
@@ -113,12 +122,48 @@ class Sight:
         return uses
 
     def tree(self, kernel: Kernel, scene: Scene) -> list[ProcessIdentity]:
-        """Return the kernel's processes."""
+        """Return the kernel's processes, and remember them."""
         if kernel.identity is None:
             return []
+        return self.tree_below(kernel, kernel.identity, scene.snapshot)
+
+    def tree_below(self, kernel: Kernel, root: ProcessIdentity | None, snapshot: Snapshot) -> list[ProcessIdentity]:
+        """Return what belongs to the kernel if this is, or was, its process (None: nobody knows which), and remember it."""
         # A kernel that starts a broker is above it until it serves. Its checkpoint worker is a CUDA process, and none of the kernel's.
-        apart = [*self.roots(), self._own]
-        return scene.snapshot.tree(kernel.identity, (LEASE_VARIABLE, kernel.lease_id), apart=apart)
+        return members_of(kernel, root, snapshot, [*self.roots(), self._own])
+
+    async def with_memory(
+        self, kernel: Kernel, root: ProcessIdentity | None, scene: Scene, *, saved: bool
+    ) -> list[ProcessIdentity]:
+        """Return the processes in the scene that have device memory and belong to the kernel whose process this was.
+
+        `saved`: the driver is asked, too, for what lies on the host. Raises GPUError.
+        """
+        found = []
+        for identity in self.tree_below(kernel, root, scene.snapshot):
+            if scene.used_mib(identity.pid):
+                has_memory = True
+            elif saved and not self.off:
+                has_memory = await self._has_cuda(scene, identity)
+            elif not self.counts_processes:  # then a device file that is open is all there is to see
+                own = scene.snapshot.runs_own_program(identity)
+                has_memory = own and await asyncio.to_thread(holds_open, identity.pid, is_device_file)
+            else:
+                has_memory = False
+            if has_memory:
+                found.append(identity)
+        return found
+
+    async def _has_cuda(self, scene: Scene, identity: ProcessIdentity) -> bool:
+        """Ask the driver whether the process has CUDA state; one that is stopped would not answer, and may have. Raises GPUError."""
+        if scene.snapshot.held_up(identity):
+            return True
+        try:
+            return await self._worker.state(identity) not in _NO_CUDA
+        except GPUError as error:
+            if error.code in ENDED:
+                return False
+            raise
 
     async def states(self, kernel: Kernel, scene: Scene) -> dict[ProcessIdentity, ProcessState]:
         """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
@@ -185,6 +230,16 @@ class Sight:
         if scene.used_mib(identity.pid) or not any(one in cuda for one in scene.snapshot.forked_from(identity)):
             return False
         return identity in cuda or not asked or holds_open(identity.pid, is_device_file)
+
+
+def members_of(
+    kernel: Kernel, root: ProcessIdentity | None, snapshot: Snapshot, apart: Collection[ProcessIdentity]
+) -> list[ProcessIdentity]:
+    """Return the kernel's processes in the snapshot, and remember them: what was seen in its tree once stays its own."""
+    marker = (LEASE_VARIABLE, kernel.lease_id)
+    tree = snapshot.tree(root, marker, uid=kernel.uid, apart=apart, also=kernel.members)
+    kernel.members = frozenset(tree) - {root}
+    return tree
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.kernels import Kernel
 from provisioner.core.model import LeaseView
 from provisioner.gpu.interface import DeviceSensors
-from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour
+from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, LeftProcess, Neighbour
 
 __all__ = ["device_status", "host_status", "is_shown", "lease_status", "neighbours"]
 
@@ -27,7 +27,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         owner=view.spec.owner,
         label=view.spec.label,
         kernel_id=kernel.kernel_id,
-        pid=kernel.identity.pid if kernel.identity else None,
+        pid=kernel.identity.pid if kernel.identity and not kernel.left else None,
         fraction_milli=view.spec.fraction_milli,
         reserve_mib=view.spec.reserve_mib,
         used_mib=view.used_mib,
@@ -54,6 +54,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         stays=view.stays,
         working=kernel.working and kernel.worked_us > 0,
         seat=view.spec.seat,
+        left=[LeftProcess(pid=one.identity.pid, command=one.command, used_mib=one.used_mib) for one in kernel.left],
     )
 
 

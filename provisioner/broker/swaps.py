@@ -176,6 +176,16 @@ class Swaps:
         """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
         return await self._sight.states(kernel, scene)
 
+    async def look_at(self, device_ids: Sequence[str] | None) -> Scene:
+        """Look at the machine once, and at these devices (None: all). Raises GPUError."""
+        return await self._sight.scene(device_ids)
+
+    async def with_memory(
+        self, kernel: Kernel, root: ProcessIdentity | None, scene: Scene, *, saved: bool
+    ) -> list[ProcessIdentity]:
+        """Return the processes of the kernel, whose own process this is or was, that have device memory (see `Sight`)."""
+        return await self._sight.with_memory(kernel, root, scene, saved=saved)
+
     async def used_mib(self, kernel: Kernel) -> int:
         """Return what the kernel's processes have on all devices now. Raises GPUError."""
         scene = await self._sight.scene()
@@ -623,7 +633,8 @@ class Swaps:
         """
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
-                return Truth(state=LeaseState.UNATTACHED)
+                # What its process left behind may have to be found out first.
+                return Truth(state=LeaseState.UNATTACHED) if kernel.ending is None else None
             scene = scene or await self._sight.scene()
             states = await self._sight.states(kernel, scene)
             if await self._undone(kernel, scene, states, device_id, saved_mib):

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from provisioner.broker.gate import OPEN_LINE_S
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.oom_kills import KillsSeen
 from provisioner.broker.pressure import Pressure
-from provisioner.broker.sight import LEASE_VARIABLE
+from provisioner.broker.sight import LEASE_VARIABLE, members_of
 from provisioner.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from provisioner.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode
@@ -166,10 +166,13 @@ class Watcher:
             used.setdefault(lease_id, {})[device_id] = mib
         for kernel in [one for one in broker.kernels.values() if one in unchanged]:
             self._tell_lease(kernel, used.get(kernel.lease_id, {}))
+        self._note_processes(sample.uses, owners)
         for device_id, use in sample.uses.items():
             if use is not None:
                 charged = sum(process.used_mib for process in use.processes)
+                charged += broker.survivors.unfreed_mib(device_id, use)
                 self._tell_stranger(device_id, charged - self._covered(device_id, on_device))
+        broker.survivors.was_sampled()
         self._tell_pressure(sample.pressed)
 
     def _owners(self, snapshot: Snapshot | None) -> dict[int, Owner]:
@@ -177,10 +180,27 @@ class Watcher:
         roots = self._broker.roots()
         for kernel, identity in self._live():
             if snapshot is not None:
-                for member in snapshot.tree(identity, (LEASE_VARIABLE, kernel.lease_id), apart=roots):
+                for member in members_of(kernel, identity, snapshot, roots):
                     owners[member.pid] = kernel.lease_id, member
             owners[identity.pid] = kernel.lease_id, identity
         return owners
+
+    def _note_processes(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
+        """Have the ledger remember processes of kernels that use a device, and look at those that ended kernels left behind."""
+        used_mib: dict[str, dict[int, int]] = {}
+        for use in uses.values():
+            for process in use.processes if use is not None else ():
+                if process.pid in owners:
+                    mine = used_mib.setdefault(owners[process.pid][0], {})
+                    mine[process.pid] = mine.get(process.pid, 0) + process.used_mib
+        for kernel in list(self._broker.kernels.values()):
+            mine = used_mib.get(kernel.lease_id, {})
+            users = frozenset(one for one in kernel.members if one.pid in mine)
+            if not users <= kernel.users_on_disk:
+                kernel.users_on_disk = users
+                self._broker.save(kernel)
+            if kernel.left:
+                self._broker.survivors.refresh(kernel, mine)
 
     def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
         """What leases use within their reservations; what goes past one counts as a stranger's, because nothing else covers it."""

@@ -55,6 +55,7 @@ COMMANDS: dict[str, _Entry] = {
     "undrain": _Entry("provisioner.commands.undrain", "let a drained GPU take part again (administrators)"),
     "move": _Entry("provisioner.commands.move", "have an idle kernel go to another GPU (administrators)"),
     "evict": _Entry("provisioner.commands.evict", "end a kernel; its state is lost (administrators)"),
+    "end": _Entry("provisioner.commands.end", "end processes that a kernel left on a GPU when it ended"),
     "audit": _Entry("provisioner.commands.audit", "what administrators did, when, and for whom (administrators)"),
     "pool": _Entry("provisioner.commands.pool", "what the pools are, and changing them while the broker runs"),
     "kernels": _Entry("provisioner.commands.kernels", "install, list and remove the kernels that the launcher offers"),

@@ -145,10 +145,20 @@ def _lease_row(lease: LeaseStatus) -> tuple[str, ...]:
     )
 
 
+def _left_line(lease: LeaseStatus) -> str:
+    processes = ", ".join(
+        f"process {one.pid} ({one.command})" + (f" with {format_memory(one.used_mib)}" if one.used_mib else "")
+        for one in lease.left
+    )
+    end = f"`jupyter gpu end {short_id(lease.lease_id)}` ends it"
+    return f"  {lease_name(lease)}: its kernel has ended, and {processes} still has device memory; {end}"
+
+
 def render_leases(leases: Sequence[LeaseStatus]) -> list[str]:
     """Return a table of the leases, and under it why each of those that wait does."""
     lines = table(("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED"), [_lease_row(lease) for lease in leases])
     lines += [f"  {lease_name(lease)} cannot be suspended: {lease.stays}" for lease in leases if lease.stays]
+    lines += [_left_line(lease) for lease in leases if lease.left]
     waiting = sorted((lease for lease in leases if lease.position is not None), key=lambda lease: lease.position or 0)
     if waiting:
         lines.append("  waiting:")

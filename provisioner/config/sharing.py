@@ -8,7 +8,7 @@ from typing import Any, Final
 from provisioner.config import values
 from provisioner.config.errors import refuse
 from provisioner.config.keys import Key
-from provisioner.core.model import Breach, Sharing, Strangers
+from provisioner.core.model import AfterKernel, Breach, Sharing, Strangers
 
 __all__ = ["SHARING_KEYS", "whole_instances"]
 
@@ -61,6 +61,14 @@ SHARING_KEYS: Mapping[str, Key] = {
         example="refuse",
         help="What happens to processes that compute on the pool's devices and belong to no kernel of ours: 'show' them, or 'refuse': "
         "they are ended after a moment (SIGTERM, then SIGKILL), as far as the broker's user may do that.",
+    ),
+    "after_kernel": Key(
+        field="after_kernel",
+        parse=_Choice(AfterKernel),
+        default="keep",
+        example="end",
+        help="What becomes of processes that a kernel started, that outlive it and have device memory: 'keep': they go on, with the room "
+        "that was the kernel's; 'end': they are ended (SIGTERM, then SIGKILL), as far as the broker's user may do that.",
     ),
     "suspend_unseen": Key(
         field="suspend_unseen",

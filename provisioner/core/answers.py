@@ -72,7 +72,7 @@ class Answers:
                 ticket = changes.new_ticket(first=True) if lease.target_ids else then
                 ticket.kept_on = kept_on
                 self._books.enqueue(lease, ticket)
-        files = lease.preempted and lease.busy and lease.ticket is None
+        files = (lease.preempted or bool(lease.left)) and lease.busy and lease.ticket is None
         if files:
             changes.file_ticket(lease, preempted=True)
         lease.preempted = False

@@ -28,6 +28,7 @@ from provisioner.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    LeftBehind,
     MoveRequested,
     PinRequested,
     PoolConfigured,
@@ -66,6 +67,7 @@ _AboutALease = (
     | Checkpointable
     | HostPressureSeen
     | LeaseMeasured
+    | LeftBehind
     | MoveRequested
     | PinRequested
     | ResizeRequested
@@ -290,6 +292,8 @@ class Arbiter:
                 return does.wanted(lease, urgent=event.urgent)
             case Unwanted():
                 return does.unwanted(lease)
+            case LeftBehind():
+                does.left_behind(lease, event.what)
             case Attached():
                 does.attached(lease, gated=event.gated)
             case ProcessExited():

@@ -151,7 +151,7 @@ class Changes:
         lease.busy = lease.ran = lease.preempted = lease.paused = False
         lease.home_ids, lease.used_mib, lease.operation_id, lease.expires_ms = (), 0, None, None
         lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = lease.aborted_suspends = 0
-        lease.why_not = lease.stays = ""
+        lease.why_not = lease.stays = lease.left = ""
         self.press(lease, pressed=False)
         self.books.hold(lease, ())
         self.books.save_on_host(lease)

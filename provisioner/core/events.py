@@ -23,6 +23,7 @@ __all__ = [
     "LeaseRecovered",
     "LeaseReleased",
     "LeaseRequested",
+    "LeftBehind",
     "MoveRequested",
     "PinRequested",
     "PoolConfigured",
@@ -121,7 +122,10 @@ class LeaseRecovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached(Event):
-    """A live process stands behind the lease (unattached -> unarmed, or resident if it holds a reservation already)."""
+    """A live process stands behind the lease (unattached -> unarmed, or resident if it holds a reservation already).
+
+    A lease whose last kernel left processes behind stays as it is, and is the new kernel's.
+    """
 
     lease_id: str
     gated: bool
@@ -132,6 +136,19 @@ class ProcessExited(Event):
     """The kernel process is gone: whatever the lease held is free at once; the lease becomes unattached."""
 
     lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftBehind(Event):
+    """The kernel process is gone, but processes that it started still have device memory, on a device or saved on the host.
+
+    The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` says that they are gone, or `Attached`
+    that a new kernel process stands behind the lease. A saved one gets a ticket. `what`: the processes, for people. Sent again when
+    they change. A lease without a device or saved memory ignores it.
+    """
+
+    lease_id: str
+    what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

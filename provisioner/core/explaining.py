@@ -82,11 +82,23 @@ def cause(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> 
     if possible < count:
         return "wait.stranger" if strangers else "wait.too-large"
     if working:
-        return "wait.busy-neighbour"
+        return "wait.left-behind" if _only_left_behind(books, lease, devices) else "wait.busy-neighbour"
     holders = [other for device_id in devices for other in books.devices[device_id].holders.values()]
     if holders and all(other.staying for other in holders):
         return "wait.cannot-be-suspended"
     return "wait.unwilling-neighbour"
+
+
+def _only_left_behind(books: Books, lease: Lease, devices: Sequence[str]) -> bool:
+    """Whether all that is busy there, beside the lease itself, is what ended kernels left behind."""
+    found = False
+    for device_id in devices:
+        for other in books.devices[device_id].holders.values():
+            if other.footing is Footing.WORKING and other is not lease:
+                if not other.left:
+                    return False
+                found = True
+    return found
 
 
 def _nowhere(books: Books, lease: Lease) -> str:
@@ -126,7 +138,7 @@ def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int, momen
 
 def _blockers(books: Books, reason: str, holders: Sequence[Lease]) -> tuple[Sequence[Lease], Sequence[Lease]]:
     """Return the leases that are waited for, those first that have been at it for longest, and a few others that do not step aside."""
-    if reason == "wait.busy-neighbour":
+    if reason in ("wait.busy-neighbour", "wait.left-behind"):
         busy = sorted((other for other in holders if other.busy), key=_last_active)
         idle = (other for other in holders if not other.busy and _stays_now(books, other))
         return busy, list(islice(idle, max(0, MOST_TOLD - len(busy))))

@@ -40,6 +40,7 @@ def validate(books: Books, operations: dict[int, Operation]) -> None:
         *_totals(books),
         *_leases(books),
         *_gates(books),
+        *_left_behind(books),
         *_queue(books),
         *_moves(books),
         *_operations(books, operations),
@@ -109,6 +110,17 @@ def _gates(books: Books) -> list[str]:
             broken.append(f"{name}: its gate is {'closed' if lease.yields else 'open'}, the index says otherwise")
         if lease.next_cell is not None and not lease.yields:
             broken.append(f"{name}: its next cell waits at an open gate")
+    return broken
+
+
+def _left_behind(books: Books) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        name = f"lease {lease.lease_id} ({lease.state})"
+        if lease.left and (lease.state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms):
+            broken.append(f"{name} is at rest or pinned, though its kernel left {lease.left} behind")
+        if lease.left and lease.state is LeaseState.SUSPENDED and lease.ticket is None:
+            broken.append(f"{name} is saved and waits for nothing, though no cell can ask for what {lease.left} has")
     return broken
 
 

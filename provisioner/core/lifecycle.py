@@ -97,6 +97,15 @@ class Lifecycle:
 
     def attached(self, lease: Lease, *, gated: bool) -> None:
         """A process stands behind the lease."""
+        if lease.left:
+            lease.left, lease.last_active_ms = "", self._changes.now_ms
+            self._changes.record(lease.lease_id, "attached", "a new kernel runs beside what the last one left behind")
+            if lease.state is LeaseState.RESIDENT:
+                self._books.set_gate(lease, closed=False)
+                self._changes.let_in(lease)
+            elif not gated:
+                self._changes.file_ticket(lease)
+            return
         if lease.state is not LeaseState.UNATTACHED:
             return
         lease.expires_ms = None
@@ -111,13 +120,39 @@ class Lifecycle:
         if not gated:  # nothing keeps it from using the GPU
             self._changes.file_ticket(lease)
 
+    def left_behind(self, lease: Lease, what: str) -> None:
+        """The kernel process is gone, and processes of its tree still have device memory: what the lease holds stays held.
+
+        They use the device without a cell, so the lease counts as busy: it takes turns where the pool preempts. What is saved can be
+        wanted by no cell any more, so it gets a ticket.
+        """
+        changes = self._changes
+        if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
+            return
+        begins, lease.left = not lease.left, what
+        if begins:
+            if lease.pinned_until_ms:
+                self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
+            if lease.busy:
+                changes.foresight.ran(lease, busy=False)
+            if lease.next_cell is not None:  # it ended with its kernel
+                self._books.set_gate(lease, closed=True)
+            self._books.set_busy(lease, busy=True)
+            sentence = f"the kernel process ended; {what} still has device memory and keeps the lease's room"
+            changes.record(lease.lease_id, "left-behind", sentence)
+            if lease.asked_to_suspend:
+                changes.decline_suspend(lease, "busy", sentence)
+        if lease.state in (LeaseState.SUSPENDED, LeaseState.RESUMING):  # a resume may fail to start
+            changes.file_ticket(lease, preempted=True)
+        changes.requeued.update(self._books.queue.lines)  # those who wait for its room are told of it
+
     def exited(self, lease: Lease) -> None:
         """The process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
         if lease.pinned_until_ms:
             self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
-        if lease.busy:
+        if lease.busy and not lease.left:
             self._changes.foresight.ran(lease, busy=False)
         self._changes.empty(lease)
         self._changes.restart_expiry(lease)
@@ -154,13 +189,16 @@ class Lifecycle:
         return not self._changes.told_in_vain(lease)
 
     def unwanted(self, lease: Lease) -> bool:
-        """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow."""
+        """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow.
+
+        What a kernel left behind was never wanted by anybody, and comes back all the same.
+        """
         ticket = lease.ticket
         self._books.parked.pop(lease.lease_id, None)
         if lease.next_cell is not None:
             self._books.set_gate(lease, closed=True)
             return True
-        if ticket is None or (ticket.preempted and lease.busy):
+        if ticket is None or (ticket.preempted and lease.busy) or (lease.left and ticket.grow is None):
             return False
         if ticket.grow is not None:
             ticket.then = ticket.then if lease.target_ids else None
@@ -173,7 +211,7 @@ class Lifecycle:
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
         """It began or ended to run something. Returns whether that matters to anybody."""
-        if busy == lease.busy or lease.state is LeaseState.UNATTACHED:
+        if busy == lease.busy or lease.state is LeaseState.UNATTACHED or lease.left:
             return False
         lease.last_active_ms = self._changes.now_ms
         self._books.set_busy(lease, busy=busy)
@@ -215,6 +253,11 @@ class Lifecycle:
         if lease.state is not LeaseState.RESIDENT:
             sentence = f"the kernel is {lease.state}: only a resident one can be suspended"
             self._changes.decline_suspend(lease, "not-resident", sentence)
+        elif lease.left:
+            sentence = (
+                f"its kernel has ended, and {lease.left} may be at work on the device: end it, or let it take its turns"
+            )
+            self._changes.decline_suspend(lease, "busy", sentence)
         elif lease.busy:
             self._changes.decline_suspend(
                 lease, "busy", "a cell is running: interrupt it, or try again when it has ended"

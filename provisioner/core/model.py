@@ -9,6 +9,7 @@ from enum import StrEnum
 __all__ = [
     "FAILED",
     "HOLDING",
+    "AfterKernel",
     "Breach",
     "DeviceSpec",
     "DeviceView",
@@ -67,6 +68,13 @@ class Breach(StrEnum):
     WARN = "warn"
     SUSPEND = "suspend"  # as soon as it is idle; it comes back where all that it really uses fits
     KILL = "kill"  # its processes that use the device
+
+
+class AfterKernel(StrEnum):
+    """What becomes of processes that a kernel started, that outlive it and have device memory."""
+
+    KEEP = "keep"  # they go on, with the room that was the kernel's
+    END = "end"  # they are asked to end, and made to after a grace
 
 
 class Strangers(StrEnum):
@@ -154,6 +162,7 @@ class PoolSpec:
     sharing: Sharing = Sharing.TIME_SLICE
     breach: Breach = Breach.WARN  # what happens to a lease that uses more than its cap
     strangers: Strangers = Strangers.SHOW  # what happens to processes of no lease on the pool's devices
+    after_kernel: AfterKernel = AfterKernel.KEEP  # what becomes of what an ended kernel left on the device
     suspend_unseen: bool = True  # kernels without our extension may be suspended, though nobody can tell what they use
     hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none
     overlap_resume: bool = (
@@ -206,6 +215,7 @@ class LeaseView:
     stays: str = ""  # why it cannot be suspended for as long as it is resident, a sentence; empty: it can
     yields: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
     at_gate: bool = False  # its next cell waits there
+    left: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

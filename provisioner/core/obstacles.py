@@ -1,7 +1,8 @@
 """What the leases in the way of a ticket are doing, one clause each: why they stay where they are, and until when.
 
 A kernel of the same owner is named by its label; a kernel of another owner is "another user's kernel", and what the driver or its process
-said about it is left out. The same rule holds for `neighbours` in a lease's status.
+said about it is left out. The same rule holds for `neighbours` in a lease's status. Of what an ended kernel left behind the owner is
+named: the owner may not know of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,6 +39,9 @@ def in_the_way(
     clauses: dict[str, int] = {}
     for other in told:
         mine = other.spec.owner == lease.spec.owner
+        if other.left:
+            clauses[_left_behind(other, mine=mine)] = 1
+            continue
         clause = f"{name_of(other) if mine else _OTHERS} {_doing(books, other, mine=mine, moment=moment)}"
         clauses[clause] = clauses.get(clause, 0) + 1
     said = [clause if count == 1 else f"{clause} (and {count - 1} more)" for clause, count in clauses.items()]
@@ -55,6 +59,14 @@ def name_of(lease: Lease) -> str:
     if not label:
         return f"kernel {lease.lease_id[:8]}"
     return label if len(label) <= _LONGEST_NAME else label[: _LONGEST_NAME - 3] + "..."
+
+
+def _left_behind(lease: Lease, *, mine: bool) -> str:
+    """Say what an ended kernel left on the device, whose it is, and how to end it: its owner can do so, and has no cell to be told."""
+    owner = lease.spec.owner
+    whose = name_of(lease) if mine else f"a kernel of {owner}"
+    who = "end it" if mine else f"{owner} or an administrator can end it"
+    return f"{whose} has ended, but left {lease.left} with device memory: {who} with `jupyter gpu end {lease.lease_id[:8]}`"
 
 
 def _doing(books: Books, lease: Lease, *, mine: bool, moment: Moment | None) -> str:

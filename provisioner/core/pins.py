@@ -37,7 +37,7 @@ class Pins:
         self._changes.record(lease.lease_id, "pin.begun", f"pinned for {format_duration(duration_ms)}")
 
     def _refusal(self, lease: Lease, pool: PoolSpec, account: Account, duration_ms: int) -> tuple[str, str] | None:
-        if lease.state is LeaseState.UNATTACHED:
+        if lease.state is LeaseState.UNATTACHED or lease.left:
             return "not-alive", "the kernel has no process: start it, then pin it"
         if duration_ms < 1:
             return "pin-too-short", "a pin of no time was asked: ask for a second or more"

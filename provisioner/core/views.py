@@ -32,6 +32,7 @@ def lease_view(lease: Lease, foresight: Foresight) -> LeaseView:
         device_ids=lease.device_ids,
         pinned_until_ms=lease.pinned_until_ms,
         stays=lease.stays,
+        left=lease.left,
         resume_ms=foresight.resume_ms(lease),
         yields=lease.yields,
         at_gate=lease.next_cell is not None,

@@ -275,8 +275,10 @@ class _Play:
             case LeaseState.RESUMING:
                 return self._swap_left_ms(lease) + self._forecasts.next_cell_ms(lease.lease_id)
             case LeaseState.RESIDENT if lease.busy:
-                left_ms = self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
-                return max(1, min(left_ms, self._preemptible_ms(beside, lease)))
+                # What an ended kernel left behind runs no cell that would end.
+                left_ms = _NEVER_MS if lease.left else self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
+                room_ms = max(1, min(left_ms, self._preemptible_ms(beside, lease)))
+                return None if room_ms >= _NEVER_MS else room_ms
             case LeaseState.RESIDENT:
                 willing_ms = willing_from_ms(self._books.policy(lease), lease)
                 return None if willing_ms is None else max(0, willing_ms - self._now_ms)

@@ -6,6 +6,8 @@ The rules:
   for what these bring in.
 - One pass over /proc serves any number of trees. What exits during the pass is left out; what starts during it may
   be missed, so whoever needs certainty (a new CUDA process after a lock) scans again.
+- A process that was seen in a tree belongs to it for good: forked twice, in a session of its own and with another
+  environment it still has the memory that was reserved for its kernel.
 - A process is read through a descriptor of its folder in /proc, which stays with that process: facts of two
   processes that had the same pid one after the other are never mixed.
 - An environment that may not be read carries no marker.
@@ -71,6 +73,10 @@ class Snapshot:
         """Return the process's real uid, None if it was not there."""
         return self._by_pid[identity.pid].uid if identity in self else None
 
+    def runs_own_program(self, identity: ProcessIdentity) -> bool:
+        """Return whether the process started a program since it was forked: it shares no memory with its parent."""
+        return identity in self and not self._by_pid[identity.pid].forked
+
     def held_up(self, identity: ProcessIdentity) -> bool:
         """Return whether the process was stopped (SIGSTOP, a terminal) or a debugger held it."""
         return identity in self and self._by_pid[identity.pid].held_up
@@ -109,30 +115,32 @@ class Snapshot:
 
     def tree(
         self,
-        root: ProcessIdentity,
+        root: ProcessIdentity | None,
         marker: tuple[str, str] | None = None,
         *,
         uid: int | None = None,
         apart: Collection[ProcessIdentity] = (),
+        also: Collection[ProcessIdentity] = (),
     ) -> list[ProcessIdentity]:
-        """Return the tree of `root`, oldest first.
+        """Return the tree of `root` (None: of the other two alone), oldest first.
 
         A root that is gone may have left processes behind, marked ones and members of its session; as its number may
         have been another's since, they count only if they are `uid`'s (None: the living root's own user). `apart` are
-        the roots of other trees: neither they nor what lies only below them is part of this one. Raises ValueError when
-        the snapshot was taken without the marker's variable.
+        the roots of other trees: neither they nor what lies only below them is part of this one. `also` were seen in this
+        tree before: they belong to it, and what lies below them, wherever they went. Raises ValueError when the snapshot
+        was taken without the marker's variable.
         """
         if marker is not None and marker[0] != self._marker_name:
             raise ValueError(f"this snapshot looked for {self._marker_name}, not for {marker[0]}: scan with that name")
-        if root.boot_id != self._boot:
+        if root is not None and root.boot_id != self._boot:
             return []
-        at_pid = self._by_pid.get(root.pid)
-        queue: list[_Seen] = []
-        if at_pid is None:
-            queue += [process for process in self._below.get(root.pid, []) if process.uid == uid]
-        elif at_pid.identity == root:
+        at_pid = None if root is None else self._by_pid.get(root.pid)
+        queue: list[_Seen] = [self._by_pid[one.pid] for one in also if one in self]
+        if at_pid is not None and at_pid.identity == root:
             uid = at_pid.uid if uid is None else uid
             queue.append(at_pid)
+        elif at_pid is None and root is not None:
+            queue += [process for process in self._below.get(root.pid, []) if process.uid == uid]
         if marker is not None:
             queue += [process for process in self._marked.get(marker[1], []) if process.uid == uid]
         stop = {process for process in apart if process != root}

@@ -37,7 +37,7 @@ from provisioner.ledger.records import (
 __all__ = ["Ledger"]
 
 _LEASE_FIELDS = ("lease_id", *LeaseRecord.__dataclass_fields__)
-_LISTS = ("device_ids", "home_device_ids")  # kept as JSON
+_LISTS = ("device_ids", "home_device_ids", "members")  # kept as JSON
 _SAVE_LEASE = f"""
 INSERT INTO leases ({", ".join(_LEASE_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _LEASE_FIELDS)})
 ON CONFLICT (lease_id) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _LEASE_FIELDS[1:])}
@@ -360,6 +360,6 @@ class Ledger:
         values = {name: row[name] for name in LeaseRecord.__dataclass_fields__}
         try:
             values |= {name: msgspec.json.decode(row[name]) for name in ("spec", *_LISTS)}
-            return msgspec.convert(values | {"ipykernel": bool(row["ipykernel"])}, LeaseRecord)
+            return msgspec.convert(values | {name: bool(row[name]) for name in ("ipykernel", "released")}, LeaseRecord)
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise opening.say(self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}") from error

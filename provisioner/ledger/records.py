@@ -58,6 +58,8 @@ class LeaseRecord:
     device_ids: tuple[str, ...] = ()  # of a lease of several devices: all of them, `device_id` first
     home_device_ids: tuple[str, ...] = ()  # likewise
     pinned_until_ms: int = 0  # 0: not pinned
+    members: tuple[str, ...] = ()  # processes that were seen in the kernel's tree (`ProcessIdentity.to_text`)
+    released: bool = False  # its kernel is over for good, and the lease ends with what that left behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,7 +154,18 @@ def _version_3(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {1: _version_1, 2: _version_2, 3: _version_3}
+def _version_4(connection: sqlite3.Connection) -> None:
+    """Leases that outlive their kernels, because processes that those left behind have device memory."""
+    connection.execute("ALTER TABLE leases ADD COLUMN members TEXT NOT NULL DEFAULT '[]'")
+    connection.execute("ALTER TABLE leases ADD COLUMN released INTEGER NOT NULL DEFAULT 0")
+
+
+MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {
+    1: _version_1,
+    2: _version_2,
+    3: _version_3,
+    4: _version_4,
+}
 
 
 def newest_version() -> int:

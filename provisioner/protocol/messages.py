@@ -216,6 +216,15 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftProcess:
+    """A process that a kernel started, that outlives it and has device memory. MiB; 0: it is saved on the host, or not known."""
+
+    pid: int
+    command: str
+    used_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseStatus:
     """One lease for people and programs. Memory in MiB, ages in milliseconds."""
 
@@ -253,6 +262,9 @@ class LeaseStatus:
     seat: str = ""  # the hub seat that it draws on
     stays: str = ""  # why it cannot be suspended, a sentence; empty: it can
     working: bool = False  # its processes work on the device, though no cell runs
+    left: list[LeftProcess] = field(
+        default_factory=list
+    )  # its kernel has ended, and these of its processes have device memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from provisioner.broker import administering
+from provisioner.broker import ending
 from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BadRequestError, ConflictError
 from provisioner.protocol.messages import EvictRequest, MoveRequest
@@ -57,7 +57,7 @@ def test_an_evicted_kernel_ends_and_its_lease_with_it(live: LiveBroker) -> None:
 
 
 def test_one_that_does_not_listen_is_made_to_end_with_its_children(live: LiveBroker, monkeypatch: Any) -> None:  # noqa: ANN401
-    monkeypatch.setattr(administering, "GRACE_S", 0.1)
+    monkeypatch.setattr(ending, "GRACE_S", 0.1)
     lease = live.lease()
     environment = {"JUPYTER_GPU_LEASE": lease.lease_id}
     argv = [sys.executable, "-S", "-c", STUBBORN]

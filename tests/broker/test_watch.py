@@ -17,11 +17,13 @@ from provisioner.broker.broker import Broker
 from provisioner.broker.gate import GateLink
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.oom_kills import OomKills
+from provisioner.broker.survivors import Survivors
+from provisioner.broker.swaps import Swaps
 from provisioner.broker.watch import Watcher
 from provisioner.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
 from provisioner.gpu.interface import DeviceSensors, GPUError, GPUErrorCode, ProcessState
-from provisioner.host.process import identify
+from provisioner.host.process import ProcessIdentity, identify
 from tests.broker.driver import DEVICE, Driver
 from tests.broker.live import DEADLINE_S
 
@@ -39,9 +41,11 @@ class World:
         self.changes = 0
         self.sensors: dict[str, DeviceSensors] = {}
         self.backstop = Backstop(cast("Broker", self))
+        self.survivors = Survivors(cast("Broker", self), cast("Swaps", SimpleNamespace()))
         self.oom_kills = OomKills()
         self.used_mib: dict[str, int] = {}
         self.events: list[Event] = []
+        self.saved: list[frozenset[ProcessIdentity]] = []
         self.wanted: list[str] = []
         self.stopped: list[bool] = []
         self.view = view_of(state, reserve_mib)
@@ -63,6 +67,9 @@ class World:
 
     def pools(self) -> dict[str, PoolSpec]:
         return {"default": self.pool}
+
+    def save(self, kernel: Kernel) -> None:
+        self.saved.append(kernel.members)
 
     def want_for(self, kernel: Kernel) -> None:
         self.wanted.append(kernel.lease_id)

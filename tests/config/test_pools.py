@@ -96,8 +96,12 @@ def test_words_stand_for_policies_without_a_number() -> None:
 @pytest.mark.parametrize(
     ("policy", "key", "allowed"),
     [
-        ({"idel_after": "5m"}, "idel_after", "unknown key; did you mean 'idle_after'? Allowed: breach, devices, "),
-        ({3: 4}, "3", "unknown key; Allowed: breach, devices, "),
+        (
+            {"idel_after": "5m"},
+            "idel_after",
+            "unknown key; did you mean 'idle_after'? Allowed: after_kernel, breach, devices, ",
+        ),
+        ({3: 4}, "3", "unknown key; Allowed: after_kernel, breach, devices, "),
         ({"idle_after": "soon"}, "idle_after", "allowed: a duration such as 30s, 5m, 2h or 0 or 'on-demand'"),
         ({"idle_after": None}, "idle_after", "expected a duration such as '30s', '5m' or '2h' or 'on-demand'"),
         ({"fractions": []}, "fractions", "expected a list such as ['1/4', '1/2', '1'], or 'any'"),

@@ -41,6 +41,7 @@ class Seen:
     closed: bool = False  # its gate, for others
     at_gate: int = -1  # its next cell waits there: when it asked, a running number as of those who wait; -1: none does
     ran: bool = False  # since it was let in
+    left: str = ""  # its kernel is gone, and this of its processes is not
     since: int = 0  # in this state
     kept_for: int = 0  # ms that its room is kept before its process comes
     pinned_until: int = 0

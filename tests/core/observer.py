@@ -27,6 +27,7 @@ from provisioner.core.effects import (
     WakeAt,
 )
 from provisioner.core.events import (
+    Attached,
     BusyChanged,
     DeviceDrained,
     DeviceLost,
@@ -37,6 +38,7 @@ from provisioner.core.events import (
     LeaseMeasured,
     LeaseRecovered,
     LeaseRequested,
+    LeftBehind,
     PoolConfigured,
     ResizeRequested,
     ResumeFinished,
@@ -161,7 +163,7 @@ class Observer:
             self._asked += 1
             seen.then = self._asked
 
-    def _take_about(self, seen: Seen, event: Event) -> None:
+    def _take_about(self, seen: Seen, event: Event) -> None:  # noqa: C901, PLR0912 - one case per event
         match event:
             case Wanted(urgent=urgent):
                 self._wants(seen, urgent=urgent)
@@ -172,7 +174,14 @@ class Observer:
             case Unwanted() if not seen.busy and (seen.state not in {S.RESIDENT, S.UNATTACHED} or not seen.held):
                 # whoever has a device and waits to grow does so until somebody asks for another size
                 seen.asked = -1
-            case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED:
+            case LeftBehind(what=what) if seen.held or seen.saved:
+                if seen.state is not S.UNATTACHED:
+                    seen.at_gate = seen.at_gate if seen.left else -1
+                    seen.left, seen.busy, seen.ran = what, True, True
+                    seen.forget_idleness()
+            case Attached() if seen.left:
+                seen.left = ""
+            case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED and not seen.left:
                 seen.busy = busy
                 seen.ran |= busy
                 if busy:
@@ -290,6 +299,7 @@ class Observer:
                 seen.saved = seen.host = seen.used = 0
                 if seen.state is not S.UNARMED:
                     seen.busy = seen.ran = False
+                    seen.left = ""
                     seen.asked, seen.resizes = -1, []
                 seen.home = ()
             case S.RESIDENT if old is S.UNARMED:
@@ -462,7 +472,7 @@ class Observer:
             seen = self.leases[lease_id]
             gate = (seen.closed, seen.at_gate >= 0)
             law(6, gate == (view.yields, view.at_gate), lease_id, "has a gate that is", gate, "and not", view)
-            mine = (seen.state, seen.generation, seen.held, seen.saved, seen.host, seen.busy, seen.spec)
+            mine = (seen.state, seen.generation, seen.held, seen.saved, seen.host, seen.busy, seen.left, seen.spec)
             says = (
                 view.state,
                 view.generation,
@@ -470,6 +480,7 @@ class Observer:
                 view.saved_mib,
                 view.host_reserved_mib,
                 view.busy,
+                view.left,
                 view.spec,
             )
             law(6, mine == says, lease_id, "is", mine, "and the arbiter says", says)

@@ -26,6 +26,7 @@ from provisioner.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    LeftBehind,
     MoveRequested,
     PinRequested,
     PoolConfigured,
@@ -341,6 +342,23 @@ def _move_asked(world: World, at_ms: int, name: str) -> Event:
     return MoveRequested(at_ms=at_ms, lease_id=name, device_id=device)
 
 
+def _left_behind(world: World, at_ms: int, name: str) -> Event:
+    return LeftBehind(
+        at_ms=at_ms, lease_id=name, what=world.random.choice(("process 7 (python3)", "process 8 (train)"))
+    )
+
+
+def _returned(world: World, at_ms: int, name: str) -> Event:
+    """What a kernel left behind ends, or another kernel comes; where nothing was left, something else happens."""
+    left = [one for one, seen in world.observer.leases.items() if seen.left]
+    if not left:
+        return Unwanted(at_ms=at_ms, lease_id=name)
+    name = world.random.choice(left)
+    if world.random.random() < 0.5:
+        return Attached(at_ms=at_ms, lease_id=name, gated=world.random.random() < 0.5)
+    return ProcessExited(at_ms=at_ms, lease_id=name)
+
+
 def _named(make: Callable[[World, int, str], Event], *states: LeaseState) -> Callable[[World, int], Event]:
     """Return a maker of events about a lease: mostly one of these states, sometimes any, or none that exists."""
 
@@ -361,6 +379,8 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (1, _configured),
     (12, _named(lambda _, at, name: Attached(at_ms=at, lease_id=name, gated=True), _S.UNATTACHED)),
     (1, _named(lambda _, at, name: ProcessExited(at_ms=at, lease_id=name))),
+    (2, _named(_left_behind, _S.RESIDENT, _S.SUSPENDED, _S.SUSPENDING, _S.RESUMING, _S.QUARANTINED)),
+    (2, _named(_returned, _S.RESIDENT, _S.SUSPENDED)),
     (1, _named(lambda _, at, name: LeaseReleased(at_ms=at, lease_id=name))),
     (
         20,

@@ -23,6 +23,7 @@ from provisioner.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
+    LeftBehind,
     PinRequested,
     PoolConfigured,
     ProcessExited,
@@ -232,6 +233,10 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(name=names, kind=st.sampled_from([Unwanted, ProcessExited, LeaseReleased, SuspendRequested, UnpinRequested]))
     def said_of(self, name: str, kind: type[Event]) -> None:
         self.send(kind, lease_id=name)
+
+    @rule(name=names, what=st.sampled_from(["process 7 (python3)", "process 8 (train)"]))
+    def left_behind(self, name: str, what: str) -> None:
+        self.send(LeftBehind, lease_id=name, what=what)
 
     @rule(name=names, mib=sizes, milli=st.sampled_from([100, 250, 500]))
     def resized(self, name: str, mib: int, milli: int) -> None:

@@ -34,6 +34,8 @@ _LEASE = LeaseRecord(
     device_ids=("GPU-1", "GPU-3"),
     home_device_ids=("GPU-2", "GPU-4"),
     pinned_until_ms=1_750_000_900_000,
+    members=("4322-99-boot-1", "4323-100-boot-1"),
+    released=True,
 )
 _OPERATION = OperationRecord(
     operation_id=1,

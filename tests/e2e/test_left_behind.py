@@ -1,0 +1,209 @@
+"""What a kernel leaves on a device when it ends keeps its room, and nobody else is let in there before it is gone."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from provisioner.host.process import identify
+from provisioner.protocol.messages import LeaseStatus, PinRequest
+from tests.support.world import Notebook, Server, World, until
+
+NEVER = "c.GPUBroker.pools = {'default': {'preempt': 'never', 'idle_after': 'on-demand', 'min_residency': 0}}"
+HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(400 << 20)"
+CHILD_MIB = 332  # with its context
+PROGRAM = """
+import signal
+from provisioner.gpu.simulated import cuda
+buffers = [cuda.allocate(300 << 20)]
+def more(number, frame):
+    buffers.append(cuda.allocate(64 << 20))
+signal.signal(signal.SIGUSR1, more)
+while True:
+    signal.pause()
+"""
+IN_A_SESSION = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", {program!r}], start_new_session=True).pid)
+"""
+# Its father starts it without the lease's variable, shows it to the broker for as long as somebody reads, and ends.
+FORKED_TWICE = """
+import os, subprocess, sys
+father = '''
+import os, subprocess, sys
+clean = {{name: value for name, value in os.environ.items() if name != "JUPYTER_GPU_LEASE"}}
+print(subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=clean, start_new_session=True).pid, flush=True)
+sys.stdin.read()
+'''
+father = subprocess.Popen(
+    [sys.executable, "-c", father, {program!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+)
+print(int(father.stdout.readline()))
+"""
+
+
+@contextmanager
+def child_of(world: World, notebook: Notebook, code: str = IN_A_SESSION) -> Iterator[int]:
+    """A process that the kernel started and that has device memory, which the broker has seen."""
+    pid = int(notebook.must(code.format(program=PROGRAM)).text)
+    pidfd = os.pidfd_open(pid)
+    try:
+        until(lambda: world.lease(notebook.kernel_id).used_mib >= CHILD_MIB, "the child's memory is seen")
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
+
+
+def shut_down(server: Server, notebook: Notebook) -> None:
+    notebook.close()
+    server.request("DELETE", f"api/kernels/{notebook.kernel_id}")
+
+
+def left_of(world: World, notebook: Notebook) -> LeaseStatus:
+    """The lease of a kernel that has left something behind."""
+
+    def ask() -> LeaseStatus | None:
+        lease = world.lease(notebook.kernel_id)
+        return lease if lease.left else None
+
+    return until(ask, "the kernel's end is noticed")
+
+
+def waits(world: World, notebook: Notebook) -> LeaseStatus:
+    def ask() -> LeaseStatus | None:
+        lease = world.lease(notebook.kernel_id)
+        return lease if lease.reason == "wait.left-behind" else None
+
+    return until(ask, "the kernel waits for what another left behind")
+
+
+@pytest.fixture
+def half(world: World) -> str:
+    world.configure(NEVER)
+    (name,) = world.install(500)
+    return name
+
+
+@pytest.mark.parametrize("code", [IN_A_SESSION, FORKED_TWICE], ids=["session", "forked twice"])
+def test_a_child_that_outlives_its_kernel_keeps_its_room_until_it_is_gone(
+    world: World, server: Server, half: str, code: str
+) -> None:
+    """The neighbour allocates all of its own cap meanwhile: were the room given to the third, one of them would fail."""
+    first, second, third = (server.start(half) for _ in range(3))
+    second.must("from provisioner.gpu.simulated import cuda; cuda.launch(0)")
+    with child_of(world, first, code) as pid:
+        lease_id = world.lease(first.kernel_id).lease_id
+        shut_down(server, first)
+        left = left_of(world, first)
+        assert (left.lease_id, left.state, left.pid, [one.pid for one in left.left]) == (
+            lease_id,
+            "resident",
+            None,
+            [pid],
+        )
+        second.must(HOLD)
+        with world.client() as client:
+            client.pin(world.lease(second.kernel_id).lease_id, PinRequest(duration_ms=600_000))
+        cell = third.send(HOLD)
+        lease = waits(world, third)
+        assert f"process {pid} (" in lease.sentence
+        assert f"jupyter gpu end {lease_id[:8]}" in lease.sentence
+        os.kill(pid, signal.SIGUSR1)  # its cap is what its kernel's was: there is room for more
+        until(lambda: world.lease(first.kernel_id).left[0].used_mib == CHILD_MIB + 64, "it has grown")
+        assert world.lease(third.kernel_id).position == 1
+        world.end(pid, signal.SIGKILL)
+        assert third.wait(cell).status == "ok"
+        assert first.kernel_id not in {one.kernel_id for one in world.status().leases}
+
+
+def test_a_killed_kernel_and_a_killed_broker_make_no_difference(world: World, half: str) -> None:
+    (most,) = world.install(750)
+    with Server(world, "--KernelManager.autorestart=False") as server:
+        first, other = server.start(half), server.start(most)
+        with child_of(world, first, FORKED_TWICE) as pid:
+            kernel = int(first.must("import os; print(os.getpid())").text)
+            world.kill_broker()
+            world.end(kernel, signal.SIGKILL)
+            world.start_broker()
+            assert [one.pid for one in left_of(world, first).left] == [pid]
+            cell = other.send(HOLD)
+            waits(world, other)
+            world.kill_broker()
+            world.start_broker()
+            assert [one.pid for one in left_of(world, first).left] == [pid]
+            waits(world, other)
+            world.end(pid, signal.SIGKILL)
+            assert other.wait(cell).status == "ok"
+
+
+def test_a_restarted_kernel_has_its_lease_and_its_room_beside_what_the_last_one_left(
+    world: World, server: Server, half: str
+) -> None:
+    notebook = server.start(half)
+    with child_of(world, notebook) as pid:
+        before = world.lease(notebook.kernel_id)
+        server.request("POST", f"api/kernels/{notebook.kernel_id}/restart")
+        again = server.connect(notebook.kernel_id)
+        again.must("from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(100 << 20)")
+        after = world.lease(notebook.kernel_id)
+        assert (after.lease_id, after.state, after.left) == (before.lease_id, "resident", [])
+        assert after.pid not in (None, before.pid, pid)
+        with world.client() as client:  # both are suspended, and come back, as one
+            assert client.suspend(after.lease_id).state == "suspended"
+        again.must("assert len(buffer.read()) == 100 << 20")
+        os.kill(pid, 0)
+
+
+def test_what_was_suspended_with_its_kernel_comes_back_when_that_is_over(
+    world: World, server: Server, half: str
+) -> None:
+    notebook = server.start(half)
+    with child_of(world, notebook) as pid:
+        with world.client() as client:
+            client.suspend(world.lease(notebook.kernel_id).lease_id)
+        shut_down(server, notebook)
+        left = world.await_state(notebook.kernel_id, "resident")
+        assert [one.pid for one in left.left] == [pid]
+        os.kill(pid, signal.SIGUSR1)
+        until(lambda: world.lease(notebook.kernel_id).left[0].used_mib == CHILD_MIB + 64, "it goes on")
+
+
+def test_a_pool_can_end_what_is_left(world: World, server: Server) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'after_kernel': 'end'}}")
+    (half,) = world.install(500)
+    notebook = server.start(half)
+    with child_of(world, notebook) as pid:
+        shut_down(server, notebook)
+        until(lambda: not world.status().leases, "the lease is over")
+        with pytest.raises(ProcessLookupError):
+            identify(pid)
+
+
+@pytest.mark.parametrize("by", ["pid", "lease"])
+def test_its_owner_is_shown_what_is_left_and_can_end_it(world: World, server: Server, half: str, by: str) -> None:
+    notebook = server.start(half)
+    with child_of(world, notebook) as pid:
+        gpu = [sys.executable, "-P", "-m", "provisioner.commands.main"]
+        running = subprocess.run(
+            [*gpu, "end", world.lease(notebook.kernel_id).lease_id[:8]],
+            env=world.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (running.returncode, "left nothing behind" in running.stderr) == (1, True), running.stderr
+        shut_down(server, notebook)
+        lease = left_of(world, notebook)
+        status = subprocess.run([*gpu, "status"], env=world.environment, capture_output=True, text=True, check=True)
+        assert f"process {pid} (" in status.stdout
+        assert f"`jupyter gpu end {lease.lease_id[:8]}` ends it" in status.stdout
+        word = str(pid) if by == "pid" else lease.lease_id[:8]
+        ended = subprocess.run([*gpu, "end", word], env=world.environment, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert world.status().leases == []
