@@ -85,17 +85,47 @@ def test_after_any_cell_the_gate_can_be_shut(kernel: RunningKernel, broker: Scri
     assert broker.answer_to(5) == "closed"
 
 
-def test_nested_cells_keep_the_outer_one_running(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+def test_nested_cells_keep_the_outer_one_running(kernel: RunningKernel, broker: ScriptedBroker, folder: Path) -> None:
     open_gate(kernel, broker)
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    kernel.run(f"fifo = {str(fifo)!r}")
     nested = (
-        "ip = get_ipython(); ip.run_cell('1'); ip.run_cell(''); ip.run_cell('%gpu help'); ip.run_cell('1/0'); input()"
+        "ip = get_ipython(); ip.run_cell('1'); ip.run_cell(''); ip.run_cell('%gpu help'); ip.run_cell('1/0'); "
+        "from IPython.display import display; display('now'); open(fifo).close()"
     )
-    request = kernel.send(nested, allow_stdin=True)
-    kernel.client.get_stdin_msg(timeout=60)
+    request = kernel.send(nested)
+    kernel.until_published(
+        request, lambda messages: any("now" in str(each["content"].get("data")) for each in messages)
+    )
     broker.stream("gate").command(GateVerb.CLOSE, 5)
     assert broker.answer_to(5) == "busy"
-    kernel.client.input("")
+    fifo.write_text("")
     assert kernel.finish(request).status == "ok"
+
+
+@pytest.mark.parametrize("asks", ["input()", "import getpass; getpass.getpass()"])
+def test_a_cell_that_waits_for_input_is_told_of_and_lets_the_gate_be_shut_and_waits_there_when_it_is_answered(
+    kernel: RunningKernel, broker: ScriptedBroker, asks: str
+) -> None:
+    open_gate(kernel, broker)
+    request = kernel.send(f"{asks}\nprint('on')", allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=60)
+    broker.wait_for(lambda: any(one["word"] == "input" and one["detail"] == request for one in broker.bodies("answer")))
+    stream = broker.stream("gate")
+    stream.command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "closed"
+    stream.command(GateVerb.SHRINK, 6)
+    assert broker.answer_to(6) == "done"
+    kernel.client.input("typed")
+    ticket = broker.stream("acquire", 2)
+    ticket.waiting("lease-2 runs a cell on the only GPU.")
+    kernel.until_shown(request, "lease-2 runs a cell on the only GPU.")
+    ticket.granted()
+    outcome = kernel.finish(request)
+    assert outcome.status == "ok"
+    assert outcome.printed.endswith("on\n")
+    broker.wait_for(lambda: broker.bodies("answer")[-1].get("detail", "") == "")
 
 
 @pytest.mark.parametrize("code", ["x = 1", "import asyncio; await asyncio.sleep(0)"])
