@@ -11,6 +11,7 @@ needs none, and a cell that waits starts one itself.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -158,6 +159,8 @@ class Link:
                 )  # not its greeting: whoever says no more may be gone at once
                 self._heard = self._heard or command.hears
                 self._try_to_obey(command)
+                with suppress(*LOCAL_FAILURES):  # obeying goes before, and on
+                    self._settings.look_after_token()
         except BrokerUnavailableError:
             if not heard:
                 raise

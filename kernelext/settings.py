@@ -1,11 +1,13 @@
 """What the kernel was told at its start, and how it reaches its broker.
 
 The environment is read once, at load: a cell that changes `os.environ` does not move the kernel to another broker. The token is
-read from its file at each connection, because a broker may have renewed it. Everything that costs import time (the client, the
+read from its file at each connection, because a broker may have renewed it; where the file was deleted, the token that was read last
+counts, and the file is put back for other programs (the next server's, above all). Everything that costs import time (the client, the
 messages) is imported when the first connection is made, never when the kernel starts.
 """
 
 import os
+import stat
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +22,7 @@ TOKEN_FILE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - the name of a variable tha
 NOTICE = "JUPYTER_GPU_NOTICE"
 
 _MAX_TOKEN = 1024
+_seen: dict[str, str] = {}  # tokens by their files
 _REVIVE_TIMEOUT_S = 30.0
 
 
@@ -41,7 +44,8 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
     def connect(self, timeout_s: float = 30.0) -> "BrokerClient":
         """Return a client with the lease's token; nothing is sent yet.
 
-        Where the token's file is gone or damaged, the client has none: the broker then knows the kernel by its process.
+        Where the token's file is gone or damaged, and was never read, the client has none: the broker then knows the kernel by its
+        process.
         """
         from provisioner.client import BrokerClient  # noqa: PLC0415 - costs time that a starting kernel does not have
 
@@ -58,6 +62,24 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         token = self._token()
         ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()
 
+    def look_after_token(self) -> None:
+        """Put the token's file back if it was deleted. For a lease that is known to live: the end of one takes the file along."""
+        token = _seen.get(self.token_file)
+        if token is None or os.path.lexists(self.token_file):
+            return
+        from pathlib import Path  # noqa: PLC0415 - as above
+
+        from provisioner.files import replace_file  # noqa: PLC0415 - as above
+
+        path = Path(self.token_file)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = path.parent.lstat()
+            if stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o022:
+                replace_file(path, token.encode("ascii"))
+        except OSError:
+            return  # the next word of the broker is another occasion
+
     def _token(self) -> str | None:
         try:
             descriptor = os.open(self.token_file, os.O_RDONLY | os.O_CLOEXEC)
@@ -66,5 +88,8 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
             finally:
                 os.close(descriptor)
         except (OSError, UnicodeDecodeError):
-            return None
-        return token if token and token.isprintable() else None
+            return _seen.get(self.token_file)
+        if not token or not token.isprintable():
+            return _seen.get(self.token_file)
+        _seen[self.token_file] = token
+        return token

@@ -3,12 +3,14 @@
 Standard library only: kernels load this when a broker does not answer.
 """
 
+import hashlib
 import os
 import socket
 import struct
+from contextlib import closing
 from pathlib import Path
 
-__all__ = ["ANSWER_S", "is_service_socket", "listener_pid", "not_answering"]
+__all__ = ["ANSWER_S", "claim_address", "claim_holder", "is_service_socket", "listener_pid", "not_answering"]
 
 ANSWER_S = 5.0  # a person who looks, or asks for something, is told after so long that the broker does not answer
 
@@ -20,6 +22,34 @@ def is_service_socket(path: str) -> bool:
     """Whether the socket is a system service's: under /run, but not in a user's own part of it."""
     real = Path(os.path.realpath(path))
     return real.is_relative_to("/run") and not real.is_relative_to("/run/user")
+
+
+def claim_address(path: str) -> bytes:
+    """Return the abstract address that the broker of a socket listens at: no file leads to it, so none can be deleted.
+
+    Links are not followed: whoever deleted a folder may have put one in its place.
+    """
+    return b"\0jupyter-gpu-broker-" + hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()[:32].encode(
+        "ascii"
+    )
+
+
+def claim_holder(path: str) -> int | None:
+    """Return the process that is the broker of this socket, or starts or ends as such; None if there is none to be seen.
+
+    It is found, too, where the socket and all files beside it were deleted. Only this user's and root's processes count.
+    """
+    with closing(
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    ) as asker:
+        try:
+            asker.connect(claim_address(path))
+            pid, uid, _ = _CREDENTIALS.unpack(
+                asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+        except OSError:
+            return None
+    return pid or None if uid in (0, os.geteuid()) else None
 
 
 def listener_pid(sock: socket.socket) -> int | None:

@@ -20,11 +20,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from jupyter_core.paths import jupyter_runtime_dir
 
-from provisioner.broker_process import is_service_socket
+from provisioner.broker_process import claim_holder, is_service_socket
 from provisioner.client import BrokerClient
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.versions import OWN, Version, refusal
@@ -45,6 +46,7 @@ __all__ = [
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
+_PAUSE_S = 0.05
 _LONGEST_COMPLAINT = 2000  # bytes
 _LONGEST_SETTINGS = 64 * 1024  # bytes
 
@@ -93,11 +95,13 @@ def ensure_broker(
     Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError with what a person can do about it.
     """
     path = socket if socket is not None else socket_path()
-    check_folder(path)
+    _check_folder_if_there(path)
     client = BrokerClient(path, token=token, timeout_s=timeout_s)
     try:
         if not _answers(client, timeout_s if answer_s is None else answer_s):
-            _start(path, timeout_s, command)
+            if not _came_back(client, timeout_s):
+                _start(path, timeout_s, command)
+            check_folder(path)
             client.ping()
     except BaseException:
         client.close()
@@ -129,6 +133,35 @@ def _answers(client: BrokerClient, answer_s: float) -> bool:
     if why := refusal(client=OWN, broker=Version(pong.version, pong.protocol)):
         raise BrokerUnavailableError(f"{why} (its socket is {client.socket_path})", reason="version")
     return True
+
+
+def _check_folder_if_there(path: str) -> None:
+    """Check the socket's folder, which may have been deleted where a broker was: that one, or the next, makes it again."""
+    try:
+        check_folder(path)
+    except BrokerUnavailableError as error:
+        gone = isinstance(error.__cause__, FileNotFoundError)
+        if not gone or not (claim_holder(path) is not None or spare_restart_file(path).exists()):
+            raise
+
+
+def _came_back(client: BrokerClient, timeout_s: float) -> bool:
+    """Wait for a broker that runs and cannot be reached: it starts, ends, or puts its socket back, which was deleted.
+
+    Returns False when there is none (any more). Raises BrokerUnavailableError, with its process, for one that stays so.
+    """
+    path, deadline_s = client.socket_path, time.monotonic() + timeout_s
+    while (holder := claim_holder(path)) is not None:
+        if time.monotonic() > deadline_s:
+            raise BrokerUnavailableError(
+                f"the GPU broker at {path} runs (process {holder}), but its socket is gone, and it did not put it back within "
+                f"{timeout_s:g} s: its log says why; `jupyter gpu broker --restart --socket {path}` restarts it, which loses nothing of "
+                "any kernel"
+            )
+        time.sleep(_PAUSE_S)
+        if _answers(client, timeout_s):
+            return True
+    return False
 
 
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:

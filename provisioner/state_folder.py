@@ -63,7 +63,8 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
         return configured
     if os.geteuid() == 0 and Path(socket).parent == _SERVICE_FOLDER:
         return SERVICE_STATE
-    tail = Path(_host(), hashlib.sha256(os.fsencode(os.path.realpath(socket))).hexdigest()[:12])
+    # Links are not followed: one that is put in the place of a deleted folder leads no broker away from its ledger.
+    tail = Path(_host(), hashlib.sha256(os.fsencode(Path(socket).absolute())).hexdigest()[:12])
     bases = [base for base in (_state_home(), _spare_base()) if base is not None]
     for base in bases:
         if _is_ours(base) and (base / tail).is_dir():

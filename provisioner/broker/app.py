@@ -7,9 +7,9 @@ Started with `detach`, the broker is a fresh process in a session of its own, wi
 """
 
 import asyncio
-import fcntl
 import json
 import logging
+import math
 import os
 import resource
 import subprocess
@@ -24,14 +24,16 @@ from provisioner.broker.backend import BackendError, open_backend
 from provisioner.broker.ledger_move import move_ledger
 from provisioner.broker.logs import set_up_logging
 from provisioner.broker.oom_protection import protect_this_process
-from provisioner.broker.restarting import NOT_INHERITED, BrokerOptions, remove_restart_files, write_restart_files
+from provisioner.broker.own_files import BrokerLock, make_socket_folder
+from provisioner.broker.restarting import NOT_INHERITED, BrokerOptions, RestartFiles
 from provisioner.broker.run import Run, device_specs, is_service_socket
 from provisioner.broker.sharing import without_share
+from provisioner.broker_process import claim_address, claim_holder
 from provisioner.client import BrokerClient
 from provisioner.config import ConfigError, load
-from provisioner.discovery import check_folder, socket_path
+from provisioner.discovery import socket_path
 from provisioner.gpu.interface import GPUError
-from provisioner.host.claims import DeviceClaim, DeviceClaimedError
+from provisioner.host.claims import DeviceClaim, DeviceClaimedError, NameClaim
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError, LedgerInUseError
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
@@ -58,10 +60,7 @@ def run_broker(options: BrokerOptions) -> int:
         simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
     )
     try:
-        # A system service is everybody's; what else is in its folder is private by itself.
-        mode = 0o755 if is_service_socket(socket) else 0o700
-        Path(socket).parent.mkdir(mode=mode, parents=True, exist_ok=True)
-        check_folder(socket)  # before anything is written there: logs, locks and what starts the next broker
+        make_socket_folder(socket)  # before anything is written there: logs, locks and what starts the next broker
         if options.detach:
             return _detach(replace(options, detach=False), socket)
     except FractionalGPUError as error:
@@ -130,13 +129,14 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
     """Return "" after an orderly end, else the sentence that says why there is no broker."""
     with ExitStack() as stack:
         try:
-            lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            stack.callback(os.close, lock)
+            lock = BrokerLock(socket)
+            stack.callback(lock.close)
             if options.stand_by:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            said = _take_turn(lock, socket, ready)
-            if said is not None:
-                return said
+                lock.take(wait=True)
+            turn = _take_turn(lock, socket, ready, patience_s=math.inf if options.stand_by else _OTHER_PATIENCE_S)
+            if isinstance(turn, str):
+                return turn
+            claims: list[NameClaim] = [] if turn is None else [stack.enter_context(turn)]
             _allow_many_files()
             settings = load(options.config_file, _overrides(options))
             set_up_logging(settings.log_level, socket, to_file=ready is not None)
@@ -145,10 +145,11 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             patient = ready is None and is_service_socket(socket)
             backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient))
             specs = device_specs(settings, backend)
-            claims = [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
+            claims += [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
             folder = make_state_folder(socket, settings.state_dir)
             ledger = _opened(folder / ledger_name(simulated=backend.simulated), old_folder(socket))
-            write_restart_files(replace(options, state_dir=str(folder)), socket)
+            restart = RestartFiles(replace(options, state_dir=str(folder)), socket)
+            restart.write()
             run = Run(
                 settings=settings,
                 backend=backend,
@@ -157,11 +158,13 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 ledger=ledger,
                 socket=socket,
                 ready=ready,
+                lock=lock,
+                restart=restart,
             )
             leases_live = asyncio.run(run.main())
             if not leases_live:
                 backend.remove_if_unused()
-                remove_restart_files(socket)
+                restart.remove()
         except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
             return str(error)
         except OSError as error:
@@ -222,28 +225,43 @@ def _named_settings(text: str) -> dict[str, object]:
     return settings
 
 
-def _take_turn(lock: int, socket: str, ready: TextIO | None) -> str | None:
-    """Return None when it is ours to serve, "" when another broker serves (the starter is told), else why nobody does.
+def _take_turn(lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float) -> NameClaim | str | None:
+    """Return the claim of the socket's name when it is ours to serve, "" when another broker serves (the starter is told).
 
-    Whoever holds the lock is about to serve, serves, or is stopping: then it is ours after all.
+    None: it is ours to serve, but another user's process holds the claim. Else return why no broker serves.
+    Whoever holds the lock, or the claim, is about to serve, serves, or is stopping: then it is ours after all. A broker that has the
+    claim and not the lock has lost its files: it puts them back, and needs the lock for that.
     """
-    deadline = time.monotonic() + _OTHER_PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass
-        else:
-            return None
+        if lock.take():
+            claim = NameClaim.take(claim_address(socket))
+            if isinstance(claim, NameClaim):
+                return claim
+            pid, uid = claim
+            if uid not in (None, 0, os.geteuid()):
+                log.warning(
+                    "the name of %s is claimed by process %s of user id %s, which is no broker of ours",
+                    socket,
+                    pid,
+                    uid,
+                )
+                return None
+            lock.give_up()
         try:
             with closing(BrokerClient(socket, timeout_s=5)) as client:
                 pong = client.ping()
         except BrokerUnavailableError as error:
             if time.monotonic() > deadline:
-                return f"another broker holds {socket}.lock but does not answer: {error}"
+                holder = claim_holder(socket)
+                who = "another broker" if holder is None else f"another broker, process {holder},"
+                return f"{who} holds {socket}.lock but does not answer: {error}; `jupyter gpu broker --restart` ends it and starts another"
             time.sleep(_RETRY_S)
             continue
         if ready is None:
+            if patience_s == math.inf:
+                time.sleep(_LETTING_GO_S)
+                continue
             return f"a broker (process {pong.pid}) serves on {socket} already; stop that one first, or choose another --socket"
         ready.write("ready")
         return ""

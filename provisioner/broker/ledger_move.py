@@ -39,7 +39,7 @@ def move_ledger(source: Path, target: Path) -> bool:
     `source` with `.moved` appended, has the whole ledger.
     """
     beside = source.with_name(source.name + _MOVED)
-    if not (os.path.lexists(source) or os.path.lexists(beside) or _companions(source)):
+    if not (opening.exists(source) or os.path.lexists(beside) or _companions(source)):
         _refuse_lone_log(source)
         return False
     if target.parent.exists() and source.parent.samefile(target.parent):
@@ -53,6 +53,9 @@ def move_ledger(source: Path, target: Path) -> bool:
 
 
 def _move(source: Path, beside: Path, target: Path) -> bool:
+    for path in (source, target):
+        if os.path.lexists(path.with_name(path.name + opening.WHOLE)):
+            opening.take_name(path)
     if os.path.lexists(target):
         beside.unlink(missing_ok=True)  # a move that was killed at its last step
         if not os.path.lexists(source) or not _choose(source, target):

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from tornado.ioloop import IOLoop
 
-from provisioner.host.claims import DeviceClaim
+from provisioner.host.claims import NameClaim
 
 __all__ = ["PatientListener", "keep_drained"]
 
@@ -53,7 +53,7 @@ class PatientListener(socket.socket):
         super().close()
 
 
-def keep_drained(claim: DeviceClaim) -> None:
+def keep_drained(claim: NameClaim) -> None:
     """Forget whoever asks who holds the device, for as long as the running loop lives; the claim must be held until then."""
     loop = asyncio.get_running_loop()
 

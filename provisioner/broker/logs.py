@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Final
 
-__all__ = ["RepeatFilter", "set_up_logging"]
+__all__ = ["RepeatFilter", "reopen_logs", "set_up_logging"]
 
 _AT_ONCE: Final = 3  # equal lines that are written one by one
 _PERIOD_S: Final = 60.0  # equal ones after that: one line for each such period
@@ -64,6 +64,19 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
         os.fchmod(descriptor, 0o600)
         return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
+    def reopen_if_gone(self) -> bool:
+        """Go on in a new file if this one was deleted; return whether it was. Raises OSError."""
+        if os.path.lexists(self.baseFilename):
+            return False
+        self.acquire()
+        try:
+            stream, self.stream = self.stream, self._open()
+            if stream is not None:
+                stream.close()
+        finally:
+            self.release()
+        return True
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line."""
         before = self._lost
@@ -100,3 +113,10 @@ def set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
     root.addHandler(handler)
     root.setLevel(level)
     logging.getLogger("tornado").setLevel(logging.WARNING)
+
+
+def reopen_logs() -> bool:
+    """Go on in new files where those of the log were deleted; return whether one was. Raises OSError."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, _PrivateLog)]
+    back = [handler.reopen_if_gone() for handler in handlers]
+    return any(back)

@@ -8,7 +8,6 @@
 """
 
 import asyncio
-import fcntl
 import json
 import os
 from collections.abc import Iterable
@@ -22,9 +21,11 @@ from provisioner.broker.kernels import Kernel
 from provisioner.broker.lease_files import lease_folder
 from provisioner.broker.lost_leases import living_records
 from provisioner.broker.lost_processes import Carrier, carriers
+from provisioner.broker.own_files import BrokerLock, make_socket_folder
 from provisioner.broker.recovery import kernel_of
 from provisioner.broker.restarting import BrokerOptions
 from provisioner.broker.swaps import Swaps, SwapTimes
+from provisioner.broker_process import claim_address, claim_holder
 from provisioner.config import Settings, load
 from provisioner.core.effects import Resume
 from provisioner.core.events import ResumeOutcome
@@ -33,8 +34,9 @@ from provisioner.core.units import format_memory
 from provisioner.discovery import restart_command, socket_path
 from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
-from provisioner.host.claims import DeviceClaim
+from provisioner.host.claims import DeviceClaim, NameClaim
 from provisioner.host.process import ProcessIdentity
+from provisioner.ledger import opening
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import ConflictError
@@ -88,7 +90,7 @@ def rescue(options: BrokerOptions) -> Rescue:
     socket = options.socket or socket_path()
     options = _as_told_last(replace(options, socket=socket))
     with ExitStack() as stack:
-        stack.callback(os.close, _take_place(socket))
+        _take_place(socket, stack)
         settings = load(options.config_file, {"state_dir": options.state_dir} if options.state_dir else {})
         simulate = options.simulate
         if simulate is None and simulated_folder(socket).exists():
@@ -124,21 +126,27 @@ def _as_told_last(options: BrokerOptions) -> BrokerOptions:
     )
 
 
-def _take_place(socket: str) -> int:
-    """Hold the lock that a broker on this socket holds while it serves; return its descriptor."""
-    lock = os.open(f"{socket}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConflictError(
-            f"a broker serves on {socket}: use `jupyter gpu resume --all`; if it does not work any more, end it first"
-        ) from None
-    return lock
+def _take_place(socket: str, stack: ExitStack) -> None:
+    """Hold what a broker on this socket holds while it serves, until the stack ends. Raises ConflictError if one does."""
+    make_socket_folder(socket)
+    lock = BrokerLock(socket)
+    stack.callback(lock.close)
+    claim = NameClaim.take(claim_address(socket)) if lock.take() else None
+    if isinstance(claim, NameClaim):
+        stack.enter_context(claim)
+        return
+    if claim is not None and claim[1] not in (None, 0, os.geteuid()):
+        return  # another user's process has the name, and is no broker of ours
+    holder = claim_holder(socket)
+    process = "" if holder is None else f" (process {holder})"
+    raise ConflictError(
+        f"a broker serves on {socket}{process}: use `jupyter gpu resume --all`; if it does not work any more, end it first, "
+        "with `jupyter gpu broker --stop`"
+    )
 
 
 def _opened(path: Path) -> tuple[Ledger | None, str]:
-    if not path.exists():
+    if not opening.exists(path):
         return None, f"there is no ledger at {path}"
     try:
         return Ledger.open(path), ""

@@ -15,7 +15,7 @@ from provisioner.files import replace_file
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.state_folder import make_state_folder
 
-__all__ = ["NOT_INHERITED", "BrokerOptions", "remove_restart_files", "write_restart_files"]
+__all__ = ["NOT_INHERITED", "BrokerOptions", "RestartFiles"]
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +49,49 @@ class BrokerOptions:
     stand_by: bool = False  # where another broker serves, wait until it ends, and serve then
 
 
-def write_restart_files(options: BrokerOptions, socket: str) -> None:
-    """Write how to start this broker again. Raises OSError where it cannot be written beside the socket."""
+class RestartFiles:
+    """`broker.json` in both places. It is made when the broker starts, with its options as they were given and found."""
+
+    def __init__(self, options: BrokerOptions, socket: str) -> None:
+        self._socket = socket
+        self._beside, self._spare = restart_file(socket), spare_restart_file(socket)
+        self._text = json.dumps(_content(options, socket)).encode()
+        self._spare_failed = ""
+
+    def write(self) -> None:
+        """Write both, in place of an earlier broker's. Raises OSError where it cannot be written beside the socket."""
+        replace_file(self._beside, self._text)
+        self._write_spare()
+
+    def put_back(self) -> bool:
+        """Write what is not there; return whether that was anything. Raises OSError."""
+        gone = not os.path.lexists(self._beside)
+        if gone:
+            replace_file(self._beside, self._text)
+        return (not os.path.lexists(self._spare) and self._write_spare()) or gone
+
+    def _write_spare(self) -> bool:
+        try:
+            make_state_folder(self._socket)
+            replace_file(self._spare, self._text)
+        except (OSError, BrokerUnavailableError) as error:
+            if str(error) != self._spare_failed:
+                log.warning("how to start this broker again is written beside its socket only: %s", error)
+            self._spare_failed = str(error)
+            return False
+        return True
+
+    def remove(self) -> None:
+        """Leave nothing to be started again: no lease is left."""
+        for path in (self._beside, self._spare):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _content(options: BrokerOptions, socket: str) -> dict[str, object]:
     # Whoever starts it again wants to know at once that a broker serves.
     argument = {name: value for name, value in asdict(replace(options, stand_by=False)).items() if value is not None}
-    content = {
+    return {
         "argv": [
             sys.executable,
             "-P",
@@ -68,17 +106,3 @@ def write_restart_files(options: BrokerOptions, socket: str) -> None:
             if name.startswith(_RESTART_ENVIRONMENT) and name not in NOT_INHERITED
         },
     }
-    text = json.dumps(content).encode()
-    replace_file(restart_file(socket), text)
-    try:
-        make_state_folder(socket)
-        replace_file(spare_restart_file(socket), text)
-    except (OSError, BrokerUnavailableError) as error:
-        log.warning("how to start this broker again is written beside its socket only: %s", error)
-
-
-def remove_restart_files(socket: str) -> None:
-    """Leave nothing to be started again: no lease is left."""
-    for path in (restart_file(socket), spare_restart_file(socket)):
-        with suppress(OSError):
-            path.unlink()

@@ -23,8 +23,10 @@ from provisioner.broker.listener import PatientListener, keep_drained
 from provisioner.broker.lost_leases import LostLeases
 from provisioner.broker.metrics_api import listen
 from provisioner.broker.oom_protection import OomProtection
+from provisioner.broker.own_files import BrokerLock, OwnFiles
 from provisioner.broker.pressure import HostBudget
 from provisioner.broker.recovery import recover
+from provisioner.broker.restarting import RestartFiles
 from provisioner.broker.screening import Screen
 from provisioner.broker.seat_api import SEAT_ROUTES
 from provisioner.broker.service import Service
@@ -40,7 +42,7 @@ from provisioner.core.model import DeviceSpec
 from provisioner.core.units import format_memory
 from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
-from provisioner.host.claims import DeviceClaim
+from provisioner.host.claims import NameClaim
 from provisioner.ledger.ledger import Ledger
 from provisioner.protocol.errors import BrokerUnavailableError
 
@@ -85,10 +87,12 @@ class Run:
         settings: Settings,
         backend: Backend,
         specs: tuple[DeviceSpec, ...],
-        claims: list[DeviceClaim],
+        claims: list[NameClaim],
         ledger: Ledger,
         socket: str,
         ready: TextIO | None,
+        lock: BrokerLock,
+        restart: RestartFiles,
     ) -> None:
         self._settings = settings
         self._backend = backend
@@ -100,6 +104,8 @@ class Run:
         self._ledger = ledger
         self._socket = socket
         self._ready = ready
+        self._lock = lock
+        self._restart = restart
         self._stop = asyncio.Event()
 
     async def main(self) -> bool:
@@ -134,11 +140,15 @@ class Run:
         service.seats.recover(self._ledger)
         await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)
-        server.add_socket(self._bind())
+        files = OwnFiles(
+            socket=self._socket, lock=self._lock, restart=self._restart, broker=broker, server=server, bind=self._bind
+        )
+        files.serve()
         by_tcp = self._settings.metrics_address and listen(broker.metrics.registry, self._settings.metrics_address)
         self._say_ready()
         works = (
             watcher.run(),
+            files.run(),
             broker.counters.run(),
             driver.run(broker, swaps),
             OomProtection(broker, self._ledger.path.with_suffix(".oom.json")).run(),
@@ -162,7 +172,7 @@ class Run:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._remove_socket()
+            files.remove_socket()
             await server.close_all_connections()
             leases_live = bool(broker.kernels or service.seats.live())
             keep_learnt(arbiter, broker.contexts.sizes, broker.writer)
@@ -214,9 +224,6 @@ class Run:
             raise BrokerUnavailableError(
                 f"{self._socket} is there and is not a socket; move it away, or choose another place with --socket"
             ) from error
-
-    def _remove_socket(self) -> None:
-        Path(self._socket).unlink(missing_ok=True)
 
     def _say_ready(self) -> None:
         log.info("serving on %s", self._socket)

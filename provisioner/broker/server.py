@@ -121,6 +121,13 @@ class Server(HTTPServer):
         self._open[stream] = (uid, admin)
         super().handle_stream(stream, address)
 
+    def replace_listener(self, old: socket.socket, new: socket.socket) -> None:
+        """Listen on another socket from now on. Connections that were accepted on the old one live on."""
+        self.add_socket(new)
+        descriptor = old.fileno()
+        self._handlers.pop(descriptor)()
+        self._sockets.pop(descriptor).close()
+
     def connections(self) -> tuple[int, int]:
         """Return how many connections users have, and how many administrators."""
         return self._of_users, len(self._open) - self._of_users

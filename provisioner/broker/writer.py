@@ -65,6 +65,10 @@ class LedgerWriter:
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
+    async def put_back(self) -> None:
+        """Write the ledger anew where its files were deleted. Raises LedgerError. Cancellation does not stop it."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.put_back)
+
     async def close(self) -> None:
         """Write what is pending and close the ledger."""
         if self._again is not None:

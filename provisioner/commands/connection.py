@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from provisioner.broker_process import ANSWER_S
+from provisioner.broker_process import ANSWER_S, claim_holder
 from provisioner.client import BrokerClient
 from provisioner.commands.failure import CommandError
 from provisioner.discovery import ensure_broker, has_restart_file, socket_path
@@ -37,7 +37,8 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
         if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
             raise
         # A broker that ends with no lease left takes this file with it; kernels that live on need one, whatever was removed.
-        return ensure_broker(path, token=client.token) if has_restart_file(path) or kernels_of(path) else None
+        needed = has_restart_file(path) or claim_holder(path) is not None or kernels_of(path)
+        return ensure_broker(path, token=client.token) if needed else None
     return client
 
 

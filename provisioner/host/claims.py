@@ -20,7 +20,7 @@ from typing import Final, Self
 
 from provisioner.host.peers import peer_credentials
 
-__all__ = ["DeviceClaim", "DeviceClaimedError"]
+__all__ = ["DeviceClaim", "DeviceClaimedError", "NameClaim"]
 
 _PREFIX: Final = "\0jupyter-gpu-device-"
 _MAX_NAME_BYTES: Final = 107  # sun_path without room for a terminating zero
@@ -41,30 +41,17 @@ class DeviceClaimedError(Exception):
         self.uid = uid
 
 
-class DeviceClaim:
-    """A claim that is held until `close`, or until the process ends. Get one from `DeviceClaim.claim`."""
+class NameClaim:
+    """A claim of an abstract address that is held until `close`, or until the process ends. Get one from `NameClaim.take`."""
 
-    def __init__(self, device_id: str, listener: socket.socket) -> None:
-        self.device_id = device_id
+    def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
 
     @classmethod
-    def claim(cls, device_id: str) -> Self:
-        """Claim the device for this process.
-
-        Raises DeviceClaimedError when another claim of it is held, ValueError for an id that cannot name a claim.
-        """
-        address = _address(device_id)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise DeviceClaimedError(device_id, *_holder(address)) from None
-        return cls(device_id, listener)
+    def take(cls, address: bytes) -> "NameClaim | tuple[int | None, int | None]":
+        """Claim the address for this process, or return pid and uid of the process that has it, as far as they can be seen."""
+        listener = _listening(address)
+        return _holder(address) if listener is None else NameClaim(listener)
 
     def fileno(self) -> int:
         """Return the listener's descriptor: readable while somebody has asked who holds the device; then call `drain`."""
@@ -95,6 +82,40 @@ class DeviceClaim:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class DeviceClaim(NameClaim):
+    """A claim of a device. Get one from `DeviceClaim.claim`."""
+
+    def __init__(self, device_id: str, listener: socket.socket) -> None:
+        super().__init__(listener)
+        self.device_id = device_id
+
+    @classmethod
+    def claim(cls, device_id: str) -> Self:
+        """Claim the device for this process.
+
+        Raises DeviceClaimedError when another claim of it is held, ValueError for an id that cannot name a claim.
+        """
+        address = _address(device_id)
+        listener = _listening(address)
+        if listener is None:
+            raise DeviceClaimedError(device_id, *_holder(address))
+        return cls(device_id, listener)
+
+
+def _listening(address: bytes) -> socket.socket | None:
+    """Return a socket that listens at the address; None if another one does. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return listener
 
 
 def _address(device_id: str) -> bytes:

@@ -11,10 +11,11 @@
 import json
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from os import PathLike, close
+from os import PathLike, close, lstat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -96,6 +97,8 @@ SELECT ended_ms - created_ms AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 """
 _DAY_MS = 86_400_000
+_LOCK = ".lock"
+_FILES = ("", "-wal", "-shm", _LOCK)
 
 
 class Ledger:
@@ -106,6 +109,7 @@ class Ledger:
         self._connection: sqlite3.Connection | None = connection
         self._lock_descriptor = lock
         self._mutex = threading.RLock()
+        self._files = self._found()
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
@@ -122,6 +126,64 @@ class Ledger:
             close(lock)
             raise
         return cls(path, connection, lock)
+
+    def is_in_place(self) -> bool:
+        """Whether the names of the ledger's files still lead to those that are open here. Any thread may ask."""
+        return self._found() == self._files
+
+    def put_back(self) -> None:
+        """Write all that it holds anew where its files were deleted or replaced, and go on there. No write is lost.
+
+        What has its name meanwhile is set aside, and left alone while another process holds it.
+        Raises LedgerError: nothing has changed then, unless `is_open` says that the new file could not be opened.
+        """
+        with self._mutex:
+            connection, path = self._require(), self.path
+            found = self._found()
+            lock = self._lock_descriptor
+            if found[_LOCK] != self._files[_LOCK]:
+                lock = opening.lock(path)
+            try:
+                opening.copy_whole(path, connection)
+                if found[""] not in (None, self._files[""]):
+                    path.rename(path.with_name(f"{path.name}.found-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"))
+            except (sqlite3.Error, OSError) as error:
+                if lock != self._lock_descriptor:
+                    close(lock)
+                raise opening.say(
+                    path,
+                    f"was deleted and cannot be written anew: {error}",
+                    "check its folder and the room on its disk",
+                ) from error
+            if lock != self._lock_descriptor:
+                close(self._lock_descriptor)
+                self._lock_descriptor = lock
+            self._connection = None
+            # The last connection to a file deletes what has the name of its log when it is closed: before there is a new one.
+            connection.close()
+            try:
+                opening.take_name(path)
+            except OSError as error:
+                raise opening.say(path, f"cannot take its name: {error.strerror}", "start the broker again") from error
+            self._connection = opening.reconnect(path)
+            self._files = self._found()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be used."""
+        return self._connection is not None
+
+    def _found(self) -> dict[str, tuple[int, int] | None]:
+        """Return what the names of the ledger's files lead to: device and inode."""
+        found: dict[str, tuple[int, int] | None] = {}
+        for suffix in _FILES:
+            try:
+                status = lstat(self.path.with_name(self.path.name + suffix))
+            except OSError:
+                found[suffix] = None
+            else:
+                found[suffix] = (status.st_dev, status.st_ino)
+        return found
 
     def close(self) -> None:
         """Close the file and let the next broker in. A second call does nothing."""

@@ -4,6 +4,8 @@
   bytes is an error too, because we never leave one behind: a new ledger is built under another name and moved into
   place when it is whole.
 - A write-ahead log without its database is an error: somebody took the database away, and an empty one would hide that.
+- A ledger whose files were deleted under a running broker is written anew, in full, to `<file>.whole`, which then takes the name.
+  Where `.whole` is there, it is the ledger, and what has the name is older: a broker was killed in between.
 - One broker at a time: an advisory lock on `<file>.lock`, kept until `close`. It goes when the process dies.
 - The file holds Jupyter's signing keys: it is ours alone (0600), in a folder that nobody else can write.
 """
@@ -20,8 +22,21 @@ from pathlib import Path
 from provisioner.ledger import schema
 from provisioner.ledger.records import LedgerError, LedgerInUseError
 
-__all__ = ["connect", "count_live", "fold", "lock", "say", "set_aside_command"]
+__all__ = [
+    "WHOLE",
+    "connect",
+    "copy_whole",
+    "count_live",
+    "exists",
+    "fold",
+    "lock",
+    "reconnect",
+    "say",
+    "set_aside_command",
+    "take_name",
+]
 
+WHOLE = ".whole"  # after the ledger's name: all of it, written anew, which only has to take the name
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
 _BUSY_S = 5.0  # somebody looks into the file with another tool
@@ -79,6 +94,8 @@ def lock(path: Path) -> int:
 def connect(path: Path) -> sqlite3.Connection:
     """Open a sound ledger, or make a new one where there is none. The lock must be held. Raises LedgerError."""
     try:
+        if os.path.lexists(path.with_name(path.name + WHOLE)):
+            take_name(path)
         found = os.lstat(path)
     except FileNotFoundError:
         _create(path)
@@ -96,6 +113,54 @@ def connect(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         connection.close()
         raise say(path, f"cannot be read: {error}") from error
+    return connection
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a ledger, whatever its state."""
+    return any(os.path.lexists(path.with_name(path.name + suffix)) for suffix in ("", WHOLE))
+
+
+def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
+    """Write all that the open ledger holds to `<file>.whole`, and return when it is on the disk. The lock must be held.
+
+    Its own files may be deleted. Raises sqlite3.Error or OSError, and then there is no `.whole`.
+    """
+    unfinished = path.with_name(f".{path.name}.new")
+    for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
+        leftover.unlink(missing_ok=True)
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        connection.execute("VACUUM INTO ?", (str(unfinished),))
+        os.fsync(descriptor)
+        unfinished.rename(path.with_name(path.name + WHOLE))
+        _sync(path.parent)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def take_name(path: Path) -> None:
+    """Give `<file>.whole` the ledger's name. The lock must be held, and no connection open. Raises OSError."""
+    for suffix in ("-wal", "-shm"):  # of an older file: SQLite would take them for those of the new one
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    path.with_name(path.name + WHOLE).rename(path)
+    _sync(path.parent)
+
+
+def reconnect(path: Path) -> sqlite3.Connection:
+    """Open a ledger that this process has just written. The lock must be held. Raises LedgerError."""
+    connection = _connect(path)
+    try:
+        _prepare(path, connection)
+    except sqlite3.Error as error:
+        connection.close()
+        raise say(path, f"cannot be read: {error}") from error
+    except LedgerError:
+        connection.close()
+        raise
     return connection
 
 
@@ -248,14 +313,19 @@ def _create(path: Path) -> None:
             connection.execute("PRAGMA synchronous = FULL")
             schema.migrate(connection)
         unfinished.rename(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(path.parent)
     except OSError as error:
         raise say(
             path, f"cannot be created: {error.strerror}", "check the folder's owner and mode and the room on its disk"
         ) from error
     except sqlite3.Error as error:
         raise say(path, f"cannot be created: {error}", "check the room on its disk") from error
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in the folder to the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

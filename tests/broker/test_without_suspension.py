@@ -12,6 +12,8 @@ import pytest
 
 from provisioner.broker import driver_start
 from provisioner.broker.backend import Backend
+from provisioner.broker.own_files import BrokerLock
+from provisioner.broker.restarting import BrokerOptions, RestartFiles
 from provisioner.broker.run import Run, device_specs
 from provisioner.client import BrokerClient
 from provisioner.commands.doctor_broker import check_broker
@@ -52,6 +54,8 @@ async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[Bro
         ledger=Ledger.open(folder / "ledger.sqlite"),
         socket=str(folder / "broker.sock"),
         ready=ready,
+        lock=BrokerLock(str(folder / "broker.sock")),
+        restart=RestartFiles(BrokerOptions(), str(folder / "broker.sock")),
     )
     serving = asyncio.create_task(run.main())
     serving.add_done_callback(lambda _: ready.close())  # one that fails at its start says nothing

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker.restarting import BrokerOptions, write_restart_files
+from provisioner.broker.restarting import BrokerOptions, RestartFiles
 from provisioner.files import replace_file
 from provisioner.kept import KeptRecord, kept_records
 from provisioner.seat import Seat, read_seat, write_seat
@@ -179,7 +179,7 @@ def write_one_seat(path: Path) -> None:
 
 
 def write_one_restart_file(path: Path) -> None:
-    write_restart_files(BrokerOptions(), str(path.with_name("broker.sock")))
+    RestartFiles(BrokerOptions(), str(path.with_name("broker.sock"))).write()
 
 
 @pytest.mark.parametrize(("name", "write"), [("seat.json", write_one_seat), ("broker.json", write_one_restart_file)])

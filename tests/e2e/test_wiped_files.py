@@ -1,0 +1,198 @@
+"""The files that lead to a running broker are deleted, one at a time and all at once: it puts them back, and no byte is lost."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from provisioner.broker_process import claim_holder
+from provisioner.protocol.errors import BrokerUnavailableError
+from tests.support.stories import CHECK, fill
+from tests.support.world import Notebook, Server, World, until
+
+
+def suspended(world: World, server: Server, seed: int) -> Notebook:
+    """A kernel whose bytes are in host memory."""
+    (name,) = world.install(750)
+    notebook = server.start(name)
+    notebook.must(fill(seed, 16))
+    suspend(world, notebook)
+    return notebook
+
+
+def suspend(world: World, notebook: Notebook) -> None:
+    with world.client() as client:
+        client.suspend(world.lease(notebook.kernel_id).lease_id)
+
+
+def pid_of(world: World) -> int:
+    pid = claim_holder(world.socket)
+    assert pid is not None
+    return pid
+
+
+def run(world: World) -> Path:
+    return Path(world.socket).parent
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        gone = path.with_name(f"{path.name}.gone")  # the broker puts things back while a large folder is being emptied
+        path.rename(gone)
+        shutil.rmtree(gone)
+    else:
+        path.unlink()
+
+
+def is_back(world: World, paths: dict[Path, int]) -> bool:
+    """Whether all of them are there, with their modes, and a broker answers."""
+    with suppress(FileNotFoundError, BrokerUnavailableError):
+        modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in paths}
+        return modes == paths and world.broker_pid() is not None
+    return False
+
+
+NAMES: dict[str, Callable[[World], list[Path]]] = {
+    "socket": lambda world: [Path(world.socket)],
+    "lock": lambda world: [Path(f"{world.socket}.lock")],
+    "broker.json": lambda world: [run(world) / "broker.json", world.state / "broker.json"],
+    "token": lambda world: sorted(world.folder.rglob("*.token")),
+    "ledger": lambda world: [world.ledger],
+    "write-ahead log": lambda world: [world.ledger.with_name(f"{world.ledger.name}-wal")],
+    "shared memory": lambda world: [world.ledger.with_name(f"{world.ledger.name}-shm")],
+    "ledger's lock": lambda world: [world.ledger.with_name(f"{world.ledger.name}.lock")],
+    "runtime folder": lambda world: [run(world)],
+    "state folder": lambda world: [world.folder / "state"],
+    "everything": lambda world: [run(world), world.folder / "state"],
+}
+
+
+def test_what_was_deleted_comes_back_and_every_byte_is_there(world: World, server: Server) -> None:
+    first, second = suspended(world, server, 1), suspended(world, server, 2)
+    for what, paths in NAMES.items():
+        delete_and_look(world, what, paths(world), first, second)
+
+
+def delete_and_look(world: World, what: str, paths: list[Path], first: Notebook, second: Notebook) -> None:
+    broker = pid_of(world)
+    kept = [
+        Path(world.socket),
+        Path(f"{world.socket}.lock"),
+        run(world) / "broker.json",
+        world.state / "broker.json",
+        world.ledger,
+        *(world.ledger.with_name(f"{world.ledger.name}{suffix}") for suffix in ("-wal", "-shm", ".lock")),
+        *sorted(world.folder.rglob("*.token")),
+    ]
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in kept}
+    tokens = {path: path.read_bytes() for path in kept if path.suffix == ".token"}
+    assert (len(tokens), len(paths) > 0) == (2, True)
+    for path in paths:
+        remove(path)
+
+    assert second.must(CHECK).text == "intact\n", f"{what}: the cell waits for no more than the broker's return"
+    assert pid_of(world) == broker, f"{what}: it is the same broker"
+    until(lambda: is_back(world, modes) or None, f"{what}: all files are back, as they were")
+    assert {path: path.read_bytes() for path in tokens} == tokens
+    suspend(world, second)
+
+    world.kill_broker()  # what was put back is whole
+    assert first.must(CHECK).text == "intact\n", what
+    states = {lease.kernel_id: lease.state for lease in world.status().leases}
+    assert states == {first.kernel_id: "resident", second.kernel_id: "suspended"}, what
+    suspend(world, first)
+
+
+def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Server) -> None:
+    """Stopped, it cannot put them back: whoever looks is told its process, and what to do."""
+    notebook = suspended(world, server, 1)
+    broker = pid_of(world)
+    os.kill(broker, signal.SIGSTOP)
+    try:
+        shutil.rmtree(run(world))
+        done = command(world, "rescue")
+        assert done.returncode == 1
+        assert f"a broker serves on {world.socket} (process {broker})" in done.stderr
+        assert "jupyter gpu broker --stop" in done.stderr
+        assert "Errno" not in done.stderr
+    finally:
+        os.kill(broker, signal.SIGCONT)
+    done = command(world, "status", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["pid"] == broker, "it waited for the socket's return"
+    assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_a_broker_that_stays_away_is_named(world: World) -> None:
+    world.start_broker()
+    broker = pid_of(world)
+    os.kill(broker, signal.SIGSTOP)
+    try:
+        Path(world.socket).unlink()
+        code = (
+            "from provisioner.discovery import ensure_broker\n"
+            "from provisioner.protocol.errors import BrokerUnavailableError\n"
+            "try:\n    ensure_broker(timeout_s=0.5)\nexcept BrokerUnavailableError as error:\n    print(error)\n"
+        )
+        said = subprocess.run(
+            [sys.executable, "-c", code], env=world.environment, capture_output=True, text=True, check=True
+        )
+        assert f"(process {broker})" in said.stdout
+        assert "jupyter gpu broker --restart" in said.stdout
+    finally:
+        os.kill(broker, signal.SIGCONT)
+    until(world.broker_pid, "the socket is back")
+
+
+def command(world: World, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "provisioner.commands.main", *arguments],
+        env=world.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("what", ["another's folder", "a folder open to all", "a link"])
+def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: str) -> None:
+    world.start_broker()
+    broker = pid_of(world)
+    os.kill(broker, signal.SIGSTOP)
+    place = run(world)
+    log = (place / "broker.log").open(encoding="utf-8")  # deleted with the folder, and written on
+    shutil.rmtree(place)
+    elsewhere = world.folder / "theirs"
+    elsewhere.mkdir(mode=0o777)
+    os.chown(elsewhere, 65534, 65534)
+    if what == "a link":
+        place.symlink_to(elsewhere)
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+        if what == "another's folder":
+            os.chown(place, 65534, 65534)
+    os.kill(broker, signal.SIGCONT)
+    until(lambda: "cannot be put back" in log.read() or None, "the broker refuses the folder")
+    assert list(place.iterdir()) == []
+    assert list(elsewhere.iterdir()) == []
+    assert pid_of(world) == broker
+    remove_place(place)
+    until(world.broker_pid, "the broker is back in a folder of its own")
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    log.close()
+
+
+def remove_place(place: Path) -> None:
+    if place.is_symlink():
+        place.unlink()
+    else:
+        place.rmdir()

@@ -1,0 +1,150 @@
+"""A ledger whose files are deleted while it is open is written anew with all that it holds, and no write is lost."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from provisioner.ledger import LeaseRecord, Ledger, LedgerError, opening
+from provisioner.ledger.records import LedgerInUseError
+
+_FILES = ["", "-wal", "-shm", ".lock"]
+
+
+@pytest.fixture
+def kept(ledger: Ledger, make_lease: Callable[..., LeaseRecord]) -> Ledger:
+    ledger.save_lease(make_lease("a"))
+    ledger.record("a", 1, "test", "one")
+    assert ledger.is_in_place()
+    return ledger
+
+
+def named(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def sentences(ledger: Ledger) -> list[str]:
+    return [line.sentence for line in ledger.story("a")]
+
+
+@pytest.mark.parametrize("gone", [[""], ["-wal"], ["-shm"], [".lock"], ["", "-wal"], _FILES])
+def test_what_was_deleted_is_written_anew_with_what_came_meanwhile(kept: Ledger, path: Path, gone: list[str]) -> None:
+    for suffix in gone:
+        named(path, suffix).unlink()
+    assert not kept.is_in_place()
+    kept.record("a", 2, "test", "meanwhile")
+    kept.put_back()
+    assert kept.is_in_place()
+    kept.record("a", 3, "test", "after")
+    assert {named(path, suffix).stat().st_mode & 0o777 for suffix in _FILES} == {0o600}
+    with pytest.raises(LedgerInUseError):
+        Ledger.open(path)
+    kept.close()
+    with Ledger.open(path) as again:
+        assert sentences(again) == ["one", "meanwhile", "after"]
+        assert [lease.spec.lease_id for lease in again.live_leases()] == ["a"]
+
+
+def test_the_whole_folder_too(kept: Ledger, path: Path) -> None:
+    for suffix in _FILES:
+        named(path, suffix).unlink()
+    path.parent.rmdir()
+    kept.put_back()
+    kept.record("a", 2, "test", "after")
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    kept.close()
+    with Ledger.open(path) as again:
+        assert sentences(again) == ["one", "after"]
+
+
+def test_writers_in_other_threads_lose_nothing(kept: Ledger, path: Path) -> None:
+    written: list[str] = []
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            kept.record("a", number, "test", f"n{number}")
+            written.append(f"n{number}")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(5):
+            for suffix in _FILES:
+                named(path, suffix).unlink()
+            kept.put_back()
+    finally:
+        stop.set()
+        writer.join(60)
+    kept.close()
+    with Ledger.open(path) as again:
+        assert [line.sentence for line in again.story("a", 10**6)] == ["one", *written]
+
+
+def test_without_room_it_stays_open_and_is_put_back_later(
+    kept: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.unlink()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LedgerError, match=r"was deleted and cannot be written anew: .*No space left"):
+            kept.put_back()
+    assert kept.is_open
+    assert sorted(one.name for one in path.parent.iterdir()) == [
+        f"{path.name}{suffix}" for suffix in ("-shm", "-wal", ".lock")
+    ]
+    kept.record("a", 2, "test", "two")
+    kept.put_back()
+    assert sentences(kept) == ["one", "two"]
+
+
+def test_another_brokers_ledger_is_not_touched(kept: Ledger, path: Path) -> None:
+    for suffix in _FILES:
+        named(path, suffix).unlink()
+    with Ledger.open(path) as other:
+        with pytest.raises(LedgerInUseError, match="is in use by pid"):
+            kept.put_back()
+        assert sentences(other) == []
+    assert kept.is_open
+    assert sentences(kept) == ["one"]
+
+
+def test_a_file_that_was_put_in_its_place_is_set_aside(kept: Ledger, path: Path) -> None:
+    path.unlink()
+    path.write_bytes(b"a backup, perhaps")
+    kept.put_back()
+    assert sentences(kept) == ["one"]
+    (found,) = path.parent.glob("*.found-*")
+    assert found.read_bytes() == b"a backup, perhaps"
+
+
+@pytest.mark.parametrize("there", [[], [""], ["", "-wal", "-shm"], ["-wal"]])
+def test_a_broker_that_is_killed_before_the_new_file_has_the_name_leaves_it_to_the_next(
+    kept: Ledger, path: Path, tmp_path: Path, there: list[str]
+) -> None:
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    for suffix in ("", "-wal", "-shm"):
+        os.link(named(path, suffix), aside / f"old{suffix}")  # with "one" only
+    kept.record("a", 2, "test", "two")
+    connection = kept._connection
+    assert connection is not None
+    opening.copy_whole(path, connection)
+    kept.close()
+    for suffix in ("", "-wal", "-shm"):
+        named(path, suffix).unlink(missing_ok=True)
+        if suffix in there:
+            os.link(aside / f"old{suffix}", named(path, suffix))
+    assert opening.exists(path)
+    with Ledger.open(path) as again:
+        assert sentences(again) == ["one", "two"]
+    assert not named(path, opening.WHOLE).exists()
