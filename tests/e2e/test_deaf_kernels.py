@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -26,8 +25,8 @@ for folder, _, files in os.walk(os.environ["JUPYTER_GPU_SIMULATED_DIR"]):
 os.setuid(65534)
 """,
 }
-# The simulated device's memory is files, too: with no descriptor nobody can look at it.
 PATIENCE_S = 55.0  # far beyond what docs/policies.md says, for slow machines; without an end before
+# The simulated device's memory is files, too: with no descriptor nobody can look at it.
 MENDS = "import resource\nmost = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\nresource.setrlimit(resource.RLIMIT_NOFILE, (most, most))\n"
 
 
@@ -41,13 +40,13 @@ def served_s(notebook: Notebook, cell: str) -> float:
 
 @pytest.mark.parametrize("breaks", MUTE.values(), ids=MUTE)
 def test_a_kernel_whose_extension_cannot_answer_steps_aside_when_it_idles(
-    world: World, server: Server, breaks: str, record_property: Callable[[str, object], None]
+    world: World, server: Server, breaks: str
 ) -> None:
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
     first.must(fill(1, 16) + "\n" + breaks)
     waited_s = served_s(second, second.send(fill(2, 16)))
-    record_property("waited_s", round(waited_s, 1))
+    assert waited_s < PATIENCE_S
     assert world.lease(first.kernel_id).suspends == 1
     assert first.must(MENDS + CHECK).text.endswith("intact\n")
     assert second.must(CHECK).text == "intact\n"
