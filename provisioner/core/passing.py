@@ -117,7 +117,12 @@ class Pass:
                 self._queue.rebucket(lease)
 
     def _hint_crossing(self) -> None:
-        """Whoever goes first by virtual time keeps that only until the next one has had less; then somebody else may fit."""
+        """A ticket that goes first by virtual time does so only until the next one has had less; then another one may fit.
+
+        While the swap channel is in use nobody is made to leave, and the pass after the swap looks again.
+        """
+        if not self._changes.channel_free:
+            return
         waiting = [one for one in self._by_share if one[1].bucket is not None]
         for (rank, first), (next_rank, second) in pairwise(waiting):
             at_ms = overtakes_at_ms(self._books, first, second) if rank == next_rank else None
@@ -133,27 +138,57 @@ class Pass:
         for mover in self._books.moving.values():
             for device_id in mover.target_ids:
                 self._keep_for(mover, device_id, kept_mib(mover))
+        if self._nothing_can_begin():
+            buckets = [bucket for bucket in buckets if not self._waits_in_any_order(bucket)]
         return self._turns(buckets)
+
+    def _nothing_can_begin(self) -> bool:
+        """Whether no swap can begin and no room is free, so that it does not matter whose turn it is."""
+        books = self._books
+        if self._changes.channel_free or self._queue.urgent or books.moving or books.yielding:
+            return False
+        return not self._room.any_free(books.devices)
+
+    def _waits_in_any_order(self, bucket: Bucket) -> bool:
+        """Where nothing can begin: visit a bucket whose tickets need room that is not there. Returns whether it is one, and keeps none.
+
+        `_visit` does the same at its turn. With a bucket for each owner (`Key.who`), making the order costs more than all visits.
+        """
+        key, lease = bucket.key, bucket.members[0]
+        if key.owed or key.targets or key.milli or not key.need_mib or lease.lease_id in self._overdue:
+            return False
+        if not key.paused:
+            devices = destinations(self._books, lease)
+            if self._room.has_hope(devices, key.need_mib):
+                bucket.wait, bucket.passes = _MOVED_FIRST, self._books.passes
+        bucket.closed = self._books.passes
+        return True
 
     def _end_patience(self) -> None:
         """Where virtual time decides: tickets that waited for longer than their shares explain are due.
 
         Room is kept for them, too: neighbours that leave and come back one by one would never all have had their turn.
         """
+        now_ms, first_ms = self._books.now_ms, 0
         for bucket in list(self._queue.buckets.values()):
-            if bucket.key.pool not in self._books.pools:
-                continue  # it waits for its pool to be configured again, not for others
-            while bucket.key.fair and not bucket.key.due and bucket.members:
+            key = bucket.key
+            if not key.fair or key.due or key.pool not in self._books.pools:
+                continue  # without its pool it waits for that to be configured again, not for others
+            while bucket.due_ms <= now_ms and bucket.members:
                 lease = min(bucket.members, key=_order)
                 ticket = _ticket(lease)
-                if ticket.due_ms <= self._books.now_ms:
+                if ticket.due_ms <= now_ms:
                     ticket.due_ms = ticket.asked_ms + patience_ms(self._books, lease)
-                if ticket.due_ms > self._books.now_ms:
-                    self._victims.hint(ticket.due_ms)
-                    break
-                ticket.due = True
-                ticket.passed_over = max(ticket.passed_over, self._books.policy(lease).max_passed_over)
-                self._queue.rebucket(lease)
+                if ticket.due_ms > now_ms:
+                    bucket.due_ms = ticket.due_ms
+                else:
+                    ticket.due = True
+                    ticket.passed_over = max(ticket.passed_over, self._books.policy(lease).max_passed_over)
+                    self._queue.rebucket(lease)
+            if bucket.members and not 0 < first_ms <= bucket.due_ms:
+                first_ms = bucket.due_ms
+        if first_ms:
+            self._victims.hint(first_ms)
 
     def _turns(self, buckets: list[Bucket]) -> list[_Turn]:
         self._oldest = {}

@@ -105,12 +105,14 @@ class Queue:
             bucket = self.buckets[key] = Bucket(key)
         ticket.place = (self._share(lease)[1] if key.fair else 0, ticket.order)
         insort(bucket.members, lease, key=_by_place)
+        bucket.due_ms = 0
         lease.bucket = bucket
 
     def _leave(self, lease: Lease) -> None:
         bucket = lease.bucket
         if bucket is not None:
             del bucket.members[bisect_left(bucket.members, _by_place(lease), key=_by_place)]
+            bucket.due_ms = 0
             if not bucket.members:
                 del self.buckets[bucket.key]
             lease.bucket = None

@@ -115,6 +115,7 @@ class Bucket:
     wait: Wait | None = None  # why all of them wait, where the last pass found a reason of its own
     passes: int = 0  # which pass that was
     closed: int = 0  # the last pass that found nothing for whoever was looked at, nor for those behind
+    due_ms: int = 0  # that of its oldest ticket, where that is known; 0: it has other members than before
 
     def __post_init__(self) -> None:
         """Take over what never changes."""
