@@ -2,7 +2,7 @@
 
 `MIGRATIONS[n]` turns schema n-1 into schema n; a new file runs all of them, an old file the ones it lacks. To change
 the tables, add a function, never edit one that has been released. Each runs inside the transaction that raises the
-version.
+version. What earlier programs may overlook is a column in `OVERLOOKED` and needs no new version.
 
 The file says whose it is (`application_id`) and how old its tables are (`user_version`), where SQLite has
 room for that.
@@ -154,18 +154,18 @@ def _version_3(connection: sqlite3.Connection) -> None:
         connection.execute(statement)
 
 
-def _version_4(connection: sqlite3.Connection) -> None:
-    """Leases that outlive their kernels, because processes that those left behind have device memory."""
-    connection.execute("ALTER TABLE leases ADD COLUMN members TEXT NOT NULL DEFAULT '[]'")
-    connection.execute("ALTER TABLE leases ADD COLUMN released INTEGER NOT NULL DEFAULT 0")
-
-
 MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {
     1: _version_1,
     2: _version_2,
     3: _version_3,
-    4: _version_4,
 }
+
+OVERLOOKED: dict[str, dict[str, str]] = {
+    # leases that outlive their kernels, because processes that those left behind have device memory
+    "leases": {"members": "TEXT NOT NULL DEFAULT '[]'", "released": "INTEGER NOT NULL DEFAULT 0"}
+}
+"""Columns by table that were added without a new version: programs that know the newest version only overlook them, so that they open
+the file as well, and a downgrade keeps every kernel. What they write has the default there."""
 
 
 def newest_version() -> int:
@@ -186,6 +186,11 @@ def migrate(connection: sqlite3.Connection) -> None:
         for version in range(read_version(connection) + 1, newest_version() + 1):
             MIGRATIONS[version](connection)
             connection.execute(f"PRAGMA user_version = {version}")
+        for table, columns in OVERLOOKED.items():
+            there = {str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")}
+            for name, kind in columns.items():
+                if name not in there:
+                    connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
         connection.execute("COMMIT")
     finally:
         if connection.in_transaction:

@@ -84,6 +84,19 @@ def test_a_ledger_of_every_schema_is_opened_with_all_that_it_knows(name: str, pa
     assert tables(path) == tables(new), "migrated and new ledgers have the same tables"
 
 
+def test_an_earlier_program_of_the_same_schema_opens_and_writes_what_this_one_wrote(path: Path) -> None:
+    with closing(sqlite3.connect(restored("3", path))) as reader:
+        known = [str(row[1]) for row in reader.execute("PRAGMA table_info(leases)")]
+        row = reader.execute("SELECT * FROM leases WHERE lease_id = 'lease-1'").fetchone()
+    Ledger.open(path).close()
+    with closing(sqlite3.connect(path)) as writer, writer:
+        assert writer.execute("PRAGMA user_version").fetchone() == (3,)
+        insert = f"INSERT INTO leases ({', '.join(known)}) VALUES ({', '.join('?' * len(known))})"  # noqa: S608 - our own names
+        writer.execute(insert, ("lease-9", *row[1:]))
+    with Ledger.open(path) as ledger:
+        assert [(lease.members, lease.released) for lease in ledger.live_leases()] == [((), False)] * 3
+
+
 @pytest.mark.parametrize("name", [name for name in dumps() if int(name[0]) < schema.newest_version()])
 def test_a_migration_that_is_killed_is_made_again_from_the_beginning(name: str, path: Path) -> None:
     restored(name, path)

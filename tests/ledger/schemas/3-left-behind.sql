@@ -1,7 +1,7 @@
--- A ledger as schema 4 was written.
+-- A ledger as schema 3 was written once leases could outlive their kernels.
 PRAGMA application_id = 1785098343;
 PRAGMA auto_vacuum = 2;
-PRAGMA user_version = 4;
+PRAGMA user_version = 3;
 BEGIN TRANSACTION;
 CREATE TABLE counters (name TEXT PRIMARY KEY NOT NULL, value INTEGER NOT NULL);
 INSERT INTO "counters" VALUES('operation',1);
