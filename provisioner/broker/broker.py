@@ -353,9 +353,13 @@ class Broker:
 
     def _limit_mib(self, view: LeaseView) -> int:
         """Return what the kernel may use on each of its devices now: never more than is reserved for it."""
-        pool = self.arbiter.pools().get(view.spec.pool)
-        by_use = pool is not None and pool.reserve_by is ReserveBy.USE
+        by_use = self.reserves_by_use(view.spec.pool)
         return view.reserved_mib if by_use and view.reserved_mib else view.spec.reserve_mib
+
+    def reserves_by_use(self, pool: str) -> bool:
+        """Whether reservations in the pool follow what kernels use."""
+        policy = self.arbiter.pools().get(pool)
+        return policy is not None and policy.reserve_by is ReserveBy.USE
 
     def follow(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
         """Watch the kernel's process and its IOPub. Raises ProcessLookupError if it is gone, ValueError for a bad connection."""

@@ -127,7 +127,7 @@ class Answers:
             case ResumeOutcome.RESTORED:
                 changes.foresight.swapped(RESUME, lease, lease.saved_mib)
                 changes.foresight.served(lease)
-                lease.used_mib = lease.saved_mib  # until it is measured again
+                lease.used_mib, lease.ahead_mib = lease.saved_mib, 0  # until it is measured again
                 books.save_on_host(lease)
                 changes.withdraw(lease)
                 changes.settle_in(lease)

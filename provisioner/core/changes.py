@@ -149,7 +149,8 @@ class Changes:
         self.books.set_gate(lease, closed=False)
         lease.yields_from_ms = 0
         lease.busy = lease.ran = lease.preempted = lease.paused = False
-        lease.home_ids, lease.used_mib, lease.operation_id, lease.expires_ms = (), 0, None, None
+        lease.home_ids, lease.operation_id, lease.expires_ms = (), None, None
+        lease.used_mib = lease.ahead_mib = 0
         lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = lease.aborted_suspends = 0
         lease.why_not = lease.stays = lease.left = ""
         self.press(lease, pressed=False)

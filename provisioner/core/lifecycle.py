@@ -226,7 +226,10 @@ class Lifecycle:
         if lease.state not in (LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDING):
             return False
         need_mib, stayed, used = lease.host_need_mib, lease.staying, lease.used_mib
+        before_mib = lease.used_each_mib
         lease.used_mib, lease.cost_until_ms = used_mib, 0
+        was_measured = lease.state is LeaseState.RESIDENT and before_mib > 0
+        lease.ahead_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
         breaches = self._caps.measured(lease)
         matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
         matters |= self._resizing.measured(lease)

@@ -160,6 +160,7 @@ class Lease:
     saved_each_mib: int = 0  # what must be reserved for that on each of its devices (`Books.save_on_host`)
     host_mib: int = 0  # reserved in host memory for a suspend under way
     used_mib: int = 0
+    ahead_mib: int = 0  # by so much its use grew, on each device, from the last measurement but one to the last
     shrinking: bool = False  # it was asked to give its caches back, and has not answered
     shrunk: bool | None = None  # since it became idle: it gave its caches back, could not, or (None) was not asked
     host_floor_mib: int = 0  # what a suspend found that it would have to save, when that was more than was reserved

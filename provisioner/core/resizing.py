@@ -3,6 +3,10 @@
 Smaller: at once, if what it uses fits. Larger while it is not on a device: at once. Larger while it is: its claim waits in the same line as
 tickets and is served where the lease is; idle neighbours step aside for it, and an idle lease that may move goes where there is
 room. A claim outlives the lease's own suspend, whose end makes it true at once. A newer request replaces it.
+
+Where reservations follow use, they keep ahead of it: beyond the pool's headroom they have room for as much growth as there was between the
+last two measurements, and at most for another headroom. So a kernel that grows steadily, by less than the headroom from one measurement to
+the next, stays within its reservation though one of them is missed.
 """
 
 from dataclasses import replace
@@ -68,11 +72,22 @@ class Resizing:
         )
 
     def _grows(self, lease: Lease, spec: LeaseSpec) -> bool:
-        return self._books.reserve_mib(lease, spec) > lease.held_mib or spec.fraction_milli > lease.spec.fraction_milli
+        return self._target_mib(lease, spec) > lease.held_mib or spec.fraction_milli > lease.spec.fraction_milli
+
+    def _target_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """Return what the lease should hold on each of its devices."""
+        reserve_mib = self._books.reserve_mib(lease, spec)
+        if self._books.policy(lease).reserve_by is ReserveBy.CAP or not lease.ahead_mib:
+            return reserve_mib
+        wanted_mib = lease.used_each_mib + self._books.policy(lease).headroom_mib + self._ahead_mib(lease)
+        return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
+
+    def _ahead_mib(self, lease: Lease) -> int:
+        return min(lease.ahead_mib, self._books.policy(lease).headroom_mib)
 
     def _extra_mib(self, lease: Lease, spec: LeaseSpec) -> int:
         """What the lease lacks on each of its devices; where it has a device as a whole, only what is more than that."""
-        reserve_mib, has_mib = self._books.reserve_mib(lease, spec), lease.held_mib
+        reserve_mib, has_mib = self._target_mib(lease, spec), lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
         if devices and all(device.whole for device in devices):
             has_mib = max(has_mib, min(device.roomiest_mib - device.reserved_mib + has_mib for device in devices))
@@ -92,7 +107,8 @@ class Resizing:
     def measured(self, lease: Lease) -> bool:
         """Where reservations follow use, the lease's does, now that its use was measured. Returns whether anything changed.
 
-        It grows before the headroom is half used up, and shrinks only where that gives back as much as the headroom.
+        It grows before the headroom is half used up, or would be by the next measurement, and shrinks only where that gives back as much
+        as the headroom.
         """
         if self._books.policy(lease).reserve_by is ReserveBy.CAP:
             return False
@@ -104,7 +120,7 @@ class Resizing:
         return self._follow(lease, ticket)
 
     def _follow(self, lease: Lease, ticket: Ticket | None) -> bool:
-        headroom_mib, target_mib = self._books.policy(lease).headroom_mib, self._books.reserve_mib(lease, lease.spec)
+        headroom_mib, target_mib = self._books.policy(lease).headroom_mib, self._target_mib(lease, lease.spec)
         if target_mib < lease.held_mib and lease.held_mib - target_mib >= max(1, headroom_mib):
             self.forget(lease, "it uses less")
             self._books.hold(lease, lease.device_ids, target_mib)
@@ -112,7 +128,8 @@ class Resizing:
             return True
         if ticket is not None:
             return self._set_extra(lease, ticket, lease.spec)
-        if lease.used_each_mib + headroom_mib // 2 <= lease.held_mib or target_mib <= lease.held_mib:
+        soon_mib = lease.used_each_mib + self._ahead_mib(lease) + headroom_mib // 2
+        if soon_mib <= lease.held_mib or target_mib <= lease.held_mib:
             return False
         self._claim(lease, lease.spec)
         return True
@@ -183,7 +200,7 @@ class Resizing:
     def _apply(self, lease: Lease, spec: LeaseSpec) -> None:
         self._books.resize(lease, spec)
         if lease.held_mib:
-            self._books.hold(lease, lease.device_ids, self._books.reserve_mib(lease, spec))
+            self._books.hold(lease, lease.device_ids, self._target_mib(lease, spec))
         self._changes.tell_size(
             lease, "resize.done", f"its size is {_size(spec)} now, {format_memory(lease.held_mib)} of it reserved"
         )

@@ -21,7 +21,7 @@ from provisioner.broker.survivors import Survivors
 from provisioner.broker.swaps import Swaps
 from provisioner.broker.watch import Watcher
 from provisioner.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
-from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
+from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, ReserveBy
 from provisioner.gpu.interface import DeviceSensors, GPUError, GPUErrorCode, ProcessState
 from provisioner.host.process import ProcessIdentity, identify
 from tests.broker.driver import DEVICE, Driver
@@ -67,6 +67,9 @@ class World:
 
     def pools(self) -> dict[str, PoolSpec]:
         return {"default": self.pool}
+
+    def reserves_by_use(self, pool: str) -> bool:
+        return self.pools()[pool].reserve_by is ReserveBy.USE
 
     def save(self, kernel: Kernel) -> None:
         self.saved.append(kernel.members)
@@ -116,6 +119,15 @@ async def test_what_is_seen_is_told_once_until_it_changes() -> None:
     assert await world.told() == []
     world.monitor.mib[STRANGER] = 150
     assert strangers(await world.told()) == [150]
+
+
+@pytest.mark.parametrize(("reserve_by", "again"), [(ReserveBy.USE, [300]), (ReserveBy.CAP, [])])
+async def test_where_use_is_reserved_the_end_of_growth_is_told(reserve_by: ReserveBy, again: list[int]) -> None:
+    world = World()
+    world.pool = replace(world.pool, reserve_by=reserve_by)
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    for expected in ([300], again, []):
+        assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == expected
 
 
 async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() -> None:

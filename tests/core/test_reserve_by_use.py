@@ -64,9 +64,40 @@ def test_the_reservation_grows_with_use_before_the_headroom_is_used_up() -> None
     hand = Hand(pools=[_pool()])
     _runs(hand, "a", 300, 900)
     assert _sizes(_uses(hand, "a", 250)) == []
-    assert _sizes(_uses(hand, "a", 251)) == [("a", 351)]
+    assert _sizes(_uses(hand, "a", 251)) == [("a", 352)]
     assert _sizes(_uses(hand, "a", 850)) == [("a", 900)]
     assert hand.arbiter.devices()[0].reserved_mib == 900
+
+
+def test_a_kernel_that_grows_steadily_has_room_though_a_measurement_is_missed() -> None:
+    hand = Hand(device(memory_mib=10_000), pools=[_pool(headroom_mib=100)])
+    _runs(hand, "a", 100, 5000)
+    used, missed = 0, 0
+    for turn in range(40):
+        used += 90  # in the time from one measurement to the next
+        assert turn < 3 or used <= hand.view("a").reserved_mib, f"it fails to allocate in turn {turn}"
+        if turn < 3 or missed:
+            _uses(hand, "a", used)
+            missed = 0
+        else:
+            missed = 1
+    assert hand.view("a").reserved_mib <= used + 2 * 100
+    _uses(hand, "a", used)
+    assert hand.view("a").reserved_mib <= used + 2 * 100 - 1, (
+        "what it does not grow into is given back, but for a headroom"
+    )
+
+
+def test_nothing_is_kept_ahead_of_a_kernel_that_came_back() -> None:
+    hand = Hand(pools=[_pool()])
+    _runs(hand, "a", 300, 900)
+    _uses(hand, "a", 250)
+    _uses(hand, "a", 400)
+    assert hand.view("a").reserved_mib == 600
+    hand.rest("a")
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")), saved_mib=400)
+    hand.restored(hand.want("a"))
+    assert hand.view("a").reserved_mib == 500
 
 
 def test_it_shrinks_only_where_that_gives_back_as_much_as_the_headroom() -> None:
