@@ -59,6 +59,7 @@ from provisioner.simulator.traces import Cell, Session
 __all__ = ["simulate"]
 
 Watch = Callable[[Event, Sequence[Effect]], None]
+_MEASURED_MS = 2_000  # from one measurement of the broker to the next
 _TURNED_AWAY = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
 
 
@@ -325,10 +326,17 @@ class _Run:
             self._tell(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
         if mib == need_mib:
             kernel.growing = False
+            if kernel.spec.request_mib is not None:
+                self._at(self._now_ms + _MEASURED_MS, partial(self._measure_again, kernel))
             self._run_cell(kernel)
         elif not kernel.growing:
             kernel.growing = True
             self._at(self._now_ms + self._host.patience_ms, partial(self._give_up, kernel, kernel.next_cell))
+
+    def _measure_again(self, kernel: _Kernel) -> None:
+        """The broker sees that the kernel's use grew no further, and gives back what was reserved ahead of it."""
+        if kernel.state is LeaseState.RESIDENT:
+            self._tell(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
 
     def _give_up(self, kernel: _Kernel, cell: int) -> None:
         """A cell that is still short of memory fails, as an allocation does that the framework's limit refuses."""
