@@ -57,13 +57,14 @@ class Crowd:
     leases: int
     devices: int
     wanting: float
+    fair: bool = False  # the pool shares by time
     took_us: list[float] = field(default_factory=list)
     reflected_us: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Start the kernels. None of them has asked for a GPU yet."""
         self._random = Random(7)
-        self._arbiter = _world(self.leases, self.devices)
+        self._arbiter = _world(self.leases, self.devices, fair=self.fair)
         self._names = [view.spec.lease_id for view in self._arbiter.leases()]
         self._under_way: list[Event] = []
         self._now = 0
@@ -92,12 +93,12 @@ class Crowd:
         return "everybody" if self.wanting == 1 else "an eighth"
 
 
-def _world(leases: int, devices: int) -> Arbiter:
+def _world(leases: int, devices: int, *, fair: bool) -> Arbiter:
     arbiter = Arbiter(check=True)
     ids = tuple(f"d{number}" for number in range(devices))
     for name in ids:
         arbiter.handle(DeviceSeen(at_ms=0, device=DeviceSpec(device_id=name, name="H", memory_mib=MEMORY_MIB)))
-    arbiter.handle(PoolConfigured(at_ms=0, pool=PoolSpec(name="p", devices=ids)))
+    arbiter.handle(PoolConfigured(at_ms=0, pool=PoolSpec(name="p", devices=ids, preempt_equals=fair)))
     arbiter.handle(HostMemorySeen(at_ms=0, budget_mib=leases * MEMORY_MIB))
     for number in range(leases):
         spec = LeaseSpec(
@@ -148,9 +149,9 @@ def _happening(arbiter: Arbiter, random: Random, name: str, at_ms: int, wanting:
     return Wanted(at_ms=at_ms, lease_id=name) if random.random() < wanting else Unwanted(at_ms=at_ms, lease_id=name)
 
 
-def measure(leases: Sequence[int], devices: Sequence[int], events: int) -> list[Crowd]:
+def measure(leases: Sequence[int], devices: Sequence[int], events: int, *, fair: bool = False) -> list[Crowd]:
     """Return a crowd of each size, measured over so many events. Before, twice as many events as it has kernels go by unmeasured."""
-    crowds = [Crowd(count, on, wanting) for on in devices for count in leases for wanting in (0.125, 1.0)]
+    crowds = [Crowd(count, on, wanting, fair=fair) for on in devices for count in leases for wanting in (0.125, 1.0)]
     for crowd in crowds:
         crowd.run(max(1_000, 2 * crowd.leases), timed=False)
     gc.collect()
@@ -231,8 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--devices", type=int, action="append", help=f"on how many devices, also several times {DEVICES}"
     )
+    parser.add_argument(
+        "--preempt", choices=("priorities", "fair"), default="priorities", help="what the pool says (priorities)"
+    )
     options = parser.parse_args(arguments)
-    crowds = measure(options.leases or LEASES, options.devices or DEVICES, options.events)
+    fair = options.preempt == "fair"
+    crowds = measure(options.leases or LEASES, options.devices or DEVICES, options.events, fair=fair)
     print(as_table(crowds))
     for line in missed(crowds):
         print(f"missed: {line}")
