@@ -36,7 +36,7 @@ def test_a_broker_serves_its_metrics_by_tcp_and_lets_go_of_the_port(folder: Path
     socket, port = str(folder / "broker.sock"), free_port()
     settings = {"metrics_address": f"127.0.0.1:{port}", "idle_exit": "never"}
     argv = [sys.executable, "-m", "provisioner.commands.main", "broker", "--socket", socket, "--simulate", "1x64MiB"]
-    environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config")}
+    environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config"), "XDG_STATE_HOME": str(folder / "state")}
     with (folder / "log").open("wb") as log:
         broker = subprocess.Popen([*argv, "--settings", json.dumps(settings)], stderr=log, env=environment)
     try:
@@ -45,7 +45,7 @@ def test_a_broker_serves_its_metrics_by_tcp_and_lets_go_of_the_port(folder: Path
             text = reply.read().decode()
         assert 'jupyter_gpu_build_info{simulated="true"' in text
         assert "process_resident_memory_bytes " in text
-        assert (folder / "audit.jsonl").exists(), "it looked whether it can write its audit log"
+        assert list((folder / "state").rglob("audit.jsonl")), "it looked whether it can write its audit log"
         broker.send_signal(signal.SIGTERM)
         assert broker.wait(DEADLINE_S) == 0, (folder / "log").read_text()
         with pytest.raises(OSError, match="refused"):
