@@ -145,7 +145,7 @@ class Pass:
     def _nothing_can_begin(self) -> bool:
         """Whether no swap can begin and no room is free, so that it does not matter whose turn it is."""
         books = self._books
-        if self._changes.channel_free or self._queue.urgent or books.moving or books.yielding:
+        if self._changes.channel_free or self._queue.urgent or books.moving:
             return False
         return not self._room.any_free(books.devices)
 
@@ -250,8 +250,6 @@ class Pass:
         """Nothing can be begun for the ticket before other swaps have ended. Returns whether to go on with the bucket."""
         if self._room.has_hope(devices, bucket.key.need_mib):
             bucket.wait, bucket.passes = _MOVED_FIRST, self._books.passes
-        if self._books.yielding:
-            self._yielding.ask(lease, devices, bucket.key)
         return self._stays(lease, ticket, devices)
 
     def _is_short(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:

@@ -9,7 +9,8 @@ would let it in, alone or with what else is free, leaves or rests. That holds un
   kernel runs: the lease can be suspended at once, as an idle one.
 - If several leases have to leave, the first one to end its cell waits for the others, but no longer than its own swap takes, and at
   least `_TOGETHER_MS`: some of them may run a cell that never ends. It is not asked again before another minimum residency.
-- Gates that no ticket needs closed any more are opened by the pass that finds so.
+- Gates that no ticket needs closed any more are opened by the pass that finds so. While the swap channel is in use, no pass looks that far:
+  they stay as they are until the swap has ended.
 """
 
 from collections.abc import Sequence
@@ -47,11 +48,13 @@ class Yielding:
 
     def open_others(self) -> None:
         """At the end of a pass: open the gates that need not stay closed, and those that were closed for too long."""
+        if not self._changes.channel_free:
+            return
         for lease in list(self._books.yielding.values()):
             asked, planned = lease.lease_id in self._room.asked_to_yield, lease.lease_id in self._room.planned
             if not asked and not planned:
                 self._changes.open_gate(lease)
-            elif lease.next_cell is not None and not planned and self._changes.channel_free:
+            elif lease.next_cell is not None and not planned:
                 self._wait_for_others(lease, lease.next_cell.asked_ms)
 
     def _wait_for_others(self, lease: Lease, since_ms: int) -> None:
