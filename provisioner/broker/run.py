@@ -117,14 +117,7 @@ class Run:
         worker = WorkerLink(self._backend.name, claim=turn)
         driver = DriverStart(worker, self._specs)
         off = await driver.begin()
-        times = SwapTimes(
-            gate_s=self._settings.gate_timeout_ms / 1000,
-            lock_s=self._settings.lock_timeout_ms / 1000,
-            checkpoint_s=self._settings.checkpoint_deadline_ms / 1000,
-        )
-        swaps = Swaps(
-            self._backend.monitor, worker, times, {name: spec.overhead_mib for name, spec in self._specs.items()}
-        )
+        swaps = self._make_swaps(worker)
         swaps.off = off
         arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
         swaps.screen = Screen(arbiter).refusal
@@ -182,6 +175,15 @@ class Run:
             service.audit.close()
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
         return leases_live
+
+    def _make_swaps(self, worker: WorkerLink) -> Swaps:
+        times = SwapTimes(
+            gate_s=self._settings.gate_timeout_ms / 1000,
+            lock_s=self._settings.lock_timeout_ms / 1000,
+            checkpoint_s=self._settings.checkpoint_deadline_ms / 1000,
+        )
+        overhead_mib = {name: spec.overhead_mib for name, spec in self._specs.items()}
+        return Swaps(self._backend.monitor, worker, times, overhead_mib)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
