@@ -55,6 +55,8 @@ class Kernel:
     left: tuple[Survivor, ...] = ()  # the kernel has ended, and these of its processes have device memory
     root: ProcessIdentity | None = None  # the last process that was the kernel itself
     ending: "asyncio.Task[None] | None" = None  # finds out what the kernel's process left behind
+    measured: tuple[int, bool] | None = None  # MiB in use, and whether a device is; what the arbiter was told last
+    grew: bool = False  # that was more than before, where its reservation follows its use
     released: bool = False  # its kernel is over for good: the lease ends with what it left behind
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes were last seen to have memory
     checkpointed: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that our last suspend was to save

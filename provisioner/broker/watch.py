@@ -54,8 +54,6 @@ class Watcher:
         self._devices = devices
         self._host_budget = host_budget
         self._strangers: dict[str, int | None] = {}
-        self._measured: dict[str, tuple[int, bool]] = {}
-        self._growing: set[str] = set()  # leases whose use was more at the last measurement than before
         self._pressure = Pressure()
         self._pressed: set[str] = set()
         self._budget_mib: int | None = None
@@ -216,19 +214,15 @@ class Watcher:
         kernel.seen_on = frozenset(used)
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.UNARMED):
-            self._measured.pop(kernel.lease_id, None)
-            self._growing.discard(kernel.lease_id)
+            kernel.measured, kernel.grew = None, False
             return
         measured = (sum(used.values()), bool(used))
         # What the arbiter knew of a process that has ended is forgotten there, and may come again unchanged.
-        changed = self._measured.get(kernel.lease_id) != measured or view.used_mib != measured[0]
+        changed = kernel.measured != measured or view.used_mib != measured[0]
         grows = measured[0] > view.used_mib
         # Where its reservation follows its use the arbiter counts on more growth, until it hears that there was none.
-        if changed or kernel.lease_id in self._growing:
-            self._growing.discard(kernel.lease_id)
-            if grows and self._broker.reserves_by_use(view.spec.pool):
-                self._growing.add(kernel.lease_id)
-            self._measured[kernel.lease_id] = measured
+        if changed or kernel.grew:
+            kernel.measured, kernel.grew = measured, grows and self._broker.reserves_by_use(view.spec.pool)
             self._broker.dispatch(
                 LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured[0], armed=measured[1])
             )
