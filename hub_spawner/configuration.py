@@ -18,6 +18,7 @@ from typing import Any
 
 from jupyter_core.paths import jupyter_data_dir
 from traitlets.config import Config
+from traitlets.log import get_logger
 
 from provisioner.config import ConfigError, load
 from provisioner.discovery import SYSTEM_SOCKET, restart_file, runtime_dir
@@ -30,6 +31,12 @@ __all__ = ["SPAWNERS", "configure"]
 SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-systemd", "fractional-gpu-docker")
 _WHERE = "jupyterhub_config.py"
 _LONGEST_PATH = 100  # bytes, as for every socket of the broker
+_ROOT_AND_SIMPLE = (
+    f"{_WHERE}: spawner = 'fractional-gpu-simple': this hub runs as root, and so would its users' servers. Each of them could administer "
+    "the GPU broker and the machine, and Jupyter refuses to start them unless they are told that it may. Set "
+    "spawner='fractional-gpu-local', which runs servers as the machine's users; or run the hub as another user; or, to try it out "
+    "alone, set c.Spawner.args = ['--allow-root']"
+)
 
 
 def configure(
@@ -61,6 +68,8 @@ def configure(
     else:
         given = {**settings, **({"pools": dict(pools)} if pools is not None else {})}
         _add_service(c, path, given, config_file=config_file, simulate=simulate)
+    if spawner == "fractional-gpu-simple" and _is_root():
+        get_logger().warning(_ROOT_AND_SIMPLE)
     c.FractionalGPUMixin.gpu_socket = path
     c.JupyterHub.spawner_class = spawner
 

@@ -28,6 +28,7 @@ from hub_spawner.link import BrokerLink
 from hub_spawner.metrics import SEAT_WAIT, spawn_ended, spawn_failed
 from hub_spawner.options import FIELD, KEYS, Choice, OptionsError, options_of_form, parse_options
 from hub_spawner.progress import ProgressLog
+from hub_spawner.seat_folder import prepare_seat_folder
 from provisioner.core.units import format_duration, format_fraction
 from provisioner.discovery import socket_path
 from provisioner.protocol.errors import FractionalGPUError, NotFoundError
@@ -232,16 +233,23 @@ class FractionalGPUMixin(Below):
         wanted = f"{format_fraction(request.fraction_milli)} GPU of pool {request.pool}"
         self._gpu_progress.add(5, f"Asking for {wanted}")
         asked_s = time.monotonic()
+        waited = False
         try:
             async with contextlib.aclosing(self._gpu_link.take(request)) as lines:
                 async for line in lines:
                     if line.kind == ProgressKind.REFUSED:
                         raise spawn_error(line.sentence, reason=line.reason, hint=await self._gpu_hint())
                     if line.kind == ProgressKind.GRANTED:
-                        SEAT_WAIT.labels(pool=request.pool).observe(time.monotonic() - asked_s)
+                        wait_s = time.monotonic() - asked_s
+                        SEAT_WAIT.labels(pool=request.pool).observe(wait_s)
+                        if waited:
+                            self.log.info("%s waited %.0f s for %s", self._log_name, wait_s, wanted)
                         self._gpu_keep(request, line)
                         self._gpu_progress.add(70, f"Your server has {wanted}")
                         return
+                    if not waited:
+                        self.log.info("%s waits for %s: %s", self._log_name, wanted, _waiting(line))
+                        waited = True
                     self._gpu_progress.add(min(60, 10 + self._gpu_progress.count), _waiting(line))
         except FractionalGPUError as error:
             self.log.warning("%s got no seat: %s", self._log_name, error)
@@ -309,9 +317,7 @@ class FractionalGPUMixin(Below):
         )
         ids = self.gpu_user_ids()
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if ids is not None:
-                folder.chmod(0o711)  # users pass through to their own file
+            prepare_seat_folder(folder, shared=ids is not None)
             write_seat(seat, file, uid=ids[0] if ids else None, gid=ids[1] if ids else None)
         except OSError as error:
             raise spawn_error(

@@ -74,6 +74,19 @@ def test_a_hub_that_runs_as_root_serves_every_user_of_the_machine(monkeypatch: p
     assert settings(c)["state_dir"] == "/var/lib/jupyter-gpu"
 
 
+@pytest.mark.parametrize(("spawner", "is_root"), [("simple", True), ("simple", False), ("local", True)])
+def test_a_hub_that_runs_as_root_with_servers_of_its_own_user_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, spawner: str, is_root: bool
+) -> None:
+    monkeypatch.setattr(configuration, "_is_root", lambda: is_root)
+    configure(Config(), spawner=f"fractional-gpu-{spawner}", socket=str(tmp_path / "broker.sock"))
+    told = [line for line in caplog.messages if "this hub runs as root" in line]
+    assert len(told) == (spawner == "simple" and is_root)
+    for line in told:
+        assert "spawner='fractional-gpu-local'" in line
+        assert "c.Spawner.args = ['--allow-root']" in line
+
+
 def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     c = Config()
     folder = Path(tempfile.mkdtemp(prefix="jfg-"))  # short: it is part of a socket's path

@@ -4,6 +4,7 @@
 
 import asyncio
 import json
+import logging
 import pwd
 import stat
 from collections.abc import Iterator
@@ -144,6 +145,22 @@ async def test_the_file_belongs_to_the_servers_user_who_alone_may_draw_on_the_se
     with SeatClient(live.socket) as client:
         assert client.seats().seats[0].uid == pwd.getpwnam("nobody").pw_uid
     await hub_stops(one)
+
+
+async def test_an_existing_folder_of_seat_files_keeps_its_mode(live: LiveBroker, tmp_path: Path) -> None:
+    folder = tmp_path / "seats"
+    folder.mkdir()
+    folder.chmod(0o755)
+    one = spawner(live, Foreign, gpu_seat_dir=str(folder))
+    await hub_starts(one, pool="default", fraction="1/4")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    await hub_stops(one)
+    folder.chmod(0o750)
+    with pytest.raises(web.HTTPError, match=r"mode 0750.*chmod o\+x.*gpu_seat_dir"):
+        await hub_starts(one, pool="default", fraction="1/4")
+    await one.run_post_stop_hook()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+    assert seats(live) == []
 
 
 async def test_a_hub_that_dies_before_it_saved_the_seat_leaves_nothing(live: LiveBroker) -> None:
@@ -322,7 +339,10 @@ async def test_what_a_user_is_called_cannot_break_the_refusals_page(live: LiveBr
     assert "<script>" not in caught.value.jupyterhub_html_message  # type: ignore[attr-defined]
 
 
-async def test_a_full_pool_says_how_long_and_every_viewer_hears_all_of_it(live: LiveBroker) -> None:
+async def test_a_full_pool_says_how_long_and_every_viewer_hears_all_of_it(
+    live: LiveBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     with SeatClient(live.socket) as client:
         holder = list(client.take_seat(SeatRequest(owner="bob", pool="default", fraction_milli=1000)))[-1]
     one = spawner(live)
@@ -338,8 +358,13 @@ async def test_a_full_pool_says_how_long_and_every_viewer_hears_all_of_it(live: 
         with SeatClient(live.socket) as client:
             client.release_seat(holder.seat_id)
 
+    waits = [line for line in caplog.messages if "waits for 1/2 GPU of pool default" in line]
+    assert len(waits) == 1, "the hub's log has one line for the wait, however often its reason changes"
+    assert "has promised 1 GiB of the 1 GiB" in waits[0]
+    assert "number 1 in the queue" in waits[0]
     await asyncio.to_thread(let_go)
     await start
+    assert any("waited" in line and "for 1/2 GPU of pool default" in line for line in caplog.messages)
     messages = [event["message"] async for event in one.progress()]
     assert messages[-3:] == ["Your server has 1/2 GPU of pool default", "Starting the server", "Spawning server..."]
     await hub_stops(one)
