@@ -5,6 +5,7 @@ filled with noise, and each look at it must find every byte. The first broken pr
 """
 
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -24,7 +25,9 @@ DATA_MIB = 8
 CONTEXT_MIB = 8
 _FRACTION_MILLI = 125
 _MEMORY_MIB = DATA_MIB + 2 * CONTEXT_MIB
-_ENDLESS = "import time\nprint('begun', flush=True)\ntime.sleep(3600)"
+# Says when it runs, by the clock that all processes of a machine share.
+_ENDLESS = "import time\nwhile True:\n    print('running', time.monotonic(), flush=True)\n    time.sleep(2)"
+_RUNNING = re.compile(r"running (\S+)")
 # Nobody is suspended for being idle alone: what is at rest stays so, and can be measured.
 _CONFIG = """
 c.GPUBroker.pools = {
@@ -217,13 +220,19 @@ class _User:
                 self.tally.refused[f"{verb}: {error.reason}"] += 1
 
     def _interrupt(self, number: int) -> None:
-        """At the cell's first word, which is its own or that it waits; and again at its next, should the first have come too early."""
+        """At the cell's first word, which is its own or that it waits; and again where the cell is seen to run after that.
+
+        Never twice without need: an interrupt that meets ipykernel while it handles another loses the cell's reply, with any kernel.
+        """
         notebook = self.notebooks[number]
+        interrupted_s: float | None = None
         end = ""
         for message in notebook.messages(notebook.send(_ENDLESS)):
             kind, content = message["header"]["msg_type"], message["content"]
-            if kind in ("stream", "display_data"):
+            ran_s = max((float(stamp) for stamp in _RUNNING.findall(content.get("text", ""))), default=0.0)
+            if kind in ("stream", "display_data") and (interrupted_s is None or ran_s > interrupted_s):
                 notebook.interrupt()
+                interrupted_s = time.monotonic()  # the signal was sent before that
             elif kind == "execute_reply":
                 end = content.get("ename", content["status"])
         if end != "KeyboardInterrupt":
