@@ -15,16 +15,28 @@ from provisioner.gpu.open import open_monitor
 from provisioner.gpu.simulated.host import choose_directory, create, destroy
 from provisioner.gpu.simulated.store import SimulatedHostError
 
-__all__ = ["Backend", "BackendError", "open_backend"]
+__all__ = ["Backend", "BackendError", "NoDeviceError", "open_backend"]
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
+# Read in terminals, in a server's log and in JupyterLab's dialogs: a variable can be set before any of their programs.
+_WITHOUT: Final = (
+    "to try things out without one, set JUPYTER_GPU_SIMULATE=1x2GiB in the environment before you start Jupyter"
+)
 
 
 class BackendError(Exception):
     """There are no devices to manage; the sentence says why and what to do."""
+
+
+class NoDeviceError(BackendError):
+    """The machine has no GPU that can be used; `why` is the driver's reason."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"no GPU was found: {why}; {_WITHOUT}")
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +89,7 @@ def _found(monitor: Monitor) -> tuple[DeviceInfo, ...]:
     devices = tuple(monitor.devices())
     if not devices:
         why = getattr(monitor, "why_none", "") or "the driver reports none"
-        raise BackendError(f"no GPU was found: {why}; to try things out without one, add --simulate 1x2GiB")
+        raise NoDeviceError(why)
     return devices
 
 

@@ -10,7 +10,10 @@ from provisioner.discovery import ensure_broker, has_restart_file, socket_path
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.seat import own_seat
 
-__all__ = ["add_socket_argument", "broker_if_running", "kernels_of", "running_broker"]
+__all__ = ["NO_KERNELS", "RUN_ONE", "add_socket_argument", "broker_if_running", "kernels_of", "running_broker"]
+
+NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"
+RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --socket"
 
 
 def add_socket_argument(parser: argparse.ArgumentParser) -> None:
@@ -53,12 +56,9 @@ def kernels_of(socket: str) -> list[int]:
         return []
 
 
-def running_broker(socket: str | None = None) -> BrokerClient:
-    """Return a client of the broker that runs. Raises CommandError if there is none."""
+def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> BrokerClient:
+    """Return a client of the broker that runs. Raises CommandError if there is none: `without` says what follows, and what to do."""
     client = broker_if_running(socket)
     if client is None:
-        raise CommandError(
-            f"no broker is running on {socket or socket_path()}, so there are no kernels on a GPU; "
-            "it starts with the first kernel that wants one"
-        )
+        raise CommandError(f"no broker is running on {socket or socket_path()}, {without}")
     return client

@@ -1,7 +1,7 @@
 """`jupyter gpu doctor`: one screen, each line a check with what was found and what to do.
 
 Rules: nothing is changed and no broker is started. Checkpointing is really tried, on a process of the doctor's own, where a device is there
-and no broker manages it. No GPU and no driver are ordinary findings. A check that cannot be made says so; it does not end the others.
+and no broker manages it. No GPU and no driver are a warning. A check that cannot be made says so; it does not end the others.
 """
 
 import argparse

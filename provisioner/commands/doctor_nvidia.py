@@ -1,6 +1,6 @@
 """The doctor's look at NVIDIA's driver and devices, through NVML: nothing is changed and no CUDA context is made.
 
-No driver and no device are ordinary findings: everything but real GPUs works without them.
+No driver and no device are a warning, not an error: everything but real GPUs works without them.
 """
 
 import importlib
@@ -23,7 +23,10 @@ from provisioner.host.process import PROC
 
 __all__ = ["NvidiaLook", "check_pools", "cuda_level", "look_at_nvidia", "mps_processes"]
 
-SIMULATE: Final = "to try things out without one: jupyter gpu demo, or --simulate 1x2GiB wherever a broker starts"
+SIMULATE: Final = (
+    "install NVIDIA's driver; to try things out without a GPU: jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment of "
+    "the Jupyter server"
+)
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
 _COMPUTE_MODES: Final[Mapping[int, str]] = {
     1: "lets one thread use it only",
@@ -110,7 +113,7 @@ def mps_processes(proc: Path = PROC) -> list[int]:
 
 
 def _none(why: str, no_bindings: str) -> Iterator[Finding]:
-    yield note("driver", f"no GPU was found: {why}", SIMULATE)
+    yield warning("driver", f"no GPU was found: {why}; kernels with a share of a GPU do not start here", SIMULATE)
     if no_bindings:
         yield note("cuda-bindings", f"{no_bindings} (needed for real GPUs only)")
 

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from provisioner.client import BrokerClient
-from provisioner.commands.connection import add_socket_argument, running_broker
+from provisioner.commands.connection import RUN_ONE, add_socket_argument, running_broker
 from provisioner.commands.failure import CommandError
 from provisioner.commands.moves import patience
 from provisioner.commands.steering import parsed
 from provisioner.core.units import format_duration, format_memory, parse_duration_ms
 from provisioner.protocol.messages import DeviceStatus, DrainRequest
 
-__all__ = ["await_empty", "configure", "configure_device", "run"]
+__all__ = ["NO_DEVICES", "await_empty", "configure", "configure_device", "run"]
+
+NO_DEVICES = f"and without one no GPU takes kernels or is drained; {RUN_ONE}"
 
 INTERVAL_S = 0.5
 EPILOG = """\
@@ -52,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Drain the device. Exit code 1 if it was to be waited for and did not become empty."""
     wait_ms = None if options.wait is None else parsed(parse_duration_ms, options.wait)
-    with running_broker(options.socket) as client:
+    with running_broker(options.socket, without=NO_DEVICES) as client:
         device = client.drain(options.device, DrainRequest(evict_busy=options.evict_busy))
         if wait_ms is not None:
             with patience(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)", sys.stderr):

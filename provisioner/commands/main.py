@@ -92,6 +92,15 @@ def _overview() -> argparse.ArgumentParser:
     return parser
 
 
+def _unknown(name: str) -> str:
+    """Return the sentence about a command that does not exist, with the one that was probably meant."""
+    import difflib  # noqa: PLC0415 - for slips only
+
+    close = difflib.get_close_matches(name, COMMANDS, 1)
+    hint = f"did you mean `jupyter gpu {close[0]}`? " if close else ""
+    return f"there is no command {name[:80]!r}; {hint}choose from {', '.join(COMMANDS)}"
+
+
 def _dispatch(arguments: Sequence[str]) -> int:
     """Run the subcommand that the arguments name. Raises SystemExit for help and wrong usage, as argparse does."""
     overview = _overview()
@@ -103,7 +112,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         overview.parse_args([name])
     entry = COMMANDS.get(name)
     if entry is None:
-        overview.error(f"there is no command {name!r}; choose from {', '.join(COMMANDS)}")
+        overview.error(_unknown(name))
     module = cast("_Subcommand", importlib.import_module(entry.module))
     parser = argparse.ArgumentParser(
         prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

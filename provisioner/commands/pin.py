@@ -2,7 +2,8 @@
 
 import argparse
 
-from provisioner.commands.steering import configure_lease, parsed, steer
+from provisioner.commands.failure import UsageError
+from provisioner.commands.steering import configure_lease, steer
 from provisioner.commands.words import lease_name
 from provisioner.core.units import format_duration, parse_duration_ms
 from provisioner.protocol.messages import LeaseStatus, PinRequest
@@ -24,14 +25,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Keep a kernel on its GPU for a while: it is not suspended for others, nor for being idle."
     parser.epilog = EPILOG
     configure_lease(parser)
-    parser.add_argument("duration", metavar="DURATION", help="how long, for example 30m or 2h")
+    parser.add_argument("duration", metavar="DURATION", nargs="?", help="how long, for example 30m or 2h")
 
 
 def run(options: argparse.Namespace) -> int:
     """Pin the kernel."""
-    duration_ms = parsed(parse_duration_ms, options.duration)
-    request = PinRequest(duration_ms=duration_ms)
+    request = PinRequest(duration_ms=_duration_ms(options.lease, options.duration))
     return steer(options, "pinning", lambda client, lease_id: client.pin(lease_id, request), _said)
+
+
+def _duration_ms(lease: str, text: str | None) -> int:
+    """Return how long the pin is to last, milliseconds. Raises UsageError: a pin lasts for more than no time, and not for ever."""
+    if text is None:
+        raise UsageError(
+            f"say for how long: `jupyter gpu pin LEASE 30m`; given: {lease[:80]!r} alone (`jupyter gpu status` lists the leases)"
+        )
+    try:
+        duration_ms = parse_duration_ms(text)
+    except ValueError:
+        duration_ms = 0
+    if duration_ms:
+        return duration_ms
+    raise UsageError(
+        f"{text[:80]!r} is not how long a pin can last; allowed: a duration such as 30m or 2h. `jupyter gpu unpin` ends a pin; "
+        "`%gpu pin always` in the notebook renews one until it is ended"
+    )
 
 
 def _said(_: LeaseStatus, answer: LeaseStatus) -> str:

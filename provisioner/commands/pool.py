@@ -6,12 +6,14 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from provisioner.commands.connection import add_socket_argument, running_broker
+from provisioner.commands.connection import RUN_ONE, add_socket_argument, running_broker
 from provisioner.commands.failure import UsageError
 from provisioner.protocol.seats import PoolKeys
 from provisioner.seat_client import SeatClient
 
 __all__ = ["configure", "run"]
+
+NO_POOLS = f"and only a running one tells its pools or changes them; {RUN_ONE}. What it starts with is set in jupyter_gpu_config.py"
 
 EPILOG = """\
 examples:
@@ -38,7 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show or change pools."""
     keys = dict(_change(text) for text in options.changes)
-    with running_broker(options.socket) as running, closing(SeatClient(running.socket_path)) as client:
+    running = running_broker(options.socket, without=NO_POOLS)
+    with running, closing(SeatClient(running.socket_path)) as client:
         if keys:
             pools = [client.change_pool(options.pool, keys)]
         else:

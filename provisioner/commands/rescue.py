@@ -5,9 +5,11 @@ import json
 import sys
 from dataclasses import asdict
 
+from provisioner.commands.connection import kernels_of
 from provisioner.commands.failure import CommandError
 from provisioner.commands.moves import patience
 from provisioner.commands.words import short_id
+from provisioner.discovery import socket_path
 
 __all__ = ["configure", "run"]
 
@@ -41,12 +43,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Rescue and tell. Exit code 1 if a kernel's memory is not on its device."""
     from provisioner.broker.app import BrokerOptions  # noqa: PLC0415 - heavy, and needed here only
-    from provisioner.broker.backend import BackendError  # noqa: PLC0415 - as above
-    from provisioner.broker.rescue import rescue  # noqa: PLC0415 - as above
+    from provisioner.broker.backend import BackendError, NoDeviceError  # noqa: PLC0415 - as above
+    from provisioner.broker.rescue import Rescue, rescue  # noqa: PLC0415 - as above
     from provisioner.config import ConfigError  # noqa: PLC0415 - as above
     from provisioner.gpu.interface import GPUError  # noqa: PLC0415 - as above
     from provisioner.host.claims import DeviceClaimedError  # noqa: PLC0415 - as above
     from provisioner.ledger.records import LedgerError  # noqa: PLC0415 - as above
+
+    def nothing(why: str) -> Rescue:
+        """Return that there is nothing to rescue. Raises CommandError if there is, which takes a device."""
+        socket = options.socket or socket_path()
+        if pids := kernels_of(socket):
+            raise CommandError(
+                f"no GPU was found: {why}; {len(pids)} kernel processes have state that comes back onto a device only: make the driver "
+                "work again (`jupyter gpu doctor` says what it finds), leave those processes alone, then run this again"
+            )
+        return Rescue(ledger="", problem="", kernels=[])
 
     given = BrokerOptions(
         socket=options.socket, config_file=options.config, simulate=options.simulate, state_dir=options.state_dir
@@ -54,6 +66,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         with patience("looking for kernels and bringing them back ...", sys.stderr):
             result = rescue(given)
+    except NoDeviceError as error:
+        result = nothing(error.why)
     except (ConfigError, BackendError, DeviceClaimedError, GPUError, LedgerError, OSError) as error:
         raise CommandError(str(error)) from error
     if options.json:

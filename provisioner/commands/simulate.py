@@ -11,7 +11,7 @@ from pathlib import Path
 
 from provisioner.commands.failure import CommandError, UsageError
 from provisioner.commands.placement import configure_placement, run_placement
-from provisioner.config import ConfigError, load
+from provisioner.config import ConfigError, Settings, load
 from provisioner.core.model import DeviceSpec, PoolSpec
 from provisioner.core.units import parse_duration_ms, parse_memory_mib
 from provisioner.simulator.baselines import BASELINES, WAITING, run_baseline
@@ -19,6 +19,7 @@ from provisioner.simulator.errors import SimulationError
 from provisioner.simulator.host import Host, SwapSpeed
 from provisioner.simulator.log import EventLog, replay
 from provisioner.simulator.picture import picture
+from provisioner.simulator.policies import POLICIES
 from provisioner.simulator.result import Result
 from provisioner.simulator.search import fewest_devices
 from provisioner.simulator.simulation import simulate
@@ -243,8 +244,21 @@ def _trace(options: argparse.Namespace) -> list[Session]:
     return kept
 
 
+def _policy(path: str) -> Settings:
+    """Read the broker's configuration file. Raises UsageError for the name of a placement policy, ConfigError."""
+    if path in POLICIES and not Path(path).exists():
+        raise UsageError(
+            f"--policy {path} is a placement policy, for --placement with --nodes and --pods; for sessions, name a broker's configuration "
+            "file (`jupyter gpu broker --generate-config` prints one)"
+        )
+    try:
+        return load(path)
+    except ConfigError as error:
+        raise ConfigError(f"--policy: {error}") from error
+
+
 def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
-    settings = load(options.policy) if options.policy is not None else None
+    settings = _policy(options.policy) if options.policy is not None else None
     devices = tuple(
         DeviceSpec(
             device_id=f"simulated-{number}",

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -40,13 +41,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_socket_argument(parser)
 
 
-def show(status: HostStatus | None, *, as_json: bool, socket: str) -> str:
-    """Return the status as text or as one line of JSON, ending in a newline. None: no broker runs on the socket."""
+def show(status: HostStatus | None, *, as_json: bool, socket: str, width: int | None = None) -> str:
+    """Return the status as text (of that `width`, in characters) or as one line of JSON, ending in a newline.
+
+    None: no broker runs on the socket.
+    """
     if as_json:
         return json.dumps({"running": False} if status is None else {"running": True, **asdict(status)}) + "\n"
     if status is None:
         return f"No broker is running on {socket}; it starts with the first kernel that wants a GPU.\n"
-    return render_status(status)
+    return render_status(status, width)
+
+
+def terminal_width(out: TextIO) -> int | None:
+    """Return the width of the terminal that is written to, in characters; None where the text goes elsewhere, such as to `grep`."""
+    return shutil.get_terminal_size().columns if out.isatty() else None
 
 
 def watch(
@@ -61,7 +70,7 @@ def watch(
     redraw = out.isatty() and not as_json
     separator = "" if as_json else "\n"
     while True:
-        text = show(look(), as_json=as_json, socket=socket)
+        text = show(look(), as_json=as_json, socket=socket, width=terminal_width(out))
         out.write(_CLEAR + text + "\nCtrl-C ends this.\n" if redraw else text + separator)
         out.flush()
         pause(INTERVAL_S)
@@ -82,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
             client.close()
 
     if not options.watch:
-        sys.stdout.write(show(look(), as_json=as_json, socket=socket))
+        sys.stdout.write(show(look(), as_json=as_json, socket=socket, width=terminal_width(sys.stdout)))
         return 0
     try:
         watch(look, sys.stdout, as_json=as_json, socket=socket)

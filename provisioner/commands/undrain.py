@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 
 from provisioner.commands.connection import running_broker
-from provisioner.commands.drain import configure_device
+from provisioner.commands.drain import NO_DEVICES, configure_device
 
 __all__ = ["configure", "run"]
 
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Undrain the device."""
-    with running_broker(options.socket) as client:
+    with running_broker(options.socket, without=NO_DEVICES) as client:
         device = client.undrain(options.device)
     print(json.dumps(asdict(device)) if options.json else f"GPU {device.index} ({device.name}): takes part again")
     return 0

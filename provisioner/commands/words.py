@@ -1,6 +1,8 @@
 """Status as text. Pure functions: messages in, lines out; no terminal, no clock."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from provisioner.core.units import format_duration, format_fraction, format_memory
 from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
@@ -9,6 +11,7 @@ __all__ = [
     "bar",
     "device_in_words",
     "expected_wait",
+    "fitted",
     "lease_name",
     "render_leases",
     "render_status",
@@ -20,6 +23,8 @@ __all__ = [
 BAR_CELLS = 24
 MOST_STRANGERS = 3  # named in a device's line
 SHORT_ID = 8
+_NARROWEST = 8  # characters of a column: a narrower one is not read any more
+_GAP = "  "
 _LEGEND = "#  used    =  reserved    x  other programs    .  free"
 
 _STATES = {
@@ -92,14 +97,43 @@ def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> str:
     return row[:cells].ljust(cells, ".")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
-    """Return aligned lines, columns two spaces apart, without trailing blanks."""
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None = None
+) -> list[str]:
+    """Return aligned lines, columns two spaces apart, without trailing blanks.
+
+    With a `width` in characters the widest columns are made narrower until a line fits, and their cells broken into several lines.
+    """
     everything = [header, *rows]
     widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
+    if width is not None:
+        room = width - len(indent) - len(_GAP) * (len(header) - 1)
+        while sum(widths) > room and max(widths) > _NARROWEST:
+            widths[widths.index(max(widths))] -= 1
+    return [line for row in everything for line in _row(row, widths, indent)]
+
+
+def _row(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
+    """Return one row of a table: as many lines as its highest cell has."""
+    cells = [textwrap.wrap(cell, max(1, width)) or [""] for cell, width in zip(row, widths, strict=True)]
     return [
-        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-        for row in everything
+        (indent + _GAP.join(part.ljust(width) for part, width in zip(parts, widths, strict=True))).rstrip()
+        for parts in zip_longest(*cells, fillvalue="")
     ]
+
+
+def fitted(lines: Iterable[str], width: int | None) -> list[str]:
+    """Return lines of at most `width` characters (None: any): what is longer goes on below, a little further in; paths stay whole."""
+    if width is None:
+        return list(lines)
+    fit: list[str] = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        room = max(width, len(indent) + _NARROWEST)
+        fit += textwrap.wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
+            ""
+        ]
+    return fit
 
 
 def _device_lines(device: DeviceStatus) -> list[str]:
@@ -154,9 +188,10 @@ def _left_line(lease: LeaseStatus) -> str:
     return f"  {lease_name(lease)}: its kernel has ended, and {processes} still has device memory; {end}"
 
 
-def render_leases(leases: Sequence[LeaseStatus]) -> list[str]:
+def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> list[str]:
     """Return a table of the leases, and under it why each of those that wait does."""
-    lines = table(("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED"), [_lease_row(lease) for lease in leases])
+    header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED")
+    lines = table(header, [_lease_row(lease) for lease in leases], width=width)
     lines += [f"  {lease_name(lease)} cannot be suspended: {lease.stays}" for lease in leases if lease.stays]
     lines += [_left_line(lease) for lease in leases if lease.left]
     waiting = sorted((lease for lease in leases if lease.position is not None), key=lambda lease: lease.position or 0)
@@ -169,14 +204,14 @@ def render_leases(leases: Sequence[LeaseStatus]) -> list[str]:
     return lines
 
 
-def render_status(status: HostStatus) -> str:
-    """Return everything a person wants at a glance, ending in a newline."""
+def render_status(status: HostStatus, width: int | None = None) -> str:
+    """Return everything a person wants at a glance, ending in a newline. `width`: of the terminal, in characters."""
     lines = ["GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"]
     for device in sorted(status.devices, key=lambda device: device.index):
         lines += _device_lines(device)
     lines.append(f"     {_LEGEND}" if status.devices else "  none: this machine has no GPU that can be shared")
     lines += ["", "Kernels"]
-    lines += render_leases(status.leases) if status.leases else ["  none holds or waits for a GPU"]
+    lines += render_leases(status.leases, width) if status.leases else ["  none holds or waits for a GPU"]
     lines += [
         "",
         f"Host memory: {format_memory(status.host_saved_mib)} saved of {format_memory(status.host_budget_mib)} for suspended kernels",
@@ -184,4 +219,4 @@ def render_status(status: HostStatus) -> str:
     ]
     if status.trouble:
         lines += ["", f"Trouble: {status.trouble}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join(fitted(lines, width)) + "\n"

@@ -69,9 +69,9 @@ def _read(file: Path) -> Mapping[str, Any]:
     try:
         mode = file.stat().st_mode
     except OSError as error:
-        raise ConfigError(f"the configuration file {file} cannot be read: {error.strerror}; check --config") from error
+        raise ConfigError(f"the configuration file {file} cannot be read: {error.strerror}; check its path") from error
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"the configuration file {file} is not a regular file; check --config")
+        raise ConfigError(f"the configuration file {file} is not a regular file; check its path")
     if mode & stat.S_IWOTH:
         raise ConfigError(
             f"the configuration file {file} can be written by anybody, so it is not run; chmod o-w {file}"

@@ -168,7 +168,8 @@ def test_without_a_gpu_the_sentence_says_why_and_how_to_try_without_one(
     with pytest.raises(BackendError) as caught, open_backend(None, str(tmp_path / "s")):
         pass
     assert str(caught.value) == (
-        "no GPU was found: the NVIDIA driver is not installed; to try things out without one, add --simulate 1x2GiB"
+        "no GPU was found: the NVIDIA driver is not installed; to try things out without one, set "
+        "JUPYTER_GPU_SIMULATE=1x2GiB in the environment before you start Jupyter"
     )
     assert len(closed) == 1
 
@@ -200,7 +201,10 @@ def test_a_service_waits_for_its_first_device(
         assert opened.devices == (device,)
     assert pauses == [1, 2, 4]
     assert [record.message.partition(":")[2] for record in caplog.records] == [
-        " no GPU was found: the kernel module is not loaded; to try things out without one, add --simulate 1x2GiB",
+        (
+            " no GPU was found: the kernel module is not loaded; to try things out without one, set JUPYTER_GPU_SIMULATE=1x2GiB in the "
+            "environment before you start Jupyter"
+        ),
         " it fails",
     ]
 

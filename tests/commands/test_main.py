@@ -41,7 +41,11 @@ def test_an_unknown_command_names_those_there_are(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as ended:
         main(["statsu"])
     assert ended.value.code == 2
-    assert "there is no command 'statsu'; choose from demo, lab, status" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "there is no command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, status" in said
+    with pytest.raises(SystemExit):
+        main(["frobnicate"])
+    assert "there is no command 'frobnicate'; choose from demo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))

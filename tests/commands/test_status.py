@@ -11,7 +11,7 @@ from provisioner.commands.status import show, watch
 from provisioner.protocol.errors import InternalBrokerError
 from provisioner.protocol.messages import HostStatus
 from tests.commands.conftest import OwnBroker
-from tests.commands.pictures import a_host
+from tests.commands.pictures import a_host, a_lease
 
 
 class Terminal(io.StringIO):
@@ -53,6 +53,14 @@ def test_json_has_what_the_broker_said(broker: OwnBroker, capsys: pytest.Capture
     assert shown["running"] is True
     assert shown["simulated"] is True
     assert [lease["lease_id"] for lease in shown["leases"]] == [lease_id]
+
+
+def test_the_status_fits_a_terminal_and_other_readers_get_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lease = a_lease(label="a/rather/long/path/to/a/notebook/that/does/not/fit/train.ipynb")
+    for out, fits in ((Terminal(), True), (io.StringIO(), False)):
+        pictures_until_enough(out, [a_host(leases=[lease])], as_json=False)
+        assert (max(map(len, out.getvalue().splitlines())) <= 60) is fits
 
 
 def test_no_broker_is_an_ordinary_answer_and_none_is_started(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +39,10 @@ def test_a_kernel_is_resized_to_what_was_said(broker: OwnBroker, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["pin", "kernel-1", "soon"], "duration 'soon' is not a duration; allowed: a duration such as"),
+        (["pin", "kernel-1", "soon"], "'soon' is not how long a pin can last; allowed: a duration such as 30m or 2h"),
+        (["pin", "kernel-1", "0"], "'0' is not how long a pin can last; allowed: a duration such as 30m or 2h"),
+        (["pin", "kernel-1", "forever"], "`%gpu pin always` in the notebook renews one until it is ended"),
+        (["pin", "forever"], "say for how long: `jupyter gpu pin LEASE 30m`; given: 'forever' alone"),
         (["resize", "kernel-1"], "say the new size: a FRACTION such as 1/2, --memory such as 20GiB, or both"),
         (["resize", "kernel-1", "2"], "fraction '2' is out of range"),
         (["resize", "kernel-1", "--memory", "much"], "memory 'much' is not a size"),
@@ -52,6 +56,27 @@ def test_a_value_that_is_not_allowed_is_wrong_usage(
     assert main(arguments) == 2
     assert says in capsys.readouterr().err
     assert broker.calls == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["drain", "0"], "without one no GPU takes kernels or is drained; run one with `jupyter gpu broker`"),
+        (["undrain", "0"], "without one no GPU takes kernels or is drained; run one with `jupyter gpu broker`"),
+        (["pool"], "only a running one tells its pools or changes them; run one with `jupyter gpu broker`"),
+        (["pool", "default", "price=3"], "What it starts with is set in jupyter_gpu_config.py"),
+        (["pin", "3f2a", "30m"], "so there are no kernels on a GPU; it starts with the first kernel that wants one"),
+    ],
+)
+def test_without_a_broker_each_command_says_what_its_reader_can_do(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(tmp_path / "b.sock"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"jupyter gpu: no broker is running on {tmp_path}/b.sock, ")
+    assert says in said
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from provisioner.commands.words import bar, lease_name, render_status, state_in_words
+from provisioner.commands.words import bar, lease_name, render_status, state_in_words, table
 from provisioner.protocol.messages import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 
@@ -111,3 +111,31 @@ def test_why_kernels_stay_is_shown_for_a_device_and_for_a_kernel() -> None:
 
 def test_work_in_the_background_is_called_that() -> None:
     assert state_in_words(a_lease(busy=True, working=True)) == "on the GPU, working in the background, 12 s"
+
+
+def test_every_line_fits_the_terminal_and_nothing_of_it_is_lost() -> None:
+    strangers = [Stranger(pid=pid, user="bob", used_mib=100) for pid in (1, 2, 3)]
+    status = a_host(
+        devices=[
+            a_device(
+                stranger_mib=300, strangers=strangers, why_not="the driver is too old to save them", over_committed=True
+            )
+        ],
+        leases=[
+            a_lease(label="projects/2026/vision/experiments/train-the-large-one.ipynb", busy=True, pinned_ms=90_000),
+            a_lease(
+                lease_id="77aa00bb11cc", position=1, sentence="4 GiB are needed, 1 GiB are free on the roomiest device"
+            ),
+        ],
+    )
+    wide = render_status(status)
+    assert max(map(len, wide.splitlines())) > 100
+    for width in (100, 80, 60):
+        lines = render_status(status, width).splitlines()
+        assert max(map(len, lines)) <= width, f"at {width}"
+        assert sorted("".join("".join(lines).split())) == sorted("".join(wide.split()))
+
+
+def test_a_table_without_a_width_has_one_line_a_row() -> None:
+    assert table(("A", "B"), [("a b c", "x" * 200)]) == ["  A      B", f"  a b c  {'x' * 200}"]
+    assert table(("A", "B"), [("a", "one two three four")], width=15) == ["  A  B", "  a  one two", "     three four"]

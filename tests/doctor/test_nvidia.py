@@ -81,18 +81,19 @@ def test_a_sound_machine_has_nothing_to_complain_of(proc: Path) -> None:
     assert nvml.started == 0, "NVML was not given back"
 
 
-def test_no_driver_is_ordinary_and_says_how_to_try_things_out(proc: Path) -> None:
+def test_no_driver_is_a_warning_that_says_how_to_try_things_out(proc: Path) -> None:
     nvml = DoctorsNVML()
     nvml.fails["nvmlInit"] = LIBRARY_NOT_FOUND
     driver, bindings = look(nvml, proc, "the Python package cuda-bindings is not installed: pip install it")
-    assert (driver.severity, bindings.severity) == (Severity.NOTE, Severity.NOTE)
+    assert (driver.severity, bindings.severity) == (Severity.WARNING, Severity.NOTE)
+    assert "do not start here" in driver.finding
     assert "not installed" in driver.finding
-    assert "jupyter gpu demo" in driver.advice
+    assert "jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment" in driver.advice
 
 
-def test_a_driver_without_devices_is_ordinary(proc: Path) -> None:
+def test_a_driver_without_devices_is_a_warning(proc: Path) -> None:
     (found,) = look(DoctorsNVML(), proc)
-    assert (found.check, found.severity) == ("driver", Severity.NOTE)
+    assert (found.check, found.severity) == ("driver", Severity.WARNING)
     assert "sees no device" in found.finding
 
 

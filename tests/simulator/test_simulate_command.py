@@ -82,6 +82,15 @@ def test_a_policy_file_is_the_brokers(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "unknown key; did you mean 'fractions'?" in capsys.readouterr().err
 
 
+def test_a_policy_that_is_no_file_is_refused_with_what_the_option_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--users", "2", "--policy", "fgd"]) == 2
+    assert "--policy fgd is a placement policy, for --placement" in capsys.readouterr().err
+    assert main(["simulate", "--users", "2", "--policy", "/nowhere/config.py"]) == 1
+    said = capsys.readouterr().err
+    assert "--policy: the configuration file /nowhere/config.py cannot be read: No such file" in said
+    assert "--config" not in said
+
+
 @pytest.mark.parametrize(
     ("preempt", "arguments", "some"),
     [
