@@ -4,7 +4,7 @@ Learnt, per user and pool, from what the ledger has seen in the last four weeks;
 last seats lasted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from provisioner.broker.broker import Broker, wall_ms
@@ -83,7 +83,7 @@ class Forecasts:
         if promised is not None:
             return promised
         device_id, chance = place(
-            self._load(request.owner, pool, memory_mib),
+            self.load(request.owner, pool, memory_mib),
             self._places(pool, devices, seats),
             target_ms=hub.wait_target_ms,
             bound_milli=hub.wait_bound_milli,
@@ -104,7 +104,8 @@ class Forecasts:
         if isinstance(full, Full):
             raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
 
-    def _load(self, owner: str, pool: PoolSpec, memory_mib: int) -> Load:
+    def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> Load:
+        """Return what a seat of this user with so much memory is expected to need of its device."""
         habits = self.habits(owner, pool.name)
         mib = memory_mib
         if pool.reserve_by is ReserveBy.USE:
@@ -119,7 +120,7 @@ class Forecasts:
                 seat.device_id if seat.device_id in loads else min(loads, key=lambda one: len(loads[one]), default=None)
             )
             if home is not None:
-                loads[home].append(self._load(seat.owner, pool, seat.memory_mib))
+                loads[home].append(self.load(seat.owner, pool, seat.memory_mib))
         return [
             Place(
                 device_id=device.device_id,
@@ -142,15 +143,20 @@ class Forecasts:
             return None
         return position * (sum(lasted) // len(lasted)) // seats
 
-    def offers(self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int]) -> Offers:
-        """Return every pool as this user would meet it; pools of other groups are left out."""
+    def offers(
+        self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
+    ) -> Offers:
+        """Return every pool as this user would meet it; pools of other groups are left out.
+
+        `kept` are the pools that keep their room for a request in their line.
+        """
         found = []
         for name, pool in sorted(self._broker.arbiter.pools().items()):
             hub = self.hub(name)
             if hub.terms(request.groups) is None:
                 continue
             there = [seat for seat in seats if seat.pool == name]
-            found.append(self._pool_offer(request, pool, hub, there, waiting.get(name, 0)))
+            found.append(self._pool_offer(request, pool, hub, there, waiting.get(name, 0), kept=name in kept))
         default_pool, default_milli = self._default(found)
         return Offers(
             pools=found,
@@ -160,7 +166,14 @@ class Forecasts:
         )
 
     def _pool_offer(
-        self, request: OfferRequest, pool: PoolSpec, hub: HubPool, seats: Sequence[SeatRecord], waiting: int
+        self,
+        request: OfferRequest,
+        pool: PoolSpec,
+        hub: HubPool,
+        seats: Sequence[SeatRecord],
+        waiting: int,
+        *,
+        kept: bool,
     ) -> PoolOffer:
         devices, why_not = self._devices(pool), ""
         try:
@@ -190,20 +203,21 @@ class Forecasts:
                     pool,
                     seats,
                     waiting,
+                    kept=kept,
                 )
                 for milli in fractions
             ],
         )
 
     def _fraction_offer(
-        self, request: SeatRequest, pool: PoolSpec, seats: Sequence[SeatRecord], waiting: int
+        self, request: SeatRequest, pool: PoolSpec, seats: Sequence[SeatRecord], waiting: int, *, kept: bool
     ) -> FractionOffer:
         hub, milli = self.hub(pool.name), request.fraction_milli
         memory_mib = self.memory_mib(pool, milli, None)
         seats = [seat for seat in seats if (seat.owner, seat.server) != (request.owner, request.server)]
         where = self.full(request, pool, hub, memory_mib, seats)
         why_not = _over_limit(request, pool, hub, seats)
-        free = not isinstance(where, Full) and not waiting and not why_not
+        free = not isinstance(where, Full) and not kept and not why_not
         expected_ms = None if free else self.expected_ms(pool.name, waiting + 1, len(seats))
         offer = FractionOffer(
             fraction_milli=milli,
@@ -223,7 +237,7 @@ class Forecasts:
         self, request: SeatRequest, pool: PoolSpec, memory_mib: int, seats: Sequence[SeatRecord], device_id: str | None
     ) -> int:
         """Return how many of a thousand cells would find room when they begin, on the device where the seat would be."""
-        load = self._load(request.owner, pool, memory_mib)
+        load = self.load(request.owner, pool, memory_mib)
         for one in self._places(pool, self._devices(pool), seats):
             if one.device_id == device_id:
                 return 1000 - -(-wait_chance_millionths((*one.loads, load), one.capacity_mib) // 1000)

@@ -7,6 +7,8 @@
 - One server has one seat: taking another one for it ends the older.
 - A pool that is full by the forecast (`core.packing`) or by what it may promise lets who asks wait, first come, first served within a
   priority, or refuses, as the pool says. Who could never be served, or is not to be, is refused at once.
+- A request that fits passes those before it that do not: `max_passed_over` times at most, then the pool keeps its room for the one that
+  was passed. One that not even the empty pool could serve (its devices became fewer, or its terms stricter) keeps none.
 - A kernel of a seat gets owner, group, priority and weight from the seat, whatever it asks. What ends is the entitlement, not the
   kernels: leases without a process end with their seat, the others with their process.
 """
@@ -42,6 +44,7 @@ from provisioner.config.pools import PoolSettings
 from provisioner.config.settings import Settings
 from provisioner.core.events import LeaseReleased
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
+from provisioner.core.packing import Load
 from provisioner.core.units import format_fraction
 from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError, SeatRecord
@@ -81,6 +84,7 @@ class _Waiter:
         self.written: asyncio.Future[None] | None = None  # ... until this is done
         self.token = ""
         self.given = False  # the caller has heard of the seat
+        self.passed_over = 0  # how many later requests got a seat before this one
         self.refused: NoRoomError | None = None  # its owner or group reached a limit while it waited
 
 
@@ -161,7 +165,8 @@ class Seats:
     def offers(self, request: OfferRequest) -> Offers:
         """Return the pools as this user would meet them now."""
         waiting = {pool: len(line) for pool, line in self._waiting.items()}
-        return self.forecasts.offers(request, self.live(), waiting)
+        kept = {pool for pool in waiting if not self._lets_pass(pool)}
+        return self.forecasts.offers(request, self.live(), waiting, kept)
 
     # -- giving and ending ---------------------------------------------------------------------------------------------------
 
@@ -199,8 +204,9 @@ class Seats:
                 changed, last_look = self._changed, now_ms() >= deadline_ms
                 _, hub = self._pool(request.pool)  # a change of the pool counts at once
                 full = None
-                if line[:1] == [waiter] or last_look or not hub.waits_when_full:
-                    # Before a refusal, too: requests ahead that can be served now are no reason to refuse this one.
+                if line[:1] == [waiter] or told is None or last_look or not hub.waits_when_full:
+                    # When it arrives, since it may pass the others, and before a refusal: requests ahead that can be served now are no
+                    # reason to refuse this one. In between the first one in the line looks for all of them.
                     full = self._serve(request.pool)
                 if waiter.seat is not None:
                     yield await self._give(waiter, waiter.seat)
@@ -239,31 +245,70 @@ class Seats:
                 self._end(waiter.seat, "abandoned")
 
     def _serve(self, pool_name: str) -> Full | None:
-        """Reserve seats for the head of the pool's line, one after another; return why the next one does not fit.
+        """Reserve seats for the requests in the pool's line that fit, in their order; return why the first one left does not.
 
-        A request that is served, or refused for a limit, leaves the line here, before anything is awaited: while the ledger is being
-        written nobody waits behind it.
+        A request that is served leaves the line here, before anything is awaited: while the ledger is being written nobody waits
+        behind it. So does the first one if it is refused for a limit; a later one may have room below its limit at its turn.
         """
         pool, hub = self._pool(pool_name)
-        line, full, served = self._waiting.get(pool_name, []), None, False
-        while line and full is None:
-            first = line[0]
-            others = self._others(first.request)
+        line = self._waiting.get(pool_name, [])
+        passed: list[_Waiter] = []  # requests that do not fit
+        unplaced: list[tuple[int, Load, Full]] = []
+        first_full, left = None, False
+        for waiter in line.copy():
             try:
-                check_limits(first.request, first.group, pool, others)
-                place = self.forecasts.full(first.request, pool, hub, first.memory_mib, others)
+                place = self._place(waiter, pool, hub, unplaced)
             except NoRoomError as error:
-                first.refused = error
+                if not passed:
+                    waiter.refused = error
+                    line.remove(waiter)
+                    left = True
+                continue
+            if isinstance(place, Full):
+                first_full = first_full or place
+                passed.append(waiter)
             else:
-                if isinstance(place, Full):
-                    full = place
-                    continue
-                self._reserve(first, hub, place)
-            del line[0]
-            served = True
-        if served:
+                for one in passed:
+                    one.passed_over += 1
+                self._reserve(waiter, hub, place)
+                line.remove(waiter)
+                left = True
+            if any(self._is_kept_for(one, pool, hub) for one in passed):
+                break
+        if left:
             self._notify()
-        return full
+        return first_full
+
+    def _place(
+        self, waiter: _Waiter, pool: PoolSpec, hub: HubPool, unplaced: list[tuple[int, Load, Full]]
+    ) -> Full | str | None:
+        """Return where the seat would be placed, or why not. Raises NoRoomError for a limit.
+
+        `unplaced`: memory and load of earlier requests that do not fit, and why. One that needs as much as any of them costs no forecast.
+        """
+        request = waiter.request
+        others = self._others(request)
+        load = self.forecasts.load(request.owner, pool, waiter.memory_mib)
+        check_limits(request, waiter.group, pool, others)
+        if len(others) == len(self._of_pool(request.pool)):  # it replaces no seat, whose room would be free for it
+            for mib, other, full in unplaced:
+                if waiter.memory_mib >= mib and load.mib >= other.mib and load.duty_milli >= other.duty_milli:
+                    return full
+        place = self.forecasts.full(request, pool, hub, waiter.memory_mib, others)
+        if isinstance(place, Full):
+            unplaced.append((waiter.memory_mib, load, place))
+        return place
+
+    def _is_kept_for(self, waiter: _Waiter, pool: PoolSpec, hub: HubPool) -> bool:
+        """Whether the pool keeps its room for this request: it was passed often enough, and the pool could serve it."""
+        if waiter.passed_over < pool.max_passed_over:
+            return False
+        return not isinstance(self.forecasts.full(waiter.request, pool, hub, waiter.memory_mib, []), Full)
+
+    def _lets_pass(self, pool_name: str) -> bool:
+        """Whether a request that fits gets a seat before those that wait in the pool's line."""
+        pool, hub = self._pool(pool_name)
+        return not any(self._is_kept_for(waiter, pool, hub) for waiter in self._waiting.get(pool_name, ()))
 
     @staticmethod
     def _refused(request: SeatRequest, hub: HubPool, full: Full) -> SeatProgress:

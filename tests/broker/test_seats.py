@@ -17,8 +17,11 @@ from typing import Any
 import pytest
 
 from provisioner.broker import seats as seats_module
+from provisioner.broker.broker import now_ms
 from provisioner.broker.feed import Feed
 from provisioner.broker.seats import Seats
+from provisioner.core.events import DeviceSeen
+from provisioner.core.model import DeviceSpec
 from provisioner.ledger import UsageRecord
 from provisioner.ledger.records import SeatRecord
 from provisioner.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
@@ -284,6 +287,74 @@ def test_a_full_pool_lets_wait_first_come_first_served(live: LiveBroker) -> None
             hub.release_seat(granted.seat_id)
         assert list(lines[1])[-1].kind == ProgressKind.GRANTED
     assert live.is_alive()
+
+
+@contextmanager
+def waiting_for(live: LiveBroker, owner: str, fraction_milli: int) -> Iterator[Iterator[SeatProgress]]:
+    """A request for a seat in the pool's line; what it is told further."""
+    with client_of(live) as client:
+        lines = client.take_seat(
+            SeatRequest(owner=owner, pool="default", fraction_milli=fraction_milli, wait_ms=3_600_000)
+        )
+        assert next(lines).kind == ProgressKind.WAITING
+        yield lines
+
+
+def a_stranger_takes(live: LiveBroker, mib: int) -> None:
+    """Another program has so much of the device from now on."""
+
+    async def see() -> None:
+        (device,) = live.broker.devices.values()
+        spec = DeviceSpec(device_id=device.device_id, name=device.name, memory_mib=device.memory_mib)
+        live.broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=mib))
+
+    live.on_loop(see)
+
+
+def offered_free(live: LiveBroker) -> list[int]:
+    with client_of(live) as client:
+        (pool,) = client.offers(OfferRequest(owner="max")).pools
+    return [one.fraction_milli for one in pool.fractions if one.free]
+
+
+def test_small_seats_pass_a_large_one_that_has_no_room_so_many_times_and_no_more() -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%", "max_passed_over": 2}}
+    with live_broker(pools=pools) as live, client_of(live) as hub:
+        holder = take(live, owner="ada")
+        with waiting_for(live, "bob", 1000) as large:
+            assert offered_free(live) == [125, 250, 500, 750]
+            small = [take(live, owner=f"small{number}", fraction_milli=125) for number in range(2)]
+            assert {one.kind for one in small} == {ProgressKind.GRANTED}
+            assert offered_free(live) == [], "the room is kept for the one that was passed twice"
+            late = take(live, owner="late", fraction_milli=125)
+            assert (late.kind, late.reason) == (ProgressKind.REFUSED, "seat-queue")
+            for one in (holder, *small):
+                hub.release_seat(one.seat_id)
+            assert list(large)[-1].kind == ProgressKind.GRANTED
+
+
+def test_room_is_not_kept_for_a_seat_that_even_the_empty_pool_cannot_serve_any_more() -> None:
+    pools = {"default": {"oversubscription": 2, "wait_bound": "100%", "max_passed_over": 1}}
+    with live_broker(pools=pools) as live, client_of(live) as hub:
+        holders = [take(live, owner=owner, fraction_milli=1000) for owner in ("ada", "eve")]
+        with waiting_for(live, "bob", 1000):
+            a_stranger_takes(live, 256)
+            for one in holders:
+                hub.release_seat(one.seat_id)
+            small = [take(live, owner=f"small{number}", fraction_milli=125) for number in range(4)]
+            assert {one.kind for one in small} == {ProgressKind.GRANTED}
+            assert seats_waiting(live) == {"default": 1}
+
+
+def test_of_seats_that_wait_those_that_fit_are_given_when_one_ends() -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%"}}
+    with live_broker(pools=pools) as live, client_of(live) as hub:
+        take(live, owner="ada", fraction_milli=750)
+        quarter = take(live, owner="eve", fraction_milli=250)
+        with waiting_for(live, "bob", 1000), waiting_for(live, "max", 250) as small, waiting_for(live, "kim", 500):
+            hub.release_seat(quarter.seat_id)
+            assert list(small)[-1].kind == ProgressKind.GRANTED
+            assert seats_waiting(live) == {"default": 2}
 
 
 @contextmanager
