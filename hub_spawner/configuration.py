@@ -121,9 +121,11 @@ def _check_system(path: str, pools: Mapping[str, Any] | None, settings: Mapping[
         )
     try:
         with SeatClient(path, timeout_s=5) as client:
-            client.seats()
+            notes = [pool.note for pool in client.pools().pools if pool.note]
     except FractionalGPUError as error:
         raise ConfigError(f"{_WHERE}: the system's GPU broker on {path} cannot be used: {error}") from error
+    for note in notes:  # a broker that the hub runs logs them itself
+        get_logger().warning(note)
 
 
 def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: str | None, simulate: str | None) -> None:

@@ -15,6 +15,7 @@ from provisioner.config.errors import ConfigError
 from provisioner.config.pools import ALL_KEYS, PoolSettings, parse_pool
 from provisioner.config.settings import Settings
 from provisioner.core.events import PoolConfigured
+from provisioner.core.model import PoolSpec
 from provisioner.protocol.errors import BadRequestError, NotFoundError
 from provisioner.protocol.limits import MAX_NAME
 from provisioner.protocol.seats import PoolChange, PoolKeys, PoolList
@@ -25,13 +26,23 @@ log = logging.getLogger(__name__)
 
 
 class PoolEditor:
-    """The pools of one broker. `changed` is told of every change; everything runs on the broker's loop."""
+    """The pools of one broker. `changed` is told of every change; everything runs on the broker's loop.
 
-    def __init__(self, broker: Broker, settings: Settings, changed: Callable[[PoolSettings], None]) -> None:
+    `note` returns what administrators should know of a pool, a sentence or nothing.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        settings: Settings,
+        changed: Callable[[PoolSettings], None],
+        note: Callable[[PoolSpec], str],
+    ) -> None:
         self._broker = broker
         self._configured = {pool.name: pool for pool in settings.pools}
         self._pools = dict(self._configured)
         self._changed = changed
+        self._note = note
 
     def listing(self) -> PoolList:
         """Return every pool's keys as they hold now."""
@@ -71,6 +82,7 @@ class PoolEditor:
             devices=list(spec.devices) if spec is not None else [],
             keys=now,
             changed=sorted(key for key in now if now[key] != configured[key]),
+            note=self._note(spec) if spec is not None else "",
         )
 
 

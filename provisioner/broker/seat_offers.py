@@ -22,6 +22,7 @@ from provisioner.protocol.seats import FractionOffer, OfferRequest, Offers, Pool
 __all__ = ["HISTORY_DAYS", "Forecasts"]
 
 HISTORY_DAYS = 28
+_NEVER_SHARED = 1000  # oversubscription: what there is, once
 _ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
 
 
@@ -103,6 +104,30 @@ class Forecasts:
         full = self.full(request, pool, hub, memory_mib, [])
         if isinstance(full, Full):
             raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
+
+    def unshared(self, pool: PoolSpec) -> str:
+        """Return that seats of the pool's largest fraction share no device with any other seat, a sentence; empty: they can.
+
+        Users of whom nothing is known are assumed. A pool that promises its capacity once is not meant to share, and has no sentence.
+        """
+        hub, devices = self.hub(pool.name), self._devices(pool)
+        if not devices or (pool.oversubscription_milli or _NEVER_SHARED + 1) <= _NEVER_SHARED:
+            return ""
+        fractions = pool.fractions_milli or _ANY_FRACTIONS
+        largest, smallest = (
+            self.load("", pool, self.memory_mib(pool, milli, None)) for milli in (max(fractions), min(fractions))
+        )
+        beside = [replace(empty, loads=(smallest,)) for empty in self._places(pool, devices, [])]
+        device_id, chance = place(largest, beside, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli)
+        if device_id is not None:
+            return ""
+        return (
+            f"pool {pool.name!r}: a seat of {format_fraction(max(fractions))} GPU never shares a device, not even with one of "
+            f"{format_fraction(min(fractions))}: {percent(-(-chance // 1000))} of their cells would wait longer than "
+            f"{format_duration(hub.wait_target_ms)} (wait_target), and {percent(hub.wait_bound_milli)} may (wait_bound), if users compute "
+            f"{percent(hub.expected_use_milli)} of the time (expected_use). Such a seat has a device to itself for as long as its server "
+            "runs; to let it share, raise wait_bound or wait_target, or leave that fraction out of fractions"
+        )
 
     def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> Load:
         """Return what a seat of this user with so much memory is expected to need of its device."""

@@ -100,7 +100,7 @@ class Seats:
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
         self.forecasts = Forecasts(broker, settings)
         self._meter = Meter(broker, self.forecasts)
-        self.pools = PoolEditor(broker, settings, self._pool_changed)
+        self.pools = PoolEditor(broker, settings, self._pool_changed, self.forecasts.unshared)
 
     # -- what is there -----------------------------------------------------------------------------------------------------
 
@@ -123,6 +123,8 @@ class Seats:
         for seat in self._seats.values():
             self._note(seat)
         self._meter.recover(ledger)
+        for pool in self._broker.arbiter.pools():
+            self._warn(pool)
 
     def live(self) -> list[SeatRecord]:
         """Return all seats, oldest first."""
@@ -559,7 +561,13 @@ class Seats:
 
     def _pool_changed(self, pool: PoolSettings) -> None:
         self.forecasts.pool_changed(pool)
+        self._warn(pool.name)
         self._notify()  # who waits looks again
+
+    def _warn(self, name: str) -> None:
+        """Log what the pool's terms make of its largest fraction, where a hub gives seats in it."""
+        if self._settings.seats_required and (sentence := self.forecasts.unshared(self._pool(name)[0])):
+            log.warning("%s", sentence)
 
     def _of_pool(self, pool: str) -> list[SeatRecord]:
         return [seat for seat in self._seats.values() if seat.pool == pool]

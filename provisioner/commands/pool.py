@@ -71,4 +71,6 @@ def _said(pool: PoolKeys) -> str:
     for key, value in pool.keys.items():
         mark = "  (changed since the broker was started)" if key in pool.changed else ""
         lines.append(f"  {key:<{width}}  {json.dumps(value, ensure_ascii=False)}{mark}")
+    if pool.note:
+        lines.append(f"  note: {pool.note}")
     return "\n".join(lines)

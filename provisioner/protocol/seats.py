@@ -159,6 +159,7 @@ class PoolKeys:
     devices: list[str]  # ids
     keys: dict[str, Any] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
+    note: str = ""  # what they mean for seats that an administrator may not expect, a sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -635,6 +635,39 @@ def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
         assert take(live, owner="light").kind == ProgressKind.GRANTED
 
 
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        (
+            {},
+            "a seat of 1 GPU never shares a device, not even with one of 1/8: 22.5 % of their cells would wait longer than 30 s",
+        ),
+        ({"fractions": ["1"]}, "a seat of 1 GPU never shares a device, not even with one of 1: "),
+        ({"wait_bound": "25%"}, ""),
+        ({"expected_use": "3%"}, ""),
+        ({"wait_target": "10m"}, ""),
+        ({"fractions": ["1/8", "1/2", "3/4"]}, ""),
+        ({"oversubscription": 1}, ""),
+    ],
+)
+def test_a_pool_whose_largest_fraction_never_shares_says_so(
+    caplog: pytest.LogCaptureFixture, terms: dict[str, Any], said: str
+) -> None:
+    with live_broker(seats_required=True, pools={"default": terms}) as live, client_of(live) as client:
+
+        async def recover() -> None:
+            live.service.seats.recover(live.disk)
+
+        live.on_loop(recover)  # as a broker does at its start
+        logged = [line for line in caplog.messages if line.startswith("pool 'default': ")]
+        (pool,) = client.pools().pools
+        assert (logged or [""]) == [pool.note]
+        assert said in pool.note
+        assert bool(said) == bool(pool.note)
+        if said:
+            assert client.change_pool("default", {"wait_bound": "100%"}).note == ""
+
+
 def test_seats_outlive_the_broker() -> None:
     with live_broker() as live:
         seat = take(live)

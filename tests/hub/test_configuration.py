@@ -147,7 +147,9 @@ def test_a_hub_with_a_wrong_pool_does_not_start(tmp_path: Path) -> None:
     assert "pools['default']['price'] = 'much': allowed: None, or an amount and a currency such as '0.80 EUR'" in last
 
 
-def test_a_broker_of_the_system_is_found_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_of_the_system_is_found_and_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with live_broker() as live:
         monkeypatch.setattr(configuration, "SYSTEM_SOCKET", live.socket)
         c = Config()
@@ -155,6 +157,7 @@ def test_a_broker_of_the_system_is_found_and_used(monkeypatch: pytest.MonkeyPatc
         assert services(c) == []
         assert c.FractionalGPUMixin.gpu_socket == live.socket
         configure(Config(), broker="system")
+        assert any("a seat of 1 GPU never shares a device" in line for line in caplog.messages)
         with pytest.raises(ConfigError, match=r"pools was given, but a broker of the system serves"):
             configure(Config(), pools={"default": {}})
         # What an earlier run of this hub started is not the system's.
@@ -169,6 +172,7 @@ def test_a_broker_of_the_system_that_is_not_there_is_named(monkeypatch: pytest.M
     monkeypatch.setattr(configuration, "SYSTEM_SOCKET", str(tmp_path / "none.sock"))
     with pytest.raises(ConfigError, match=r"the system's GPU broker on .*none\.sock cannot be used"):
         configure(Config(), broker="system")
+        assert any("a seat of 1 GPU never shares a device" in line for line in caplog.messages)
 
 
 def test_every_ready_spawner_is_registered_and_has_the_mixin() -> None:
