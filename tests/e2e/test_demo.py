@@ -53,7 +53,7 @@ class Demo:
         assert list(self.temporary.glob("jupyter-gpu-demo-*")) == []
         for folder in self.folders:
             assert not simulated_folder(str(folder / "broker.sock")).exists()
-            until(partial(nobody_names, folder), f"no process names {folder}", deadline_s=5.0)
+            until(partial(nobody_names, folder), f"no process names {folder}", deadline_s=30.0)
 
 
 def nobody_names(folder: Path) -> bool:

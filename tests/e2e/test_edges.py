@@ -158,7 +158,7 @@ def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(
     begun = time.monotonic()
     answer = first.ask(kind, {"code": code, "cursor_pos": len(code), "detail_level": 0})
     assert answer["status"] == "ok"
-    assert time.monotonic() - begun < 5  # it is noticed after a moment, not at some later look
+    assert time.monotonic() - begun < 15  # it is noticed after a moment, not at some later look
     world.await_state(first.kernel_id, "resident")
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"

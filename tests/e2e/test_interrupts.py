@@ -14,7 +14,7 @@ from provisioner.protocol.messages import LeaseStatus
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
-PROMPT_S = 1.0
+PROMPT_S = 15.0  # on the slowest machine; the holder does not let go before
 INTERRUPTED = "KeyboardInterrupt"
 
 
@@ -160,7 +160,7 @@ def test_restarting_a_suspended_kernel_takes_as_long_as_any_and_keeps_its_lease(
     plain = server.start("python3")
     before = world.lease(second.kernel_id)
     ordinary_s = seconds(plain.restart)
-    assert seconds(second.restart) < 3 * ordinary_s + 2
+    assert seconds(second.restart) < 3 * ordinary_s + 4
     after = world.lease(second.kernel_id)
     assert after.lease_id == before.lease_id
     assert after.pid != before.pid
@@ -180,7 +180,7 @@ def test_shutting_a_suspended_kernel_down_takes_as_long_as_any_and_leaves_nothin
     plain = server.start("python3")
     pid = world.lease(second.kernel_id).pid
     ordinary_s = seconds(plain.shut_down)
-    assert seconds(second.shut_down) < 3 * ordinary_s + 2
+    assert seconds(second.shut_down) < 3 * ordinary_s + 4
     assert not Path(f"/proc/{pid}").exists()
     assert [lease.kernel_id for lease in world.status().leases] == [holder.notebook.kernel_id]
     assert world.status().host_saved_mib == 0
@@ -196,7 +196,7 @@ def test_a_suspended_kernel_whose_exit_blocks_on_the_gpu_is_killed_soon(
     pid = world.lease(second.kernel_id).pid
     second.must("%%cpu\nimport atexit\natexit.register(lambda: buffer.read(1))")
     ordinary_s = seconds(getattr(plain, action))
-    assert seconds(getattr(second, action)) < 3 * ordinary_s + 2
+    assert seconds(getattr(second, action)) < 3 * ordinary_s + 4
     assert not Path(f"/proc/{pid}").exists()
     holder.let_go()
 

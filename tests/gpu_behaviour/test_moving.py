@@ -81,8 +81,8 @@ def test_the_bandwidth_that_was_set_is_kept(host: Host, kernel: KernelProcess, d
     driver.checkpoint(kernel.pid)
     saved = time.monotonic()
     driver.restore(kernel.pid)
-    assert 0.2 <= saved - began < 2
-    assert 0.1 <= time.monotonic() - saved < 2
+    assert 0.2 <= saved - began < 20
+    assert 0.1 <= time.monotonic() - saved < 20
 
 
 def test_devices_that_are_not_alike_do_not_exchange_processes(make_host: MakeHost) -> None:

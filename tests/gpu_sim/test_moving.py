@@ -26,8 +26,8 @@ def test_the_bandwidth_and_latency_that_were_set_are_kept(
     driver.checkpoint(kernel.pid)
     saved = time.monotonic()
     driver.restore(kernel.pid)
-    assert 0.22 <= saved - began < 2
-    assert 0.12 <= time.monotonic() - saved < 2
+    assert 0.22 <= saved - began < 20
+    assert 0.12 <= time.monotonic() - saved < 20
 
 
 def test_a_machine_without_room_for_the_copy_refuses_and_loses_nothing(
