@@ -5,14 +5,19 @@ The rules:
   *and* its workers have ended. A worker that outlives a killed broker finishes what it has in hand, and meanwhile the next broker
   starts none: two workers never act on one process.
 - The file stays where it is; only the lock counts. It holds the pid of the last broker that had the claim, for people.
+- A lock goes with its file, and cleaners delete files. So the claim is a name in the abstract namespace, too, which broker and workers
+  hold in the same way. That name is open to everybody: where another user (not root) has it, the lock alone counts.
 """
 
 import asyncio
 import fcntl
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
+
+from provisioner.host.claims import NameClaim
 
 __all__ = ["WorkerClaim"]
 
@@ -26,15 +31,17 @@ class WorkerClaim:
         self.path = path
         self._descriptor = descriptor
         self._held = False
+        self._name: NameClaim | None = None
+        self._waits_for_name = False
 
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open the file, which is made if need be. Raises OSError."""
         return cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
-    def fileno(self) -> int:
-        """Return the descriptor that a worker inherits."""
-        return self._descriptor
+    def descriptors(self) -> tuple[int, ...]:
+        """Return the descriptors that a worker inherits."""
+        return (self._descriptor,) if self._name is None else (self._descriptor, self._name.fileno())
 
     def take(self) -> bool:
         """Take the claim if it is free, and say whether it is held now. Never blocks. Raises OSError if nobody can take any."""
@@ -43,11 +50,24 @@ class WorkerClaim:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
+            if not self._take_name():
+                return False
             self._held = True
             with suppress(OSError):  # a full disk; the pid is for people only
                 os.ftruncate(self._descriptor, 0)
                 os.pwrite(self._descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         return True
+
+    def _take_name(self) -> bool:
+        """Take the name, and say whether no worker of an earlier broker can be alive that has it."""
+        digest = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()[:32]
+        found = NameClaim.take(b"\0jupyter-gpu-worker-" + digest.encode("ascii"))
+        if isinstance(found, NameClaim):
+            self._name = found
+            return True
+        # Each question stays in the queue of who is asked, and a full queue does not say whose it is: the first answer counts.
+        self._waits_for_name = self._waits_for_name or found[1] in (0, os.geteuid())
+        return not self._waits_for_name
 
     async def wait(self) -> None:
         """Return when the claim is held. Raises as `take`. Cancellation leaves it as it is."""
@@ -61,6 +81,9 @@ class WorkerClaim:
 
     def close(self) -> None:
         """Give up this broker's part of the claim. Idempotent."""
+        if self._name is not None:
+            self._name.close()
+            self._name = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -239,7 +239,7 @@ class WorkerLink:
                 limit=MAX_LINE,
                 start_new_session=True,
                 env=driver_environment.cleaned(os.environ),
-                pass_fds=() if self._claim is None else (self._claim.fileno(),),
+                pass_fds=() if self._claim is None else self._claim.descriptors(),
             )
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error

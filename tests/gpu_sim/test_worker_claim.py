@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from provisioner.gpu.simulated import faults, host
 from provisioner.gpu.worker_claim import WorkerClaim
 from provisioner.gpu.worker_link import WorkerLink
+from provisioner.host import claims
 from provisioner.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel, answer, ask, eventually, worker_process
 
@@ -59,6 +61,47 @@ async def test_an_orphan_finishes_alone_before_the_next_worker_starts(
     await dying.close()
     await asyncio.wait_for(alone, 30)
     assert await heir.state(target) is ProcessState.CHECKPOINTED
+
+
+async def test_an_orphan_is_alone_though_the_file_of_its_claim_was_deleted(
+    links: list[WorkerLink], simulated: host.SimulatedHost, target: ProcessIdentity
+) -> None:
+    dying, _ = links
+    await dying.lock(target, 1000)
+    faults.inject(simulated.directory, "checkpoint", "hang")
+    operation = asyncio.create_task(dying.checkpoint(target, 60))
+    await asyncio.to_thread(
+        eventually, lambda: faults.listed(simulated.directory)[0].taken == 1, "the checkpoint begins"
+    )
+    assert dying._claim is not None
+    dying._claim.path.unlink()
+    dying._claim.close()
+    claim = WorkerClaim.open(dying._claim.path)
+    heir = WorkerLink(f"simulated:{simulated.directory}", claim=claim)
+    try:
+        with pytest.raises(GPUError, match=r"of an earlier broker is still at work"):
+            await heir.start()
+        faults.clear(simulated.directory)
+        assert await operation > 0
+        await dying.close()
+        await asyncio.wait_for(heir.until_alone(), 30)
+        assert await heir.state(target) is ProcessState.CHECKPOINTED
+    finally:
+        await heir.close()
+        claim.close()
+
+
+def test_a_name_that_another_user_took_keeps_nobody_from_the_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = (WorkerClaim.open(tmp_path / "worker.lock") for _ in range(2))
+    assert theirs.take()
+    fcntl.flock(theirs.descriptors()[0], fcntl.LOCK_UN)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(claims, "_holder", lambda _address: (1, 54321))
+    assert ours.take()
+    for claim in (ours, theirs):
+        claim.close()
 
 
 async def test_a_replaced_worker_of_the_same_broker_needs_no_new_claim(
