@@ -87,6 +87,14 @@ class KernelLease:
 
         _persistently(attach)
 
+    def attach_again(self, request: AttachRequest) -> None:
+        """Attach a process that is attached already: this process takes over its kernel. Starts no broker.
+
+        Raises the errors of the protocol.
+        """
+        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
+            client.attach(self.lease_id, request)
+
     def detach(self) -> None:
         """Tell the broker that the process is gone. Raises the errors of the protocol."""
         with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:

@@ -8,8 +8,8 @@ Rules:
   codes are what its starter expects.
 - Two steps, because a broker attaches only a process that has the lease's id in its environment, and an environment is new only after
   an exec: the first step takes the lease and becomes the second, which attaches itself and becomes the kernel.
-- The lease is tied to the process: the broker sees it end. What an earlier process of the same kernel left (a lease without a process,
-  a token file) is cleared away by the next.
+- The lease is tied to the process: the broker sees it end, and ends the lease. What an earlier process of the same kernel left under a
+  broker that does not (a lease without a process, a token file) is cleared away by the next.
 - Without a lease there is no kernel: one sentence on stderr, exit code 1. A starter of this kind has no way to ask for anything else.
 """
 

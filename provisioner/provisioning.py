@@ -32,7 +32,7 @@ from traitlets import Float, Unicode, default
 
 from provisioner.discovery import runtime_dir
 from provisioner.kept import KeptRecord
-from provisioner.kernel_command import EXTENSION_ARGUMENT, KernelPlan, plan_kernel
+from provisioner.kernel_command import EXTENSION_ARGUMENT, KernelPlan, find_ipykernel, plan_kernel
 from provisioner.kernel_config import KernelConfig, parse_kernel_config
 from provisioner.kernel_lease import (
     KernelLease,
@@ -198,8 +198,21 @@ class FractionalGPUProvisioner(LocalProvisioner):
         """Hear of it when the manager starts the kernel no more: a server may then forget it without any `cleanup`."""
         await super().post_launch(**kwargs)
         if not self._hears_of_death and self.parent is not None:
-            self.parent.add_restart_callback(self._ports.pause, "dead")
+            self.parent.add_restart_callback(self._will_not_restart, "dead")
             self._hears_of_death = True
+
+    def _will_not_restart(self) -> None:
+        """The kernel died too often to be started again by itself: let its lease and ports go. A user's restart takes a new lease."""
+        self._ports.pause()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            threading.Thread(target=self._release, args=(lease,), name="gpu-release", daemon=True).start()
+
+    def _release(self, lease: KernelLease) -> None:
+        try:
+            lease.release()
+        except FractionalGPUError as error:
+            self.log.debug("The GPU lease of kernel %s ends by itself: %s", self.kernel_id, error)
 
     async def send_signal(self, signum: int) -> None:
         """Signal the process group; an interrupt that has no effect because the GPU state is away brings that back."""
@@ -271,6 +284,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         await super().load_provisioner_info(provisioner_info)
         try:
             await in_thread(self._adopt, provisioner_info)
+            await in_thread(self._attach_adopted)
         except ProcessGoneError as error:
             self.log.warning("Kernel %s cannot be taken over: %s", self.kernel_id, error)
 
@@ -281,6 +295,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self.ports_cached = True  # its next process has the same
         self._adopt(info)
         self._record.adopt(record)
+        threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
         """Raises ProcessGoneError."""
@@ -295,6 +310,20 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("Kernel %s runs on without its GPU lease being managed here: %s", self.kernel_id, error)
         else:
             self._is_restart = True
+
+    def _attach_adopted(self) -> None:
+        """Tell the broker that this process is the kernel's server now. One that does not run learns it at the kernel's next start."""
+        lease, process, argv = self._lease, self.process, self.kernel_spec.argv
+        if lease is None or process is None:
+            return
+        language, ipykernel = self.kernel_spec.language or "", find_ipykernel(argv) is not None
+        try:
+            request = attach_request(process.pid, dict(self.connection_info), language=language, ipykernel=ipykernel)
+            lease.attach_again(request)
+        except (ProcessGoneError, FractionalGPUError) as error:
+            self.log.debug(
+                "The GPU broker does not know yet that kernel %s has another server: %s", self.kernel_id, error
+            )
 
     # -- kernels that outlive their server -------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from provisioner.broker.sharing import remove_books, sharing_environment
 from provisioner.broker.sight import stopped_sentence
 from provisioner.broker.survivors import Survivors
 from provisioner.broker.swaps import Swaps
+from provisioner.broker.token_files import TokenFiles
 from provisioner.broker.writer import LedgerWriter
 from provisioner.core.arbiter import Arbiter
 from provisioner.core.effects import (
@@ -115,6 +116,7 @@ class Broker:
         self.oom_kills = OomKills()
         self.contexts = ContextLearner(self)
         self.survivors = Survivors(self, swaps)
+        self.token_files = TokenFiles()
         swaps.roots = self.roots
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
@@ -308,6 +310,7 @@ class Broker:
         if kernel is not None:
             kernel.forget_process()
             kernel.notify()
+            self.token_files.remove(lease_id, kernel.token_file, kernel.uid)
         if self.files is not None:
             self.files.drop(lease_id)
         self.writer.submit(partial(self.writer.ledger.end_lease, lease_id, wall_ms(), reason))
@@ -541,6 +544,8 @@ class Broker:
             home_device_ids=kernel.homes if len(kernel.homes) > 1 else (),
             members=tuple(one.to_text() for one in sorted(kernel.members)[:_MOST_MEMBERS]),
             released=kernel.released,
+            server=kernel.server.to_text() if kernel.server is not None else "",
+            token_file=kernel.token_file,
             pinned_until_ms=self._pinned_until_ms(view),
         )
 
@@ -580,6 +585,7 @@ class Broker:
         self._zmq.destroy(linger=0)
         if self.files is not None:
             await self.files.close()
+        await self.token_files.close()
         await self.writer.close()
 
 

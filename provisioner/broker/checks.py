@@ -26,11 +26,15 @@ __all__ = [
     "fraction_for",
     "guaranteed_mib",
     "lease_spec",
+    "server_of",
+    "token_file_of",
     "user_group",
     "user_name",
     "verified_process",
 ]
 
+_TOKEN_VARIABLE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - a variable's name
+_LONGEST_PATH = 1024
 _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
 
 
@@ -196,6 +200,23 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
     if lease_id != kernel.lease_id:
         raise ForbiddenError(f"process {request.pid} was not started for this lease", reason="wrong-lease")
     return identity
+
+
+def server_of(peer: Peer) -> ProcessIdentity | None:
+    """Return the process that asks, which starts the kernel of the lease; None where it cannot be seen (another pid namespace)."""
+    try:
+        return identify(peer.credentials.pid) if peer.credentials.pid > 0 else None
+    except (ProcessLookupError, PermissionError):
+        return None
+
+
+def token_file_of(identity: ProcessIdentity) -> str:
+    """Return the path of the token's file as the process's environment names it, "" if it names none that could be used."""
+    try:
+        path = environment_value(identity.pid, _TOKEN_VARIABLE) or ""
+    except (ProcessLookupError, PermissionError):
+        return ""
+    return path if path.startswith("/") and len(path) <= _LONGEST_PATH and path.isprintable() else ""
 
 
 async def _environment_soon(pid: int, name: str, expected: str) -> str | None:

@@ -179,12 +179,22 @@ def kernel_of(record: LeaseRecord) -> Kernel:
         gated=record.spec.gated,
         members=frozenset(_members(record)),
         released=record.released,
+        server=_server_of(record),
+        had_process=record.pid is not None or record.state is not LeaseState.UNATTACHED,
+        token_file=record.token_file,
         homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ()),
     )
     identity = identity_of(record)
     if identity is not None:
         kernel.identity = identity if is_alive(identity) and record.connection else None
     return kernel
+
+
+def _server_of(record: LeaseRecord) -> ProcessIdentity | None:
+    try:
+        return ProcessIdentity.from_text(record.server) if record.server else None
+    except ValueError:  # of another version's making
+        return None
 
 
 def _members(record: LeaseRecord) -> Iterator[ProcessIdentity]:

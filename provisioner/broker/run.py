@@ -12,6 +12,7 @@ from typing import TextIO
 
 from tornado.netutil import bind_unix_socket
 
+from provisioner.broker.abandoned import Abandoned
 from provisioner.broker.api import make_server
 from provisioner.broker.audit import AuditLog
 from provisioner.broker.backend import Backend
@@ -139,6 +140,7 @@ class Run:
         files.serve()
         by_tcp = self._settings.metrics_address and listen(broker.metrics.registry, self._settings.metrics_address)
         self._say_ready()
+        abandoned = Abandoned(broker)
         works = (
             watcher.run(),
             files.run(),
@@ -148,6 +150,7 @@ class Run:
             service.seats.run(),
             lost.files.run(),
             lost.run(),
+            abandoned.run(),
             self._stop_when_unused(broker),
             self._forget_history(broker, service.audit),
             keep_learning(arbiter, broker.contexts.sizes, broker.writer),

@@ -23,7 +23,7 @@ from provisioner import __version__
 from provisioner.broker.administering import Administering
 from provisioner.broker.audit import AuditLog
 from provisioner.broker.broker import Broker, devices_of, now_ms, token_digest, wall_ms
-from provisioner.broker.checks import Peer, lease_spec, user_name, verified_process
+from provisioner.broker.checks import Peer, lease_spec, server_of, token_file_of, user_name, verified_process
 from provisioner.broker.decode import printable
 from provisioner.broker.endpoints import check_endpoints
 from provisioner.broker.gate import GateLink
@@ -148,6 +148,7 @@ class Service:
             kernel_id=printable(request.kernel_id),
             created_ms=wall_ms(),
             gated=spec.gated,
+            server=server_of(peer),
         )
         broker.kernels[spec.lease_id] = kernel
         event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=not spec.gated)
@@ -312,6 +313,7 @@ class Service:
         await self.broker.survivors.settled(kernel)
         self.broker.survivors.adopt(kernel)
         kernel.language, kernel.ipykernel = request.language[:MAX_NAME], request.ipykernel
+        kernel.server, kernel.had_process, kernel.token_file = server_of(peer), True, token_file_of(identity)
         if kernel.identity is None:
             gated = self._view(kernel).spec.gated
             self.broker.dispatch(Attached(at_ms=now_ms(), lease_id=kernel.lease_id, gated=gated))

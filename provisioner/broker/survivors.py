@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from provisioner.broker.abandoned import ABANDONED, has_lost_server
 from provisioner.broker.clock import now_ms
 from provisioner.broker.decode import printable
 from provisioner.broker.ending import end_processes
@@ -218,6 +219,8 @@ class Survivors:
         kernel.left, kernel.members = (), frozenset()
         if kernel.released:
             self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id))
+        elif has_lost_server(kernel):
+            self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=ABANDONED))
         else:
             self._broker.exited(kernel)
 

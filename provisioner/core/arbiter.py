@@ -299,7 +299,7 @@ class Arbiter:
             case ProcessExited():
                 does.exited(lease)
             case LeaseReleased():
-                does.released(lease)
+                does.released(lease, event.reason)
             case SuspendRequested():
                 does.suspend_asked(lease)
             case ResizeRequested():

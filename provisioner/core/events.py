@@ -153,9 +153,10 @@ class LeftBehind(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased(Event):
-    """The lease is over. A second release is ignored."""
+    """The lease is over. A second release is ignored. `reason`: a word for its story and the counters."""
 
     lease_id: str
+    reason: str = "released"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,11 +158,11 @@ class Lifecycle:
         self._changes.restart_expiry(lease)
         self._changes.move(lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free")
 
-    def released(self, lease: Lease) -> None:
+    def released(self, lease: Lease, reason: str) -> None:
         """The lease is over."""
         if lease.pinned_until_ms:
             self._pins.give_back(lease)
-        self._changes.end(lease, Cause.RELEASED, "released")
+        self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> bool:
         """The kernel needs the GPU. Returns whether that matters to anybody."""

@@ -4,15 +4,15 @@ Leases and their sum are refused at admission. The sum that is on devices at a t
 and is not passed over by them. The user's (or group's) own idle leases step aside for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from provisioner.core.model import LeaseSpec, Limits, PoolSpec
+from provisioner.core.model import LeaseSpec, LeaseState, Limits, PoolSpec
 from provisioner.core.records import Account, Footing, Wait
 from provisioner.core.scheduling import is_lost, steps_aside, willing_from_ms
 from provisioner.core.state import Books, Lease
-from provisioner.core.units import format_fraction
+from provisioner.core.units import format_duration, format_fraction
 
-__all__ = ["excess_milli", "limit_refusal", "makers_of_room", "over_limit"]
+__all__ = ["describe_absent", "excess_milli", "limit_refusal", "makers_of_room", "over_limit", "without_process"]
 
 
 def limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
@@ -28,9 +28,11 @@ def limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: 
     for who, account, limits in limits_for(books, pool, spec):
         name = f"{who} {account.name!r}"
         if limits.leases is not None and instead_of is None and account.leases >= limits.leases:
+            absent = [one for one in without_process(books, pool) if _counts_for(who, account, one)]
+            others = f", among them {describe_absent(books, absent)}" if absent else ""
             return Wait(
                 f"{who}-limit",
-                f"{name} has {account.leases} of at most {limits.leases} kernels in pool {pool.name!r}: "
+                f"{name} has {account.leases} of at most {limits.leases} kernels in pool {pool.name!r}{others}: "
                 "shut one down, or ask the administrator for more",
             )
         asked = spec.fraction_milli * spec.devices
@@ -46,6 +48,23 @@ def limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: 
                 "shut a kernel down, or ask for a smaller fraction",
             )
     return None
+
+
+def _counts_for(who: str, account: Account, lease: Lease) -> bool:
+    return account.name == (lease.spec.owner if who == "user" else lease.spec.group)
+
+
+def without_process(books: Books, pool: PoolSpec) -> list[Lease]:
+    """Return the pool's leases that no process stands behind."""
+    return [lease for lease in books.by_state[LeaseState.UNATTACHED].values() if lease.spec.pool == pool.name]
+
+
+def describe_absent(books: Books, leases: Sequence[Lease]) -> str:
+    """Say of leases without a process what they are, and when the last of them ends."""
+    left_ms = max((lease.expires_ms or 0) - books.now_ms for lease in leases)
+    alone = len(leases) == 1
+    who, has = ("a kernel", "has") if alone else (f"{len(leases)} kernels", "have")
+    return f"{who} that {has} not started or {has} ended (counted for {format_duration(max(1000, left_ms))} at most)"
 
 
 def excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:

@@ -1,7 +1,7 @@
 """Whether a new lease can be admitted at all: what can never be served is refused at once, with what there is and what to do."""
 
 from provisioner.core.accounts import guaranteed_mib
-from provisioner.core.limits import limit_refusal
+from provisioner.core.limits import describe_absent, limit_refusal, without_process
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
 from provisioner.core.records import Wait
 from provisioner.core.state import Books
@@ -135,8 +135,15 @@ def too_much(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: Lease
     limit = sum(sizes) * pool.oversubscription_milli // 1000
     if promised + asked <= limit:
         return None
-    return Wait(
-        "pool-full",
+    sentence = (
         f"{format_memory(asked)} were asked, but pool {pool.name!r} has promised {format_memory(promised)} of the "
-        f"{format_memory(limit)} it may promise; shut a kernel down, or ask for a smaller fraction",
+        f"{format_memory(limit)} it may promise"
     )
+    remedy = "shut a kernel down, or ask for a smaller fraction"
+    absent = without_process(books, pool)
+    if instead_of is None and absent:
+        absent_mib = sum(guaranteed_mib(lease.spec) for lease in absent)
+        sentence += f", {format_memory(absent_mib)} of that to {describe_absent(books, absent)}"
+        if promised - absent_mib + asked <= limit:
+            remedy = "try again when they have ended, or ask for a smaller fraction"
+    return Wait("pool-full", f"{sentence}; {remedy}")

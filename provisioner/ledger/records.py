@@ -60,6 +60,8 @@ class LeaseRecord:
     pinned_until_ms: int = 0  # 0: not pinned
     members: tuple[str, ...] = ()  # processes that were seen in the kernel's tree (`ProcessIdentity.to_text`)
     released: bool = False  # its kernel is over for good, and the lease ends with what that left behind
+    server: str = ""  # the process that starts its kernel (`ProcessIdentity.to_text`); "": unknown
+    token_file: str = ""  # the path of the token's file, as the kernel's environment names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

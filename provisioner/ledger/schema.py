@@ -162,7 +162,13 @@ MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {
 
 OVERLOOKED: dict[str, dict[str, str]] = {
     # leases that outlive their kernels, because processes that those left behind have device memory
-    "leases": {"members": "TEXT NOT NULL DEFAULT '[]'", "released": "INTEGER NOT NULL DEFAULT 0"}
+    "leases": {
+        "members": "TEXT NOT NULL DEFAULT '[]'",
+        "released": "INTEGER NOT NULL DEFAULT 0",
+        # leases that end with the process that starts their kernels, and the files of their tokens with them
+        "server": "TEXT NOT NULL DEFAULT ''",
+        "token_file": "TEXT NOT NULL DEFAULT ''",
+    }
 }
 """Columns by table that were added without a new version: programs that know the newest version only overlook them, so that they open
 the file as well, and a downgrade keeps every kernel. What they write has the default there."""

@@ -213,12 +213,14 @@ def live_broker(**overrides: Any) -> Iterator[LiveBroker]:  # noqa: ANN401 - any
 
 
 @contextmanager
-def started_for(lease_id: str, *, first: str = "") -> Iterator[dict[str, Any]]:
+def started_for(
+    lease_id: str, *, first: str = "", environment: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
     """A process with the lease's id in its environment, as an attach request; it ends with the block.
 
-    `first` is what it runs before that.
+    `first` is what it runs before that, `environment` what else its environment has.
     """
-    environment: Mapping[str, str] = {"JUPYTER_GPU_LEASE": lease_id, "PATH": os.environ["PATH"]}
+    environment = {**(environment or {}), "JUPYTER_GPU_LEASE": lease_id, "PATH": os.environ["PATH"]}
     argv = [sys.executable, "-S", "-c", f"{first}\nprint(flush=True); open(0).read()"]
     process = subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
     with process:

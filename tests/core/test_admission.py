@@ -42,6 +42,28 @@ def test_a_refusal_says_what_was_asked_and_what_there_is(asked: LeaseSpec, reaso
     assert says in refused.sentence
 
 
+def test_a_refusal_counts_kernels_that_do_not_run_apart() -> None:
+    hand = Hand(pools=[PoolSpec(name="p", devices=("d0",), oversubscription_milli=1000)])
+    hand.start("a", 500)
+    hand.start("b", 500)
+    assert "1000 MiB it may promise; shut a kernel down" in _refused(hand.request("c", 500)).sentence
+    hand.send(ProcessExited(at_ms=hand.now, lease_id="b"))
+    hand.wait(60_000)
+    sentence = _refused(hand.request("c", 500)).sentence
+    assert "500 MiB of that to a kernel that has not started or has ended (counted for 1 min at most)" in sentence
+    assert sentence.endswith("; try again when they have ended, or ask for a smaller fraction")
+    assert _refused(hand.request("c", 900)).sentence.endswith("; shut a kernel down, or ask for a smaller fraction")
+
+
+@pytest.mark.parametrize("reason", ["released", "abandoned"])
+def test_a_release_has_a_reason(reason: str) -> None:
+    hand = Hand()
+    hand.start("a")
+    assert LeaseEnded(lease_id="a", reason=reason) in hand.send(
+        LeaseReleased(at_ms=hand.now, lease_id="a", reason=reason)
+    )
+
+
 def test_a_lease_without_a_process_expires() -> None:
     hand = Hand()
     hand.request("a")

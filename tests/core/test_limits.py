@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from provisioner.core.effects import Effect, LeaseRefused
-from provisioner.core.events import Attached, LeaseReleased, LeaseRequested, ResizeRequested
+from provisioner.core.events import Attached, LeaseReleased, LeaseRequested, ProcessExited, ResizeRequested
 from provisioner.core.model import LeaseState, Limits, PoolSpec
 from tests.core.driving import Hand, device, pool, spec
 
@@ -45,6 +45,17 @@ def test_a_user_is_refused_more_than_a_user_may_have(limits: Limits, said: str) 
     assert _refusal(_start(hand, "d", owner="bob")) is None
     hand.send(LeaseReleased(at_ms=0, lease_id="a"))
     assert _refusal(_start(hand, "c")) is None
+
+
+def test_kernels_that_do_not_run_are_counted_and_told_apart() -> None:
+    hand = Hand(pools=[_pool(user=Limits(leases=2), group=Limits(leases=2))])
+    _start(hand, "a", group="students")
+    _start(hand, "b", group="students")
+    hand.send(ProcessExited(at_ms=hand.now, lease_id="b"))
+    apart = "2 of at most 2 kernels in pool 'p', among them a kernel that has not started or has ended (counted for 2 min at most): shut"
+    for refused in (_refusal(_start(hand, "c")), _refusal(_start(hand, "c", owner="bob", group="students"))):
+        assert refused is not None
+        assert apart in refused.sentence
 
 
 def test_a_group_is_refused_more_than_it_may_have_together() -> None:

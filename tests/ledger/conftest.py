@@ -36,6 +36,8 @@ _LEASE = LeaseRecord(
     pinned_until_ms=1_750_000_900_000,
     members=("4322-99-boot-1", "4323-100-boot-1"),
     released=True,
+    server="4000-77-boot-1",
+    token_file="/run/user/1000/lease-1f.token",  # noqa: S106 - a path
 )
 _OPERATION = OperationRecord(
     operation_id=1,

@@ -105,7 +105,9 @@ async def test_a_kernel_that_dies_finds_its_ports_when_the_server_starts_it_agai
     assert is_over(ports)
 
 
-async def test_a_kernel_that_is_started_no_more_lets_its_ports_go(robbed: str, broker: FakeBroker) -> None:
+async def test_a_kernel_that_is_started_no_more_lets_its_ports_and_its_lease_go(
+    robbed: str, broker: FakeBroker
+) -> None:
     manager = await started(robbed)
     ports = manager.ports
     dead = asyncio.Event()
@@ -115,6 +117,7 @@ async def test_a_kernel_that_is_started_no_more_lets_its_ports_go(robbed: str, b
     os.kill(broker.leases["lease-1"].attach["pid"], signal.SIGKILL)
     await dead.wait()
     assert held_here(ports) == []  # the server forgets it now, and cleans nothing up
+    await happens(broker, lambda: {lease.state for lease in broker.leases.values()} == {"ended"})
     await manager.shutdown_kernel(now=True)
     assert is_over(ports)
 
