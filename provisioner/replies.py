@@ -18,12 +18,14 @@ from provisioner.protocol.messages import (
     LeaseStatus,
     LeftProcess,
     Neighbour,
+    SeatStatus,
+    SeatWait,
     Story,
     StoryLine,
     Stranger,
     UsagePoint,
 )
-from provisioner.protocol.seats import FractionOffer, Offers, PoolKeys, PoolList, PoolOffer, SeatList, SeatStatus
+from provisioner.protocol.seats import FractionOffer, Offers, PoolKeys, PoolList, PoolOffer, SeatList
 
 __all__ = ["decode_message"]
 
@@ -36,7 +38,7 @@ _PLAIN: dict[Any, _Check] = {
     float: lambda value: type(value) in (int, float),
 }
 _PARTS: dict[type[Any], dict[str, type[Any]]] = {  # fields that are lists of messages
-    HostStatus: {"devices": DeviceStatus, "leases": LeaseStatus},
+    HostStatus: {"devices": DeviceStatus, "leases": LeaseStatus, "seats": SeatStatus, "seat_queue": SeatWait},
     LeaseStatus: {"neighbours": Neighbour, "left": LeftProcess},
     DeviceStatus: {"strangers": Stranger},
     Story: {"lines": StoryLine},

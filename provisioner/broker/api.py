@@ -56,8 +56,13 @@ class _Ping(Handler):
 class _Status(Handler):
     def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
-        seat = self.service.seats.of_token(self.peer.token)
-        status = host_status(self.service.broker, self.socket_path, uid, seat=seat)
+        seats = self.service.seats
+        seat = seats.of_token(self.peer.token)
+        status = replace(
+            host_status(self.service.broker, self.socket_path, uid, seat=seat),
+            seats=seats.seen_by(uid, seat),
+            seat_queue=seats.queue_seen_by(uid, seat),
+        )
         self.reply(replace(status, audit_file=str(self.service.audit.path)) if self.peer.admin else status)
 
 

@@ -50,7 +50,7 @@ from provisioner.ledger.ledger import Ledger
 from provisioner.ledger.records import LedgerError, SeatRecord
 from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError, UnauthorizedError
 from provisioner.protocol.limits import MAX_NAME, PULSE_S
-from provisioner.protocol.messages import LeaseRequest
+from provisioner.protocol.messages import LeaseRequest, SeatWait
 from provisioner.protocol.seats import (
     OfferRequest,
     Offers,
@@ -84,6 +84,7 @@ class _Waiter:
         self.written: asyncio.Future[None] | None = None  # ... until this is done
         self.token = ""
         self.given = False  # the caller has heard of the seat
+        self.since_ms = now_ms()
         self.passed_over = 0  # how many later requests got a seat before this one
         self.refused: NoRoomError | None = None  # its owner or group reached a limit while it waited
 
@@ -133,7 +134,7 @@ class Seats:
     def listing(self) -> SeatList:
         """Return all seats as messages."""
         return SeatList(
-            seats=[self.status(seat) for seat in self._seats.values()],
+            seats=self.seen_by(None, None),
             waiting=self.waiting(),
         )
 
@@ -141,9 +142,42 @@ class Seats:
         """Return how many wait for a seat in each pool where somebody does."""
         return {pool: len(line) for pool, line in sorted(self._waiting.items()) if line}
 
-    def status(self, seat: SeatRecord) -> SeatStatus:
-        """Return one seat as a message."""
-        held, now = self._held(seat.seat_id), self._broker.deadlines.now_ms()
+    def seen_by(self, uid: int | None, seat_id: str | None) -> list[SeatStatus]:
+        """Return the seats that a peer is told of: of this uid (None: all), or the one whose token it has."""
+        seen = [
+            seat
+            for seat in self._seats.values()
+            if (seat.seat_id == seat_id if seat_id is not None else uid is None or seat.uid == uid)
+        ]
+        draws: dict[str, list[Drawn]] = {seat.seat_id: [] for seat in seen}
+        for kernel, view in self._broker.views() if seen else ():
+            if view.spec.seat in draws:
+                draws[view.spec.seat].append(self._drawn_by(kernel, view.spec))
+        return [self.status(seat, total(draws[seat.seat_id])) for seat in seen]
+
+    def queue_seen_by(self, uid: int | None, seat_id: str | None) -> list[SeatWait]:
+        """Return the requests for a seat that a peer is told of, by pool and position; a seat's token shows none."""
+        return [
+            SeatWait(
+                pool=pool,
+                position=position,
+                owner=waiter.request.owner,
+                server=waiter.request.server,
+                fraction_milli=waiter.request.fraction_milli,
+                memory_mib=waiter.memory_mib,
+                waited_ms=now_ms() - waiter.since_ms,
+                expected_ms=self.forecasts.expected_ms(pool, position, len(self._of_pool(pool))),
+                passed_over=waiter.passed_over,
+            )
+            for pool, line in sorted(self._waiting.items())
+            for position, waiter in enumerate(line, start=1)
+            if seat_id is None and (uid is None or waiter.request.uid == uid)
+        ]
+
+    def status(self, seat: SeatRecord, held: Drawn | None = None) -> SeatStatus:
+        """Return one seat as a message. `held`: what its kernels have, where that is known already."""
+        held = held or self._held(seat.seat_id)
+        now = self._broker.deadlines.now_ms()
         return SeatStatus(
             seat_id=seat.seat_id,
             owner=seat.owner,

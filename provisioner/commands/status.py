@@ -26,7 +26,8 @@ examples:
   jupyter gpu status --json             one object; {"running": false} where no broker runs
   jupyter gpu status --watch --json     one such object a line, every 2 seconds
 
-You see your own kernels; the sums of a device count everybody's.
+You see your own kernels and your server's seat, administrators all of them and who waits for a seat; the sums of a device count
+everybody's.
 """
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from provisioner.core.units import format_duration, format_fraction, format_memory
-from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
+from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatWait
 
 __all__ = [
     "bar",
@@ -14,6 +14,7 @@ __all__ = [
     "fitted",
     "lease_name",
     "render_leases",
+    "render_seats",
     "render_status",
     "short_id",
     "state_in_words",
@@ -204,6 +205,37 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> li
     return lines
 
 
+def render_seats(status: HostStatus, width: int | None = None) -> list[str]:
+    """Return a table of the servers with a seat, and under it the requests that wait for one."""
+    rows = [
+        (
+            _server(seat.owner, seat.server),
+            seat.pool,
+            format_fraction(seat.fraction_milli),
+            format_memory(seat.memory_mib),
+            f"{seat.kernels}, {format_fraction(seat.used_milli)} GPU" if seat.kernels else "none",
+            format_duration(seat.age_ms),
+        )
+        for seat in status.seats
+    ]
+    lines = table(("SERVER", "POOL", "GPU", "MEMORY", "KERNELS", "SINCE"), rows, width=width) if rows else []
+    for pool in dict.fromkeys(wait.pool for wait in status.seat_queue):
+        lines.append(f"  waiting for a seat of pool {pool}:")
+        lines += [_seat_wait(wait) for wait in status.seat_queue if wait.pool == pool]
+    return lines
+
+
+def _seat_wait(wait: SeatWait) -> str:
+    asked = f"{format_fraction(wait.fraction_milli)} GPU, {format_memory(wait.memory_mib)}"
+    expected = f"; about {format_duration(wait.expected_ms)} more" if wait.expected_ms is not None else ""
+    passed = f"; {wait.passed_over} smaller ones were given before it" if wait.passed_over else ""
+    return f"    {wait.position}. {_server(wait.owner, wait.server)}: {asked}, for {format_duration(wait.waited_ms)}{expected}{passed}"
+
+
+def _server(owner: str, name: str) -> str:
+    return f"{owner}/{name}" if name else owner
+
+
 def render_status(status: HostStatus, width: int | None = None) -> str:
     """Return everything a person wants at a glance, ending in a newline. `width`: of the terminal, in characters."""
     lines = ["GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"]
@@ -212,6 +244,8 @@ def render_status(status: HostStatus, width: int | None = None) -> str:
     lines.append(f"     {_LEGEND}" if status.devices else "  none: this machine has no GPU that can be shared")
     lines += ["", "Kernels"]
     lines += render_leases(status.leases, width) if status.leases else ["  none holds or waits for a GPU"]
+    if seats := render_seats(status, width):
+        lines += ["", "Seats of a hub's servers", *seats]
     lines += [
         "",
         f"Host memory: {format_memory(status.host_saved_mib)} saved of {format_memory(status.host_budget_mib)} for suspended kernels",

@@ -58,6 +58,8 @@ __all__ = [
     "Progress",
     "ProgressKind",
     "ResizeRequest",
+    "SeatStatus",
+    "SeatWait",
     "Story",
     "StoryLine",
     "Stranger",
@@ -391,6 +393,44 @@ class DeviceStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeatStatus:
+    """One seat, for people and programs. Memory in MiB, ages in milliseconds."""
+
+    seat_id: str
+    owner: str
+    server: str
+    group: str
+    pool: str
+    fraction_milli: int
+    memory_mib: int
+    device_id: str | None  # where it was placed by forecast
+    priority: int
+    weight: int
+    max_kernels: int
+    uid: int | None
+    kernels: int
+    used_milli: int  # of the fraction, by its kernels
+    confirmed: bool
+    age_ms: int
+    expires_ms: int | None  # from now; None: it does not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatWait:
+    """A request in the line for seats of a pool. Memory in MiB, times in milliseconds."""
+
+    pool: str
+    position: int  # from 1
+    owner: str
+    server: str
+    fraction_milli: int
+    memory_mib: int
+    waited_ms: int
+    expected_ms: int | None = None  # from now; None: cannot be told
+    passed_over: int = 0  # how many later requests got a seat before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostStatus:
     """Everything a person wants at a glance (a uid sees only its own leases; device sums include all)."""
 
@@ -405,3 +445,5 @@ class HostStatus:
     pools: dict[str, list[int]] = field(default_factory=dict)  # name -> fractions on offer, milli-GPU
     audit_file: str = ""  # the path of the audit log, for administrators
     trouble: str = ""  # why the broker can write nothing now, and what to do; it goes on by itself
+    seats: list[SeatStatus] = field(default_factory=list)  # not among the news (`/v1/events`)
+    seat_queue: list[SeatWait] = field(default_factory=list)  # by pool and position; not among the news

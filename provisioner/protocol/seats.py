@@ -17,7 +17,7 @@ priority and weight from the seat, whatever the request says, and the kernels of
 from dataclasses import dataclass, field
 from typing import Any
 
-from provisioner.protocol.messages import ProgressKind
+from provisioner.protocol.messages import ProgressKind, SeatStatus
 
 __all__ = [
     "FractionOffer",
@@ -111,29 +111,6 @@ class SeatProgress:
     token: str = field(default="", repr=False)
     memory_mib: int = 0
     priority: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatStatus:
-    """One seat, for people and programs. Memory in MiB, ages in milliseconds."""
-
-    seat_id: str
-    owner: str
-    server: str
-    group: str
-    pool: str
-    fraction_milli: int
-    memory_mib: int
-    device_id: str | None  # where it was placed by forecast
-    priority: int
-    weight: int
-    max_kernels: int
-    uid: int | None
-    kernels: int
-    used_milli: int  # of the fraction, by its kernels
-    confirmed: bool
-    age_ms: int
-    expires_ms: int | None  # from now; None: it does not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

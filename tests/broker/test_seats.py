@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import pwd
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from provisioner.broker import seats as seats_module
 from provisioner.broker.broker import now_ms
 from provisioner.broker.feed import Feed
 from provisioner.broker.seats import Seats
+from provisioner.commands.words import render_status
 from provisioner.core.events import DeviceSeen
 from provisioner.core.model import DeviceSpec
 from provisioner.ledger import UsageRecord
@@ -27,6 +29,7 @@ from provisioner.ledger.records import SeatRecord
 from provisioner.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
 from provisioner.protocol.messages import HostStatus, LeaseRequest
 from provisioner.protocol.seats import OfferRequest, ProgressKind, SeatProgress, SeatRequest
+from provisioner.replies import decode_message
 from provisioner.seat_client import SeatClient
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
 
@@ -298,6 +301,38 @@ def waiting_for(live: LiveBroker, owner: str, fraction_milli: int) -> Iterator[I
         )
         assert next(lines).kind == ProgressKind.WAITING
         yield lines
+
+
+def test_the_status_shows_seats_and_their_queue_to_whom_they_concern() -> None:
+    nobody = pwd.getpwnam("nobody").pw_uid
+    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as small:
+
+        def seen(token: str | None = None) -> HostStatus:
+            return decode_message(HostStatus, small.call("GET", "/v1/status", token=token).body)
+
+        holder = take(small, owner="ada", server="big", fraction_milli=500, uid=nobody)
+        other = take(small, owner="eve", fraction_milli=500, uid=0)
+        ask(small, other)
+        with waiting_for(small, "bob", 1000):
+            status = seen()
+            assert [(one.owner, one.server, one.kernels, one.used_milli) for one in status.seats] == [
+                ("ada", "big", 0, 0),
+                ("eve", "", 1, 250),
+            ]
+            (wait,) = status.seat_queue
+            assert (wait.pool, wait.position, wait.owner, wait.fraction_milli) == ("default", 1, "bob", 1000)
+            assert wait.memory_mib == 1024
+            own = seen(other.token)
+            assert [one.owner for one in own.seats] == ["eve"], "a seat's token shows that seat"
+            assert own.seat_queue == []
+            theirs = json.loads(as_nobody(small, "GET", "/v1/status", "").partition("\n\n")[2])
+            assert [one["owner"] for one in theirs["seats"]] == ["ada"]
+            assert "seat_queue" not in theirs or theirs["seat_queue"] == []
+            assert holder.token not in json.dumps(asdict(status))
+            text = render_status(status)
+    assert "ada/big" in text
+    assert "waiting for a seat of pool default:" in text
+    assert "    1. bob: 1 GPU, 1 GiB, for " in text
 
 
 def a_stranger_takes(live: LiveBroker, mib: int) -> None:
