@@ -1,19 +1,16 @@
 """What `%gpu`'s commands do. Imported when the first one is used.
 
-What is asked from within a `%gpu` cell is answered in it, except what needs the kernel to be idle: the kernel is busy with the very
-message that carries the cell, and a broker suspends, or moves, only what is idle. `suspend`, `release` and `resize --later` leave
-a note; when the cell is over and the main loop has gone on, a thread asks the broker (which waits a moment for the kernel to become
-idle) and tells the result in place of the note.
+What is asked from within a `%gpu` cell is answered in it, except what needs the kernel to be idle: `suspend`, `release` and
+`resize --later` are asked when the cell is over (see `after_cell`).
 """
 
 import argparse
-import contextvars
 import sys
-import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kernelext.acquisition import Acquirer, explain
+from kernelext.acquisition import Acquirer
+from kernelext.after_cell import AfterCell
 from kernelext.arguments import ArgumentsError, HelpAsked, duration_ms, overview, size
 from kernelext.asking import ask
 from kernelext.chart import HistoryView
@@ -27,14 +24,18 @@ from kernelext.views import StatusView, StoryView, TopView
 from kernelext.waiting import wait_for_gpu
 from kernelext.waitline import rough
 from provisioner.core.units import format_fraction, format_memory
-from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.protocol.messages import LeaseStatus, PinRequest, ResizeRequest
+
+if TYPE_CHECKING:
+    from provisioner.client import BrokerClient
 
 __all__ = ["Actions"]
 
 _LOOK_S = 5.0
 _DEFAULT_PIN_MS = 1_800_000
 _DEFAULT_LINES = 20
+_ON_GPU, _SHARE = "on the GPU", "share"  # what requests for the time after a cell are about
 _LATER_MS = 60_000  # how long a share that is asked for after the cell waits for room
 _SUSPENDED = "Suspended: this kernel holds no GPU memory; what it had there is saved. The next cell brings it back."
 _RELEASED = "Released: no GPU memory is reserved for this kernel. The next cell that needs the GPU asks for it again."
@@ -59,6 +60,7 @@ class Actions:
         self._acquirer = acquirer
         self._sizes = sizes
         self._pins = pins
+        self._after = AfterCell(shell, settings)
 
     def run(self, arguments: argparse.Namespace) -> None:
         """Do what `%gpu` was asked to do."""
@@ -80,7 +82,7 @@ class Actions:
         """Show this kernel's share."""
         del arguments
         try:
-            status = self._look(lambda client: client.lease(self._settings.lease_id))
+            status = self._look(lambda client: client.lease(self._settings.lease_id, fresh=True))
         except BrokerUnavailableError as error:
             now = (
                 "is on the GPU and goes on working"
@@ -94,7 +96,7 @@ class Actions:
     def top(self, arguments: argparse.Namespace) -> None:
         """Show the machine."""
         del arguments
-        publish(self._shell, TopView(self._look(lambda client: client.status()), self._settings.lease_id))
+        publish(self._shell, TopView(self._look(lambda client: client.status(fresh=True)), self._settings.lease_id))
 
     def history(self, arguments: argparse.Namespace) -> None:
         """Show memory and residency over time."""
@@ -117,6 +119,8 @@ class Actions:
         milli, memory_mib = size("%gpu request", arguments.fraction, arguments.memory)
         if arguments.pool is not None:
             self._check_pool(arguments.pool)
+        self._after.withdraw(_ON_GPU, "%gpu request")
+        self._after.withdraw(_SHARE, "%gpu request")
         line = LiveLine(self._shell)
         status = self._sizes.change(milli, memory_mib, line)
         if not self._gate.is_open:
@@ -128,17 +132,21 @@ class Actions:
         milli, memory_mib = size("%gpu resize", arguments.fraction, arguments.memory)
         if milli is None and memory_mib is None:
             raise ArgumentsError("%gpu resize: give a FRACTION, --memory SIZE, or both, such as %gpu resize 1/2")
-        line = LiveLine(self._shell)
+        self._after.withdraw(_SHARE, "%gpu resize")
         if not arguments.later:
+            line = LiveLine(self._shell)
             line.show(_new_share(self._sizes.change(milli, memory_mib, line)))
             return
         request = ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=_LATER_MS)
-
-        def work() -> str:
-            with self._settings.connect() as client:  # the new limit comes as a command of the broker's
-                return _new_share(client.resize(self._settings.lease_id, request))
-
-        self._after_cell(line, "Asks for its new share as soon as this cell is over.", work, "Not resized: ")
+        self._after.ask(
+            _SHARE,
+            lambda client: _new_share(
+                client.resize(self._settings.lease_id, request)
+            ),  # the limit comes as the broker's command
+            note="Asks for its new share as soon as this cell is over.",
+            failed="Not resized: ",
+            command="%gpu resize",
+        )
 
     def _check_pool(self, pool: str) -> None:
         own = self._look(lambda client: client.lease(self._settings.lease_id)).pool
@@ -153,6 +161,7 @@ class Actions:
     def resume(self, arguments: argparse.Namespace) -> None:
         """Wait until the kernel is on a GPU."""
         del arguments
+        self._after.withdraw(_ON_GPU, "%gpu resume")
         line = LiveLine(self._shell)
         if not self._gate.is_open:
             wait_for_gpu(self._gate, self._acquirer, line)
@@ -161,32 +170,41 @@ class Actions:
     def suspend(self, arguments: argparse.Namespace) -> None:
         """Free the GPU after this cell."""
         del arguments
-        self._leave("Suspends as soon as this cell is over.", _SUSPENDED, "Not suspended: ")
+        self._after.ask(
+            _ON_GPU,
+            lambda client: self._suspend(client, _SUSPENDED),
+            note="Suspends as soon as this cell is over.",
+            failed="Not suspended: ",
+            command="%gpu suspend",
+        )
 
     def release(self, arguments: argparse.Namespace) -> None:
         """Give the reservation back after this cell."""
         del arguments
         self._pins.stop()
-        self._leave("Gives the GPU back as soon as this cell is over.", _RELEASED, "Not released: ", unpin=True)
+        self._after.ask(
+            _ON_GPU,
+            lambda client: client.unpin(self._settings.lease_id).sentence,
+            lambda client: self._suspend(client, _RELEASED),
+            note="Gives the GPU back as soon as this cell is over.",
+            failed="Not released: ",
+            command="%gpu release",
+        )
 
-    def _leave(self, note: str, done: str, failed: str, *, unpin: bool = False) -> None:
-        def work() -> str:
-            with self._settings.connect() as client:
-                if unpin:
-                    client.unpin(self._settings.lease_id)
-                status = client.suspend(self._settings.lease_id)
-            return f"{done} {format_memory(status.saved_mib)} lie in host memory." if status.saved_mib else done
-
-        self._after_cell(LiveLine(self._shell), note, work, failed)
+    def _suspend(self, client: "BrokerClient", done: str) -> str:
+        saved_mib = client.suspend(self._settings.lease_id).saved_mib
+        return f"{done} {format_memory(saved_mib)} lie in host memory." if saved_mib else done
 
     def pin(self, arguments: argparse.Namespace) -> None:
         """Stay on the GPU for a while."""
+        given = arguments.duration
+        wanted_ms = _DEFAULT_PIN_MS if given in (None, ALWAYS) else duration_ms("%gpu pin", given, also=ALWAYS)
+        self._after.withdraw(_ON_GPU, "%gpu pin")
         if arguments.duration == ALWAYS:
             status = self._pins.start(self._pin)
             more = ", and renewed before it ends"
         else:
-            given = arguments.duration
-            status = self._pin(_DEFAULT_PIN_MS if given is None else duration_ms("%gpu pin", given))
+            status = self._pin(wanted_ms)
             self._pins.stop()
             more = ""
         where = "" if status.state == "resident" else " It counts when the kernel is on the GPU: %gpu resume."
@@ -214,29 +232,6 @@ class Actions:
     def _look(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - what the call returns
         """Ask without starting a broker: looking changes nothing."""
         return ask(self._settings, call, timeout_s=_LOOK_S)
-
-    def _after_cell(self, line: LiveLine, note: str, work: Callable[[], str], failed: str) -> None:
-        """Show `note` now, and do `work` in a thread when the cell is over: its sentence, or why not, takes the note's place."""
-        line.show(note)
-        context = contextvars.copy_context()  # so that the result lands in this cell
-
-        def tell() -> None:
-            try:
-                self._settings.revive()
-                line.show(work())
-            except FractionalGPUError as error:
-                line.show(f"{failed}{explain(error)}")
-
-        def after_cell() -> None:
-            self._shell.events.unregister("post_execute", after_cell)
-            thread = threading.Thread(target=context.run, args=(tell,), name="gpu-after-cell", daemon=True)
-            loop = getattr(getattr(self._shell, "kernel", None), "io_loop", None)
-            if loop is None:
-                thread.start()
-            else:
-                loop.add_callback(thread.start)
-
-        self._shell.events.register("post_execute", after_cell)
 
 
 def _new_share(status: LeaseStatus) -> str:

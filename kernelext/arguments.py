@@ -61,12 +61,18 @@ def size(prog: str, fraction: str | None, memory: str | None) -> tuple[int | Non
     return _read(prog, parse_fraction_milli, fraction), _read(prog, parse_memory_mib, memory)
 
 
-def duration_ms(prog: str, text: str) -> int:
-    """Return milliseconds, more than 0. Raises ArgumentsError."""
-    read = _read(prog, parse_duration_ms, text)
-    if not read:
-        raise ArgumentsError(f"{prog}: duration {text!r} is none; allowed: more than 0, such as 30s, 10m or 1h")
-    return read
+def duration_ms(prog: str, text: str, *, also: str = "") -> int:
+    """Return milliseconds, more than 0. Raises ArgumentsError, which names the word that is allowed, `also`."""
+    try:
+        read_ms = parse_duration_ms(text)
+    except ValueError:
+        read_ms = 0
+    if not read_ms:
+        words = f", or {also}" if also else ""
+        raise ArgumentsError(
+            f"{prog}: {text[:50]!r} is not a duration that it takes; allowed: more than 0, such as 30s, 10m or 1h{words}"
+        )
+    return read_ms
 
 
 def _read(prog: str, parser: Callable[[str], int], text: str | None) -> int | None:

@@ -3,7 +3,7 @@
 import os
 from typing import Any, Protocol
 
-__all__ = ["Blank", "Bundle", "LiveLine", "Sentence", "View", "publish"]
+__all__ = ["Blank", "Bundle", "LiveLine", "Sentence", "View", "publish", "rendered"]
 
 Bundle = dict[str, str]
 
@@ -80,3 +80,9 @@ def publish(shell: Any, view: View, *, display_id: str | None = None, update: bo
     """Publish a view as this cell's output."""
     transient = {"display_id": display_id} if display_id else {}
     shell.display_pub.publish(data=view.bundle(), metadata={}, transient=transient, update=update)
+
+
+def rendered(error: BaseException) -> BaseException:
+    """Let IPython show the error as one sentence: the stack would be ours, not the user's."""
+    error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
+    return error

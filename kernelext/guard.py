@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernelext.acquisition import Acquirer
 from kernelext.cells import burst_of, needs_gpu
-from kernelext.display import LiveLine, Sentence, publish
+from kernelext.display import LiveLine, Sentence, publish, rendered
 from kernelext.first_grant import FirstGrant
 from kernelext.gate import Gate
 from kernelext.inputs import Cell, running_cell
@@ -136,7 +136,7 @@ class Guard:
         except RefusedError as error:
             return _rejection(str(error))
         except KeyboardInterrupt:
-            return _rendered(KeyboardInterrupt("interrupted while it waited for the GPU; this cell did not run"))
+            return rendered(KeyboardInterrupt("interrupted while it waited for the GPU; this cell did not run"))
         finally:
             take_away()
         return None
@@ -167,10 +167,4 @@ async def _within_cell(kind: str, cell: Any, *marks: object) -> Any:  # noqa: AN
 def _rejection(sentence: str) -> BaseException:
     from IPython.core.error import InputRejected  # noqa: PLC0415 - only in a kernel, only when needed
 
-    return _rendered(InputRejected(f"This cell did not run. {sentence}"))
-
-
-def _rendered(error: BaseException) -> BaseException:
-    """Let IPython show the error as one sentence: the stack would be ours, not the user's."""
-    error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
-    return error
+    return rendered(InputRejected(f"This cell did not run. {sentence}"))

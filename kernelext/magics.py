@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.completer import SimpleCompletion, context_matcher
 
 from kernelext.acquisition import Acquirer, explain
+from kernelext.display import rendered
 from kernelext.gate import Gate
 from kernelext.memory import MemoryLimits
 from kernelext.registrations import Registrations
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from kernelext.sizes import Sizes
 
 __all__ = ["Magics"]
+
+
+class GPURequestError(Exception):
+    """What `%gpu` was asked to do was understood and not done: a pool's policy, or the broker, says no."""
 
 
 class Magics:
@@ -83,10 +88,12 @@ class Magics:
             self._made_actions().run(parse(line))
         except HelpAsked as text:
             print(text)  # noqa: T201 - a magic prints
-        except (ArgumentsError, RefusedError) as error:
+        except ArgumentsError as error:
             raise _usage_error(str(error)) from None
+        except RefusedError as error:
+            raise rendered(GPURequestError(str(error))) from None
         except FractionalGPUError as error:
-            raise _usage_error(explain(error)) from None
+            raise rendered(GPURequestError(explain(error))) from None
 
     def burst(self, line: str, cell: str) -> None:
         """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].

@@ -66,8 +66,6 @@ class StatusView:
             rows.append(("queue", f"place {status.position}" + _expected(status)))
         if status.pinned_ms:
             rows.append(("pinned", f"for {rough(status.pinned_ms)} more; %gpu unpin ends it"))
-        if status.stays:
-            rows.append(("stays", f"on the GPU until it ends: {status.stays}"))
         if status.suspends or status.resumes:
             rows.append(("so far", f"suspended {_times(status.suspends)}, resumed {_times(status.resumes)}"))
         if status.neighbours:

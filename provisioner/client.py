@@ -67,6 +67,7 @@ __all__ = ["BrokerClient", "spoken_fields"]
 _KEPT_CONNECTIONS = 2
 _END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
 _SILENCE_S = 3 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
+_FRESH = "?fresh=1"  # a broker of an earlier version answers all the same
 _NO_BODY: dict[str, Any] = {}
 _OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons behind which another version may be
 
@@ -104,9 +105,9 @@ class BrokerClient:
         """Who answers, within `timeout_s` seconds (default: the client's)."""
         return decode_message(Pong, self._call("GET", "/v1/ping", timeout_s=timeout_s))
 
-    def status(self) -> HostStatus:
-        """Devices, pools and the leases that this user may see."""
-        return decode_message(HostStatus, self._call("GET", "/v1/status"))
+    def status(self, *, fresh: bool = False) -> HostStatus:
+        """Devices, pools and the leases that this user may see. `fresh`: with what is in use now, not some seconds ago."""
+        return decode_message(HostStatus, self._call("GET", "/v1/status" + _FRESH * fresh))
 
     def events(self) -> Iterator[HostStatus]:
         """Yield what `status` would return: at once, and again after each change, for as long as the caller wants.
@@ -130,9 +131,9 @@ class BrokerClient:
             LeaseReply, self._call("POST", "/v1/leases", _spoken(request), timeout_s=timeout_s, idempotent=False)
         )
 
-    def lease(self, lease_id: str) -> LeaseStatus:
-        """One lease. Raises NotFoundError."""
-        return decode_message(LeaseStatus, self._call("GET", _route(lease_id)))
+    def lease(self, lease_id: str, *, fresh: bool = False) -> LeaseStatus:
+        """One lease. `fresh`: with what it uses now, not some seconds ago. Raises NotFoundError."""
+        return decode_message(LeaseStatus, self._call("GET", _route(lease_id) + _FRESH * fresh))
 
     def release(self, lease_id: str) -> None:
         """End a lease. A lease that has ended already is no error."""

@@ -54,7 +54,9 @@ class _Ping(Handler):
 
 
 class _Status(Handler):
-    def get(self) -> None:
+    async def get(self) -> None:
+        if self.wants_fresh:
+            await self.service.measure_now()
         uid = None if self.peer.admin else self.peer.credentials.uid
         seats = self.service.seats
         seat = seats.of_token(self.peer.token)
@@ -72,8 +74,11 @@ class _Leases(Handler):
 
 
 class _Lease(Handler):
-    def get(self, lease_id: str) -> None:
-        self.reply(self.service.status_of(self.service.find(self.peer, lease_id)))
+    async def get(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id)
+        if self.wants_fresh:
+            await self.service.measure_now()
+        self.reply(self.service.status_of(kernel))
 
     async def delete(self, lease_id: str) -> None:
         try:
@@ -98,12 +103,16 @@ class _Detach(Handler):
         self.reply(Done())
 
 
-class _Suspend(Handler):
+class _Suspend(Stream):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        async with self.steered("suspend", kernel):
-            status = await self.service.suspend(kernel)
-        self.reply(status)
+
+        async def work() -> None:
+            async with self.steered("suspend", kernel):
+                status = await self.service.suspend(kernel)
+            self.reply(status)
+
+        await self.run(asyncio.create_task(work()))
 
 
 class _Events(Stream):

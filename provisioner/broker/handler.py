@@ -69,6 +69,11 @@ class Handler(web.RequestHandler):
         if not self.answers_any_version:
             self._check_version()
 
+    @property
+    def wants_fresh(self) -> bool:
+        """Whether the answer is to tell what is in use now, not what the last sample saw (`?fresh=1`)."""
+        return self.get_query_argument("fresh", "") == "1"
+
     def set_default_headers(self) -> None:
         """Say which version answers."""
         self.set_header("Server", "jupyter-fractional-gpu")

@@ -131,6 +131,7 @@ class Run:
         await watcher.sample()
         service = Service(broker, self._settings)
         service.lost = lost
+        service.refresh = watcher.refresh
         service.seats.recover(self._ledger)
         await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)

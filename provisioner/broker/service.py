@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -93,6 +93,7 @@ _LONGEST_LOOK_S = 30.0  # a waiting cell is told anew what has changed with time
 _START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # a new lease waits so long for other kernels of its user to start
 _IDLE_PATIENCE_S = 10.0  # a suspend that was asked for waits this long for the kernel to become idle
 _LONGEST_REASON = 300
+_MEASURE_PATIENCE_S = 2.0  # for a sample that a reader wants
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
@@ -114,6 +115,8 @@ class Service:
         self.settings = settings
         self.lost: LostLeases | None = None
         self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
+        self.refresh: Callable[[], Coroutine[None, None, None]] | None = None  # samples the devices
+        self._refreshing: set[asyncio.Task[None]] = set()
 
     def ping(self) -> Pong:
         """Say who answers."""
@@ -123,6 +126,17 @@ class Service:
             pid=os.getpid(),
             simulated=self.broker.monitor.kind == "simulated",
         )
+
+    async def measure_now(self) -> None:
+        """Sample the devices before an answer about them, and wait a moment for it: a driver that answers late is not waited for.
+
+        Cancelled: the sample is taken nevertheless.
+        """
+        if self.refresh is not None:
+            task = asyncio.create_task(self.refresh())
+            self._refreshing.add(task)
+            task.add_done_callback(self._refreshing.discard)
+            await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     # -- leases ----------------------------------------------------------------------------------------------------------------
 
@@ -457,7 +471,10 @@ class Service:
         return Progress(kind=ProgressKind.WAITING, reason="ledger", sentence=trouble) if trouble else None
 
     async def suspend(self, kernel: Kernel) -> LeaseStatus:
-        """Suspend the lease and return when it is. Raises ConflictError if it is not suspended. Cancelled: it goes on."""
+        """Suspend the lease and return when it is. Raises ConflictError if it is not suspended.
+
+        Cancelled: a suspend that has begun goes on; one that waits for the kernel to become idle does not begin.
+        """
         view = self._view(kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
             return self.status_of(kernel)

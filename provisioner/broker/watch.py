@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 _BUSY_INTERVAL_S = 2.0
 _QUIET_INTERVAL_S = 10.0
 _STEP_S = 0.5
+_REFRESH_PAUSE_S = 0.25  # between two samples that readers ask for
 _LOOKS = 3  # for one sample, while changes overtake them
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
 _LONG_MOMENT_S = 10.0  # the same for one without a context whose extension is connected, and asks by itself as a rule
@@ -58,6 +59,8 @@ class Watcher:
         self._pressed: set[str] = set()
         self._budget_mib: int | None = None
         self._looked_s = time.monotonic()  # at the lines
+        self._sampling = asyncio.Lock()
+        self._begun_s = -math.inf  # the last sample
 
     async def run(self) -> None:
         """Sample for ever."""
@@ -66,7 +69,8 @@ class Watcher:
             stirred = self._broker.stirred
             interval_s = _BUSY_INTERVAL_S if self._broker.kernels else _QUIET_INTERVAL_S
             if time.monotonic() - sampled_s >= interval_s:
-                await self._sample_if_possible()
+                async with self._sampling:
+                    await self._sample_if_possible()
                 sampled_s = time.monotonic()
             self.look_at_lines()
             self.relieve_silent()
@@ -83,8 +87,20 @@ class Watcher:
                 return
         await asyncio.sleep(_STEP_S)
 
+    async def refresh(self) -> None:
+        """Sample for a reader who wants to see what is true now. Cancelled: there is no new sample.
+
+        Requests that come together share one sample, and one follows another after a pause: readers cannot keep the broker busy.
+        """
+        asked_s = time.monotonic()
+        async with self._sampling:
+            if self._begun_s < asked_s:
+                await asyncio.sleep(max(0.0, self._begun_s + _REFRESH_PAUSE_S - time.monotonic()))
+                await self._sample_if_possible()
+
     async def _sample_if_possible(self) -> None:
         """Look once. A machine that is short of descriptors or memory is looked at the next time: leases must not suffer for it."""
+        self._begun_s = time.monotonic()
         try:
             await self.sample()
         except OSError as error:

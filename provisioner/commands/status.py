@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         if client is None:
             return None
         try:
-            return client.status()
+            return client.status(fresh=True)
         finally:
             client.close()
 

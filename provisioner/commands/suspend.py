@@ -26,7 +26,7 @@ def _done(lease: LeaseStatus) -> str:
 MOVE = Move(
     verb="suspend",
     doing="suspending",
-    interrupted="stops the waiting; the kernel is suspended all the same",
+    interrupted="stops the waiting; a suspend that has begun goes on",
     call=lambda client, lease_id: client.suspend(lease_id),
     applies=lambda lease: lease.state == "resident",
     done=_done,

@@ -8,7 +8,7 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     GET    /v1/ping                        -> Pong
     POST   /v1/leases       LeaseRequest   -> LeaseReply          a new lease; never queues
     GET    /v1/metrics                     -> totals in Prometheus's text format
-    GET    /v1/leases/L                    -> LeaseStatus
+    GET    /v1/leases/L                    -> LeaseStatus         with `?fresh=1`: devices are sampled first
     DELETE /v1/leases/L                    -> Done                idempotent
     POST   /v1/leases/L/attach AttachRequest -> LeaseStatus       the process behind it, and its Jupyter connection
     POST   /v1/leases/L/detach             -> Done                the process is gone or about to be replaced (restart)
@@ -24,7 +24,7 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     GET    /v1/leases/L/history            -> History             its memory and state over time
     POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
     POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
-    GET    /v1/status                      -> HostStatus
+    GET    /v1/status                      -> HostStatus          with `?fresh=1`: devices are sampled first
     GET    /v1/events                      -> stream of HostStatus lines (NDJSON): the present one, then one after each change (a few a
                                               second at most); `{}` is a keep-alive
     POST   /v1/devices/D/drain DrainRequest -> DeviceStatus       administrators: empty a device

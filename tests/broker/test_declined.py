@@ -8,12 +8,15 @@ from typing import Any, cast
 
 import pytest
 
+from provisioner.broker import service
 from provisioner.broker.broker import now_ms
 from provisioner.broker.iopub import IOPubWatch
+from provisioner.broker.kernels import Kernel
 from provisioner.client import BrokerClient
 from provisioner.core.effects import Effect
 from provisioner.core.events import SuspendOutcome, SuspendRequested
 from provisioner.core.model import LeaseState
+from provisioner.protocol.errors import FractionalGPUError
 from provisioner.protocol.messages import AcquireRequest, LeaseReply, Progress, ProgressKind
 from tests.broker.driver import Quiet
 from tests.broker.live import DEADLINE_S, Answer, LiveBroker, live_broker, started_for
@@ -125,3 +128,41 @@ def test_a_refusal_reaches_everybody_who_asked_for_that_suspend_and_the_cell_is_
         assert answers[-1].status == 200
         for one in (other, lease):
             live.call("DELETE", f"/v1/leases/{one.lease_id}")
+
+
+def test_who_hangs_up_while_the_kernel_is_busy_has_not_asked_for_its_suspend(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_IDLE_PATIENCE_S", 10 * DEADLINE_S)
+    with ExitStack() as stack:
+        lease = resident(live, stack)
+        kernel = live.broker.kernels[lease.lease_id]
+        watch = Quiet()
+        watch.busy = watch.executing = True
+        kernel.watch = cast("IOPubWatch", watch)
+        client = stack.enter_context(BrokerClient(live.socket, token=lease.token))
+        ended: list[FractionalGPUError] = []
+
+        def suspend() -> None:
+            try:
+                client.suspend(lease.lease_id)
+            except FractionalGPUError as error:
+                ended.append(error)
+
+        asking = threading.Thread(target=suspend)
+        asking.start()
+        until(lambda: kernel.suspend_wishes == 1, "it waits for the end of the cell")
+        client.close()
+        asking.join(DEADLINE_S)
+        assert ended
+        until(lambda: kernel.suspend_wishes == 0, "the broker has noticed")
+        watch.busy = watch.executing = False
+        live.on_loop(lambda: _look(live, kernel))
+        view = live.broker.arbiter.lease(lease.lease_id)
+        assert view is not None
+        assert (view.state, view.suspend_asked) == (LeaseState.RESIDENT, False)
+        live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
+async def _look(live: LiveBroker, kernel: Kernel) -> None:
+    live.broker.look_at_use(kernel)

@@ -1,5 +1,6 @@
 """A lease is steered by those whose it is, and only a process that was started for it can stand behind it."""
 
+import asyncio
 import json
 import os
 import pwd
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from provisioner.broker import handler
+from provisioner.broker import handler, service
 from provisioner.broker.broker import Broker
 from provisioner.broker.iopub import IOPubWatch
 from provisioner.client import BrokerClient
@@ -133,6 +134,41 @@ def test_an_authorization_of_another_form_is_explained(live: LiveBroker, header:
     answer = live.call("GET", f"/v1/leases/{live.lease().lease_id}", Authorization=header)
     assert answer.status == 401
     assert "the header Authorization is not of the form `Bearer TOKEN`" in answer.error["message"]
+
+
+def test_who_asks_for_fresh_figures_is_answered_after_a_sample(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = live.lease()
+    samples: list[str] = []
+
+    async def sample() -> None:
+        samples.append(reply.lease_id)
+
+    monkeypatch.setattr(live.service, "refresh", sample)
+    with BrokerClient(live.socket, token=reply.token) as client:
+        client.lease(reply.lease_id)
+        assert not samples
+        assert client.lease(reply.lease_id, fresh=True).lease_id == reply.lease_id
+        assert len(samples) == 1
+        client.status()
+        assert client.status(fresh=True).leases
+        assert len(samples) == 2
+
+
+def test_a_device_that_answers_late_does_not_keep_a_reader(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    async def sample() -> None:
+        await asyncio.to_thread(over.wait, DEADLINE_S)
+
+    monkeypatch.setattr(service, "_MEASURE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(live.service, "refresh", sample)
+    try:
+        assert live.call("GET", "/v1/status?fresh=1").status == 200
+        assert not over.is_set()
+    finally:
+        over.set()
 
 
 def test_a_second_release_is_no_error_and_what_is_over_is_not_found(live: LiveBroker) -> None:

@@ -22,7 +22,7 @@ from provisioner.broker.swaps import Swaps
 from provisioner.broker.watch import Watcher
 from provisioner.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
 from provisioner.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, ReserveBy
-from provisioner.gpu.interface import DeviceSensors, GPUError, GPUErrorCode, ProcessState
+from provisioner.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode, ProcessState
 from provisioner.host.process import ProcessIdentity, identify
 from tests.broker.driver import DEVICE, Driver
 from tests.broker.live import DEADLINE_S
@@ -128,6 +128,28 @@ async def test_where_use_is_reserved_the_end_of_growth_is_told(reserve_by: Reser
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     for expected in ([300], again, []):
         assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == expected
+
+
+async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    use = world.monitor.use
+    looks: list[str] = []
+
+    def counted(device_id: str) -> DeviceUse:
+        looks.append(device_id)
+        return use(device_id)
+
+    monkeypatch.setattr(world.monitor, "use", counted)
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    await asyncio.gather(*(world.watcher.refresh() for _ in range(20)))
+    assert [event.used_mib for event in world.events if isinstance(event, LeaseMeasured)] == [300]
+    assert len(looks) == 1
+    world.monitor.mib[os.getpid()] = 350
+    await world.watcher.refresh()
+    assert world.view.used_mib == 350
+    assert len(looks) == 2
 
 
 async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() -> None:

@@ -26,6 +26,7 @@ def test_what_the_notebook_shows_is_what_the_broker_knows(world: World, server: 
     second.must(FILL)
     status = text(first.must("%gpu").data)
     assert "1/4 GPU, 256 MiB of device memory, pool default" in status
+    assert "224 MiB of 256 MiB used" in status, "the cell before has just allocated it"
     assert "beside" in status
     assert "1/2 GPU" in status.partition("beside")[2]
     top = text(first.must("%gpu top").data)

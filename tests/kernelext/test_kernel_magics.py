@@ -44,7 +44,7 @@ def test_status_shows_the_share_in_plain_words(kernel: RunningKernel, broker: Sc
 
 def test_a_lease_that_is_over_is_said_in_one_sentence(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     broker.leases.clear()
-    assert kernel.run("%gpu").error == ("UsageError", "there is no lease lease-1")
+    assert kernel.run("%gpu").error == ("GPURequestError", "there is no lease lease-1")
 
 
 def test_status_without_a_broker_says_what_that_means(kernel: RunningKernel, broker: ScriptedBroker) -> None:
@@ -65,9 +65,9 @@ SLIPS = {
     "%gpu resize": "%gpu resize: give a FRACTION, --memory SIZE, or both, such as %gpu resize 1/2",
     "%gpu resize 3/2": '%gpu resize: fraction \'3/2\' is out of range; allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"',
     "%gpu resize --memory lots": "%gpu resize: memory 'lots' is not a size; allowed: a positive size such as 512MiB, 20GiB or 20GB",
-    "%gpu pin soon": "%gpu pin: duration 'soon' is not a duration; allowed: a duration such as 30s, 5m, 2h or 0",
-    "%gpu pin 0": "%gpu pin: duration '0' is none; allowed: more than 0, such as 30s, 10m or 1h",
-    "%gpu history --last 0s": "%gpu history: duration '0s' is none; allowed: more than 0, such as 30s, 10m or 1h",
+    "%gpu pin forever": "%gpu pin: 'forever' is not a duration that it takes; allowed: more than 0, such as 30s, 10m or 1h, or always",
+    "%gpu pin 0": "%gpu pin: '0' is not a duration that it takes; allowed: more than 0, such as 30s, 10m or 1h, or always",
+    "%gpu history --last 0s": "%gpu history: '0s' is not a duration that it takes; allowed: more than 0, such as 30s, 10m or 1h",
     "%gpu explain --lines all": "%gpu explain: --lines 'all' is not a number of lines; allowed: 1 to 999999",
     "%gpu help pim": "%gpu pim is not known; allowed: status, request, resize, suspend, resume, pin, unpin, release, top, history, "
     "explain, help. Did you mean %gpu pin?",
@@ -97,7 +97,7 @@ REFUSALS = {
 def test_a_refusal_of_the_broker_is_shown_in_its_words(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     for line, (route, error) in REFUSALS.items():
         broker.fail = {route: error}
-        assert kernel.run(line).error == ("UsageError", str(error)), line
+        assert kernel.run(line).error == ("GPURequestError", str(error)), line
 
 
 def test_help_lists_every_command_and_tells_more_about_one(kernel: RunningKernel) -> None:
@@ -169,6 +169,32 @@ def test_release_ends_the_pin_and_gives_the_reservation_back(kernel: RunningKern
     request = kernel.send("%gpu release")
     kernel.until_shown(request, "Released: no GPU memory is reserved for this kernel.")
     assert [route for route in broker.routes() if route in {"unpin", "suspend"}] == ["unpin", "suspend"]
+
+
+@pytest.mark.parametrize("earlier", ["suspend", "release"])
+@pytest.mark.parametrize("later", ["pin 30m", "resume", "request 1/4"])
+def test_of_commands_that_contradict_each_other_the_later_one_wins(
+    kernel: RunningKernel, broker: ScriptedBroker, earlier: str, later: str
+) -> None:
+    broker.grant_at_once = True
+    broker.extra = {"pinned_ms": 1_800_000, "state": "resident"}
+    request = kernel.send(f"%gpu {earlier}\n%gpu {later}")
+    kernel.until_shown(request, f"%gpu {later.split(maxsplit=1)[0]} came later, and the later command counts.")
+    kernel.finish(request)
+    kernel.run("%gpu")  # what was to be asked after the first cell has had its chance
+    assert not {"suspend", "unpin"} & set(broker.routes())
+    request = kernel.send(f"%gpu pin\n%gpu {earlier}")
+    kernel.until_shown(request, "this kernel holds no GPU memory" if earlier == "suspend" else "Released:")
+
+
+def test_a_later_cell_withdraws_what_the_broker_has_not_begun(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.held["suspend"] = threading.Event()
+    request = kernel.send("%gpu release")
+    kernel.finish(request)
+    broker.wait_for(lambda: "suspend" in broker.routes())
+    assert kernel.run("%gpu pin").status == "ok"
+    kernel.until_shown(request, "Not released: %gpu pin came later, and the later command counts.")
+    broker.held["suspend"].set()
 
 
 def test_a_pin_says_how_long_and_what_it_does(kernel: RunningKernel, broker: ScriptedBroker) -> None:

@@ -81,7 +81,7 @@ def test_a_suspended_kernel_says_what_is_held_and_when_it_is_back() -> None:
 
 def test_a_kernel_that_cannot_be_suspended_says_why() -> None:
     rows = dict(StatusView(replace(LEASE, stays="its memory is managed (RMM)")).rows())
-    assert rows["stays"] == "on the GPU until it ends: its memory is managed (RMM)"
+    assert rows["stays"] == "it is not suspended: its memory is managed (RMM)"
     assert "works in the background" in repr(TopView(host(replace(LEASE, working=True)), "lease-1"))
 
 

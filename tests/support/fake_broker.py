@@ -331,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _sent(self) -> Call:
         length = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(length)) if length else {}
-        words = self.path.strip("/").split("/")
+        words = self.path.partition("?")[0].strip("/").split("/")
         if words[1] == "devices":
             return Call(words[3], words[2], body, self.number)
         if words[1] != "leases":
