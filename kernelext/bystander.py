@@ -1,7 +1,15 @@
-"""The extension of a kernel without a lease: a `%gpu` that says so, and the sentence why, once."""
+"""The extension of a kernel without a lease: a `%gpu` that says so, and the sentence why, once.
+
+A notebook that was written for a kernel with a share runs here from its first to its last cell: `%gpu` lines print why they do nothing,
+and cells under `%%gpu` and `%%cpu` run as if that line were a comment.
+"""
 
 from typing import Any
 
+from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
+
+from kernelext.cells import make_cell_transform
+from kernelext.display import Sentence, publish
 from kernelext.notices import Notices
 from kernelext.registrations import Registrations
 
@@ -11,6 +19,7 @@ NO_LEASE = (
     "This kernel has no share of a GPU. Pick a kernel with one, such as “Python 3 · 1/4 GPU”, in the launcher or the kernel menu; "
     "`jupyter gpu kernels install` makes them."
 )
+BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."
 
 
 class Bystander:
@@ -21,12 +30,15 @@ class Bystander:
         self._registrations = Registrations(shell)
         self._notice = notice
         self._notices = Notices(shell, notice)
+        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
 
     def load(self) -> None:
         """Register the magic and the notice."""
         self._registrations.magic(self.gpu, "line", "gpu")
         self._registrations.magic(self.burst, "cell", "gpu")
         self._registrations.magic(self.cpu, "cell", "cpu")
+        self._registrations.item(self._shell.input_transformers_cleanup, self._cell_transform)
+        self._registrations.callback("pre_run_cell", self._before_cell)
         self._notices.install()
 
     def unload(self) -> None:
@@ -43,15 +55,15 @@ class Bystander:
         print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
 
     def burst(self, line: str, cell: str) -> None:
-        """Refuse: there is no share that could be larger for this cell."""
-        from IPython.core.error import UsageError  # noqa: PLC0415 - loaded already whenever this runs
-
-        del cell
-        raise UsageError(
-            f"%%gpu {line.strip()[:50]}: this cell did not run. {self._notice} {NO_LEASE}".replace("  ", " ")
-        )
+        """Run the cell; a notebook's `%%gpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`."""
+        self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:
-        """Run the cell: without a lease no cell waits for a GPU."""
+        """Run the cell: without a lease no cell waits for a GPU. As `burst`, this serves `run_cell_magic`."""
         del line
-        self._shell.run_cell(cell).raise_error()
+        self._shell.run_cell(f"%%cpu\n{cell}").raise_error()
+
+    def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
+        first = info.raw_cell.lstrip().partition("\n")[0].split() if isinstance(info.raw_cell, str) else []
+        if first[:1] == ["%%gpu"]:
+            publish(self._shell, Sentence(f"{BURST_RUNS} {NO_LEASE}"))

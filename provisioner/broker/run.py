@@ -129,9 +129,8 @@ class Run:
         self._drain_again(broker)
         lost = await self._take_back(broker, swaps)
         await watcher.sample()
-        service = Service(broker, self._settings)
+        service = Service(broker, self._settings, refresh=watcher.refresh)
         service.lost = lost
-        service.refresh = watcher.refresh
         service.seats.recover(self._ledger)
         await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)

@@ -102,11 +102,13 @@ _SETTLED = frozenset(
     {LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
 
+Refresh = Callable[[], Coroutine[None, None, None]]
+
 
 class Service:
-    """The routes' work. One per broker."""
+    """The routes' work. One per broker. `refresh` samples the devices."""
 
-    def __init__(self, broker: Broker, settings: Settings) -> None:
+    def __init__(self, broker: Broker, settings: Settings, refresh: Refresh | None = None) -> None:
         self.broker = broker
         self.seats = Seats(broker, settings)
         self.steering = Steering(broker, self.seats.check_resize)
@@ -115,7 +117,7 @@ class Service:
         self.settings = settings
         self.lost: LostLeases | None = None
         self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
-        self.refresh: Callable[[], Coroutine[None, None, None]] | None = None  # samples the devices
+        self.refresh = refresh
         self._refreshing: set[asyncio.Task[None]] = set()
 
     def ping(self) -> Pong:

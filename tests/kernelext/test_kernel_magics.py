@@ -364,6 +364,29 @@ def test_a_kernel_without_a_lease_runs_and_says_why_it_has_none(folder: Path) ->
         assert environment["JUPYTER_GPU_NOTICE"] in kernel.run("%gpu").printed
 
 
+def test_a_notebook_for_a_share_runs_to_its_end_on_a_kernel_without_one(folder: Path) -> None:
+    environment = kernel_environment(folder, str(folder / "broker.sock"))
+    del environment["JUPYTER_GPU_LEASE"]
+    with running_kernel(environment) as kernel:
+        for line in ("%gpu", "%gpu resize 1/2", "%gpu pin always", "%gpu suspend"):
+            outcome = kernel.run(line)
+            assert outcome.status == "ok", line
+            assert "This kernel has no share of a GPU" in outcome.printed, line
+        cell = "from __future__ import annotations\nimport asyncio\nprint(await asyncio.sleep(0, 42))"
+        outcome = kernel.run(f"\n%%gpu 1/2 --memory 4GiB\n{cell}")
+        assert (outcome.status, outcome.printed) == ("ok", "42\n")
+        (note,) = outcome.shown
+        assert note.startswith(
+            "[gpu] This cell runs without the larger share that %%gpu asks for. This kernel has no share"
+        )
+        assert "44" in kernel.run("%%gpu 1\n%%time\nprint(44)").printed
+        assert kernel.run("get_ipython().run_cell_magic('gpu', '1', 'print(45)')").printed == "45\n"
+        assert kernel.run(f"%%cpu\n{cell}").printed == "42\n"
+        assert kernel.run("%load_ext kernelext\n%gpu").status == "ok", "what the documents tell to put above"
+        assert kernel.run("%unload_ext kernelext").status == "ok"
+        assert kernel.run("%%gpu 1\nprint(47)").printed != "47\n"
+
+
 @pytest.mark.parametrize("content", [None, b"", b"to\xffken", b"two\nlines"])
 def test_a_kernel_whose_token_is_gone_or_damaged_asks_without_one(
     folder: Path, broker: ScriptedBroker, content: bytes | None
