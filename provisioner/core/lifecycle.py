@@ -269,6 +269,8 @@ class Lifecycle:
             self._books.mark_asked(lease, asked=True)  # served at once, or declined with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Its process can, or cannot, be checkpointed."""
+        """Its process can, or cannot, be checkpointed. One that can again is not left alone any longer for the suspends that failed."""
+        if lease.why_not and not why_not:
+            lease.retry_ms = lease.aborted_suspends = 0
         lease.why_not = why_not
         note(self._books, lease)

@@ -128,6 +128,8 @@ class Laws:
             law(5, stayed >= pool.min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         pinned = seen.pinned_until > self._world.now
         law(5, not pinned or why.reason in OF_ITS_OWN, seen.lease_id, "is pinned and is suspended:", why)
+        alone = seen.alone_until > self._world.now and why.reason not in {"suspend.asked", "move.asked"}
+        law(5, not alone, seen.lease_id, "is suspended, and its last suspend failed just now:", why)
         law(6, not why.reason.startswith("move.") or pool.may_move, seen.lease_id, "may not move, but:", why)
         if why.reason in {"suspend.needed-by", "suspend.preempted"}:
             self._law_3(seen, why, later)

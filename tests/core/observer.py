@@ -29,6 +29,7 @@ from provisioner.core.effects import (
 from provisioner.core.events import (
     Attached,
     BusyChanged,
+    Checkpointable,
     DeviceDrained,
     DeviceLost,
     DeviceSeen,
@@ -191,6 +192,10 @@ class Observer:
                 seen.used = seen.used if used_mib is None else max(0, used_mib)
             case LeaseMeasured(used_mib=used_mib) if seen.state in {S.UNARMED, S.RESIDENT, S.SUSPENDING}:
                 seen.used = max(0, used_mib)
+            case Checkpointable(why_not=why_not):
+                if seen.why_not and not why_not:
+                    seen.alone_until = 0
+                seen.why_not = why_not
             case ResizeRequested():
                 seen.resizes = [*seen.resizes, event]
             case _:
@@ -206,6 +211,15 @@ class Observer:
             self._answer = seen
             if isinstance(event, SuspendFinished) and event.outcome in _ROLLED_BACK and event.need_mib > seen.host:
                 seen.floor = event.need_mib
+            if isinstance(event, SuspendFinished) and event.outcome in _ROLLED_BACK:
+                self._left_alone(seen, event.outcome)
+
+    def _left_alone(self, seen: Seen, outcome: SuspendOutcome) -> None:
+        """Its suspend failed: for as long as its pool says it is no victim; for a moment at least if only the moment was bad."""
+        ms = self.world.pool(seen).retry_refused_ms
+        seen.alone_until = self.now + (min(ms, 1_000) if outcome is SuspendOutcome.ABORTED else ms)
+        if outcome is SuspendOutcome.IMPOSSIBLE:
+            seen.why_not = str(outcome)
 
     # -- what the arbiter did ----------------------------------------------------------------------------------------------------
 
@@ -281,6 +295,9 @@ class Observer:
         self._hold(seen, old, change)
         if new in {S.UNATTACHED, S.UNARMED, S.SUSPENDED, S.ENDED}:
             seen.forget_idleness()
+            seen.alone_until = 0
+        if new in {S.UNATTACHED, S.ENDED}:
+            seen.why_not = ""
         seen.closed, seen.at_gate = False, -1
         seen.since = self.now
         self.counts[new] += 1

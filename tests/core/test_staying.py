@@ -74,6 +74,32 @@ def test_a_suspend_that_proves_impossible_is_not_tried_again_while_the_process_l
     assert hand.suspends(hand.wait(10 * MINUTE_MS)) == ["a"]
 
 
+@pytest.mark.parametrize("outcome", [SuspendOutcome.REFUSED, SuspendOutcome.IMPOSSIBLE])
+def test_a_process_that_can_be_checkpointed_again_makes_room_at_once(outcome: SuspendOutcome) -> None:
+    """A stopped process cannot answer the driver; when it goes on, its neighbour does not wait for the next attempt that was planned."""
+    hand = Hand()
+    hand.idle("a")
+    using(hand, "a")
+    hand.start("b")
+    hand.now += 60_000
+    hand.saved(hand.want("b"), outcome)
+    hand.send(Checkpointable(at_ms=hand.now, lease_id="a", why_not=WHY))
+    assert hand.suspends(hand.wait(1_000)) == []
+    assert hand.suspends(hand.send(Checkpointable(at_ms=hand.now, lease_id="a"))) == ["a"]
+
+
+def test_a_process_that_could_be_checkpointed_all_the_time_is_left_alone_after_a_refusal() -> None:
+    hand = Hand()
+    hand.idle("a")
+    using(hand, "a")
+    hand.start("b")
+    hand.now += 60_000
+    hand.saved(hand.want("b"), SuspendOutcome.REFUSED)
+    assert hand.suspends(hand.send(Checkpointable(at_ms=hand.now, lease_id="a"))) == []
+    assert hand.suspends(hand.wait(29_999)) == []
+    assert hand.suspends(hand.wait(1)) == ["a"]
+
+
 @pytest.mark.parametrize("sharing", [Sharing.MPS, Sharing.MIG])
 def test_a_pool_that_shares_by_other_means_suspends_nobody(sharing: Sharing) -> None:
     hand = Hand(pools=[shared(sharing)])
