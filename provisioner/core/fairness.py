@@ -15,7 +15,15 @@ from provisioner.core.model import LeaseState
 from provisioner.core.scheduling import is_lost
 from provisioner.core.state import Books, Lease
 
-__all__ = ["goes_before_from_ms", "overtakes_at_ms", "patience_ms", "preemptible_from_ms", "residency_ms", "swap_ms"]
+__all__ = [
+    "goes_before_from_ms",
+    "had_residency_ms",
+    "overtakes_at_ms",
+    "patience_ms",
+    "preemptible_from_ms",
+    "residency_ms",
+    "swap_ms",
+]
 
 _PATIENCE = 2  # times the wait that a ticket's share explains
 
@@ -54,6 +62,11 @@ def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
     """Return when a busy lease has had its minimum residency; None for one that cannot be saved, or is not resident."""
     if lease.state is not LeaseState.RESIDENT or lease.staying or is_lost(books, lease):
         return None
+    return had_residency_ms(books, lease)
+
+
+def had_residency_ms(books: Books, lease: Lease) -> int:
+    """Return the same for a busy lease that is resident and can be saved."""
     return max(lease.since_ms + residency_ms(books, lease), lease.retry_ms, lease.pinned_until_ms)
 
 

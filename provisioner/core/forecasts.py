@@ -72,6 +72,7 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._swaps: dict[tuple[str, str], SwapTimes] = {}
+        self.swaps_learnt = 0  # grows whenever `swap_ms` may return something else than before
         self._cells, self._gaps = Common(_CELLS), Common(_GAPS)
         self._leases: dict[str, _Lease] = {}
         self._waits: dict[tuple[str, int], Histogram] = {}
@@ -145,6 +146,7 @@ class Forecasts:
     def swap_finished(self, kind: str, device_name: str, mib: int, took_ms: int) -> None:
         """Learn from a `SUSPEND` or `RESUME` of so many MiB that was done; leave out those that failed or were rolled back."""
         line = self._line(kind, device_name)
+        self.swaps_learnt += 1
         self._accuracy[kind].compare(_span(line, mib), took_ms)
         line.learn(mib, took_ms)
         if (kind, device_name) not in self._swaps:

@@ -1,7 +1,7 @@
 """What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
 
 from provisioner.core.model import HOLDING, LeaseState, ReserveBy
-from provisioner.core.ranking import device_willing_from_ms
+from provisioner.core.ranking import device_preemptible_from_ms, device_willing_from_ms
 from provisioner.core.scheduling import candidates
 from provisioner.core.state import Books, Device, Lease, Operation
 
@@ -200,6 +200,7 @@ def _ranks(books: Books, device: Device) -> list[str]:
     if ranks is None:
         return []
     ranked = {lease_id for *_, lease_id, _ in ranks.ranked}
+    is_current = ranks.swaps_learnt == books.forecasts.swaps_learnt
     for lease_id, lease in device.holders.items():
         if lease_id in ranks.stale:
             continue
@@ -207,7 +208,20 @@ def _ranks(books: Books, device: Device) -> list[str]:
         kept_ms = 0 if lease_id in ranked else ranks.later[lease_id][0] if lease_id in ranks.later else None
         if kept_ms != from_ms and (kept_ms is None or from_ms is None or max(kept_ms, from_ms) > books.now_ms):
             broken.append(f"lease {lease_id} may be suspended from {from_ms}, it was ranked for {kept_ms}")
-    strangers = {*ranked, *ranks.later} - {*device.holders, *ranks.stale}
+        at_work_ms = device_preemptible_from_ms(books, device, lease)
+        kept_ms = ranks.working[lease_id][0] if lease_id in ranks.working else None
+        if kept_ms != at_work_ms and ((kept_ms is None) != (at_work_ms is None) or is_current):
+            broken.append(f"lease {lease_id} has had its residency at {at_work_ms}, {kept_ms} was kept")
+    known = ranks.yielding
+    if is_current and not ranks.stale and known is not None and (known.next_ms is None or known.next_ms > books.now_ms):
+        yielding = {
+            lease.lease_id
+            for from_ms, lease in ranks.working.values()
+            if max(from_ms, lease.yields_from_ms) <= books.now_ms
+        }
+        if {lease.lease_id for lease in known.leases} != yielding:
+            broken.append(f"leases {sorted(yielding)} may be asked to yield, {known.leases} were kept")
+    strangers = {*ranked, *ranks.later, *ranks.working} - {*device.holders, *ranks.stale}
     return broken + [f"lease {lease_id} is ranked on a device where it is not" for lease_id in sorted(strangers)]
 
 

@@ -228,6 +228,8 @@ class Lifecycle:
         need_mib, stayed, used = lease.host_need_mib, lease.staying, lease.used_mib
         before_mib = lease.used_each_mib
         lease.used_mib, lease.cost_until_ms = used_mib, 0
+        if lease.working:  # its residency and its cost depend on what it uses
+            self._books.touch(lease)
         was_measured = lease.state is LeaseState.RESIDENT and before_mib > 0
         lease.ahead_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
         breaches = self._caps.measured(lease)

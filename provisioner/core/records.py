@@ -9,7 +9,20 @@ from typing import NamedTuple
 
 from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, Span
 
-__all__ = ["Account", "Bucket", "Device", "Footing", "Key", "Lease", "Operation", "Promise", "Ranks", "Ticket", "Wait"]
+__all__ = [
+    "Account",
+    "Bucket",
+    "Device",
+    "Footing",
+    "Key",
+    "Lease",
+    "Operation",
+    "Promise",
+    "Ranks",
+    "Ticket",
+    "Wait",
+    "Yielders",
+]
 
 
 _MUCH_STALE = 8  # changes on a device beyond one for everybody there: it is cheaper to begin anew
@@ -281,11 +294,28 @@ class Lease:
         return self.host_floor_mib if self.host_floor_mib > need_mib else need_mib  # noqa: FURB136 - as above
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Yielders:
+    """Busy leases of a device that may be asked to leave at the end of their cells, cheapest first, as it was found."""
+
+    leases: list[Lease]
+    mib: int  # what they hold together
+    costs_until_ms: int  # then the first of their costs is out of date
+    next_ms: int | None  # when time alone makes another lease one of them
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ranks:
     """Who may be suspended on a device, cheapest first, as it was found (`ranking`); `stale` is looked at again."""
 
     stale: dict[str, Lease]  # who changed since
+    working: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when busy leases have had their residency
+    swaps_learnt: int = 0  # the state of the forecasts that `working` was found with
+    highest: int = 0  # priority of `working`
+    willing_mib: int = 0  # what they hold together
+    yielding: "Yielders | None" = (
+        None  # those of `working` that may be asked to leave at the end of their cells, while that is known
+    )
     costs_until_ms: int = 0  # then the first of their costs is out of date
     ranked: list[tuple[int, int, str, Lease]] = field(default_factory=list)
     willing: list[Lease] = field(default_factory=list)  # the same

@@ -6,10 +6,11 @@ ones may be counted on in any pool (`yielding`).
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from provisioner.core.fairness import goes_before_from_ms, preemptible_from_ms
-from provisioner.core.ranking import cost, ranks
-from provisioner.core.records import Footing
+from provisioner.core.fairness import goes_before_from_ms
+from provisioner.core.ranking import cost, ranks, working, yielders
+from provisioner.core.records import Footing, Ranks, Yielders
 from provisioner.core.scheduling import is_lost, steps_aside, willing_from_ms
 from provisioner.core.state import Books, Lease
 
@@ -71,69 +72,56 @@ class Victims:
         """
         if short_mib <= 0:
             return ()
-        chosen: list[Lease] = []
-        room, left_mib, too_large = 0, host_mib, False
-        for other in self._candidates(device_id, beneficiary, busy=busy, between_cells=between_cells):
-            if other.lease_id in taken or other is beneficiary or other in also:
-                continue
-            if too_large and other.busy:
-                break  # nobody is preempted because the host has no memory for one who rests
-            if left_mib is not None:
-                if other.host_need_mib > left_mib:
-                    too_large = True
-                    continue
-                left_mib -= other.host_need_mib
-            chosen.append(other)
-            room += other.held_mib
-            if room >= short_mib:
-                break
-        if room < short_mib:
-            if not too_large:
-                return None
-            return self.choose(device_id, short_mib, beneficiary, taken, also, busy=busy, between_cells=between_cells)
-        return tuple(_none_in_vain(chosen, room - short_mib))
+        found = self._ranks(device_id)
+        if self._is_too_little(found, short_mib, beneficiary, busy=busy, between_cells=between_cells):
+            return None
+        able = partial(self._candidates, found, beneficiary, busy=busy, between_cells=between_cells)
+        chosen, too_large = _enough(able(), short_mib, {*taken, beneficiary.lease_id}, also, host_mib)
+        if not chosen and too_large:
+            chosen, _ = _enough(able(), short_mib, {*taken, beneficiary.lease_id}, also, None)
+        return chosen or None
 
-    def _candidates(self, device_id: str, beneficiary: Lease, *, busy: bool, between_cells: bool) -> Iterator[Lease]:
-        for lease in self.willing(device_id):
-            if lease.footing is Footing.RESTING and steps_aside(lease, beneficiary):
+    def _is_too_little(
+        self, found: Ranks, short_mib: int, beneficiary: Lease, *, busy: bool, between_cells: bool
+    ) -> bool:
+        """Whether all candidates together do not cover the shortage: most often that is so, and known at once."""
+        short_mib -= found.willing_mib
+        if between_cells:
+            return short_mib > 0 and self._yielders(found, beneficiary).mib < short_mib
+        return not busy and short_mib > 0
+
+    def _candidates(self, found: Ranks, beneficiary: Lease, *, busy: bool, between_cells: bool) -> Iterator[Lease]:
+        for lease in found.willing:
+            if lease.footing is Footing.RESTING and (lease.next_cell is None or steps_aside(lease, beneficiary)):
                 yield lease
         if between_cells:
-            yield from self._at_end_of_cell(device_id, beneficiary)
+            yield from self._yielders(found, beneficiary).leases
         elif busy:
-            yield from self._preemptible(device_id, beneficiary)
+            yield from self._preemptible(found, beneficiary)
 
-    def _at_end_of_cell(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return who is busy on the device and may be asked to leave at the end of its cell, first those that were asked already."""
-        books, found = self._books, []
-        for lease in books.holders(device_id):
-            if lease.footing is not Footing.WORKING or lease.spec.priority > beneficiary.spec.priority:
-                continue
-            from_ms = preemptible_from_ms(books, lease)
-            if from_ms is None:
-                continue
-            from_ms = max(from_ms, lease.yields_from_ms)
-            if from_ms <= books.now_ms:
-                found.append((not lease.yields, lease.spec.priority, cost(books, lease), lease.lease_id, lease))
-            else:
-                self.hint(from_ms)
-        return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
+    def _yielders(self, found: Ranks, beneficiary: Lease) -> Yielders:
+        """Return who is busy and may be asked to leave at the end of its cell, first those that were asked already."""
+        known = yielders(self._books, found, beneficiary.spec.priority)
+        if known.next_ms is not None:
+            self.hint(known.next_ms)
+        return known
 
     def willing(self, device_id: str) -> list[Lease]:
         """Return who is idle on the device and may be suspended now, cheapest first; some may have begun to leave in this pass."""
+        return self._ranks(device_id).willing
+
+    def _ranks(self, device_id: str) -> Ranks:
         found = ranks(self._books, self._books.devices[device_id])
         if found.soonest_ms is not None and (self.hint_ms is None or found.soonest_ms < self.hint_ms):
             self.hint(found.soonest_ms)
-        return found.willing
+        return found
 
-    def _preemptible(self, device_id: str, beneficiary: Lease) -> list[Lease]:
-        """Return who is busy on the device and may be preempted for the lease now."""
+    def _preemptible(self, ranked: Ranks, beneficiary: Lease) -> list[Lease]:
+        """Return who is busy and may be preempted for the lease now."""
         books, found = self._books, []
-        for lease in books.holders(device_id):
-            if lease.footing is not Footing.WORKING:
-                continue
+        for from_ms, lease in working(books, ranked):
             before_ms = goes_before_from_ms(books, beneficiary, lease)
-            from_ms = preemptible_from_ms(books, lease) if before_ms is not None else None
-            if before_ms is None or from_ms is None:
+            if before_ms is None:
                 continue
             if max(before_ms, from_ms) <= books.now_ms:
                 owner, own = books.share(lease)
@@ -141,6 +129,30 @@ class Victims:
             else:
                 self.hint(max(before_ms, from_ms))
         return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
+
+
+def _enough(
+    able: Iterator[Lease], short_mib: int, taken: set[str], also: Sequence[Lease], host_mib: int | None
+) -> tuple[tuple[Lease, ...], bool]:
+    """Return the first of the leases whose room covers the shortage, or none, and whether one was left out for want of host memory."""
+    chosen: list[Lease] = []
+    room, too_large = 0, False
+    for other in able:
+        if other.lease_id in taken or other in also:
+            continue
+        if too_large and other.busy:
+            break  # nobody is preempted because the host has no memory for one who rests
+        if host_mib is not None:
+            need_mib = other.host_need_mib
+            if need_mib > host_mib:
+                too_large = True
+                continue
+            host_mib -= need_mib
+        chosen.append(other)
+        room += other.held_mib
+        if room >= short_mib:
+            return tuple(_none_in_vain(chosen, room - short_mib)), too_large
+    return (), too_large
 
 
 def _none_in_vain(chosen: list[Lease], spare_mib: int) -> list[Lease]:
