@@ -15,6 +15,8 @@ from kernelext.settings import NOTICE, Settings
 
 __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
+__distribution__ = "jupyter-fractional-gpu"  # by which this package is told from another module of its name
+
 _loaded: dict[int, Any] = {}  # what was loaded into which shell, by id
 
 

@@ -33,7 +33,7 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKerne
 from jupyter_core.paths import jupyter_path
 
 from provisioner.core.units import format_fraction
-from provisioner.kernel_command import find_ipykernel, launch_argv, plan_kernel
+from provisioner.kernel_command import KernelPlan, find_ipykernel, launch_argv, plan_kernel
 from provisioner.kernel_config import check_pool_name
 from provisioner.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
 
@@ -64,6 +64,7 @@ class InstalledSpec:
     base: str = ""
     shadowed_by: Path | None = None
     replaced: bool = field(default=False, compare=False)  # by this very installation
+    foreign: str = field(default="", compare=False)  # which module this installation found in place of our extension
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
@@ -105,10 +106,12 @@ def install(
         names = dict.fromkeys(names, _check_name(name))
     base_spec = _base_spec(base)
     target = _target_folder(prefix=prefix, user=user, directory=directory)
-    argv, gated = _argv(base_spec)
+    argv, plan = _argv(base_spec)
     installed = []
     for milli, folder_name in names.items():
-        content = _content(base_spec, argv, pool=pool, milli=milli, gated=gated, simulated=simulated, launcher=launcher)
+        content = _content(
+            base_spec, argv, pool=pool, milli=milli, gated=plan.gated, simulated=simulated, launcher=launcher
+        )
         content["metadata"][_MADE_BY] |= {"base": base, "launcher": launcher}
         if launcher:
             _let_it_lease(content, pool=pool, milli=milli)
@@ -117,7 +120,8 @@ def install(
         folder = target / folder_name
         replaces = _check_replaced(folder, content)
         _write_folder(folder, content, logo(milli))
-        installed.append(replace(_describe(folder, content), replaced=replaces, shadowed_by=_shadow(folder)))
+        described = _describe(folder, content)
+        installed.append(replace(described, replaced=replaces, shadowed_by=_shadow(folder), foreign=plan.foreign))
     return installed
 
 
@@ -222,12 +226,12 @@ def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> 
     return Path(prefix if prefix is not None else sys.prefix).expanduser().absolute() / "share" / "jupyter" / "kernels"
 
 
-def _argv(base: KernelSpec) -> tuple[list[str], bool]:
-    """Return the command and whether the extension will load in it."""
+def _argv(base: KernelSpec) -> tuple[list[str], KernelPlan]:
+    """Return the command and what is known of it."""
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
     found = find_ipykernel(argv)
     if found is None:
-        return argv, False
+        return argv, KernelPlan(is_ipykernel=False, gated=False)
     if not Path(argv[0]).is_absolute():
         # `python` means the server's own for jupyter_client; other servers that see this kernelspec would take theirs.
         is_ours = argv[0] in {
@@ -238,7 +242,7 @@ def _argv(base: KernelSpec) -> tuple[list[str], bool]:
         argv[0] = sys.executable if is_ours else shutil.which(argv[0]) or argv[0]
     environment = {**os.environ, **(base.env or {})}
     plan = plan_kernel(argv, environment, str(Path(base.resource_dir)))
-    return (launch_argv(argv, found), True) if plan.gated else (argv, False)
+    return (launch_argv(argv, found) if plan.gated else argv), plan
 
 
 def _content(

@@ -77,10 +77,11 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     command = list(options.command)
     path, _ = _connection(command)
     plan = plan_kernel(command, os.environ, str(Path.cwd()))
-    if plan.gated:
-        command = plan.command(command)
-        if EXTENSION_ARGUMENT not in command:
-            command.append(EXTENSION_ARGUMENT)
+    command = plan.command(command)
+    if plan.gated and EXTENSION_ARGUMENT not in command:
+        command.append(EXTENSION_ARGUMENT)
+    if plan.foreign:
+        sys.stderr.write(f"{plan.foreign}.\n")
     kernel_id = path.stem.removeprefix("kernel-")[:MAX_NAME]
     request = LeaseRequest(
         fraction_milli=config.fraction_milli,

@@ -49,6 +49,7 @@ from provisioner.kernel_record import KernelRecord
 from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from provisioner.protocol.limits import MAX_NAME
 from provisioner.protocol.messages import LeaseRequest
+from provisioner.start_errors import sentence, start_error
 from provisioner.threads import in_thread
 
 __all__ = ["FractionalGPUProvisioner"]
@@ -122,7 +123,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def gpu_notice(self) -> str:
-        """Why the kernel was started without a GPU, one sentence, or nothing: for the server that shows it."""
+        """Why the kernel was started without a GPU, or without the extension, or nothing: for the server that shows it."""
         return self._notice
 
     @property
@@ -147,6 +148,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         lease, notice = await self._obtain(request)
         self._launching = lease
         managed = lease is not None or bool(notice)
+        if managed and self._plan.foreign:
+            self.log.warning("Kernel %s starts without the GPU extension: %s", self.kernel_id, self._plan.foreign)
+            self._notice = self._notice or f"{self._plan.foreign}."
         if managed and self._plan.gated and EXTENSION_ARGUMENT not in self.kernel_spec.argv:
             kwargs["extra_arguments"] = [*kwargs.get("extra_arguments", ()), EXTENSION_ARGUMENT]
         try:
@@ -158,7 +162,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 self.ports_cached = False  # or `cleanup` would look for them in a connection that was not made
                 await self._give_back()
             raise
-        if managed and self._plan.gated:
+        if managed and (self._plan.gated or self._plan.foreign):
             launch["cmd"] = self._plan.command(launch["cmd"])
         if lease is not None:
             launch["env"] = environment_with(lease, launch["env"])
@@ -183,7 +187,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         except FractionalGPUError as error:
             await self._undo_launch()
             if not self._is_restart:
-                raise type(error)(_sentence(error), reason=error.reason) from error
+                raise start_error(error) from error
             kwargs["env"] = environment_without(self._explain(error), kwargs["env"])
             connection = await super().launch_kernel(cmd, **kwargs)
         except BaseException:
@@ -364,7 +368,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 self._stanza, default_pool=self.default_pool, default_fraction=self.default_fraction
             )
         except FractionalGPUError as error:
-            raise type(error)(f"Kernel {self.kernel_spec.display_name!r}: {_sentence(error)}") from None
+            raise start_error(error, f"Kernel {self.kernel_spec.display_name!r}: ") from None
 
     def _spec_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the environment with the kernelspec's own variables, as jupyter_client will build it."""
@@ -399,7 +403,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             if self._is_restart:
                 return None, self._explain(error)
             if self._was_asked_for:
-                raise type(error)(_sentence(error), reason=error.reason) from error
+                raise start_error(error) from error
             if isinstance(error, BrokerUnavailableError) and not _has_gpu():
                 self.log.warning("Kernel %s starts as an ordinary one, without a GPU lease: %s", self.kernel_id, error)
                 return None, ""
@@ -409,7 +413,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     def _explain(self, error: FractionalGPUError) -> str:
         """Log that the kernel gets no GPU, and return the sentence for its first cell."""
         self.log.warning("Kernel %s starts without a GPU: %s", self.kernel_id, error)
-        self._notice = f"This kernel was started without a GPU: {_sentence(error)}. Restart the kernel to try again."
+        self._notice = f"This kernel was started without a GPU: {sentence(error)}. Restart the kernel to try again."
         return self._notice
 
     def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
@@ -461,8 +465,3 @@ def _ended_at_once(process: Popen[bytes] | AdoptedProcess | None) -> FractionalG
     code = None if process is None else process.poll()
     how = "" if code is None else f" (exit code {code})"
     return FractionalGPUError(f"the kernel's process ended right after its start{how}; see the server's log")
-
-
-def _sentence(error: FractionalGPUError) -> str:
-    """Return the message on one line and without percent signs, which JupyterLab's dialog shows doubled."""
-    return " ".join(str(error).replace("%", " percent").split()).removesuffix(".")

@@ -30,7 +30,7 @@ from provisioner.host.process import (
     read_file,
 )
 from provisioner.host.tree import scan
-from provisioner.kernel_command import find_ipykernel
+from provisioner.kernel_command import EXTENSION_ARGUMENT, find_ipykernel
 from provisioner.protocol.limits import MAX_NAME
 
 __all__ = ["UNKNOWN_CONNECTION", "Carrier", "Command", "carriers", "carries", "command_of", "still_carries"]
@@ -40,7 +40,6 @@ UNKNOWN_CONNECTION: Final = "{}"
 
 _SOCKET_VARIABLE: Final = "JUPYTER_GPU_SOCKET"
 _NAME_VARIABLE: Final = "JPY_SESSION_NAME"
-_EXTENSION: Final = "kernelext"
 _LONGEST_FILE: Final = 64 * 1024  # bytes of a connection file
 _LEASE_ID: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}", re.ASCII)
 
@@ -130,7 +129,9 @@ def command_of(one: Carrier) -> Command:
 
 
 def _is_gated(words: Sequence[str]) -> bool:
-    return any(_EXTENSION in word for word in words)
+    """Whether the command loads our extension."""
+    found = find_ipykernel(words)
+    return found is not None and (found.ours or EXTENSION_ARGUMENT in words)
 
 
 def _connection(path: str, uid: int) -> str:

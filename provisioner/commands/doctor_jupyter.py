@@ -20,6 +20,7 @@ from provisioner.commands.doctor_finding import Finding, note, ok, problem, warn
 from provisioner.config import Settings
 from provisioner.core.units import format_fraction
 from provisioner.host.process import PROC
+from provisioner.kernel_command import LAUNCH_CODE, plan_kernel
 from provisioner.kernelspecs import InstalledSpec, list_installed
 
 __all__ = ["check_cullers", "check_kernelspecs"]
@@ -103,6 +104,9 @@ def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:
 
 
 def _ask(python: str, name: str) -> Iterator[Finding]:
+    if foreign := plan_kernel([python, "-P", "-c", LAUNCH_CODE], os.environ, os.path.sep).foreign:
+        yield warning("kernelspecs", f"{name}: {foreign}", "rename that module, or run its Python without it")
+        return
     command = [python, "-P", "-c", _IMPORTS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S, check=False)

@@ -89,6 +89,17 @@ def test_an_interpreter_without_the_extension_is_an_error_once(specs: Path, tmp_
     assert "No module named 'kernelext'" in found.finding
 
 
+def test_a_module_that_only_has_the_extensions_name_is_a_warning(
+    specs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_up(specs, 250)
+    (tmp_path / "kernelext.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = the(list(check_kernelspecs(None)))
+    assert found.severity is Severity.WARNING
+    assert f"imports {tmp_path / 'kernelext.py'} as kernelext" in found.finding
+
+
 def test_a_kernelspec_for_what_is_not_on_offer_is_a_warning(specs: Path, jupyter_home: Path) -> None:
     set_up(specs, 250)
     set_up(specs, 500, pool="teaching")

@@ -20,12 +20,13 @@ import pytest
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
 from provisioner import discovery
+from provisioner.kernel_command import MARK
 from provisioner.kernelspecs import PROVISIONER_NAME
 from tests.support.fake_broker import FakeBroker
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_STAND_IN = """
-import os
+_STAND_IN = f"""
+{MARK}
 
 def load_ipython_extension(shell):
     shell.user_ns["gpu_extension"] = __file__

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.kernel_command import LAUNCH_CODE, KernelPlan, find_ipykernel, launch_argv, plan_kernel
+from provisioner.kernel_command import (
+    EXTENSION_ARGUMENT,
+    LAUNCH_CODE,
+    MARK,
+    KernelPlan,
+    find_ipykernel,
+    launch_argv,
+    plan_kernel,
+)
+from provisioner.provisioning import FractionalGPUProvisioner
 from tests.provisioning.conftest import Places
 from tests.support.fake_broker import FakeBroker
 from tests.support.kernels import evaluate, running_kernel, talking_to
@@ -82,7 +91,7 @@ def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> 
     assert not plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
     for name in ("kernelext", "provisioner"):
         (places.work / name).mkdir()
-        (places.work / name / "__init__.py").touch()
+        (places.work / name / "__init__.py").write_text(MARK)
     assert plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
     (places.work / "kernelext" / "__init__.py").unlink()
     assert not plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
@@ -102,3 +111,42 @@ def test_a_folder_of_our_name_beside_the_notebook_does_not_shadow_ours(
         ours = evaluate(client, "__import__('provisioner').__file__").strip("'")
         assert Path(ours).resolve() == Path(__file__).resolve().parents[2] / "provisioner" / "__init__.py"
     assert broker.bodies("create")[0]["gated"] is True
+
+
+@pytest.mark.parametrize("foreign", ["kernelext/__init__.py", "kernelext.py", "provisioner.py"])
+@pytest.mark.parametrize("ours", [False, True], ids=["plain form", "our form"])
+def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, foreign: str, ours: bool) -> None:
+    (path := places.work / foreign).parent.mkdir(exist_ok=True)
+    path.touch()
+    begin = ["-P", "-c", LAUNCH_CODE] if ours else ["-m", "ipykernel_launcher"]
+    argv = [places.python, *begin, "-f", "c", EXTENSION_ARGUMENT]
+    environment = {**os.environ, "PYTHONPATH": str(places.work)}
+    assert plan_kernel(argv, os.environ, "/").gated  # before it is found, and remembered
+    found = plan_kernel(argv, environment, "/")
+    assert (found.is_ipykernel, found.gated) == (True, False)
+    assert f"imports {path} as {foreign[: foreign.index('.')].partition('/')[0]}" in found.foreign
+    assert found.command(argv) == [places.python, "-m", "ipykernel_launcher", "-f", "c"]
+    path.rename(path.with_name("renamed.py"))
+    assert plan_kernel(argv, environment, "/").gated
+
+
+def test_a_module_of_our_name_that_appears_later_is_noticed(places: Places) -> None:
+    assert plan(places, PYTHONPATH=str(places.work)).gated
+    (places.work / "kernelext.py").touch()
+    assert plan(places, PYTHONPATH=str(places.work)).foreign
+
+
+def test_a_kernel_beside_a_module_of_our_name_holds_its_share_and_says_why(
+    places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (places.work / "kernelext.py").write_text("mine = 42")
+    monkeypatch.setenv("PYTHONPATH", str(places.work))
+    with running_kernel(places.write_gpu_spec()) as manager, talking_to(manager) as client:
+        assert evaluate(client, "__import__('kernelext').mine") == "42"
+        assert evaluate(client, "gpu_extension").startswith("NameError")
+        assert isinstance(manager.provisioner, FractionalGPUProvisioner)
+        notice = manager.provisioner.gpu_notice
+    assert broker.bodies("create")[0]["gated"] is False
+    assert f"imports {places.work / 'kernelext.py'} as kernelext" in notice
+    assert "Rename that module" in notice
+    assert notice.removesuffix(".") in caplog.text
