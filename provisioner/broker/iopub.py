@@ -42,6 +42,13 @@ log = logging.getLogger(__name__)
 USES = frozenset({"execute_request", "complete_request", "inspect_request", "comm_open", "comm_msg", "comm_close"})
 """Parent message types that may run the user's code or touch a tensor."""
 
+_JOINED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _DELIMITER = b"<IDS|MSG>"
 _MAIN = ""  # the shell that is no subshell
 _PROBE_PATIENCE_S = (
@@ -54,7 +61,10 @@ _LONGEST_ID = 200
 _LONGEST_STATUS = 2**20  # bytes; a status has two headers and a word
 _LONGEST_FRAME = 16 * 2**20  # bytes
 _MOST_WAITING = 16  # messages
-_REJOIN_S = 0.2
+_REJOIN_S, _LONGEST_REJOIN_S = 0.2, 30.0  # pauses after a connection that broke: the next one is twice as long ...
+_LASTING_S = 10.0  # ... unless the connection lasted for this long
+_LONGEST_RETRY_S = 15.0  # between attempts to connect while they are refused
+_SHELL_RETRY_S = 2.0
 _LONGEST_PATH = 100  # bytes; UNIX sockets allow 107
 
 
@@ -176,13 +186,12 @@ class IOPubWatch:
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
         # Our kernelspecs run ipykernel, whose topics tell status from output; what other kernels call theirs is unknown.
         self._iopub.subscribe(b"kernel." if ipykernel else b"")
-        self._breaks: zmq.asyncio.Socket = self._iopub.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        )
+        self._line_events: zmq.asyncio.Socket = self._iopub.get_monitor_socket(_JOINED | _BROKEN)
         self._iopub.connect(connection.iopub)
         self._shell: zmq.asyncio.Socket = self._socket(context, zmq.DEALER)
-        self._shell.connect(connection.shell)
-        work = (self._listen(), self._see_breaks(), self._doubt(), self._drain())
+        self._shell.reconnect_ivl = int(1000 * _SHELL_RETRY_S)
+        self._shell_joined = self._rejoined = False
+        work = (self._listen(), self._keep_line(), self._doubt(), self._drain())
         self._tasks = [asyncio.create_task(one) for one in work]
 
     @property
@@ -214,13 +223,14 @@ class IOPubWatch:
         for task in self._tasks:
             task.cancel()
         self._iopub.disable_monitor()
-        for socket in (self._breaks, self._iopub, self._shell):
+        for socket in (self._line_events, self._iopub, self._shell):
             socket.close(linger=0)
 
     def _socket(self, context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
         socket = context.socket(kind)
         socket.linger = 0
         socket.rcvhwm, socket.maxmsgsize = _MOST_WAITING, _LONGEST_FRAME
+        socket.reconnect_ivl_max = int(1000 * _LONGEST_RETRY_S)
         socket.ipv6 = "[" in self._connection.iopub
         if self._connection.curve is not None:
             public, secret = self._connection.curve
@@ -243,19 +253,41 @@ class IOPubWatch:
             if (self.busy, len(self._busy)) != before:
                 self._changed()
 
-    async def _see_breaks(self) -> None:
-        """What was said while the connection was broken is not known."""
+    async def _keep_line(self) -> None:
+        """Follow the state of the IOPub connection, and connect again after a pause when it broke.
+
+        What was said while the connection was broken is not known. ZeroMQ retries a refused connection by itself, ever more rarely, but
+        one that is accepted and then closed ten times a second, and one that a too long frame broke not at all.
+        """
+        pause_s = _REJOIN_S
+        joined_s: float | None = None
         while True:
-            if parse_monitor_message(await self._next(self._breaks))["event"] != zmq.EVENT_DISCONNECTED:
+            if parse_monitor_message(await self._next(self._line_events))["event"] & _JOINED:
+                joined_s = time.monotonic()
+                self._join_shell()
                 continue
+            self._iopub.disconnect(self._connection.iopub)
             was_certain, self._certain = self._certain, False
             self._doubt_since_s = time.monotonic() if was_certain else self._doubt_since_s
             self._heard.set()
             if was_certain:
                 self._changed()
-            if not await self._breaks.poll(1000 * _REJOIN_S):  # ZeroMQ does not: a frame was too long for it
-                self._iopub.disconnect(self._connection.iopub)
-                self._iopub.connect(self._connection.iopub)
+            lasted = joined_s is not None and time.monotonic() - joined_s >= _LASTING_S
+            pause_s, joined_s = _REJOIN_S if lasted else pause_s, None
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_REJOIN_S)
+            while await self._line_events.poll(0):  # events of the connection that was given up
+                await self._line_events.recv_multipart()
+            self._iopub.connect(self._connection.iopub)
+
+    def _join_shell(self) -> None:
+        """Connect to the shell channel once IOPub is connected: the kernel listens then, and a probe is of use."""
+        if self._shell_joined:
+            self._shell.disconnect(self._connection.shell)
+            self._rejoined = True  # a probe may have been lost: send another one
+            self._heard.set()
+        self._shell_joined = True
+        self._shell.connect(self._connection.shell)
 
     def _take(self, frames: list[bytes]) -> None:
         """Learn from one IOPub message; what is too long, cannot be read or is not signed with the kernel's key teaches nothing."""
@@ -314,12 +346,13 @@ class IOPubWatch:
     async def _become_certain(self) -> None:
         patience_s = _PROBE_PATIENCE_S
         while not self._certain:
+            self._rejoined = False
             await self._ask(_MAIN)
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
-                    while not self._certain:
+                    while not (self._certain or self._rejoined):
                         await self._hear(None)
-            patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)
+            patience_s = _PROBE_PATIENCE_S if self._rejoined else min(2 * patience_s, _LONGEST_PATIENCE_S)
 
     async def _hear(self, patience_s: float | None) -> bool:
         """Return whether a message came, or the connection broke, within the patience."""

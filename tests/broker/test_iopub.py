@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -9,6 +10,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zmq.utils.monitor import parse_monitor_message
 
 from provisioner.broker import iopub
 from provisioner.broker.iopub import USES, IOPubWatch, connection_from_json
@@ -197,6 +199,56 @@ async def test_a_broken_connection_brings_the_doubt_back(line: KernelLine, watch
         await line.answer(probe)
         await watched.has_heard_all()
     assert not watched.watch.busy
+
+
+async def test_a_connection_that_breaks_again_and_again_is_made_ever_more_rarely(
+    line: KernelLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    enough, sleep = asyncio.Event(), asyncio.sleep
+
+    async def note(delay: float) -> None:
+        if delay:
+            pauses.append(delay)
+        if len(pauses) == 10:
+            enough.set()
+        await sleep(0)
+
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    line.iopub_port = server.sockets[0].getsockname()[1]
+    async with server, Watched(line), asyncio.timeout(DEADLINE_S):
+        await enough.wait()
+    assert pauses[:10] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0]
+
+
+async def test_a_connection_that_is_refused_is_tried_ever_more_rarely(line: KernelLine, watched: Watched) -> None:
+    trial = watched.watch._socket(line.context, zmq.SUB)
+    retries = trial.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        trial.connect(f"tcp://127.0.0.1:{held.getsockname()[1]}")
+        async with asyncio.timeout(DEADLINE_S):
+            waits_ms = [int(parse_monitor_message(await retries.recv_multipart())["value"]) for _ in range(5)]
+    trial.disable_monitor()
+    for one in (retries, trial):
+        one.close(linger=0)
+    assert [wait_ms // 100 for wait_ms in waits_ms] == [1, 2, 4, 8, 16]
+
+
+async def test_a_kernel_whose_line_broke_twice_is_heard_and_asked_again(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    for _ in range(2):
+        line.break_line()
+        await watched.until(lambda: watched.watch.busy)
+        line.mend_line()
+        await line.subscribed()
+        while watched.watch.busy:
+            await line.answer(await line.asked())
+            await watched.has_heard_all()
 
 
 async def test_more_busy_messages_than_can_be_remembered_are_doubt(
