@@ -13,6 +13,7 @@ Rules:
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -100,7 +101,7 @@ def ensure_broker(
     try:
         if not _answers(client, timeout_s if answer_s is None else answer_s):
             if not _came_back(client, timeout_s):
-                _start(path, timeout_s, command)
+                _start_once(client, timeout_s, command)
             check_folder(path)
             client.ping()
     except BaseException:
@@ -161,6 +162,39 @@ def _came_back(client: BrokerClient, timeout_s: float) -> bool:
         time.sleep(_PAUSE_S)
         if _answers(client, timeout_s):
             return True
+    return False
+
+
+def _start_once(client: BrokerClient, timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
+    """Start a broker, unless another thread or process does so already: then wait for that one.
+
+    Of several brokers that are started at once one would serve, but each takes the processor from the others and from that one.
+    """
+    path, deadline_s = client.socket_path, time.monotonic() + timeout_s
+    try:
+        folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # it was deleted: the broker makes it anew
+        _start(path, timeout_s, command)
+        return
+    try:
+        while _is_locked(folder) and time.monotonic() < deadline_s:  # a starter that is stopped keeps the lock
+            time.sleep(_PAUSE_S)
+        if not _answers(client, timeout_s):
+            _start(path, timeout_s, command)
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+        os.close(folder)
+
+
+def _is_locked(folder: int) -> bool:
+    """Lock the folder and return False, or return True if another starter has locked it. One that cannot be locked never is."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a filesystem without locks
+        return False
     return False
 
 

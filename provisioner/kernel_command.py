@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,8 @@ class _Module:
 _Modules = tuple[_Module | None, ...]  # in the order of _OURS
 
 _found: dict[tuple[object, ...], _Modules] = {}  # only where all are ours: an installation may come any time
+_Answer = Future[_Modules | None]
+_asked: dict[tuple[object, ...], _Answer] = {}  # kernels that start at the same time ask once, and share the answer
 _found_lock = threading.Lock()
 
 
@@ -187,11 +190,25 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
         known = _found.get(key)
     if known is not None and _is_still_so(known, environment):
         return known
-    modules = _probe([interpreter, *options, "-P", "-c", _PROBE_CODE], environment)
-    if modules is not None and all(module is not None and module.ours for module in modules):
-        with _found_lock:
-            _found[key] = modules
-    return modules
+    return _ask_once(key, [interpreter, *options, "-P", "-c", _PROBE_CODE], environment)
+
+
+def _ask_once(key: tuple[object, ...], command: list[str], environment: Mapping[str, str]) -> _Modules | None:
+    """Return what `_probe` returns; of several threads that ask the same at the same time, one starts the interpreter for all."""
+    mine = os.getpid(), *key  # a forked child has its parent's questions, but not the threads that answer them
+    own = _Answer()
+    answer = _asked.setdefault(mine, own)
+    if answer is own:
+        modules = None
+        try:
+            modules = _probe(command, environment)
+            if modules is not None and all(module is not None and module.ours for module in modules):
+                with _found_lock:
+                    _found[key] = modules
+        finally:
+            del _asked[mine]
+            own.set_result(modules)
+    return answer.result()
 
 
 def _is_still_so(known: _Modules, environment: Mapping[str, str]) -> bool:

@@ -3,9 +3,12 @@
 import json
 import sys
 
-from provisioner.broker.app import BrokerOptions, run_broker, run_detached
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--detach"]:
-        raise SystemExit(run_broker(BrokerOptions(**{**json.loads(sys.argv[2]), "detach": True})))
+        from provisioner.broker.detaching import start_detached
+        from provisioner.broker.restarting import BrokerOptions
+
+        raise SystemExit(start_detached(BrokerOptions(**json.loads(sys.argv[2]))))
+    from provisioner.broker.app import run_detached
+
     raise SystemExit(run_detached(sys.argv[1]))

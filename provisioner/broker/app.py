@@ -2,8 +2,7 @@
 
 A file lock beside the socket makes two starters end up with one broker; claims on the devices make two brokers of different sockets
 (or users) keep off each other's devices. `broker.json` beside the socket says how to start this broker again after a crash.
-Started with `detach`, the broker is a fresh process in a session of its own, with nothing of the starter's lease in its environment
-(the starter may be a kernel), and the starter learns through a pipe whether somebody serves or what went wrong.
+`detaching` starts one in the background; that process begins with `run_detached`.
 """
 
 import asyncio
@@ -12,22 +11,21 @@ import logging
 import math
 import os
 import resource
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from provisioner.broker.backend import BackendError, open_backend
+from provisioner.broker.detaching import cannot_run, make_socket_folder, resolved
 from provisioner.broker.ledger_move import move_ledger
 from provisioner.broker.logs import set_up_logging
 from provisioner.broker.oom_protection import protect_this_process
-from provisioner.broker.own_files import BrokerLock, make_socket_folder
-from provisioner.broker.restarting import NOT_INHERITED, BrokerOptions, RestartFiles
+from provisioner.broker.own_files import BrokerLock
+from provisioner.broker.restarting import BrokerOptions, RestartFiles
 from provisioner.broker.run import Run, device_specs, is_service_socket
-from provisioner.broker.sharing import without_share
 from provisioner.broker_process import claim_address, claim_holder
 from provisioner.client import BrokerClient
 from provisioner.config import ConfigError, load
@@ -50,23 +48,15 @@ _OPEN_FILES = 65536
 
 
 def run_broker(options: BrokerOptions) -> int:
-    """Serve until told to stop, or with `detach` start a process that does. Returns the exit status; failures go to stderr."""
+    """Serve until told to stop. Returns the exit status; failures go to stderr. (`detaching` starts one in the background.)"""
+    options = resolved(options)
     socket = options.socket or socket_path()
-    config_file = str(Path(options.config_file).absolute()) if options.config_file else None  # we change folders
-    options = replace(
-        options,
-        config_file=config_file,
-        socket=socket,
-        simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
-    )
     try:
         make_socket_folder(socket)  # before anything is written there: logs, locks and what starts the next broker
-        if options.detach:
-            return _detach(replace(options, detach=False), socket)
     except FractionalGPUError as error:
         sentence = str(error)
     except OSError as error:
-        sentence = _cannot_run(socket, error)
+        sentence = cannot_run(socket, error)
     else:
         sentence = _serve(options, socket, ready=None)
     if sentence:
@@ -89,40 +79,6 @@ def run_detached(argument: str) -> int:
     if not report.closed:
         report.close()
     return 1 if sentence else 0
-
-
-def _detach(options: BrokerOptions, socket: str) -> int:
-    reader, writer = os.pipe()
-    argument = json.dumps({**asdict(options), "ready_fd": writer})
-    environment = {name: value for name, value in without_share(os.environ).items() if name not in NOT_INHERITED}
-    log_file = os.open(
-        Path(socket).with_name("broker.err"),
-        os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
-        0o600,
-    )
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "provisioner.broker", argument],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log_file,
-            stderr=log_file,
-            pass_fds=(writer,),
-            start_new_session=True,
-            cwd="/",
-        )
-    finally:
-        os.close(writer)
-        os.close(log_file)
-    with os.fdopen(reader) as report:
-        said = report.read().strip()
-    if said == "ready":
-        process.returncode = 0  # it lives on by itself; nobody here waits for it
-        return 0
-    process.wait()
-    where = Path(socket).with_name("broker.err")
-    sys.stderr.write(f"jupyter gpu broker: {said or f'the broker ended at once; {where} may say why'}\n")
-    return 1
 
 
 def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
@@ -168,12 +124,8 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
         except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
             return str(error)
         except OSError as error:
-            return _cannot_run(socket, error)
+            return cannot_run(socket, error)
     return ""
-
-
-def _cannot_run(socket: str, error: OSError) -> str:
-    return f"the broker cannot run on {socket}: {error}; mend that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
 
 
 def _allow_many_files() -> None:

@@ -20,33 +20,22 @@ from contextlib import suppress
 from pathlib import Path
 
 from provisioner.broker.broker import Broker
+from provisioner.broker.detaching import make_socket_folder
 from provisioner.broker.logs import reopen_logs
 from provisioner.broker.restarting import RestartFiles
 from provisioner.broker.server import Server
 from provisioner.broker_process import listener_pid
-from provisioner.discovery import check_folder
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.state_folder import make_state_folder, own_base, state_folder
 
-__all__ = ["BrokerLock", "OwnFiles", "make_socket_folder"]
+__all__ = ["BrokerLock", "OwnFiles"]
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _FRESH_S = 3600.0  # cleaners of /var/tmp take what was not touched for days
-
-
-def make_socket_folder(socket: str) -> None:
-    """Make the folder of the socket if need be, and check that no other user could put anything there.
-
-    Raises BrokerUnavailableError or OSError.
-    """
-    # A system service is everybody's; what else is in its folder is private by itself.
-    mode = 0o755 if os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu") else 0o700
-    Path(socket).parent.mkdir(mode=mode, parents=True, exist_ok=True)
-    check_folder(socket)
 
 
 class BrokerLock:

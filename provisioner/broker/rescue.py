@@ -17,11 +17,12 @@ from pathlib import Path
 
 from provisioner.broker.backend import Backend, open_backend, simulated_folder
 from provisioner.broker.broker import wall_ms
+from provisioner.broker.detaching import make_socket_folder
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.lease_files import lease_folder
 from provisioner.broker.lost_leases import living_records
 from provisioner.broker.lost_processes import Carrier, carriers
-from provisioner.broker.own_files import BrokerLock, make_socket_folder
+from provisioner.broker.own_files import BrokerLock
 from provisioner.broker.recovery import kernel_of
 from provisioner.broker.restarting import BrokerOptions
 from provisioner.broker.swaps import Swaps, SwapTimes

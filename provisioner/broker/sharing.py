@@ -12,21 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from provisioner.broker.detaching import PRELOAD, PRELOADED_FOR_US
 from provisioner.config import ConfigError
 from provisioner.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
 
 __all__ = ["check_pools", "launch_environment", "remove_books", "sharing_environment"]
 
 _MIG = "MIG-"
-_PRELOAD, _PRELOADED_FOR_US = "LD_PRELOAD", "JUPYTER_GPU_PRELOAD"
-_OF_A_SHARE = (
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "CUDA_DEVICE_MEMORY_LIMIT",
-    "CUDA_DEVICE_SM_LIMIT",
-    "CUDA_DEVICE_MEMORY_SHARED_CACHE",
-    _PRELOADED_FOR_US,
-)
 
 
 def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: Sequence[DeviceView]) -> dict[str, str]:
@@ -47,20 +39,12 @@ def launch_environment(pool: PoolSpec, spec: LeaseSpec) -> dict[str, str]:
     if not pool.hami_library:
         return {}
     return {
-        _PRELOAD: pool.hami_library,
-        _PRELOADED_FOR_US: pool.hami_library,
+        PRELOAD: pool.hami_library,
+        PRELOADED_FOR_US: pool.hami_library,
         "CUDA_DEVICE_MEMORY_LIMIT": f"{spec.reserve_mib}m",
         "CUDA_DEVICE_SM_LIMIT": str(_percent(spec)),
         "CUDA_DEVICE_MEMORY_SHARED_CACHE": str(_books(spec.lease_id)),
     }
-
-
-def without_share(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a kernel's environment without what binds it to its share: HAMi-core would show whoever inherits that a smaller device."""
-    others = {name: value for name, value in environment.items() if name not in _OF_A_SHARE}
-    ours, preloaded = environment.get(_PRELOADED_FOR_US), others.pop(_PRELOAD, "")
-    kept = [library for library in preloaded.split(":") if library and library != ours]
-    return {**others, _PRELOAD: ":".join(kept)} if kept else others
 
 
 def remove_books(lease_id: str) -> None:

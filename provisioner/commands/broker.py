@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from provisioner.broker.detaching import start_detached
+from provisioner.broker.restarting import BrokerOptions
 from provisioner.commands.failure import CommandError, UsageError
 from provisioner.core.units import parse_duration_ms
 
@@ -121,27 +123,28 @@ def run(options: argparse.Namespace) -> int:
         from provisioner.commands.broker_stop import run_stop  # noqa: PLC0415 - needed here only
 
         return run_stop(options.socket, restart=options.restart, as_json=options.json)
-    from provisioner.config import ConfigError, example_config  # noqa: PLC0415 - heavy, and needed here only
-
     if options.generate_config:
+        from provisioner.config import example_config  # noqa: PLC0415 - heavy, and needed here only
+
         sys.stdout.write(example_config())
         return 0
-    idle_exit = _checked_idle_exit(options.idle_exit)
-    from provisioner.broker.app import BrokerOptions, run_broker  # noqa: PLC0415 - heavy, and needed here only
+    given = BrokerOptions(
+        socket=options.socket,
+        config_file=options.config,
+        simulate=options.simulate,
+        detach=options.detach,
+        idle_exit=_checked_idle_exit(options.idle_exit),
+        state_dir=options.state_dir,
+        log_level=options.log_level,
+        settings=options.settings,
+        stand_by=options.stand_by,
+    )
+    if options.detach:
+        return start_detached(given)
+    from provisioner.broker.app import run_broker  # noqa: PLC0415 - heavy, and needed here only
+    from provisioner.config import ConfigError  # noqa: PLC0415 - as above
 
     try:
-        return run_broker(
-            BrokerOptions(
-                socket=options.socket,
-                config_file=options.config,
-                simulate=options.simulate,
-                detach=options.detach,
-                idle_exit=idle_exit,
-                state_dir=options.state_dir,
-                log_level=options.log_level,
-                settings=options.settings,
-                stand_by=options.stand_by,
-            )
-        )
+        return run_broker(given)
     except ConfigError as error:
         raise CommandError(str(error)) from error

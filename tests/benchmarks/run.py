@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.benchmarks import decision_time
 from tests.benchmarks.acquiring import measure_acquires
 from tests.benchmarks.cells import measure_cells
+from tests.benchmarks.crowding import measure_crowds
 from tests.benchmarks.loading import measure_loading
 from tests.benchmarks.recovering import measure_recovery
 from tests.benchmarks.report import Row, as_json, as_table
@@ -28,7 +29,7 @@ from tests.benchmarks.swapping import measure_swaps
 from tests.support.world import World, new_world
 
 _DEVICE = "1x1GiB"
-_QUARTER, _WHOLE = 250, 1000  # milli-GPU
+_TENTH, _QUARTER, _WHOLE = 100, 250, 1000  # milli-GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class Amounts:
     """How much is measured."""
 
     start_pairs: int = 40
+    crowds: int = 9
     loading_pairs: int = 40
     cell_pairs: int = 4  # pairs of kernels; with the next two: 1,000 cells on each side
     cell_blocks: int = 25
@@ -52,6 +54,7 @@ class Amounts:
 
 QUICK = Amounts(
     start_pairs=2,
+    crowds=1,
     loading_pairs=2,
     cell_pairs=1,
     cell_blocks=2,
@@ -74,12 +77,13 @@ def say(line: str) -> None:
 
 def measure(world: World, amounts: Amounts, parts: Sequence[str]) -> list[Row]:
     """Return the rows of the chosen parts. The environment is the world's already."""
-    quarter, whole = world.install(_QUARTER, _WHOLE)
+    tenth, quarter, whole = world.install(_TENTH, _QUARTER, _WHOLE)
     # In one part leases stand for kernels.
-    world.configure("c.GPUBroker.pools = {'default': {'unattached_leases': 512}}")
+    world.configure("c.GPUBroker.pools = {'default': {'unattached_leases': 512, 'fractions': 'any'}}")
     world.start_broker()
     work: dict[str, Callable[[], list[Row]]] = {
         "start": lambda: [measure_starts(quarter, amounts.start_pairs, say)],
+        "crowds": lambda: measure_crowds(world, tenth, amounts.crowds, say),
         "loading": lambda: [measure_loading(amounts.loading_pairs, say)],
         "cells": lambda: [measure_cells(quarter, amounts.cell_pairs, amounts.cell_blocks, amounts.cells, say)],
         "acquire": lambda: measure_acquires(world.socket, quarter, amounts.leases, amounts.acquires, say),
@@ -101,7 +105,7 @@ def _circumstances(before: tuple[float, float, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and return the exit status."""
-    parts = ("start", "loading", "cells", "acquire", "swaps", "recovery", "decisions")
+    parts = ("start", "crowds", "loading", "cells", "acquire", "swaps", "recovery", "decisions")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run; its numbers mean little")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers here")

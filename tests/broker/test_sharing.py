@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker.sharing import check_pools, launch_environment, remove_books, sharing_environment, without_share
+from provisioner.broker.detaching import without_share
+from provisioner.broker.sharing import check_pools, launch_environment, remove_books, sharing_environment
 from provisioner.config import ConfigError
 from provisioner.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
 from provisioner.kernel_lease import KernelLease, environment_with

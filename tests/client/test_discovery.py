@@ -1,5 +1,6 @@
 """The broker is found where it should be, started when nobody serves, and trusted only where nobody else could have put it."""
 
+import fcntl
 import json
 import os
 import socket
@@ -146,20 +147,54 @@ def test_a_broker_is_started_when_nobody_serves(home: Path) -> None:
             assert starts == [1]
 
 
-def test_two_starters_at_once_both_get_a_broker(home: Path) -> None:
-    with started_on_demand(home) as (broker, _):
+def test_starters_at_the_same_time_start_one_broker_and_all_get_it(home: Path) -> None:
+    with started_on_demand(home) as (broker, starts):
         pids = list[int]()
 
         def start() -> None:
             with ensure_broker(broker.path) as client:
                 pids.append(client.ping().pid)
 
-        threads = [threading.Thread(target=start) for _ in range(2)]
+        threads = [threading.Thread(target=start) for _ in range(5)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert pids == [os.getpid()] * 2
+        assert pids == [os.getpid()] * 5
+        assert starts == [1], "the others waited for it"
+
+
+def test_a_starter_waits_for_another_one_no_longer_than_it_was_told_to(home: Path) -> None:
+    with started_on_demand(home) as (broker, starts):
+        other = os.open(home, os.O_RDONLY | os.O_DIRECTORY)  # a starter that is stopped
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with ensure_broker(broker.path, timeout_s=2) as client:
+                assert client.ping().pid == os.getpid()
+        finally:
+            os.close(other)
+        assert starts == [1]
+
+
+def test_a_child_that_was_forked_in_a_start_keeps_no_starter_waiting(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_settings(home, "raise SystemExit('no GPU')")
+    real, copies = fcntl.flock, list[int]()
+
+    def copying(descriptor: int, kind: int) -> None:
+        copies.append(os.dup(descriptor))  # what a child has
+        real(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", copying)
+    try:
+        with pytest.raises(BrokerUnavailableError, match="no GPU"):
+            ensure_broker(str(home / "b.sock"))
+        copies.append(os.open(home, os.O_RDONLY | os.O_DIRECTORY))
+        real(copies[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is locked still
+    finally:
+        for copy in copies:
+            os.close(copy)
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,34 @@ import pytest
 
 from provisioner.broker import app
 from provisioner.broker.app import BrokerOptions
+from provisioner.commands import broker
 from provisioner.commands.main import main
 from provisioner.config import load
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[BrokerOptions]:
-    """What the broker was started with."""
+    """What the broker was started with, in this process or in one of its own."""
     options: list[BrokerOptions] = []
 
     def run_broker(given: BrokerOptions) -> int:
+        assert not given.detach
         options.append(given)
         return 3
 
+    def start_detached(given: BrokerOptions) -> int:
+        assert given.detach
+        options.append(given)
+        return 4
+
     monkeypatch.setattr(app, "run_broker", run_broker)
+    monkeypatch.setattr(broker, "start_detached", start_detached)
     return options
 
 
 def test_every_option_reaches_the_broker_and_its_answer_is_the_exit_code(ran: list[BrokerOptions]) -> None:
     arguments = ["--socket", "/s", "--config", "/c.py", "--simulate", "2x80GiB", "--detach", "--idle-exit", "10m"]
-    assert main(["broker", *arguments, "--state-dir", "/d", "--log-level", "debug"]) == 3
+    assert main(["broker", *arguments, "--state-dir", "/d", "--log-level", "debug"]) == 4
     wanted = BrokerOptions(
         socket="/s",
         config_file="/c.py",

@@ -3,10 +3,15 @@
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from provisioner import kernel_command
 from provisioner.kernel_command import (
     EXTENSION_ARGUMENT,
     LAUNCH_CODE,
@@ -61,6 +66,38 @@ def plan(places: Places, *options: str, interpreter: str | None = None, **enviro
 
 def test_an_interpreter_that_has_the_extension_is_found_to_have_it(places: Places) -> None:
     assert plan(places) == KernelPlan(is_ipykernel=True, gated=True, protect=False)
+
+
+def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked, all_ask = kernel_command._probe, list[list[str]](), threading.Event()
+
+    class Questions(dict[Any, Any]):
+        """Counts those who ask."""
+
+        callers = 0
+
+        def setdefault(self, key: object, default: object = None) -> Any:  # noqa: ANN401 - dict's
+            answer = super().setdefault(key, default)
+            self.callers += 1
+            if self.callers == 4:
+                all_ask.set()
+            return answer
+
+    def probe(command: list[str], environment: Mapping[str, str]) -> kernel_command._Modules | None:
+        asked.append(command)
+        assert all_ask.wait(60)
+        return real(command, environment)
+
+    monkeypatch.setattr(kernel_command, "_found", {})
+    monkeypatch.setattr(kernel_command, "_asked", Questions())
+    monkeypatch.setattr(kernel_command, "_probe", probe)
+    with ThreadPoolExecutor(4) as threads:
+        plans = [threads.submit(plan, places) for _ in range(4)]
+        assert [one.result() for one in plans] == [KernelPlan(is_ipykernel=True, gated=True, protect=False)] * 4
+    assert len(asked) == 1
+    assert kernel_command._asked == {}
 
 
 def test_an_interpreter_that_cannot_be_asked_has_no_extension(places: Places) -> None:
