@@ -32,7 +32,7 @@ from provisioner.broker.kernels import Kernel, Request
 from provisioner.broker.lost_leases import LostLeases
 from provisioner.broker.seats import Seats
 from provisioner.broker.sharing import launch_environment
-from provisioner.broker.status import lease_status, neighbours
+from provisioner.broker.status import HAD_ITS_TURN, lease_status, neighbours
 from provisioner.broker.steering import Steering
 from provisioner.config.settings import Settings
 from provisioner.core.effects import LeaseRefused
@@ -97,7 +97,6 @@ _MEASURE_PATIENCE_S = 2.0  # for a sample that a reader wants
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
-_HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
 _SETTLED = frozenset(
     {LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
@@ -443,13 +442,14 @@ class Service:
             return Progress(kind=ProgressKind.REFUSED, reason=failure[0], sentence=failure[1])
         ticket = self.broker.ticket(kernel.lease_id)
         reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
+        expected = ticket.expected if ticket is not None else None
         if view.at_gate:
-            reason, sentence = "wait.turn", _HAD_ITS_TURN
+            reason, sentence = "wait.turn", HAD_ITS_TURN
+            expected = self.broker.arbiter.gate_wait(kernel.lease_id, now_ms())
         if time.monotonic() >= deadline_s:
             return Progress(
                 kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
             )
-        expected = ticket.expected if ticket is not None else None
         if self.broker.writer.trouble:  # nothing is granted and nobody is suspended before it is written down
             reason, sentence, expected = "ledger", self.broker.writer.trouble, None
         # The bytes are on their way: nothing but time is needed. The ledger is told of the reservation before the grant, not here.

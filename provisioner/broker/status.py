@@ -10,8 +10,10 @@ from provisioner.core.model import LeaseView
 from provisioner.gpu.interface import DeviceSensors
 from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, LeftProcess, Neighbour
 
-__all__ = ["device_status", "host_status", "is_shown", "lease_status", "neighbours"]
+__all__ = ["HAD_ITS_TURN", "device_status", "host_status", "is_shown", "lease_status", "neighbours"]
 
+HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
+"""Why a cell waits at its kernel's closed gate (`wait.turn`)."""
 _NOBODY = -1  # no user has this uid
 
 
@@ -19,6 +21,10 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
     """Return one lease for people and programs."""
     ticket = broker.ticket(kernel.lease_id)
     expected = ticket.expected if ticket is not None else None
+    reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
+    if view.at_gate:
+        reason, sentence = "wait.turn", HAD_ITS_TURN
+        expected = broker.arbiter.gate_wait(kernel.lease_id, now_ms())
     device = broker.devices.get(view.device_id or "")
     return LeaseStatus(
         lease_id=kernel.lease_id,
@@ -38,8 +44,8 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         busy=kernel.busy,
         gated=kernel.link is not None,
         age_ms=max(0, now_ms() - view.since_ms),
-        reason=ticket.reason if ticket is not None else view.reason,
-        sentence=ticket.sentence if ticket is not None else view.sentence,
+        reason=reason,
+        sentence=sentence,
         position=ticket.position if ticket is not None else None,
         device_ids=list(devices_of(view)),
         request_mib=view.spec.reserve_mib if view.spec.request_mib is None else view.spec.request_mib,

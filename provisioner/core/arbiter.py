@@ -47,7 +47,7 @@ from provisioner.core.events import (
 from provisioner.core.forecasts import Forecasts
 from provisioner.core.invariants import check_devices, validate
 from provisioner.core.lifecycle import Lifecycle
-from provisioner.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
+from provisioner.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, Span, TicketView
 from provisioner.core.obstacles import Moment
 from provisioner.core.requests import refusal
 from provisioner.core.serving import Serving
@@ -134,6 +134,17 @@ class Arbiter:
         books.now_ms = event_ms if at_ms is None else max(event_ms, at_ms)
         try:
             return ticket_views(books, pool, self._changes.foresight, self.moment)
+        finally:
+            books.now_ms = event_ms
+
+    def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
+        """Return how long the lease's next cell still waits at its closed gate, as of then; None if it does not wait there."""
+        books, lease = self._books, self._books.leases.get(lease_id)
+        if lease is None:
+            return None
+        event_ms, books.now_ms = books.now_ms, max(books.now_ms, at_ms)
+        try:
+            return self._changes.foresight.waits.at_gate(lease)
         finally:
             books.now_ms = event_ms
 

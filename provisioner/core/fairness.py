@@ -16,6 +16,7 @@ from provisioner.core.scheduling import is_lost
 from provisioner.core.state import Books, Lease
 
 __all__ = [
+    "gate_opens_ms",
     "goes_before_from_ms",
     "had_residency_ms",
     "overtakes_at_ms",
@@ -25,6 +26,7 @@ __all__ = [
     "swap_ms",
 ]
 
+_TOGETHER_MS = 1_000  # so long at least a cell waits at its gate for others to leave, too
 _PATIENCE = 2  # times the wait that a ticket's share explains
 
 
@@ -40,6 +42,11 @@ def residency_ms(books: Books, lease: Lease) -> int:
     """Return the minimum residency of a lease on a device: its turn, where others want the device, too."""
     pool = books.policy(lease)
     return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
+
+
+def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
+    """Return when the gate of a lease is opened again whose next cell asked then, if the others that have to leave with it do not."""
+    return asked_ms + max(_TOGETHER_MS, swap_ms(books, lease))
 
 
 def patience_ms(books: Books, lease: Lease) -> int:

@@ -18,9 +18,9 @@ from heapq import heapreplace
 from itertools import islice
 
 from provisioner.core.explaining import destinations
-from provisioner.core.fairness import goes_before_from_ms, preemptible_from_ms
+from provisioner.core.fairness import gate_opens_ms, goes_before_from_ms, preemptible_from_ms
 from provisioner.core.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
-from provisioner.core.model import LeaseState
+from provisioner.core.model import LeaseState, Span
 from provisioner.core.records import Footing
 from provisioner.core.scheduling import willing_from_ms
 from provisioner.core.state import Books, Lease
@@ -103,6 +103,18 @@ class Waits:
             waits.append(self._forecasts.wait_span("busy", basis_ms) if told else None)
         return waits
 
+    def at_gate(self, lease: Lease) -> Span | None:
+        """Return how long the lease's next cell still waits at its closed gate; None: it does not.
+
+        The upper end is when the gate is opened; no gate is while all swap channels are in use. If the lease leaves before, its cell has
+        a ticket, and that ticket a wait of its own.
+        """
+        if lease.next_cell is None:
+            return None
+        opens_ms = gate_opens_ms(self._books, lease, lease.next_cell.asked_ms) - self._books.now_ms
+        left_ms = max(0, opens_ms, _Play(self._books, self._forecasts, self._known, self._parallel_swaps).channel_ms)
+        return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
+
     def _play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
         return _Play(self._books, self._forecasts, self._known, self._parallel_swaps).play(line)
 
@@ -121,6 +133,11 @@ class _Play:
         self._channels = sorted([*idle, *left])[
             :parallel_swaps
         ]  # a heap: when each swap channel has nothing more to do
+
+    @property
+    def channel_ms(self) -> int:
+        """When the first swap channel has nothing to do."""
+        return self._channels[0]
 
     def play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
         """Serve the tickets; return of each one what decides its wait, and its length, ms; None where nothing can be said.
@@ -274,7 +291,7 @@ class _Play:
                 return -self._swap_left_ms(lease)
             case LeaseState.RESUMING:
                 return self._swap_left_ms(lease) + self._forecasts.next_cell_ms(lease.lease_id)
-            case LeaseState.RESIDENT if lease.busy:
+            case LeaseState.RESIDENT if lease.working:  # a cell that waits at its closed gate has not begun
                 # What an ended kernel left behind runs no cell that would end.
                 left_ms = _NEVER_MS if lease.left else self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
                 room_ms = max(1, min(left_ms, self._preemptible_ms(beside, lease)))

@@ -8,7 +8,7 @@ would let it in, alone or with what else is free, leaves or rests. That holds un
 - Its next cell asks, and has its place in the queue from then on. That cell is behind the ticket, and until it is let in nothing of its
   kernel runs: the lease can be suspended at once, as an idle one.
 - If several leases have to leave, the first one to end its cell waits for the others, but no longer than its own swap takes, and at
-  least `_TOGETHER_MS`: some of them may run a cell that never ends. It is not asked again before another minimum residency.
+  least a second (`gate_opens_ms`): some of them may run a cell that never ends. It is not asked again before another minimum residency.
 - Gates that no ticket needs closed any more are opened by the pass that finds so. While the swap channel is in use, no pass looks that far:
   they stay as they are until the swap has ended.
 """
@@ -16,15 +16,13 @@ would let it in, alone or with what else is free, leaves or rests. That holds un
 from collections.abc import Sequence
 
 from provisioner.core.changes import Changes
-from provisioner.core.fairness import residency_ms, swap_ms
+from provisioner.core.fairness import gate_opens_ms, residency_ms
 from provisioner.core.records import Footing, Key
 from provisioner.core.room import Plan, Room
 from provisioner.core.state import Lease
 from provisioner.core.victims import Victims
 
 __all__ = ["Yielding"]
-
-_TOGETHER_MS = 1_000
 
 
 class Yielding:
@@ -59,7 +57,7 @@ class Yielding:
 
     def _wait_for_others(self, lease: Lease, since_ms: int) -> None:
         """Its cell has ended, and those of others that have to leave with it have not."""
-        until_ms = since_ms + max(_TOGETHER_MS, swap_ms(self._books, lease))
+        until_ms = gate_opens_ms(self._books, lease, since_ms)
         if until_ms > self._books.now_ms:
             self._victims.hint(until_ms)
             return

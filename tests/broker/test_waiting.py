@@ -10,15 +10,15 @@ import pytest
 from provisioner.broker import checks, service
 from provisioner.broker.clock import now_ms, time_of_day
 from provisioner.client import BrokerClient
-from provisioner.core import obstacles
+from provisioner.core import fairness, obstacles
 from provisioner.protocol.messages import AcquireRequest, LeaseReply, Progress, ProgressKind
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 
 
 @contextmanager
-def kernel(live: LiveBroker, label: str) -> Iterator[LeaseReply]:
-    """A kernel of the whole device."""
-    lease = live.lease(fraction_milli=1000, label=label)
+def kernel(live: LiveBroker, label: str, milli: int = 1000) -> Iterator[LeaseReply]:
+    """A kernel, of the whole device if nothing else is said."""
+    lease = live.lease(fraction_milli=milli, label=label)
     with started_for(lease.lease_id) as process:
         answer = live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
         assert answer.status == 200, answer
@@ -34,9 +34,9 @@ def acquiring(live: LiveBroker, lease: LeaseReply) -> Iterator[Iterator[Progress
 
 
 @contextmanager
-def running(live: LiveBroker, label: str) -> Iterator[LeaseReply]:
-    """A kernel that runs a cell: it has the device."""
-    with kernel(live, label) as lease, acquiring(live, lease) as lines:
+def running(live: LiveBroker, label: str, milli: int = 1000) -> Iterator[LeaseReply]:
+    """A kernel that runs a cell: it has the device, or its part of it."""
+    with kernel(live, label, milli) as lease, acquiring(live, lease) as lines:
         assert [line.kind for line in lines][-1] == ProgressKind.GRANTED
         yield lease
 
@@ -71,6 +71,30 @@ def test_another_users_notebook_has_no_name(live: LiveBroker, monkeypatch: pytes
         monkeypatch.setattr(checks, "user_name", lambda _uid: "somebody else")
         with kernel(live, "mine.ipynb") as second, acquiring(live, second) as lines:
             assert next(lines).sentence.endswith("another user's kernel is running a cell")
+
+
+def test_a_cell_at_its_closed_gate_is_told_for_how_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel alone cannot make room: the other half of the device is busy for ever, and nothing else ends this wait here."""
+    monkeypatch.setattr(fairness, "_TOGETHER_MS", 3_600_000)
+    pool = {"devices": "all", "min_residency": 0, "min_residency_swaps": 0, "preempt": "never"}
+    with (
+        live_broker(pools={"default": pool}) as live,
+        running(live, "busy.ipynb", 500),
+        running(live, "mine.ipynb", 500) as mine,
+        kernel(live, "large.ipynb") as large,
+        acquiring(live, large) as waits,
+    ):
+        assert next(waits).kind == ProgressKind.WAITING
+        with acquiring(live, mine) as lines:
+            told = next(lines)
+            assert (told.kind, told.reason) == (ProgressKind.WAITING, "wait.turn")
+            assert told.expected_ms is not None
+            assert (told.low_ms, told.high_ms) == (0, told.expected_ms)
+            assert 0 < told.expected_ms <= 3_600_000
+            status = live.call("GET", f"/v1/leases/{mine.lease_id}").body
+            assert status["reason"] == "wait.turn"
+            assert status["sentence"] == told.sentence
+            assert 0 < status["expected_ms"] <= told.expected_ms
 
 
 def test_a_waiting_cell_hears_anew_though_nothing_happens(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from provisioner.core.effects import CloseGate, Effect, Suspend
-from provisioner.core.events import PinRequested, SuspendOutcome
+from provisioner.core.events import (
+    Attached,
+    LeaseMeasured,
+    LeaseRequested,
+    PinRequested,
+    SuspendOutcome,
+    SuspendRequested,
+)
 from provisioner.core.forecasts import RESUME, SUSPEND, Forecasts
 from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, pool, spec
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 
 SWAP_MS = 300  # each way
@@ -216,6 +223,54 @@ def test_the_gate_is_closed_when_the_minimum_residency_is_over_and_the_next_cell
     assert (suspend.lease_id, suspend.preempt, suspend.between_cells) == ("a", False, True)
     assert [view.lease_id for view in hand.arbiter.tickets("p")] == ["b", "a"]
     assert hand.granted(hand.saved(effects)) == [("b", "d0")]
+
+
+def test_a_cell_at_a_closed_gate_is_told_when_its_gate_is_opened_at_the_latest() -> None:
+    hand = Hand(pools=[_never(min_residency_ms=0)])
+    hand.run("endless", 500)
+    hand.run("a", 500)
+    hand.start("large", 900)
+    hand.now += 60_000
+    assert sorted(_closed(hand.want("large"))) == ["a", "endless"]
+    assert hand.arbiter.gate_wait("a", hand.now) is None, "its cell runs"
+    hand.rest("a")
+    hand.want("a")
+    told = hand.arbiter.gate_wait("a", hand.now)
+    assert told is not None
+    assert told.low_ms < told.high_ms >= 1_000
+    assert hand.arbiter.gate_wait("a", hand.now + 400) == replace(
+        told, expected_ms=told.expected_ms - 400, high_ms=told.high_ms - 400
+    )
+    assert hand.granted(hand.wait(told.high_ms - 1)) == []
+    assert hand.granted(hand.wait(1)) == [("a", "d0")]
+    assert hand.arbiter.gate_wait("a", hand.now) is None
+
+
+def test_a_gate_stays_closed_for_as_long_as_a_swap_is_expected_to_take() -> None:
+    hand = Hand(device("d0"), device("d1"), pools=[_never(min_residency_ms=0), replace(pool("d1"), name="q")])
+    hand.run("endless", 500)
+    hand.run("a", 500)
+    hand.start("large", 900)
+    hand.now += 60_000
+    hand.want("large")
+    hand.rest("a")
+    hand.want("a")
+    alone = hand.arbiter.gate_wait("a", hand.now)
+    hand.send(LeaseRequested(at_ms=hand.now, spec=replace(spec("elsewhere", in_pool="q"), reserve_mib=900)))
+    hand.send(Attached(at_ms=hand.now, lease_id="elsewhere", gated=True))
+    hand.want("elsewhere")
+    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="elsewhere", used_mib=900))
+    hand.work("elsewhere")
+    hand.rest("elsewhere")
+    hand.now += 1
+    effects = hand.send(SuspendRequested(at_ms=hand.now, lease_id="elsewhere"))
+    assert hand.suspends(effects) == ["elsewhere"]
+    later = hand.arbiter.gate_wait("a", hand.now + 10_000)
+    assert alone is not None
+    assert later is not None
+    assert later.high_ms > 0, "the swap is under way still, and no gate is opened before it has ended"
+    assert hand.granted(hand.wait(alone.high_ms + 1)) == []
+    assert ("a", "d0") in hand.granted(hand.saved(effects))
 
 
 def test_a_ticket_that_is_given_up_opens_the_gate_again() -> None:
