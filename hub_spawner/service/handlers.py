@@ -10,8 +10,9 @@
 
 Rules:
 
-- The hub says who asks (OAuth for browsers, a hub token for programs), and with which scopes; that is asked again every `TRUST_S`, and a
-  stream of events ends after `STREAM_S`, so that who has lost a scope or logged out sees no more.
+- The hub says who asks (OAuth for browsers, a hub token for programs), and with which scopes. Its answer holds for `TRUST_S`; an open
+  stream of events asks anew before it tells anything when `STREAM_TRUST_S` are over. So a scope or a token that was taken away, or a
+  logout, counts after the sum of both at most. A stream ends after `STREAM_S`.
 - What a browser sends by itself proves nothing: but for plain page views, each request carries JupyterHub's XSRF token, and one that
   another site caused is refused before it is looked at. Nothing of it applies to programs, which show a token.
 - Nothing is cached by browsers, no script stands in the page, and nobody may put the page into a frame.
@@ -22,11 +23,12 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
+from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated, UserNotAllowed
 from tornado import iostream, web
 
 from hub_spawner.service.acts import Acts
@@ -39,7 +41,8 @@ __all__ = ["TRUST_S", "Missing", "routes"]
 
 log = logging.getLogger(__name__)
 
-TRUST_S = 30
+TRUST_S = 8
+STREAM_TRUST_S = 20.0
 STREAM_S = 120.0
 QUIET_S = 10.0  # a line that says nothing after so long, or news of what changes with time
 _MOST_STREAMS = 16  # of one user
@@ -83,10 +86,10 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
             self.not_logged_in()
             return
         self.check_xsrf_cookie()
-        scopes = set(user.get("scopes", ()))
-        if user.get("kind") != "user" or not scopes & {READ_SCOPE, ADMIN_SCOPE}:
+        viewer = _viewer_of(user)
+        if viewer is None:
             raise web.HTTPError(403, log_message="no scope", reason="Forbidden")
-        self.viewer = Viewer(name=user["name"], admin=ADMIN_SCOPE in scopes)
+        self.viewer = viewer
 
     def not_logged_in(self) -> None:
         """Say so; a page goes to the hub's login instead."""
@@ -116,6 +119,14 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
             log.info("%s %s refused: %s", self.request.method, self.request.path[:200], getattr(value, "status", value))
         elif not isinstance(value, iostream.StreamClosedError):
             log.error("%s %s failed", self.request.method, self.request.path[:200], exc_info=(typ, value, tb))
+
+
+def _viewer_of(user: Mapping[str, Any]) -> Viewer | None:
+    """Return what somebody whom the hub knows may see; None: nothing."""
+    scopes = set(user.get("scopes", ()))
+    if user.get("kind") != "user" or not scopes & {READ_SCOPE, ADMIN_SCOPE}:
+        return None
+    return Viewer(name=user["name"], admin=ADMIN_SCOPE in scopes)
 
 
 _SENTENCES = {
@@ -179,14 +190,35 @@ class _Events(_Base):
             self.streams[name] -= 1
 
     async def _tell(self) -> None:
-        end_s, told = time.monotonic() + STREAM_S, ""
-        while not self._gone.is_set() and time.monotonic() < end_s:
+        begun_s, told = time.monotonic(), ""
+        asked_s = begun_s
+        while not self._gone.is_set() and time.monotonic() < begun_s + STREAM_S:
             changed = self.watch.changed
+            if time.monotonic() >= asked_s + STREAM_TRUST_S:
+                asked_s = time.monotonic()
+                if not await self._may_go_on():
+                    return
             news = json.dumps(self.view())
             self.write(f"data: {news}\n\n" if news != told else ": nothing new\n\n")
             told = news
             await self.flush()
             await self._either(changed)
+
+    async def _may_go_on(self) -> bool:
+        """Ask the hub anew what the viewer may see, and whether they may see anything."""
+        hub = self.hub_auth
+        try:
+            user = await hub.user_for_token(
+                hub.get_token(self), use_cache=False, session_id=hub.get_session_id(self), sync=False
+            )
+            viewer = _viewer_of(self.check_hub_user(user)) if user is not None else None
+        except (UserNotAllowed, web.HTTPError) as error:  # the hub refuses, or does not answer: the page connects anew
+            log.info("a page's events end: %s", error)
+            return False
+        if viewer is None or viewer.name != self.viewer.name:
+            return False
+        self.viewer = viewer
+        return True
 
     async def _either(self, changed: asyncio.Event) -> None:
         tasks = [asyncio.create_task(event.wait()) for event in (changed, self._gone)]

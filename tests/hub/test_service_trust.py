@@ -1,0 +1,135 @@
+"""An open page's events follow what its user may see: a real service's handlers before the users' API of a hub that a test scripts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from jupyterhub.services.auth import HubOAuth
+from tornado import web
+from tornado.httpserver import HTTPServer
+from tornado.testing import bind_unused_port
+
+from hub_spawner.service import handlers
+from hub_spawner.service.acts import Acts
+from hub_spawner.service.scopes import ADMIN_SCOPE, READ_SCOPE
+from hub_spawner.service.watch import Watch
+
+DEADLINE_S = 60.0
+ACCESS = "access:services!service=gpu"
+
+
+class Hub(web.RequestHandler):
+    """Answers who has the token: `scopes` are what they have now, None that the token is unknown."""
+
+    scopes: list[str] | None = None
+
+    def get(self) -> None:
+        if self.scopes is None:
+            raise web.HTTPError(404)
+        self.finish({"kind": "user", "name": "ada", "scopes": self.scopes, "groups": []})
+
+
+@asynccontextmanager
+async def serving(application: web.Application) -> AsyncIterator[int]:
+    listener, port = bind_unused_port()
+    server = HTTPServer(application)
+    server.add_socket(listener)
+    try:
+        yield port
+    finally:
+        server.stop()
+        await server.close_all_connections()
+
+
+class Page:
+    """An open page's events."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+
+    async def view(self) -> dict[str, Any] | None:
+        """Return the next picture that is sent, None when the stream has ended."""
+        async with asyncio.timeout(DEADLINE_S):
+            while line := await self._reader.readline():
+                if line.startswith(b"data: "):
+                    view: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+                    return view
+        return None
+
+
+@pytest.fixture
+async def watch(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watch]:
+    monkeypatch.setattr(handlers, "STREAM_TRUST_S", 0.0)
+    monkeypatch.setenv("JUPYTERHUB_OAUTH_ACCESS_SCOPES", json.dumps([ACCESS]))
+    monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/services/gpu/")
+    watch = Watch("/nowhere")
+    yield watch
+    watch._stopping.set()
+
+
+@asynccontextmanager
+async def opened(watch: Watch, monkeypatch: pytest.MonkeyPatch, scopes: list[str]) -> AsyncIterator[Page]:
+    monkeypatch.setattr(Hub, "scopes", [ACCESS, *scopes])
+    async with serving(web.Application([(r"/hub/api/user", Hub)])) as hub:
+        auth = HubOAuth(api_url=f"http://127.0.0.1:{hub}/hub/api", api_token="the service's", cache_max_age=3600)  # noqa: S106
+        monkeypatch.setattr(handlers._Base, "hub_auth", auth)
+        acts = Acts("/nowhere")
+        application = web.Application(handlers.routes("/services/gpu/", watch, acts, "/nowhere"), cookie_secret="x")  # noqa: S106
+        async with serving(application) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                b"GET /services/gpu/api/events HTTP/1.1\r\nHost: gpu\r\nAuthorization: token ada\r\nConnection: close\r\n\r\n"
+            )
+            yield Page(reader)
+            writer.close()
+            await writer.wait_closed()
+        acts.close()
+        auth._pool.shutdown()
+        auth._thread_loop.close()  # the library's own, for questions that block
+
+
+def stir(watch: Watch) -> None:
+    """There is news."""
+    watch._take({"problem": f"{watch.picture.problem}!"})
+
+
+async def test_a_token_that_was_taken_away_ends_the_open_stream(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(watch, monkeypatch, [READ_SCOPE]) as page:
+        assert await page.view() is not None
+        stir(watch)
+        assert await page.view() is not None, "the user may still see it"
+        monkeypatch.setattr(Hub, "scopes", None)
+        stir(watch)
+        assert await page.view() is None
+
+
+@pytest.mark.parametrize("left", [[ACCESS], [READ_SCOPE]])
+async def test_a_scope_that_was_taken_away_ends_the_open_stream(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, left: list[str]
+) -> None:
+    async with opened(watch, monkeypatch, [READ_SCOPE]) as page:
+        assert await page.view() is not None
+        monkeypatch.setattr(Hub, "scopes", left)
+        stir(watch)
+        assert await page.view() is None
+
+
+async def test_an_administrator_who_is_none_any_more_sees_what_users_see(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(watch, monkeypatch, [READ_SCOPE, ADMIN_SCOPE]) as page:
+        first = await page.view()
+        assert first is not None
+        assert first["you"]["admin"] is True
+        monkeypatch.setattr(Hub, "scopes", [ACCESS, READ_SCOPE])
+        stir(watch)
+        then = await page.view()
+        assert then is not None
+        assert then["you"]["admin"] is False
+
+
+def test_what_was_taken_away_counts_for_half_a_minute_at_most() -> None:
+    assert handlers.TRUST_S + handlers.STREAM_TRUST_S <= 30
