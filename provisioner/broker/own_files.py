@@ -5,6 +5,10 @@ its socket, its lock, its ledger and `broker.json` with what it holds open, and 
 content, after the same checks of the folder as at the start, for another user may have made a folder of that name meanwhile.
 What was deleted stays open here, so nothing is lost: connections live on, and the ledger is written anew in full.
 
+A broker without leases and seats that finds the whole folder of its socket deleted ends instead: no kernel's state depends on it, and a
+test suite or a container's user deletes a runtime folder when it is done. A broker with leases puts the folder back, and ends with its
+last lease. A broker that is to serve for ever (`idle_exit: "never"`: a service, a hub's) puts the folder back in any case.
+
 Another broker cannot take the place meanwhile. A broker claims its socket's name in the abstract namespace, too, where no file is: one
 that is started while the files are gone finds the claim, and waits until this broker serves under its name again.
 """
@@ -103,13 +107,19 @@ class OwnFiles:
         broker: Broker,
         server: Server,
         bind: Callable[[], socket_module.socket],
+        is_needed: Callable[[], bool],
+        stop: Callable[[], None],
     ) -> None:
+        """`is_needed` says whether the broker goes on though its folder was deleted; else `stop` is called."""
         self._socket = socket
         self._lock = lock
         self._restart = restart
         self._broker = broker
         self._server = server
         self._bind = bind
+        self._is_needed = is_needed
+        self._stop = stop
+        self._folder_was_deleted = False
         self._listener: socket_module.socket | None = None
         self._identity: tuple[int, int] | None = None
         self._said: dict[str, str] = {}
@@ -148,7 +158,13 @@ class OwnFiles:
                 os.close(self._guard)
 
     async def look(self) -> None:
-        """Put back what is gone. What cannot be put back now is tried again at the next call, and its reason logged once."""
+        """Put back what is gone, or stop the broker. What cannot be put back is tried again at the next call, its reason logged once."""
+        if not self._has_folder():
+            self._folder_was_deleted = True
+        if self._folder_was_deleted and not self._is_needed():
+            log.info("the folder of the socket %s was deleted and no lease is left: the broker stops", self._socket)
+            self._stop()
+            return
         back = self._look_beside_socket()
         failed = not await self._look_at_ledger()
         # A ledger that cannot be written for want of room is not tried each second: it takes the whole of it.
@@ -163,6 +179,15 @@ class OwnFiles:
         if time.monotonic() - self._touched_s > _FRESH_S:
             self._touched_s = time.monotonic()
             self._touch()
+
+    def _has_folder(self) -> bool:
+        try:
+            Path(self._socket).parent.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # it cannot be seen now
+            return True
+        return True
 
     def _look_beside_socket(self) -> bool:
         """Return whether anything was put back. Nothing is, in a folder that another user could have prepared."""

@@ -135,7 +135,14 @@ class Run:
         await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)
         files = OwnFiles(
-            socket=self._socket, lock=self._lock, restart=self._restart, broker=broker, server=server, bind=self._bind
+            socket=self._socket,
+            lock=self._lock,
+            restart=self._restart,
+            broker=broker,
+            server=server,
+            bind=self._bind,
+            is_needed=lambda: self._settings.idle_exit_ms is None or self._has_leases(broker, service),
+            stop=self._stop.set,
         )
         files.serve()
         by_tcp = self._settings.metrics_address and listen(broker.metrics.registry, self._settings.metrics_address)
@@ -170,7 +177,7 @@ class Run:
             await asyncio.gather(*tasks, return_exceptions=True)
             files.remove_socket()
             await server.close_all_connections()
-            leases_live = bool(broker.kernels or service.seats.live())
+            leases_live = self._has_leases(broker, service)
             keep_learnt(arbiter, broker.contexts.sizes, broker.writer)
             await broker.close()
             await worker.close()
@@ -245,6 +252,11 @@ class Run:
                 task.result()
         finally:
             stop.cancel()
+
+    @staticmethod
+    def _has_leases(broker: Broker, service: Service) -> bool:
+        """Whether any lease or seat needs this broker, or the next one."""
+        return bool(broker.kernels or service.seats.live())
 
     @staticmethod
     async def _forget_history(broker: Broker, audit: AuditLog) -> None:

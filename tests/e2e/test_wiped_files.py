@@ -15,6 +15,7 @@ import pytest
 
 from provisioner.broker_process import claim_holder
 from provisioner.protocol.errors import BrokerUnavailableError
+from provisioner.protocol.messages import LeaseRequest
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -111,6 +112,31 @@ def delete_and_look(world: World, what: str, paths: list[Path], first: Notebook,
     suspend(world, first)
 
 
+def test_a_broker_without_leases_ends_with_its_folder_and_one_with_leases_after_them(world: World) -> None:
+    world.start_broker()
+    remove(run(world))
+    until(lambda: claim_holder(world.socket) is None, "the broker without leases has ended")
+    assert not run(world).exists()
+
+    world.start_broker()
+    broker = pid_of(world)
+    with world.client() as client:
+        lease_id = client.create_lease(LeaseRequest(fraction_milli=250)).lease_id
+    remove(run(world))
+    until(lambda: world.broker_pid() == broker or None, "the broker with a lease has put its socket back")
+    with world.client() as client:
+        client.release(lease_id)
+    until(lambda: claim_holder(world.socket) is None, "it has ended after its lease")
+
+
+def test_a_broker_that_is_to_serve_for_ever_puts_its_folder_back(world: World) -> None:
+    world.configure("c.GPUBroker.idle_exit = 'never'\n")
+    world.start_broker()
+    broker = pid_of(world)
+    remove(run(world))
+    until(lambda: world.broker_pid() == broker or None, "its socket is back")
+
+
 def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Server) -> None:
     """Stopped, it cannot put them back: whoever looks is told its process, and what to do."""
     notebook = suspended(world, server, 1)
@@ -166,6 +192,8 @@ def command(world: World, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: str) -> None:
     world.start_broker()
     broker = pid_of(world)
+    with world.client() as client:
+        client.create_lease(LeaseRequest(fraction_milli=250))  # else it would end with its folder
     os.kill(broker, signal.SIGSTOP)
     place = run(world)
     log = (place / "broker.log").open(encoding="utf-8")  # deleted with the folder, and written on
