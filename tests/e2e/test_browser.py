@@ -6,6 +6,7 @@ from pathlib import Path
 from playwright.sync_api import expect
 
 from kernelext.server.news import STATE_ID
+from provisioner.protocol.messages import ResizeRequest
 from tests.e2e.browser import opened_lab
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
@@ -22,6 +23,10 @@ print("finished")
 def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_path: Path) -> None:
     world.install(250, 500, 750)
     with opened_lab(world) as lab:
+        by_size = [f"Python 3 · {share} GPU (simulated)" for share in ("1/4", "1/2", "3/4")]
+        for category in ("Notebook", "Console"):
+            cards = lab.page.locator(f'.jp-LauncherCard[data-category="{category}"] .jp-LauncherCard-label')
+            expect(cards.filter(has_text="GPU")).to_have_text(by_size)
         lab.picture("launcher")
         lab.launch(KERNEL)
         expect(lab.item).to_contain_text("3/4 GPU · not used yet (simulated)")
@@ -37,7 +42,8 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_pa
         lab.turn_to("Untitled.ipynb")
         expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
         lab.item.click()
-        expect(lab.panel).to_contain_text("in the host's memory")
+        expect(lab.panel).to_contain_text("in the host's memory; bringing it back takes about ")
+        expect(lab.panel).to_contain_text("once there is room")
         expect(lab.panel.get_by_role("button", name="Resume")).to_be_enabled()
         lab.picture("suspended")
         lab.page.keyboard.press("Escape")
@@ -88,6 +94,16 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         lab.picture("panel")
         unpin.click()
         expect(lab.item).not_to_contain_text("pinned")
+        lab.run("%gpu resize 1/2")
+        expect(lab.item).to_contain_text("1/2 GPU · ")
+        expect(lab.page.locator(".jp-NotebookPanel .jp-KernelName")).to_have_text("Python 3 · 1/2 GPU (simulated)")
+        status = lab.page.get_by_role("button", name="Python 3 · 1/2 GPU (simulated) | Idle", exact=True)
+        expect(status).to_be_visible()
+        lease = world.lease(lab.server.request("GET", "api/kernels")[0]["id"])
+        with world.client() as client:
+            client.resize(lease.lease_id, ResizeRequest(fraction_milli=250))
+        expect(lab.page.locator(".jp-NotebookPanel .jp-KernelName")).to_have_text("Python 3 · 1/4 GPU (simulated)")
+        expect(status).to_have_count(0)
         lab.turn_dark()
         lab.item.click()
         expect(lab.panel).to_be_visible()

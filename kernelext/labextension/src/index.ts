@@ -3,17 +3,14 @@
  */
 import { ILabShell, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ISessionContext } from '@jupyterlab/apputils';
+import { ILauncher } from '@jupyterlab/launcher';
 import { IStatusBar } from '@jupyterlab/statusbar';
-import { Widget } from '@lumino/widgets';
 
 import { StatusItem } from './item';
+import { sortLauncher } from './launcher';
+import { sessionOf, showShares } from './names';
 import { showNotices } from './notices';
 import { GPUState } from './state';
-
-/** A notebook, a console, or anything else with a kernel. */
-function sessionOf(widget: Widget | null): ISessionContext | undefined {
-  return (widget as { sessionContext?: ISessionContext } | null)?.sessionContext;
-}
 
 /** Show the kernel of whatever is in front. */
 function follow(shell: ILabShell, item: StatusItem): void {
@@ -33,10 +30,13 @@ const plugin: JupyterFrontEndPlugin<void> = {
   id: 'jupyter-fractional-gpu:status',
   description: "Shows the share, memory and state of the current kernel's GPU.",
   autoStart: true,
-  optional: [IStatusBar, ILabShell],
-  activate: (app: JupyterFrontEnd, statusBar: IStatusBar | null, shell: ILabShell | null) => {
+  optional: [IStatusBar, ILabShell, ILauncher],
+  activate: (app: JupyterFrontEnd, statusBar: IStatusBar | null, shell: ILabShell | null, launcher: ILauncher | null) => {
     const state = new GPUState(app.serviceManager);
     showNotices(state, app.serviceManager);
+    if (launcher !== null) {
+      sortLauncher(launcher);
+    }
     if (statusBar !== null && shell !== null) {
       const item = new StatusItem(state);
       statusBar.registerStatusItem(plugin.id, {
@@ -48,7 +48,12 @@ const plugin: JupyterFrontEndPlugin<void> = {
       });
       follow(shell, item);
     }
-    void app.restored.then(() => state.refresh());
+    void app.restored.then(() => {
+      if (shell !== null) {
+        showShares(shell, state);
+      }
+      return state.refresh();
+    });
   }
 };
 

@@ -83,14 +83,15 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
       : ['Memory', `up to ${memory(kernel.reserve_mib)}`]
   ];
   if (kernel.saved_mib > 0) {
-    const back = kernel.resume_ms === null ? '' : `, back in about ${duration(kernel.resume_ms)}`;
+    // How long the kernel waits for room is another matter: that is the row "Wait".
+    const back = kernel.resume_ms === null ? '' : `; bringing it back takes about ${duration(kernel.resume_ms)} once there is room`;
     rows.push(['Saved', `${memory(kernel.saved_mib)} in the host's memory${back}`]);
   }
   if (kernel.device_name && mood(kernel) === 'here') {
     rows.push(['Device', kernel.device_name]);
   }
   if (kernel.position !== null && kernel.expected_ms !== null) {
-    rows.push(['Wait', `about ${duration(kernel.expected_ms)}`]);
+    rows.push(['Wait', `about ${duration(kernel.expected_ms)} until it is on the GPU`]);
   }
   if (pinnedUntil !== null) {
     rows.push(['Pinned', `until ${pinnedUntil.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })}`]);

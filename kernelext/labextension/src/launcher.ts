@@ -1,0 +1,36 @@
+/**
+ * The order of our kernels in the launcher: by size. JupyterLab sorts by name, which puts "1 GPU" before "1/8 GPU", and that before "3/4 GPU".
+ */
+import type { ILauncher } from '@jupyterlab/launcher';
+import type { ISignal } from '@lumino/signaling';
+
+import { madeFor } from './names';
+
+/** What JupyterLab's own launcher has beyond its interface; another one keeps its order. */
+interface ILauncherModel extends ILauncher {
+  items(): IterableIterator<ILauncher.IItemOptions>;
+  readonly stateChanged: ISignal<unknown, void>;
+}
+
+/** Keep our kernels in order: after the default kernel, those of one base and pool together, the smallest share first. */
+export function sortLauncher(launcher: ILauncher): void {
+  const model = launcher as ILauncherModel;
+  if (typeof model.items !== 'function' || model.stateChanged === undefined) {
+    return;
+  }
+  const sort = () => {
+    const ours = [];
+    for (const item of model.items()) {
+      const made = madeFor(item.metadata?.kernel);
+      if (made !== undefined) {
+        ours.push({ item, made });
+      }
+    }
+    ours.sort((one, other) => one.made.group.localeCompare(other.made.group) || one.made.milli - other.made.milli);
+    ours.forEach(({ item }, index) => {
+      item.rank = index + 1; // the default kernel has 0, all others have none
+    });
+  };
+  model.stateChanged.connect(sort); // before the launcher draws itself, which it does a moment later
+  sort();
+}
