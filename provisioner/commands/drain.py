@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from provisioner.client import BrokerClient
+from provisioner.commands.completers import DEVICES, completed
 from provisioner.commands.connection import RUN_ONE, add_socket_argument, running_broker
 from provisioner.commands.failure import CommandError
 from provisioner.commands.moves import patience
@@ -33,11 +34,12 @@ Nothing is lost: what leaves is saved in host memory. It stays drained, over res
 
 def configure_device(parser: argparse.ArgumentParser) -> None:
     """Add the device, `--json` and `--socket`."""
-    parser.add_argument(
+    device = parser.add_argument(
         "device",
         metavar="DEVICE",
         help="a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)",
     )
+    completed(device, DEVICES)
     parser.add_argument("--json", action="store_true", help="print the device as JSON")
     add_socket_argument(parser)
 

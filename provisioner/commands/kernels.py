@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from provisioner.commands.completers import FRACTIONS, KERNELSPECS, POOLS, completed
 from provisioner.commands.failure import CommandError, UsageError
 from provisioner.commands.offers import ANY_OFFERS_MILLI
 from provisioner.commands.words import table
@@ -54,8 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     adding = actions.add_parser(
         "install", help="add kernels to the launcher", epilog=INSTALL_EPILOG, formatter_class=raw, allow_abbrev=False
     )
-    adding.add_argument("--pool", help="only this pool (default: every pool; with --fraction: default)")
-    adding.add_argument("--fraction", nargs="+", metavar="F", help='only these fractions, as 1/4, 0.25 or "250m"')
+    pool = adding.add_argument("--pool", help="only this pool (default: every pool; with --fraction: default)")
+    completed(pool, POOLS)
+    fraction = adding.add_argument(
+        "--fraction", nargs="+", metavar="F", help='only these fractions, as 1/4, 0.25 or "250m"'
+    )
+    completed(fraction, FRACTIONS)
     adding.add_argument("--base", default="python3", help="the kernelspec to copy from (default: python3)")
     adding.add_argument("--name", help="another name for the kernelspec (one fraction only)")
     adding.add_argument("--display-name", metavar="TEXT", help="what the launcher shows (one fraction only)")
@@ -74,9 +79,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     removing = actions.add_parser(
         "remove", help="take kernels off the launcher", epilog=REMOVE_EPILOG, formatter_class=raw, allow_abbrev=False
     )
-    removing.add_argument(
+    names = removing.add_argument(
         "names", nargs="*", metavar="NAME", help="a kernelspec's name (see `jupyter gpu kernels list`)"
     )
+    completed(names, KERNELSPECS)
     removing.add_argument("--all", action="store_true", help="every kernel that this package installed")
     _add_place(removing, default="wherever Jupyter looks")
 

@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 INTERRUPTED = 130
 FAILED = 1
+_COMPLETING = "_ARGCOMPLETE"
 
 
 class _Entry(NamedTuple):
@@ -64,6 +65,7 @@ COMMANDS: dict[str, _Entry] = {
         "provisioner.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
     ),
     "rescue": _Entry("provisioner.commands.rescue", "bring suspended kernels back when no broker can run any more"),
+    "completion": _Entry("provisioner.commands.completion", "what bash, zsh or fish needs to complete `jupyter gpu`"),
     "broker": _Entry("provisioner.commands.broker", "run the broker (it starts by itself where it is needed)"),
 }
 
@@ -113,11 +115,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     entry = COMMANDS.get(name)
     if entry is None:
         overview.error(_unknown(name))
-    module = cast("_Subcommand", importlib.import_module(entry.module))
-    parser = argparse.ArgumentParser(
-        prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    module.configure(parser)
+    module, parser = _subcommand(name)
     if entry.passes_on:
         options, others = parser.parse_known_args(arguments[1:])
         options.passed_on = others
@@ -126,8 +124,22 @@ def _dispatch(arguments: Sequence[str]) -> int:
     return module.run(options)
 
 
+def _subcommand(name: str) -> tuple[_Subcommand, argparse.ArgumentParser]:
+    """Import a subcommand; return it and its parser."""
+    module = cast("_Subcommand", importlib.import_module(COMMANDS[name].module))
+    parser = argparse.ArgumentParser(
+        prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    module.configure(parser)
+    return module, parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (default: this process's) and return its exit code. Never raises a foreseeable error."""
+    if argv is None and _COMPLETING in os.environ:
+        from provisioner.commands.completing import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
+
+        complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: _subcommand(name)[1])
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TextIO
 
 from provisioner.client import BrokerClient
+from provisioner.commands.completers import LEASES, completed
 from provisioner.commands.connection import add_socket_argument, running_broker
 from provisioner.commands.failure import CommandError, UsageError
 from provisioner.commands.words import lease_name
@@ -36,12 +37,13 @@ class Move:
 
 def configure_move(parser: argparse.ArgumentParser, verb: str) -> None:
     """Add the arguments that both directions have."""
-    parser.add_argument(
+    leases = parser.add_argument(
         "leases",
         nargs="*",
         metavar="LEASE",
         help="a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)",
     )
+    completed(leases, LEASES)
     parser.add_argument("--all", action="store_true", help=f"{verb} every kernel of yours that can be")
     parser.add_argument("--json", action="store_true", help='print {"leases": [...], "errors": [...]}')
     add_socket_argument(parser)

@@ -2,6 +2,7 @@
 
 import argparse
 
+from provisioner.commands.completers import DURATIONS, completed
 from provisioner.commands.failure import UsageError
 from provisioner.commands.steering import configure_lease, steer
 from provisioner.commands.words import lease_name
@@ -25,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Keep a kernel on its GPU for a while: it is not suspended for others, nor for being idle."
     parser.epilog = EPILOG
     configure_lease(parser)
-    parser.add_argument("duration", metavar="DURATION", nargs="?", help="how long, for example 30m or 2h")
+    duration = parser.add_argument("duration", metavar="DURATION", nargs="?", help="how long, for example 30m or 2h")
+    completed(duration, DURATIONS)
 
 
 def run(options: argparse.Namespace) -> int:

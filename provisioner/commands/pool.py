@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
+from provisioner.commands.completers import POOLS, completed
 from provisioner.commands.connection import RUN_ONE, add_socket_argument, running_broker
 from provisioner.commands.failure import UsageError
 from provisioner.protocol.seats import PoolKeys
@@ -31,7 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command and add its arguments."""
     parser.description = "Show the keys of pools, or change them while the broker runs."
     parser.epilog = EPILOG
-    parser.add_argument("pool", nargs="?", metavar="POOL", help="a pool's name; all of them without it")
+    pool = parser.add_argument("pool", nargs="?", metavar="POOL", help="a pool's name; all of them without it")
+    completed(pool, POOLS)
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="a key and its new value")
     parser.add_argument("--json", action="store_true", help="print the keys as JSON")
     add_socket_argument(parser)

@@ -2,6 +2,7 @@
 
 import argparse
 
+from provisioner.commands.completers import FRACTIONS, completed
 from provisioner.commands.failure import UsageError
 from provisioner.commands.steering import configure_lease, parsed, steer
 from provisioner.commands.words import lease_name
@@ -32,7 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Give a running kernel another share of a GPU, without a restart."
     parser.epilog = EPILOG
     configure_lease(parser)
-    parser.add_argument("fraction", metavar="FRACTION", nargs="?", help="the share, for example 1/2, 0.25 or 250m")
+    fraction = parser.add_argument(
+        "fraction", metavar="FRACTION", nargs="?", help="the share, for example 1/2, 0.25 or 250m"
+    )
+    completed(fraction, FRACTIONS)
     parser.add_argument(
         "--memory", metavar="SIZE", help="device memory, for example 20GiB (default: the fraction's share)"
     )

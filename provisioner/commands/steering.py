@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from provisioner.client import BrokerClient
+from provisioner.commands.completers import LEASES, completed
 from provisioner.commands.connection import add_socket_argument, running_broker
 from provisioner.commands.failure import CommandError, UsageError
 from provisioner.commands.moves import find_lease, patience
@@ -22,11 +23,12 @@ T = TypeVar("T")
 
 def configure_lease(parser: argparse.ArgumentParser) -> None:
     """Add the lease, `--json` and `--socket`."""
-    parser.add_argument(
+    lease = parser.add_argument(
         "lease",
         metavar="LEASE",
         help="a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)",
     )
+    completed(lease, LEASES)
     parser.add_argument("--json", action="store_true", help="print what the broker answers as JSON")
     add_socket_argument(parser)
 
