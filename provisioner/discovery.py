@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import os
+import select
 import stat
 import subprocess
 import sys
@@ -48,6 +49,7 @@ __all__ = [
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
 _PAUSE_S = 0.05
+_LOCK_PAUSE_S = 0.01
 _LONGEST_COMPLAINT = 2000  # bytes
 _LONGEST_SETTINGS = 64 * 1024  # bytes
 
@@ -178,7 +180,7 @@ def _start_once(client: BrokerClient, timeout_s: float, command: tuple[list[str]
         return
     try:
         while _is_locked(folder) and time.monotonic() < deadline_s:  # a starter that is stopped keeps the lock
-            time.sleep(_PAUSE_S)
+            time.sleep(_LOCK_PAUSE_S)
         if not _answers(client, timeout_s):
             _start(path, timeout_s, command)
     finally:
@@ -222,18 +224,34 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
                 f"delete {restart_file(path)}"
             ) from error
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise BrokerUnavailableError(
-                f"the GPU broker did not start to serve at {path} within {timeout_s:g} s; run `jupyter gpu broker` "
-                "to see why"
-            ) from None
+            if not _has_ended(process, timeout_s):
+                raise BrokerUnavailableError(
+                    f"the GPU broker did not start to serve at {path} within {timeout_s:g} s; run `jupyter gpu broker` "
+                    "to see why"
+                )
+            code = process.wait()
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
         if code != 0:
             raise BrokerUnavailableError(_last_sentence(complaint.fileno(), code))
+
+
+def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:
+    """Return at once when it ends, or False after the patience: `Popen.wait` with a timeout looks every 50 ms only."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except OSError:  # no descriptor is left
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+        return process.poll() is not None
+    try:
+        ready = select.poll()
+        ready.register(pidfd, select.POLLIN)
+        return bool(ready.poll(patience_s * 1000))
+    finally:
+        os.close(pidfd)
 
 
 def _last_sentence(descriptor: int, code: int) -> str:

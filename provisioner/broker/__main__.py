@@ -1,5 +1,6 @@
 """`python -m provisioner.broker [--detach] OPTIONS-AS-JSON`: how brokers start brokers. People use `jupyter gpu broker`."""
 
+import gc
 import json
 import sys
 
@@ -9,6 +10,9 @@ if __name__ == "__main__":
         from provisioner.broker.restarting import BrokerOptions
 
         raise SystemExit(start_detached(BrokerOptions(**json.loads(sys.argv[2]))))
+    gc.disable()  # of what is imported nothing is garbage, and a kernel's start waits for this
     from provisioner.broker.app import run_detached
 
+    gc.freeze()
+    gc.enable()
     raise SystemExit(run_detached(sys.argv[1]))
