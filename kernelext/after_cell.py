@@ -1,13 +1,15 @@
 """What `%gpu` asks of the broker when its cell is over.
 
 The kernel is busy with the very message that carries the cell, and a broker suspends, or moves, only what is idle. So such a command
-leaves a note; when the cell is over and the main loop has gone on, a thread asks the broker (which waits a moment for the kernel to
-become idle), and the result takes the note's place.
+leaves a note; when the cell is over and its event loop has gone on, a thread asks the broker (which waits a moment for the kernel to
+become idle), and the result takes the note's place. A subshell has a loop of its own: what a command in it asks for does not wait for
+the main shell, whose cell may stand at a breakpoint.
 
 Of two commands that contradict each other the later one wins: it withdraws the earlier one, in the same cell or from a later one, for
 as long as the broker has not begun.
 """
 
+import asyncio
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
@@ -61,6 +63,7 @@ class _Request:
         self._failed = failed
         self._line = LiveLine(shell)
         self._context = contextvars.copy_context()  # so that the result lands in this cell
+        self._shell_thread: int | None = None  # where the cell runs; None: not in a shell's event loop
         self._lock = threading.Lock()
         self._withdrawn = self._is_over = False
         self._client: BrokerClient | None = None
@@ -68,6 +71,7 @@ class _Request:
     def begin(self, note: str) -> None:
         self._line.show(note)
         self._context = contextvars.copy_context()
+        self._shell_thread = None if _running_loop() is None else threading.get_ident()
         self._shell.events.register("post_execute", self._after_cell)
 
     def withdraw(self, command: str) -> None:
@@ -84,16 +88,18 @@ class _Request:
         self._context.copy().run(self._line.show, f"{self._failed}{command} came later, and the later command counts.")
 
     def _after_cell(self) -> None:
+        if self._shell_thread not in (None, threading.get_ident()):
+            return  # another shell's cell is over
         with suppress(ValueError):  # it stands there once for each request; another one may have taken it away
             self._shell.events.unregister("post_execute", self._after_cell)
         if self._withdrawn:
             return
         thread = threading.Thread(target=self._context.run, args=(self._ask,), name="gpu-after-cell", daemon=True)
-        loop = getattr(getattr(self._shell, "kernel", None), "io_loop", None)
+        loop = _running_loop()
         if loop is None:
             thread.start()
         else:
-            loop.add_callback(thread.start)
+            loop.call_soon(thread.start)
 
     def _ask(self) -> None:
         try:
@@ -112,3 +118,11 @@ class _Request:
             if self._withdrawn:
                 return
         self._line.show(sentence)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return this thread's event loop; None in a terminal's IPython, and in a thread that a cell started."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

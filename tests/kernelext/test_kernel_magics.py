@@ -135,6 +135,34 @@ def test_a_suspend_that_is_refused_says_why(kernel: RunningKernel, broker: Scrip
     kernel.until_shown(request, "Not suspended: host memory is short: 2 GiB are needed, 1 GiB is left")
 
 
+def test_suspend_in_a_subshell_does_not_wait_for_a_main_shell_that_stands_still(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    kernel.client.control_channel.send(kernel.client.session.msg("create_subshell_request"))
+    subshell = kernel.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"]
+    in_main = kernel.send("%%cpu\nimport threading\ngo_on = threading.Event()\nprint('stands')\ngo_on.wait()")
+    kernel.until_published(in_main, lambda messages: any(one["msg_type"] == "stream" for one in messages))
+    request = kernel.send_with_header("%gpu suspend", subshell_id=subshell)
+    kernel.until_shown(request, "Suspended: this kernel holds no GPU memory")
+    assert broker.routes().count("suspend") == 1
+    kernel.send_with_header("%%cpu\ngo_on.set()", subshell_id=subshell)
+    assert kernel.finish(in_main).status == "ok"
+
+
+def test_a_suspend_waits_for_its_own_shells_cell(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    kernel.client.control_channel.send(kernel.client.session.msg("create_subshell_request"))
+    subshell = kernel.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"]
+    code = "import threading\ngo_on = threading.Event()\nget_ipython().run_line_magic('gpu', 'suspend')\ngo_on.wait()"
+    in_main = kernel.send(f"%%cpu\n{code}")
+    kernel.until_shown(in_main, "Suspends as soon as this cell is over.")
+    kernel.finish(kernel.send_with_header("%%cpu\npass", subshell_id=subshell))  # another shell's cell is over
+    assert "suspend" not in broker.routes()
+    kernel.send_with_header("%%cpu\ngo_on.set()", subshell_id=subshell)
+    kernel.finish(in_main)
+    kernel.until_shown(in_main, "Suspended: this kernel holds no GPU memory")
+    assert broker.routes().count("suspend") == 1
+
+
 def test_resume_waits_with_a_live_line_and_marks_no_cell_as_running(
     kernel: RunningKernel, broker: ScriptedBroker
 ) -> None:
