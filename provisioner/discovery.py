@@ -35,6 +35,7 @@ from provisioner.state_folder import state_folder
 
 __all__ = [
     "SYSTEM_SOCKET",
+    "check_above",
     "check_folder",
     "ensure_broker",
     "has_restart_file",
@@ -48,6 +49,7 @@ __all__ = [
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
+_EVERY_UID = "4294967295"  # how many uids the map of the machine's own user namespace has
 _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
 _LONGEST_COMPLAINT = 2000  # bytes
@@ -60,6 +62,10 @@ def runtime_dir() -> Path:
     Raises BrokerUnavailableError if it is somebody else's.
     """
     folder = Path(jupyter_runtime_dir()) / "gpu"
+    if (
+        _foreign_above(folder) is not None
+    ):  # a home folder that a container's image gave to another user, or another's with sudo
+        return Path(_short_path(str(folder / "broker.sock"))).parent
     _make_private(folder)
     return folder
 
@@ -331,6 +337,7 @@ def _is_trusted(status: os.stat_result) -> bool:
         stat.S_ISREG(status.st_mode)
         and status.st_uid in {os.geteuid(), 0}
         and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        and status.st_nlink <= 1  # 0: it is being replaced
     )
 
 
@@ -354,12 +361,37 @@ def check_folder(path: str) -> None:
             f"the folder of the GPU broker's socket, {folder}, belongs to another user (uid {foreign}); "
             "set JUPYTER_GPU_SOCKET to a path in a folder of your own, or under /run for a system service"
         )
+    check_above(folder)
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BrokerUnavailableError(
             f"others may write to the folder of the GPU broker's socket, {folder} (mode "
             f"{stat.S_IMODE(status.st_mode):04o}); "
             "set JUPYTER_GPU_SOCKET to a path in a folder that only you can write to"
         )
+
+
+def check_above(folder: Path) -> None:
+    """Refuse a folder that another user could replace, whether it exists or not. Raises BrokerUnavailableError."""
+    if (found := _foreign_above(folder)) is not None:
+        above, uid = found
+        raise BrokerUnavailableError(
+            f"the folder of the GPU broker's socket, {folder}, lies below {above}, which belongs to another user (uid {uid}), who could "
+            "put another folder in its place; set JUPYTER_GPU_SOCKET to a path below folders of yours or of root's"
+        )
+
+
+def _foreign_above(folder: Path) -> tuple[Path, int] | None:
+    """Return the first folder above this one, links resolved, that is neither ours nor root's, and its owner."""
+    trusted = {os.geteuid(), 0}
+    with contextlib.suppress(OSError, ValueError):
+        if _EVERY_UID not in Path("/proc/self/uid_map").read_text().split():
+            # A user namespace: the machine's root has no number here, and what it owns seems to belong to this one, which no user has.
+            trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    for one in Path(os.path.realpath(folder)).parents:
+        with contextlib.suppress(FileNotFoundError):
+            if (uid := one.stat().st_uid) not in trusted:
+                return one, uid
+    return None
 
 
 def _make_private(folder: Path) -> None:

@@ -4,15 +4,40 @@ The new content is written to another file in the same folder, brought to the di
 folder is brought to the disk. A writer that is killed, a full disk, or a power failure leaves the old content or the new one, whole.
 """
 
+import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["replace_file", "sync_folder", "write_all"]
+__all__ = ["open_own", "replace_file", "sync_folder", "write_all"]
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_own(path: Path | str, flags: int) -> int:
+    """Open a private file (0600) of this user and return its descriptor; `flags` as for `os.open`, O_TRUNC excepted.
+
+    Raises OSError for a link, for what is no plain file, and for a file of another user or with another name (a hard link), which
+    may lead to anything. Nothing is changed then.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        number, wrong = errno.EINVAL, "is not a plain file"
+    elif status.st_uid != os.geteuid():
+        number, wrong = errno.EPERM, f"belongs to another user (uid {status.st_uid})"
+    elif status.st_nlink > 1:
+        number, wrong = (
+            errno.EMLINK,
+            f"has {status.st_nlink} names (hard links), so that another file may be changed with it",
+        )
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(number, f"it {wrong}; move it away", str(path))
 
 
 def replace_file(

@@ -11,6 +11,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from provisioner.discovery import runtime_dir
-from provisioner.files import replace_file
+from provisioner.files import open_own, replace_file
 
 __all__ = ["KeptRecord", "kept_records"]
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}", re.ASCII)
 
@@ -44,7 +47,7 @@ class KeptRecord:
     def hold(cls, path: Path, flags: int = 0) -> "KeptRecord | None":
         """Open the record and hold it; None if another server does. Raises OSError."""
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+            descriptor = open_own(path, os.O_RDWR | flags)
             try:
                 _lock(descriptor)
                 if _has_name(descriptor, path):
@@ -106,10 +109,15 @@ def _has_name(descriptor: int, path: Path) -> bool:
 def kept_records() -> Iterator[KeptRecord]:
     """Take each record that no server has, one after the other; whoever does not keep one closes or removes it."""
     for path in sorted(_folder().glob("*.json")):
-        with suppress(FileNotFoundError):
+        try:
             record = KeptRecord.hold(path)
-            if record is not None:
-                yield record
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("the record %s of a kernel is left alone: %s", path, error.strerror)
+            continue
+        if record is not None:
+            yield record
 
 
 def _folder() -> Path:

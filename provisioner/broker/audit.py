@@ -32,6 +32,7 @@ from provisioner.broker.checks import Peer, user_name
 from provisioner.broker.kernels import Kernel
 from provisioner.config.settings import Settings
 from provisioner.core.model import LeaseView
+from provisioner.files import open_own
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import FractionalGPUError, InternalBrokerError
 
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 FILE_NAME = "audit.jsonl"
 _FINISHED = re.compile(r"\.\d{8}T\d{6}\.\d{6}Z")  # after the name of the log
 _LONGEST_LINE = 16 * 1024
-_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,11 +184,9 @@ class AuditLog:
         """Append a line and see it on the disk; an empty one only finds out whether that is possible. Raises OSError."""
         self._rotate(len(line))
         new = not self.path.exists()
-        descriptor = os.open(self.path, _FLAGS, 0o600)
+        descriptor = open_own(self.path, _FLAGS)
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(f"{self.path} is not a regular file")
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.fchmod(descriptor, 0o600)
             cut = status.st_size > 0 and os.pread(descriptor, 1, status.st_size - 1) != b"\n"

@@ -13,7 +13,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from provisioner.broker.restarting import NOT_INHERITED, BrokerOptions
-from provisioner.discovery import check_folder, socket_path
+from provisioner.broker_process import is_service_socket
+from provisioner.discovery import check_above, check_folder, socket_path
+from provisioner.files import open_own
 from provisioner.protocol.errors import FractionalGPUError
 
 __all__ = [
@@ -73,6 +75,8 @@ def make_socket_folder(socket: str) -> None:
     Raises BrokerUnavailableError or OSError.
     """
     # A system service is everybody's; what else is in its folder is private by itself.
+    if not is_service_socket(socket):
+        check_above(Path(socket).absolute().parent)
     mode = 0o755 if os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu") else 0o700
     Path(socket).parent.mkdir(mode=mode, parents=True, exist_ok=True)
     check_folder(socket)
@@ -96,11 +100,7 @@ def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen
     reader, writer = os.pipe()
     with os.fdopen(reader) as report:
         try:
-            log_file = os.open(
-                Path(socket).with_name("broker.err"),
-                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
-                0o600,
-            )
+            log_file = open_own(Path(socket).with_name("broker.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
                 argument = json.dumps({**asdict(options), "ready_fd": writer})
                 process = subprocess.Popen(

@@ -36,7 +36,7 @@ _LEASE: Final = ".json"
 _SEAT: Final = ".seat"
 _NAME: Final = re.compile(r"([0-9a-zA-Z_-]{1,64})(\.json|\.seat)", re.ASCII)
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def lease_folder(socket: str, *, simulated: bool) -> Path:
@@ -145,6 +145,8 @@ class LeaseFiles:
         with suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
         fresh = self.folder / f".{name}"
+        with suppress(FileNotFoundError):
+            fresh.unlink()  # what a broker left that was killed
         descriptor = os.open(fresh, _WRITE, 0o600)
         try:
             left = memoryview(text)
@@ -213,8 +215,8 @@ def _read(path: Path, kind: type[T]) -> T:
     descriptor = os.open(path, _READ)
     try:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or not _is_private(status):
-            raise ValueError("it must be a plain file of this user that only its owner may write to")
+        if not stat.S_ISREG(status.st_mode) or not _is_private(status) or status.st_nlink > 1:
+            raise ValueError("it must be a plain file of this user, with one name, that only its owner may write to")
         text = os.read(descriptor, _LONGEST)
     finally:
         os.close(descriptor)

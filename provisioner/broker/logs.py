@@ -12,6 +12,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Final
 
+from provisioner.files import open_own
+
 __all__ = ["RepeatFilter", "reopen_logs", "set_up_logging"]
 
 _AT_ONCE: Final = 3  # equal lines that are written one by one
@@ -59,8 +61,7 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
     _lost = 0
 
     def _open(self) -> TextIOWrapper:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.baseFilename, flags, 0o600)
+        descriptor = open_own(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.fchmod(descriptor, 0o600)
         return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 

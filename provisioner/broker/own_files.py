@@ -29,6 +29,7 @@ from provisioner.broker.logs import reopen_logs
 from provisioner.broker.restarting import RestartFiles
 from provisioner.broker.server import Server
 from provisioner.broker_process import listener_pid
+from provisioner.files import open_own
 from provisioner.ledger.records import LedgerError
 from provisioner.protocol.errors import BrokerUnavailableError
 from provisioner.state_folder import make_state_folder, own_base, state_folder
@@ -86,7 +87,7 @@ class BrokerLock:
         os.close(self._descriptor)
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return open_own(self._path, os.O_RDWR | os.O_CREAT)
 
     def _has_name(self) -> bool:
         try:

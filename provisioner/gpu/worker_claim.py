@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
+from provisioner.files import open_own
 from provisioner.host.claims import NameClaim
 
 __all__ = ["WorkerClaim"]
@@ -37,7 +38,7 @@ class WorkerClaim:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open the file, which is made if need be. Raises OSError."""
-        return cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        return cls(path, open_own(path, os.O_RDWR | os.O_CREAT))
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors that a worker inherits."""

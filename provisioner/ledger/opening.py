@@ -19,6 +19,7 @@ import sqlite3
 import stat
 from pathlib import Path
 
+from provisioner.files import open_own
 from provisioner.ledger import schema
 from provisioner.ledger.records import LedgerError, LedgerInUseError
 
@@ -70,7 +71,7 @@ def lock(path: Path) -> int:
     _check_folder(path)
     beside = path.with_name(path.name + ".lock")
     try:
-        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = open_own(beside, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise say(
             path, f"cannot be locked: {beside.name}: {error.strerror}", "check the folder's owner and mode"
@@ -220,6 +221,25 @@ def _check_folder(path: Path) -> None:
         )
 
 
+def _check_names(path: Path) -> None:
+    """Refuse a ledger that has another name, or whose write-ahead log has one. Raises LedgerError."""
+    for one in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal"))):
+        if (names := _names(one)) > 1:
+            raise say(
+                path,
+                f"would change another file: {one.name} has {names} names (hard links)",
+                f"`find / -samefile {one}` lists them; remove the other ones, or move this one away",
+            )
+
+
+def _names(path: Path) -> int:
+    """Return how many names (hard links) the file has; 0: there is none."""
+    try:
+        return os.lstat(path).st_nlink
+    except FileNotFoundError:
+        return 0
+
+
 def _check_file(path: Path, found: os.stat_result) -> None:
     """Check a file before SQLite touches it: kind, owner, mode, that it can be written, and whose it says it is."""
     if not stat.S_ISREG(found.st_mode):
@@ -233,6 +253,7 @@ def _check_file(path: Path, found: os.stat_result) -> None:
             f"belongs to uid {found.st_uid}, not to uid {os.geteuid()}",
             "start the broker as that user or choose another state_dir",
         )
+    _check_names(path)
     if found.st_mode & 0o022:
         raise say(
             path,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from provisioner.broker.restarting import BrokerOptions, RestartFiles
-from provisioner.files import replace_file
+from provisioner.files import open_own, replace_file
 from provisioner.kept import KeptRecord, kept_records
 from provisioner.seat import Seat, read_seat, write_seat
 
@@ -204,3 +204,32 @@ def test_other_files_that_matter_are_replaced_in_one_step(
 def test_a_seat_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_one_seat(tmp_path / "seat.json")
     assert read_seat(str(tmp_path / "seat.json")).seat_id == "s-2"
+
+
+@pytest.mark.parametrize("what", ["link", "hard link", "fifo", "another's", "folder"])
+def test_only_a_plain_file_of_ours_with_one_name_is_opened(tmp_path: Path, what: str) -> None:
+    path, other = tmp_path / "file", tmp_path / "other"
+    other.write_text("keep")
+    if what == "link":
+        path.symlink_to(other)
+    elif what == "hard link":
+        path.hardlink_to(other)
+    elif what == "fifo":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        os.chown(path, 1, 1)
+    before = path.lstat()
+    with pytest.raises(OSError, match=str(path)):
+        open_own(path, os.O_RDWR | os.O_CREAT)
+    assert path.lstat() == before
+    assert other.read_text() == "keep"
+
+
+def test_a_file_of_ours_is_made_private_and_opened_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        descriptor = open_own(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+        assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
+        os.close(descriptor)

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from provisioner.broker.app import BrokerOptions, run_broker
-from provisioner.discovery import ensure_broker
+from provisioner.discovery import ensure_broker, runtime_dir
 from provisioner.ledger import Ledger, LedgerError
 from provisioner.protocol.errors import BrokerUnavailableError
 from tests.broker.live import BECOME_NOBODY
@@ -135,9 +136,10 @@ for name in ("broker.json", "ledger-simulated.sqlite", "ledger-simulated.sqlite.
         assert everything(place) == before
 
 
-def refused_start(world: World) -> str:
+def refused_start(world: World, *, detach: bool = False) -> str:
     """What the broker says that does not start."""
     argv = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket", world.socket]
+    argv += ["--detach"] * detach
     done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, done
     assert "Traceback" not in done.stderr
@@ -201,3 +203,68 @@ def test_a_ledger_that_another_prepared_is_refused(folder: Path, what: str) -> N
         os.link(theirs, path)
     with pytest.raises(LedgerError, match=r"not a regular file|belongs to uid"):
         Ledger.open(path)
+
+
+OWN_FILES = [
+    "broker.sock.lock",
+    "broker.sock.worker",
+    "broker.err",
+    "broker.log",
+    "ledger-simulated.sqlite",
+    "ledger-simulated.sqlite-wal",
+]
+
+
+@pytest.mark.parametrize("name", OWN_FILES)
+def test_a_file_with_another_name_is_refused_before_it_is_touched(world: World, name: str) -> None:
+    precious = world.folder / "precious"
+    if name.startswith("ledger"):
+        with closing(Ledger.open(world.ledger.with_name("ledger-simulated.sqlite"))):
+            pass
+        place = world.ledger.with_name(name)
+        if place.exists():
+            place.rename(precious)
+    else:
+        place = Path(world.socket).with_name(name)
+    if not precious.exists():
+        precious.write_text("keep")
+    precious.chmod(0o644)
+    before = precious.read_bytes()
+    os.link(precious, place)
+    said = refused_start(world, detach=name in {"broker.err", "broker.log"})
+    assert name in said
+    assert "2 names (hard links)" in said
+    assert precious.read_bytes() == before
+    assert stat.S_IMODE(precious.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_socket_below_anothers_folder_is_refused_before_anything_is_made(
+    folder: Path, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    owned_by_another(folder / "theirs")
+    ours = folder / "theirs" / "ours" / "place"
+    if there:
+        ours.mkdir(mode=0o700, parents=True)
+    before = everything(folder)
+    for detach in (False, True):
+        assert run_broker(BrokerOptions(socket=str(ours / "b.sock"), simulate="1x1GiB", detach=detach)) == 1
+        said = capsys.readouterr().err
+        assert f"lies below {folder / 'theirs'}, which belongs to another user (uid {NOBODY})" in said
+        assert "set JUPYTER_GPU_SOCKET" in said
+    assert everything(folder) == before
+    if there:
+        with pytest.raises(BrokerUnavailableError, match="lies below"):
+            ensure_broker(str(ours / "b.sock"))
+
+
+def test_a_runtime_folder_below_anothers_is_left_for_a_private_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned_by_another(folder / "theirs")
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "theirs" / "runtime"))
+    monkeypatch.delenv("JUPYTER_GPU_SOCKET", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert runtime_dir().parent == folder
+    assert stat.S_IMODE(runtime_dir().stat().st_mode) == 0o700
+    assert list((folder / "theirs").iterdir()) == []
