@@ -88,10 +88,13 @@ def test_a_kernel_that_waits_for_input_without_the_gpu_is_idle_too(world: World,
     assert first.must(CHECK).text == "intact\n"
 
 
-def test_a_kernel_that_is_shut_down_while_it_waits_for_input_frees_its_share(world: World, server: Server) -> None:
+def test_a_kernel_that_is_shut_down_while_it_waits_for_input_without_its_share_leaves_nothing(
+    world: World, server: Server
+) -> None:
     first, second = two(world, server)
     first.send(ASK, stdin=True)
     first.prompted()
-    first.shut_down()
     second.must(fill(2, 16))
-    assert [lease.kernel_id for lease in world.status().leases] == [second.kernel_id]
+    first.shut_down()
+    assert second.must(CHECK).text == "intact\n"
+    until(lambda: [lease.kernel_id for lease in world.status().leases] == [second.kernel_id], "its lease is over")
