@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
@@ -14,6 +14,7 @@ from kernelext.guard import Guard
 from kernelext.imports import ImportHooks
 from kernelext.inputs import Inputs
 from kernelext.link import Link
+from kernelext.local_failures import LOCAL_FAILURES
 from kernelext.magics import Magics
 from kernelext.managed import ManagedMemory
 from kernelext.memory import MemoryLimits
@@ -21,6 +22,9 @@ from kernelext.notices import Notices
 from kernelext.registrations import Registrations
 from kernelext.settings import Settings
 from kernelext.shrink import Shrinker
+
+if TYPE_CHECKING:
+    from kernelext.barrier import Barrier
 
 __all__ = ["LeasedKernel"]
 
@@ -52,7 +56,9 @@ class LeasedKernel:
             self._take_limit,
             managed=lambda: self._managed.seen,
             inputs=lambda: self._inputs.waiting,
+            look=self._look,
         )
+        self._barrier: Barrier | None = None  # made when the broker first wants the room while a cell runs
         self._inputs = Inputs(shell, self.gate, self._acquirer, self._link.tell_inputs)
         self._magics = Magics(shell, settings, self.gate, self._acquirer, limits=self._limits, say=self._notices.add)
         self._guard = Guard(
@@ -79,7 +85,9 @@ class LeasedKernel:
         self._link.start()
 
     def unload(self) -> None:
-        """Leave the shell as it was; limits that were set stay."""
+        """Leave the shell as it was; limits that were set stay. Raises as `Barrier.close` does."""
+        if self._barrier is not None:
+            self._barrier.close()
         self._link.stop()
         self._inputs.uninstall()
         self._guard.uninstall()
@@ -95,6 +103,19 @@ class LeasedKernel:
         self.gate.become_inert()
         self._acquirer.become_inert()
         self._inputs.become_inert()
+        if self._barrier is not None:
+            self._barrier.become_inert()
+
+    def _look(self) -> bool:
+        """Find out whether the cells that run could do without the GPU; return whether that is under way."""
+        try:
+            if self._barrier is None:
+                from kernelext.barrier import Barrier  # noqa: PLC0415 - few kernels ever need it
+
+                self._barrier = Barrier(self._shell, self.gate, self._acquirer, self._inputs)
+            return self._barrier.look()
+        except LOCAL_FAILURES:
+            return False
 
     def _bind(self, environment: Mapping[str, str]) -> None:
         """Take the variables of a grant or of another size. Called under the gate's lock."""

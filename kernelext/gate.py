@@ -9,14 +9,30 @@ Rules:
   it ends the gate stays shut, and the next cell asks.
 - Where the pool lets a cell overlap with its kernel's resume, it enters a shut gate, which opens beneath it.
 - A cell that waits for input keeps nobody out: it is paused, the gate may shut, and it enters anew when the input is there.
+- Nor does a cell that is barred: it goes on behind a shut gate, for it cannot reach the GPU (see `barrier`), and runs again from the moment
+  in which the gate opens.
 - An open gate costs a cell two uncontended lock operations and no round trip.
 - In a forked child the gate is inert: the lease, the connections and the threads are the parent's.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "Mark"]
+
+
+class Mark:
+    """One cell, and the id of the request that it belongs to."""
+
+    __slots__ = ("request",)
+
+    def __init__(self, request: str) -> None:
+        self.request = request
+
+
+def _ignore(_marks: AbstractSet[object]) -> None:
+    pass
 
 
 class Gate:
@@ -28,8 +44,11 @@ class Gate:
         self._open = False
         self._running: set[object] = set()  # one mark a cell: leaving twice, or without having entered, does no harm
         self._paused: set[object] = set()  # of cells that wait for input
+        self._barred: set[object] = set()  # of cells that cannot reach the GPU
         self._waiting: list[Callable[[], None]] = []
         self._inert = False
+        self.on_bar: Callable[[AbstractSet[object]], None] = _ignore
+        """Called with all barred marks when others are barred than before, with the lock held: it must only leave a note."""
 
     def __repr__(self) -> str:
         return f"<Gate {'open' if self._open else 'shut'}, running {len(self._running)}, waiting {len(self._waiting)}>"
@@ -54,6 +73,12 @@ class Gate:
         """Whether a cell runs."""
         return bool(self._running)
 
+    @property
+    def is_barred(self) -> bool:
+        """Whether cells run behind the shut gate because they cannot reach the GPU."""
+        with self._lock:
+            return bool(self._barred)
+
     def runs_beside(self, mark: object) -> bool:
         """Whether another cell than the marked one runs: one around it, or one of another subshell."""
         return any(one is not mark for one in list(self._running))
@@ -70,13 +95,37 @@ class Gate:
         with self._lock:
             self._running.discard(mark)
             self._paused.discard(mark)
+            if self._barred:
+                self._set_barred(self._barred - {mark})
 
     def pause(self, marks: Iterable[object]) -> None:
         """These cells wait for input. Marks that do not run are ignored."""
         with self._lock:
-            paused = self._running.intersection(marks)
+            paused = (self._running | self._barred).intersection(marks)
             self._running -= paused
             self._paused |= paused
+            self._set_barred(self._barred - paused)
+
+    def bar(self, may: Callable[[], bool]) -> bool:
+        """Let the cells that run go on behind the gate, if it is shut and they `may`; return whether any is barred."""
+        with self._lock:
+            if self._open or not self._running or not may():
+                return False
+            barred, self._running = self._barred | self._running, set()
+            self._set_barred(barred)
+            return True
+
+    def pass_barrier(self, note: Callable[[], None]) -> bool:
+        """Return whether this process may use the GPU as far as barred cells are concerned; `note` it in the same step if so."""
+        with self._lock:
+            if not self._barred:
+                note()
+            return not self._barred
+
+    def _set_barred(self, marks: set[object]) -> None:
+        if marks != self._barred:
+            self._barred = marks
+            self.on_bar(marks)
 
     def try_to_go_on(self, marks: Iterable[object]) -> bool:
         """Mark paused cells as running if the gate is open, and say whether it is."""
@@ -145,6 +194,8 @@ class Gate:
                 return False
             self._apply(environment)
             self._open = True
+            self._running |= self._barred
+            self._set_barred(set())
             for on_open in self._waiting:
                 on_open()
             return True
@@ -155,4 +206,5 @@ class Gate:
         self._inert = True
         self._open = True
         self._paused = set()
+        self._barred = set()
         self._waiting = []

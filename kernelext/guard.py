@@ -23,8 +23,8 @@ from kernelext.acquisition import Acquirer
 from kernelext.cells import burst_of, needs_gpu
 from kernelext.display import LiveLine, Sentence, publish, rendered
 from kernelext.first_grant import FirstGrant
-from kernelext.gate import Gate
-from kernelext.inputs import Cell, running_cell
+from kernelext.gate import Gate, Mark
+from kernelext.inputs import Cell, request_of, running_cell
 from kernelext.memory import MemoryLimits
 from kernelext.registrations import Registrations
 from kernelext.waiting import RefusedError, wait_for_gpu
@@ -85,7 +85,7 @@ class Guard:
                 return await original(raw_cell, *args, **kwargs)
             if transformed is not None and not needs_gpu(transformed):
                 return await self._run_exempt(original(raw_cell, *args, **kwargs))
-            mark = object()
+            mark = Mark(request_of(self._shell))
             silent = bool(kwargs.get("silent", len(args) > 1 and args[1]))
             try:
                 failure = self._prepare(transformed or "", mark, silent=silent)

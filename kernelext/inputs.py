@@ -13,7 +13,7 @@ Rules:
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from kernelext.display import LiveLine
 from kernelext.gate import Gate
 from kernelext.waiting import RefusedError, wait_for_gpu
 
-__all__ = ["Cell", "Inputs", "running_cell"]
+__all__ = ["Cell", "Inputs", "request_of", "running_cell"]
 
 _NAMES = ("raw_input", "getpass")
 
@@ -35,6 +35,14 @@ class Cell(NamedTuple):
 
 
 running_cell: ContextVar[Cell | None] = ContextVar("gpu_running_cell", default=None)
+
+
+def request_of(shell: Any) -> str:  # noqa: ANN401 - IPython is untyped
+    """Return the id of the request that this thread handles."""
+    try:
+        return str(shell.kernel.get_parent("shell")["header"]["msg_id"])
+    except (AttributeError, KeyError, TypeError):
+        return ""  # a kernel of another make: the broker does not know this id, and takes the kernel for busy
 
 
 class Inputs:
@@ -57,8 +65,18 @@ class Inputs:
 
     @property
     def waiting(self) -> list[str]:
-        """The ids of the requests that wait for input."""
+        """The ids of the requests that use no GPU: they wait for input, or are barred."""
         return list(dict.fromkeys(self._waiting))
+
+    def replace(self, before: Collection[str], now: Collection[str]) -> None:
+        """Requests are barred from the GPU `now`, and others were `before` (see `barrier`)."""
+
+        def change() -> None:
+            for request in before:
+                self._waiting.remove(request)
+            self._waiting.extend(now)
+
+        self._change(change)
 
     def install(self) -> None:
         """Watch from now on, in a Jupyter kernel; a terminal has no neighbours that wait for its input."""
@@ -86,7 +104,7 @@ class Inputs:
             cell = running_cell.get()
             if cell is None or cell.thread_id != threading.get_ident() or self._gate.is_inert:
                 return original(*args, **kwargs)
-            request = self._request()
+            request = request_of(self._shell)
             self._gate.pause(cell.marks)
             self._change(lambda: self._waiting.append(request))
             try:
@@ -116,9 +134,3 @@ class Inputs:
         with self._lock:
             change()
             self._tell(self.waiting)
-
-    def _request(self) -> str:
-        try:
-            return str(self._shell.kernel.get_parent("shell")["header"]["msg_id"])
-        except (AttributeError, KeyError, TypeError):
-            return ""  # a kernel of another make: the broker does not know this id, and takes the kernel for busy

@@ -43,7 +43,8 @@ LONGEST_PAUSE_UNKNOWN_S = (
 class Link:
     """One kernel's line. `notice` takes a sentence to show; `limit` the variables of a lease that has another size now.
 
-    `managed` returns why the process cannot be saved, as far as is known by now, `inputs` the requests that wait for input.
+    `managed` returns why the process cannot be saved, as far as is known by now, `inputs` the requests that use no GPU. `look` begins to
+    find out whether the cells that run can do without the GPU, and returns whether that is under way.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Link:
         *,
         managed: Callable[[], str] = str,
         inputs: Callable[[], list[str]] = list,
+        look: Callable[[], bool] = bool,
     ) -> None:
         self._settings = settings
         self._gate = gate
@@ -64,6 +66,7 @@ class Link:
         self._limit = limit
         self._managed = managed
         self._inputs = inputs
+        self._look = look
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
@@ -96,7 +99,7 @@ class Link:
             self._answers.put((0, "exempt", ""))
 
     def tell_inputs(self, requests: Sequence[str]) -> None:
-        """Tell which requests wait for input now, and use no GPU meanwhile. Never blocks."""
+        """Tell which requests use no GPU now: they wait for input, or are barred. Never blocks."""
         self._answers.put((0, "input", " ".join(requests)))
 
     def tell_managed(self, sentence: str) -> None:
@@ -180,16 +183,16 @@ class Link:
             self._answer(command.number, "busy", f"this kernel could not do it: {describe(error)}"[:200])
 
     def _obey(self, command: "GateCommand") -> None:
-        from provisioner.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb  # noqa: PLC0415 - off the kernel's start
+        from provisioner.protocol.messages import CELL_BARRED, GateVerb  # noqa: PLC0415 - off the kernel's start
 
         number = command.number
         match command.verb:
             case "":
                 return
             case GateVerb.CLOSE:
-                self._answer(number, self._gate.close())
+                self._answer(number, self._gate.close(), CELL_BARRED if self._gate.is_barred else "")
             case GateVerb.PREEMPT:
-                self._answer(number, self._gate.preempt(), CELL_RUNS if self._gate.is_running else NO_CELL_RUNS)
+                self._answer(number, self._gate.preempt(), self._cells(look=number != 0))
             case GateVerb.LIMIT:
                 self._limit(command.environment)
                 self._answer(number, "done")
@@ -203,6 +206,14 @@ class Link:
                 self._answer(number, "done")
             case _:
                 self._answer(number, "busy", f"this kernel's extension does not know the command {command.verb[:50]!r}")
+
+    def _cells(self, *, look: bool) -> str:
+        """Return what the cells do, now that the gate is shut; with `look`, begin to find out whether they can do without the GPU."""
+        from provisioner.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS  # noqa: PLC0415 - off the kernel's start
+
+        if self._gate.is_running:
+            return CELL_EXAMINED if look and self._look() else CELL_RUNS
+        return CELL_BARRED if self._gate.is_barred else NO_CELL_RUNS
 
     def _answer(self, number: int, word: str, detail: str = "") -> None:
         if number:  # 0: nobody waits for an answer

@@ -14,7 +14,7 @@ The rules:
   its messages, too.
 - A preempted kernel is busy: its gate is shut for the next cell only, nothing is shrunk, and being busy is no reason to stop. The same
   goes for one whose next cell waits at its gate: its main loop waits with it. A busy kernel without a context gives its room back if it
-  comes to the end of a cell in a moment.
+  comes to the end of a cell in a moment, or if its extension vouches that the cell waits before it uses the GPU (and no child is there).
 - The order of a resume: see that the room is really free, with a margin, restore, unlock, see that it is true. A restore without room
   kills the process, so it is never tried to find out.
 - Only the devices concerned are read: the lease's own, and others on which its processes were seen.
@@ -40,7 +40,7 @@ from provisioner.host.memory import shortage
 from provisioner.host.process import ProcessIdentity, is_alive, read_stat
 from provisioner.host.tree import Snapshot
 from provisioner.ledger.records import LedgerError
-from provisioner.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb
+from provisioner.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS, GateVerb
 
 __all__ = ["Seen", "StepError", "SwapTimes", "Swaps", "Truth"]
 
@@ -98,10 +98,14 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class _Gate:
-    """What became of a kernel's gate: whether it keeps cells out, as far as is known, and whether the extension answers."""
+    """What became of a kernel's gate: whether it keeps cells out, as far as is known, and whether the extension answers.
+
+    `barred`: a cell runs nevertheless, and waits before its first use of the GPU.
+    """
 
     shut: bool = False
     answers: bool = False
+    barred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +239,7 @@ class Swaps:
             if not use:
                 if between_cells:
                     return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
-                raise StepError(  # noqa: TRY301 - the way back is the same for every step
-                    SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
-                )
+                raise self._has_no_context(kernel)
             if why := self.off or await self.screen(kernel, use, scene):
                 raise StepError(SuspendOutcome.IMPOSSIBLE, why)  # noqa: TRY301 - as above
             if unshrunk is not None:
@@ -274,7 +276,7 @@ class Swaps:
             word = await link.ask(GateVerb.CLOSE, _MUTE_GATE_S if link.mute else self._times.gate_s)
             if word == "closed":
                 self._check_idle(kernel)
-                return _Gate(shut=True, answers=True)
+                return _Gate(shut=True, answers=True, barred=link.detail == CELL_BARRED)
             if word:
                 raise StepError(SuspendOutcome.ABORTED, "a cell began to run")
             if link.closed:
@@ -303,29 +305,57 @@ class Swaps:
         if link is None:
             return _Gate()
         word = await link.ask(GateVerb.PREEMPT, _MUTE_GATE_S if link.mute else self._times.gate_s)
-        if effect.between_cells and word and link.detail == CELL_RUNS:
+        if effect.between_cells and word and link.detail in (CELL_RUNS, CELL_EXAMINED):
             raise StepError(SuspendOutcome.ABORTED, "a cell runs in another shell of the kernel")
-        return _Gate(shut=True, answers=bool(word))
+        return _Gate(shut=True, answers=bool(word), barred=bool(word) and link.detail == CELL_BARRED)
 
     @staticmethod
     def _runs_no_cell(kernel: Kernel) -> bool:
-        """Whether the kernel's gate, which was shut just now, says that no cell runs."""
-        return kernel.link is not None and kernel.link.detail == NO_CELL_RUNS
+        """Whether the kernel's gate, which was shut just now, says that no cell runs that could reach the GPU without waiting for it."""
+        return kernel.link is not None and kernel.link.detail in (NO_CELL_RUNS, CELL_BARRED)
 
     async def _use(
         self, kernel: Kernel, effect: Suspend, scene: Scene, gate: _Gate
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
-        """Return what `Sight.use` does, and whether no cell of the kernel runs that could create a context now. Raises GPUError."""
+        """Return what `Sight.use` does, and whether no cell of the kernel runs that could create a context now.
+
+        Raises GPUError, and StepError if a cell runs that cannot, but may have started a process that can.
+        """
         use, heirs = await self._sight.use(kernel, scene)
-        if not use and gate.shut and not (effect.preempt or effect.between_cells):
-            self._check_idle(kernel)
-        if not effect.preempt:
-            return use, heirs, gate.shut and (not effect.between_cells or self._runs_no_cell(kernel))
-        between_cells = False
-        if not use and gate.answers and await self._comes_to_gate(kernel):
-            between_cells = True
-            use, heirs = await self._sight.use(kernel, await self._sight.scene(_concerned(kernel, effect)))
-        return use, heirs, between_cells or (not use and self._is_no_kernel(kernel))
+        barred = gate.barred
+        if effect.preempt:
+            between_cells = False
+            if not use and gate.answers and await self._comes_to_gate(kernel):
+                between_cells = True
+                barred = kernel.link is not None and kernel.link.detail == CELL_BARRED
+                scene = await self._sight.scene(_concerned(kernel, effect))
+                use, heirs = await self._sight.use(kernel, scene)
+            between_cells = between_cells or (not use and self._is_no_kernel(kernel))
+        else:
+            if not use and gate.shut and not effect.between_cells:
+                self._check_idle(kernel)
+            between_cells = gate.shut and (not effect.between_cells or self._runs_no_cell(kernel))
+        if barred and not use and between_cells:
+            self._check_alone(kernel, scene)
+        return use, heirs, between_cells
+
+    def _check_alone(self, kernel: Kernel, scene: Scene) -> None:
+        """Raise StepError if the kernel's tree has other processes than its own: what they will do is not known to its extension."""
+        others = [one.pid for one in self._sight.tree(kernel, scene) if one != kernel.identity]
+        if others:
+            raise StepError(
+                SuspendOutcome.REFUSED,
+                f"a cell runs, and process {others[0]}, which the kernel started, could begin to use the GPU at any moment",
+            )
+
+    @staticmethod
+    def _has_no_context(kernel: Kernel) -> StepError:
+        """What speaks against taking the room of a kernel without a context while its cell runs."""
+        if kernel.link is not None and kernel.link.detail == CELL_EXAMINED:
+            return StepError(SuspendOutcome.ABORTED, "whether the running cell can reach the GPU is being found out")
+        return StepError(
+            SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
+        )
 
     @staticmethod
     def _is_no_kernel(kernel: Kernel) -> bool:
@@ -337,7 +367,10 @@ class Swaps:
         return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
 
     async def _comes_to_gate(self, kernel: Kernel) -> bool:
-        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment: from then on no cell can create a context."""
+        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment, or its cell is barred from the GPU.
+
+        From then on no cell can create a context.
+        """
         until_s = time.monotonic() + _BETWEEN_CELLS_S
         while time.monotonic() < until_s and kernel.link is not None:
             if kernel.waiting > 0 or not kernel.in_use:

@@ -305,7 +305,9 @@ class Progress:
 
 
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
-"""Details of the answer to `GateVerb.PREEMPT`. Older extensions give neither."""
+CELL_EXAMINED = "a cell runs; whether it can reach the GPU is being found out"
+CELL_BARRED = "a cell runs that cannot reach the GPU without waiting for it"
+"""Details of the answer to `GateVerb.PREEMPT`; the last one of `closed` to `GateVerb.CLOSE`, too. Older extensions give none."""
 
 
 class GateVerb(StrEnum):
@@ -315,7 +317,7 @@ class GateVerb(StrEnum):
     SHRINK = "shrink"  # give cached device memory back, on the idle main loop: answer `done` or `busy`
     OPEN = "open"  # cells may run; carries the environment of the device
     NOTICE = "notice"  # show a sentence at the next cell
-    PREEMPT = "preempt"  # shut the gate for the next cell, although one is running: answer `closed`, with `CELL_RUNS` or `NO_CELL_RUNS`
+    PREEMPT = "preempt"  # shut the gate for the next cell, although one is running: answer `closed`, with what cells do
     LIMIT = "limit"  # the memory limit is another one now; carries the environment
 
 
@@ -341,7 +343,7 @@ class GateHello:
     open: bool
     busy: bool
     managed: str = ""  # why its process cannot be checkpointed, a sentence; empty: nothing is known
-    inputs: list[str] = field(default_factory=list)  # the ids of the requests that wait for input
+    inputs: list[str] = field(default_factory=list)  # the ids of the requests that use no GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +352,8 @@ class GateAnswer:
 
     `number` 0 answers no command: `pulse` proves that Python runs (for brokers that do not hear it otherwise), `exempt` says that the
     running cell does not use the GPU, and `done` that it is over. `managed` says that the process cannot be checkpointed, and `detail` why.
-    `input` says that the requests whose ids are in `detail`, separated by spaces, wait for input and use no GPU; the others do not.
+    `input` says that the requests whose ids are in `detail`, separated by spaces, use no GPU, because they wait for input or cannot
+    reach it; the others may.
     The `detail` of `done` to a shrink says what was freed, and `reserved_mib=N` where the frameworks' allocators tell what they hold then.
     """
 

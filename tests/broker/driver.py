@@ -1,6 +1,7 @@
 """A driver under the test's control: the states of processes as data, and each step fails or lies when told to."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, cast
@@ -161,11 +162,12 @@ def suspend_of(kernel: Kernel, *, preempt: bool = False, host_mib: int = 100_000
 async def kernel_of(
     processes: int = 1, answers: Mapping[str, str | Callable[[], str]] | None = None, *, first: str = ""
 ) -> AsyncIterator[tuple[Kernel, Quiet, list[int]]]:
-    """An idle kernel of real processes; with `answers` (verb to word) its extension is connected and says these.
+    """An idle kernel of real processes; with `answers` (verb to "word" or "word: detail") its extension is connected and says these.
 
     `first` is what each of the processes runs before it waits.
     """
-    kernel, quiet = Kernel(lease_id="lease-of-tests", uid=0, token_sha256=""), Quiet()
+    # Processes belong to a kernel by its lease's id, too: another run of these tests, on the same machine, has other ids.
+    kernel, quiet = Kernel(lease_id=uuid.uuid4().hex, uid=0, token_sha256=""), Quiet()
     with ExitStack() as stack:
         pids = [stack.enter_context(started_for(kernel.lease_id, first=first))["pid"] for _ in range(processes)]
         kernel.watch_process(identify(pids[0]), lambda: None)
@@ -185,11 +187,12 @@ async def kernel_of(
 async def _extension(link: GateLink, answers: Mapping[str, str | Callable[[], str]]) -> None:
     while (command := await link.next()) is not None:
         answer = answers.get(str(command.verb))
-        word = answer() if callable(answer) else answer
-        if word == "hang up":
+        said = answer() if callable(answer) else answer
+        if said == "hang up":
             link.close()
-        elif word is not None:
-            link.take(GateAnswer(number=command.number, word=word), 0.0)
+        elif said is not None:
+            word, _, detail = said.partition(": ")
+            link.take(GateAnswer(number=command.number, word=word, detail=detail), 0.0)
 
 
 def journal(phases: list[str], then: Callable[[str], None] = lambda _: None) -> Any:  # noqa: ANN401 - swaps' Journal

@@ -37,11 +37,15 @@ NAMES = ("H",)
 
 @dataclass(frozen=True)
 class Habit:
-    """What a neighbour runs: cells and pauses in ms, and whether an extension of ours guards its cells."""
+    """What a neighbour runs: cells and pauses in ms, and whether an extension of ours guards its cells.
+
+    `reaches_ms`: so long after its room was wanted its cell uses the GPU for the first time; None: from its beginning.
+    """
 
     cell_ms: int
     gap_ms: int
     gated: bool = True
+    reaches_ms: int | None = None
 
     @property
     def ends(self) -> bool:
@@ -57,6 +61,11 @@ HABITS = {
     "without the extension, cells back to back": Habit(20, 0, gated=False),
     "without the extension, busy for ever, as after execv": Habit(FOR_EVER, 0, gated=False),
 }
+WITHOUT_CONTEXT = {
+    "a cell that never ends and never uses the GPU": Habit(FOR_EVER, 0, reaches_ms=FOR_EVER),
+    "a cell that never ends and uses the GPU at once when its room is gone": Habit(FOR_EVER, 0, reaches_ms=0),
+    "a cell that never ends and uses the GPU much later": Habit(FOR_EVER, 0, reaches_ms=90_000),
+}
 ENDING = [name for name, habit in HABITS.items() if habit.ends]
 
 
@@ -69,7 +78,7 @@ def _actor(name: str, habit: Habit, milli: int = 1000, owner: str = "") -> Actor
         reserve_mib=milli,
         gated=habit.gated,
     )
-    return Actor(spec, lambda: habit.cell_ms, lambda: habit.gap_ms, quiet_ms=QUIET_MS)
+    return Actor(spec, lambda: habit.cell_ms, lambda: habit.gap_ms, quiet_ms=QUIET_MS, reaches_ms=habit.reaches_ms)
 
 
 def _theatre(policy: PoolSpec) -> Theatre:
@@ -124,6 +133,21 @@ def test_in_the_default_pool_two_kernels_of_any_kind_take_turns(name: str) -> No
     assert wanting.waits_ms[0] <= turn_ms + swap_ms + QUIET_MS
 
 
+@pytest.mark.parametrize("name", WITHOUT_CONTEXT)
+def test_a_kernel_that_did_not_use_the_gpu_makes_room_in_mid_cell_and_takes_turns_once_it_does(name: str) -> None:
+    play, habit = _theatre(DEFAULT), WITHOUT_CONTEXT[name]
+    neighbour = play.enter(_actor("a", habit))
+    wanting = play.enter(_actor("b", Habit(FOR_EVER, 0)), at_ms=1_234)
+    play.run(600_000)
+    turn_ms, swap_ms = _turn_ms(play, DEFAULT), _swap_ms(play)
+    assert wanting.waits_ms[0] <= turn_ms + swap_ms + QUIET_MS
+    if habit.reaches_ms == FOR_EVER:
+        assert (neighbour.suspends, wanting.suspends) == (1, 0)
+    else:
+        assert neighbour.suspends > 1
+        assert max(_waits(play, neighbour)) <= 2 * (2 * turn_ms + swap_ms)
+
+
 @pytest.mark.parametrize("name", ENDING)
 def test_older_tickets_cost_one_turn_and_one_swap_each(name: str) -> None:
     """The line is as long as it is: nobody who comes later, or comes back, goes before those who wait."""
@@ -161,7 +185,9 @@ def test_kernels_that_wait_for_one_whose_cell_never_ends_go_on_after_a_moment() 
 
 kernels = st.lists(
     st.tuples(
-        st.sampled_from(list(HABITS)), st.sampled_from([125, 250, 500, 1000]), st.sampled_from(["ann", "bob", "eve"])
+        st.sampled_from(list(HABITS | WITHOUT_CONTEXT)),
+        st.sampled_from([125, 250, 500, 1000]),
+        st.sampled_from(["ann", "bob", "eve"]),
     ),
     min_size=1,
     max_size=7,
@@ -185,7 +211,7 @@ def test_in_the_default_pool_every_ticket_is_served_within_the_bound(
 ) -> None:
     play = _theatre(replace(DEFAULT, fractions_milli=()))
     neighbours = [
-        play.enter(_actor(f"n{number}", HABITS[name], size, user), at_ms=7 * number)
+        play.enter(_actor(f"n{number}", (HABITS | WITHOUT_CONTEXT)[name], size, user), at_ms=7 * number)
         for number, (name, size, user) in enumerate(kernels)
     ]
     wanting = play.enter(_actor("wanting", Habit(cell_ms, 300), milli, owner), at_ms=20_000)

@@ -46,6 +46,9 @@ class Actor:
     gap_ms: Callable[[], int] = lambda: 0
     cells: int = FOR_EVER  # after so many it is shut down
     quiet_ms: int = 0  # so long after a cell it is said to be idle; with 0 at once, and each cell asks
+    reaches_ms: int | None = (
+        None  # its cells use no GPU until so long after they gave the room back in mid-cell; None: they use it at once
+    )
     is_open: bool = False  # its gate; without an extension: nobody has to know of its next cell
     asks: bool = False  # its cell has not begun yet
     number: int = 0  # of its cells
@@ -232,25 +235,48 @@ class Theatre:
         if actor is not None:
             actor.suspends += 1
             actor.is_open = False
+        if actor is not None and actor.reaches_ms is not None:
+            self._bar(actor, effect)
+            return
+        if actor is not None:
             actor.preempted += effect.preempt
             self._stop(actor)
             if actor.left_ms > 0 and not effect.preempt:  # a cell was about to begin: its gate asks again
                 self.at(self.now, lambda: self._ask_again(actor))
         mib = self.observer.leases[effect.lease_id].held
+        self.at(self.now + self._swap_ms(mib), self._suspended(effect, SuspendOutcome.SAVED, mib))
 
-        def saved() -> None:
+    def _bar(self, actor: Actor, effect: Suspend) -> None:
+        """Its cell cannot reach the GPU, so it goes on without room, and counts as idle until it wants the GPU."""
+        reaches_ms, actor.reaches_ms = actor.reaches_ms or 0, None
+
+        def rest() -> None:
+            self.send(BusyChanged(at_ms=self.now, lease_id=actor.spec.lease_id, busy=False))
+
+        def reach() -> None:
+            self._stop(actor)
+            actor.wanted_ms, actor.asks = self.now, True
+            self.send(Wanted(at_ms=self.now, lease_id=actor.spec.lease_id))
+
+        self.at(self.now, rest)
+        self.at(self.now + 1, self._suspended(effect, SuspendOutcome.NOTHING_TO_SAVE, 0))
+        if reaches_ms < FOR_EVER:
+            self.at(self.now + 2 + reaches_ms, reach)
+
+    def _suspended(self, effect: Suspend, outcome: SuspendOutcome, mib: int) -> Callable[[], None]:
+        def suspended() -> None:
             self.send(
                 SuspendFinished(
                     at_ms=self.now,
                     lease_id=effect.lease_id,
                     operation_id=effect.operation_id,
                     generation=effect.generation,
-                    outcome=SuspendOutcome.SAVED,
+                    outcome=outcome,
                     saved_mib=mib,
                 )
             )
 
-        self.at(self.now + self._swap_ms(mib), saved)
+        return suspended
 
     def _restored(self, effect: Resume) -> Callable[[], None]:
         def restored() -> None:

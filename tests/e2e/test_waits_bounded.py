@@ -108,3 +108,43 @@ def test_a_kernel_that_became_another_program_makes_room(world: World, server: S
     first.send(EXECV)
     wait_of(second, world, first, "os.execv")
     second.must(CHECK)
+
+
+UNTIL = "import pathlib\nwhile not pathlib.Path({go!r}).exists():\n    pass\n"
+
+
+def test_a_cell_that_never_ends_and_has_not_used_the_gpu_makes_room_and_waits_before_it_does(
+    world: World, server: Server
+) -> None:
+    _configure(world, "")
+    (name,) = world.install(1000)
+    first, second = server.start(name), server.start(name)
+    go, end = world.folder / "go", world.folder / "end"
+    cell = first.send(UNTIL.format(go=str(go)) + ALLOCATE)
+    until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
+    wait_of(second, world, first, "a cell that never ends and has not used the GPU")
+    with one_cell(second, end):
+        until(lambda: world.lease(second.kernel_id).busy, "the neighbour works")
+        go.touch()
+        until(lambda: world.lease(first.kernel_id).position is not None, "the cell has a ticket for its first use")
+    assert first.wait(cell).status == "ok"
+    first.must(CHECK)
+    second.must(CHECK)
+
+
+def test_a_cell_whose_child_could_use_the_gpu_keeps_its_room_and_says_so(world: World, server: Server) -> None:
+    _configure(world, "")
+    (name,) = world.install(1000)
+    first, second = server.start(name), server.start(name)
+    first.send("import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nwhile True:\n    pass")
+    until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
+    waits = second.send(ALLOCATE)
+    with world.client() as client:
+        lease_id = world.lease(first.kernel_id).lease_id
+        until(
+            lambda: any("which the kernel started" in line.sentence for line in client.story(lease_id).lines),
+            "its story says why it keeps its room",
+        )
+    assert world.lease(second.kernel_id).position is not None
+    first.shut_down()
+    assert second.wait(waits).status == "ok"

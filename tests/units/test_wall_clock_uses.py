@@ -53,6 +53,7 @@ ALLOWED = {
     "provisioner/kernel_command.py": "no date: whether an interpreter is the same file as before",
     "provisioner/ledger/ledger.py": "a date in the name of a file that is set aside",
     "kernelext/chart.py": "what to show",
+    "kernelext/gpu_libraries.py": "no date: whether a library is the same file as before",
     "kernelext/views.py": "what to show",
 }
 
