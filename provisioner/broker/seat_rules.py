@@ -14,6 +14,7 @@ from provisioner.core.units import format_fraction, format_memory
 from provisioner.ledger.records import SeatRecord
 from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomError
 from provisioner.protocol.limits import MAX_NAME
+from provisioner.protocol.names import unprintable
 from provisioner.protocol.seats import SeatRequest
 
 __all__ = [
@@ -63,9 +64,8 @@ def percent(milli: int) -> str:
 
 def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     """Check what does not depend on who asks. Raises BadRequestError."""
-    for name in ("owner", "server"):
-        if len(getattr(request, name)) > MAX_NAME or not getattr(request, name).isprintable():
-            raise BadRequestError(f"{name} has more than {MAX_NAME} characters, or some that cannot be printed")
+    _check_name("user", request.owner, "ask your administrator to rename the user at the hub")
+    _check_name("server", request.server, "start a server with another name")
     if not request.owner:
         raise BadRequestError("owner is empty; it is the hub's name of the user")
     if len(request.groups) > _MOST_GROUPS:
@@ -82,6 +82,17 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     if request.ttl_ms < 1 or request.wait_ms < 0:
         raise BadRequestError(
             f"ttl_ms is {request.ttl_ms} and wait_ms {request.wait_ms}; allowed: 1 or more, 0 or more"
+        )
+
+
+def _check_name(whose: str, name: str, remedy: str) -> None:
+    if len(name) > MAX_NAME:
+        raise BadRequestError(f"the name of the {whose} has {len(name)} characters; allowed: {MAX_NAME}; {remedy}")
+    if found := unprintable(name):
+        raise BadRequestError(
+            f"the name of the {whose}, {name!a}, has {found}, which could change how lists and logs show it; a name may have no "
+            f"character that cannot be printed; {remedy}, or start the server without a GPU (fraction 'none')",
+            reason="unprintable-name",
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from urllib.parse import quote, unquote
 
 from provisioner.protocol.errors import BadRequestError
+from provisioner.protocol.names import unprintable
 
 __all__ = ["ACTING_FOR", "MAX_ACTING_FOR", "checked_name", "from_header", "to_header"]
 
@@ -18,8 +19,10 @@ MAX_ACTING_FOR = 255
 def checked_name(name: str) -> str:
     """Return the name. Raises BadRequestError unless it is 1 to 255 printable characters that are not all spaces."""
     if not 0 < len(name) <= MAX_ACTING_FOR or not name.isprintable() or name.isspace():
+        has = f", with {found}" if (found := unprintable(name)) else ""
         raise BadRequestError(
-            f"{ACTING_FOR} is {name[:80]!r} ({len(name)} characters); allowed: a name of 1 to {MAX_ACTING_FOR} printable characters",
+            f"{ACTING_FOR} is {name[:80]!a} ({len(name)} characters{has}); allowed: a name of 1 to {MAX_ACTING_FOR} printable "
+            "characters; a user with another name has to be renamed at the hub",
             reason="bad-acting-for",
         )
     return name

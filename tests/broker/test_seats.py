@@ -616,6 +616,25 @@ def test_what_makes_no_sense_is_refused_at_once(live: LiveBroker) -> None:
             take(live, **wish)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said", "remedy"),
+    [
+        ({"owner": "a\u202eb"}, "'a\\u202eb', has U+202E (right-to-left override)", "rename the user at the hub"),
+        ({"owner": "a\nb"}, "'a\\nb', has U+000A (control character)", "rename the user at the hub"),
+        ({"server": "x\u200f"}, "'x\\u200f', has U+200F (right-to-left mark)", "start a server with another name"),
+        ({"owner": "a" * 201}, "has 201 characters; allowed: 200", "rename the user at the hub"),
+    ],
+)
+def test_a_name_with_control_or_direction_marks_is_refused_with_a_way_out(
+    live: LiveBroker, fields: dict[str, Any], said: str, remedy: str
+) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        take(live, **fields)
+    assert said in str(caught.value)
+    assert remedy in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
 def test_offers_say_what_is_free_what_it_costs_and_what_to_expect(live: LiveBroker) -> None:
     with client_of(live) as client:
         offers = client.offers(OfferRequest(owner="ada"))

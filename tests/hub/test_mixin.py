@@ -147,6 +147,18 @@ async def test_the_file_belongs_to_the_servers_user_who_alone_may_draw_on_the_se
     await hub_stops(one)
 
 
+async def test_a_user_whose_name_cannot_be_shown_is_told_what_to_do(live: LiveBroker) -> None:
+    one = spawner(live, name="ada\u202e")
+    with pytest.raises(web.HTTPError) as caught:
+        await hub_starts(one, pool="default", fraction="1/4")
+    said = caught.value.jupyterhub_message  # type: ignore[attr-defined]
+    assert "U+202E (right-to-left override)" in said
+    assert "ask your administrator to rename the user at the hub" in said
+    assert said.isprintable()
+    await hub_starts(one, fraction="none")
+    await hub_stops(one)
+
+
 async def test_an_existing_folder_of_seat_files_keeps_its_mode(live: LiveBroker, tmp_path: Path) -> None:
     folder = tmp_path / "seats"
     folder.mkdir()
