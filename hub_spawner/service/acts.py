@@ -153,7 +153,7 @@ def _move(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
 
 
 def _evict(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
-    client.evict(lease_id, EvictRequest(confirm=bool(body.get("confirm"))))
+    client.evict(lease_id, EvictRequest(confirm=bool(body.get("confirm")), why=str(body.get("why", ""))))
     return {"ok": True}
 
 
@@ -169,5 +169,5 @@ _LEASE_ACTS: dict[str, Callable[..., Any]] = {
 _LEASE_KEYS: dict[str, dict[str, type]] = {
     "pin": {"minutes": int},
     "move": {"device": str},
-    "evict": {"confirm": bool},
+    "evict": {"confirm": bool, "why": str},
 }

@@ -14,7 +14,9 @@ from functools import partial
 from typing import Final
 
 from provisioner.broker.broker import Broker, devices_of, now_ms
+from provisioner.broker.checks import Peer
 from provisioner.broker.ending import end_processes
+from provisioner.broker.evictions import EVICTED, Evictions
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.sight import LEASE_VARIABLE, members_of
 from provisioner.broker.status import lease_status
@@ -41,6 +43,7 @@ class Administering:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
+        self.evictions = Evictions()
 
     # -- move -------------------------------------------------------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ class Administering:
 
     # -- evict ------------------------------------------------------------------------------------------------------------------
 
-    async def evict(self, kernel: Kernel, request: EvictRequest) -> None:
+    async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
         """End the kernel's processes and its lease. Raises BadRequestError without `confirm`, ConflictError for what cannot be ended.
 
         Jupyter may start the kernel again before its last process has ended: from the beginning on that one gets another lease,
@@ -110,11 +113,16 @@ class Administering:
             )
         log.warning("lease %s: an administrator evicts it", kernel.lease_id[:8])
         kernel.evictions += 1
+        sentence = self.evictions.begin(kernel, peer, request.why)
         try:
             await end_processes(partial(self._tree, kernel, kernel.identity), "process {pid} of the kernel")
+        except ConflictError:
+            self.evictions.failed(kernel)
+            raise
         finally:
             kernel.evictions -= 1
-        await self._broker.survivors.release(kernel)
+        self._broker.record_line(kernel, EVICTED, sentence)
+        await self._broker.survivors.release(kernel, EVICTED)
 
     async def _tree(self, kernel: Kernel, root: ProcessIdentity | None) -> list[ProcessIdentity]:
         snapshot = await asyncio.to_thread(scan, LEASE_VARIABLE)

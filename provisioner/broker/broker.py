@@ -412,6 +412,10 @@ class Broker:
             partial(self.writer.ledger.record, kernel.lease_id, wall_ms(), "process.out-of-memory", sentence)
         )
 
+    def record_line(self, kernel: Kernel, reason: str, sentence: str) -> None:
+        """Add a line to the lease's story."""
+        self.writer.submit(partial(self.writer.ledger.record, kernel.lease_id, wall_ms(), reason, sentence))
+
     def look_at_use(self, kernel: Kernel) -> None:
         """Tell the arbiter whether the kernel is busy, and want the GPU for one that nobody else speaks for."""
         view = self.arbiter.lease(kernel.lease_id)

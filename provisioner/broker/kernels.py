@@ -58,6 +58,7 @@ class Kernel:
     measured: tuple[int, bool] | None = None  # MiB in use, and whether a device is; what the arbiter was told last
     grew: bool = False  # that was more than before, where its reservation follows its use
     released: bool = False  # its kernel is over for good: the lease ends with what it left behind
+    release_reason: str = "released"  # of its end then
     server: ProcessIdentity | None = None  # the only process that starts its kernel; None: unknown
     had_process: bool = False  # a process was attached: while there is none, it has ended
     token_file: str = ""  # as the environment of the kernel's process names it

@@ -67,7 +67,7 @@ class Metric:
 COUNTED = (
     Metric("counter", "leases_admitted", "Leases that were given", ("pool",)),
     Metric("counter", "leases_refused", "Leases that were refused, by the reason's code", ("reason",)),
-    Metric("counter", "leases_ended", "Leases that ended, by the reason's code", ("reason",)),
+    Metric("counter", "leases_ended", "Leases that ended, by the reason's code; evicted: by an administrator", ("reason",)),
     Metric("counter", "grants", "Times a kernel was let onto its GPU", ("pool",)),
     Metric("counter", "declined", "Requests about leases that were declined: what was asked, and why", ("about", "reason")),
     Metric("histogram", "wait_seconds", "From the wish for the GPU to the grant; 0 where nothing was in the way", ("pool",), _WAITS_S),

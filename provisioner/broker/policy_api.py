@@ -63,7 +63,7 @@ class _Evict(Handler):
         self.service.steering.must_administer(self.peer, "end kernels of others")
         request = self.take(EvictRequest)
         async with self.steered("evict", kernel, even_own=True, **asdict(request)):
-            await self.service.administering.evict(kernel, request)
+            await self.service.administering.evict(self.peer, kernel, request)
         self.reply(Done())
 
 

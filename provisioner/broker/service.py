@@ -26,6 +26,7 @@ from provisioner.broker.broker import Broker, devices_of, now_ms, token_digest, 
 from provisioner.broker.checks import Peer, lease_spec, server_of, token_file_of, user_name, verified_process
 from provisioner.broker.decode import printable
 from provisioner.broker.endpoints import check_endpoints
+from provisioner.broker.evictions import EVICTED
 from provisioner.broker.gate import GateLink
 from provisioner.broker.iopub import connection_from_json
 from provisioner.broker.kernels import Kernel, Request
@@ -178,6 +179,9 @@ class Service:
             except LedgerError:
                 await self.release(kernel)
                 raise
+        if sentence := self.administering.evictions.successor(kernel):
+            kernel.notices.append(sentence)
+            broker.record_line(kernel, EVICTED, sentence)
         device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
         kernel.started_on = () if device_id is None else self._held(kernel)
         return LeaseReply(

@@ -76,9 +76,10 @@ class Survivors:
             else:
                 self._gone(kernel)
 
-    async def release(self, kernel: Kernel) -> None:
+    async def release(self, kernel: Kernel, reason: str = "released") -> None:
         """End the lease, at once or with what its kernel left behind; returns when it is known which. Cancelled: it goes on."""
-        kernel.released = True
+        if not kernel.released:
+            kernel.released, kernel.release_reason = True, reason
         kernel.notify()
         if kernel.ending is None:
             root = kernel.identity
@@ -218,7 +219,8 @@ class Survivors:
         kernel.forget_process()
         kernel.left, kernel.members = (), frozenset()
         if kernel.released:
-            self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id))
+            ended = LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=kernel.release_reason)
+            self._broker.dispatch(ended)
         elif has_lost_server(kernel):
             self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=ABANDONED))
         else:

@@ -15,7 +15,7 @@ examples:
   jupyter gpu suspend 3f2a              frees the GPU just as well, and loses nothing: try this first
   jupyter gpu evict 3f2a --confirm      ends the kernel's processes; all its variables are lost
 
-Its notebook shows that the kernel died; a Jupyter server may start a fresh one in its place.
+Its notebook shows that the kernel died; a Jupyter server may start a fresh one in its place, which says who ended the last one and why.
 """
 
 
@@ -25,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     configure_lease(parser)
     parser.add_argument("--confirm", action="store_true", help="say that the kernel's state may be lost")
+    parser.add_argument("--why", metavar="TEXT", default="", help="the reason; the kernel's user is told it")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         )
 
     def evict(client: BrokerClient, lease_id: str) -> Done:
-        client.evict(lease_id, EvictRequest(confirm=True))
+        client.evict(lease_id, EvictRequest(confirm=True, why=options.why))
         return Done()
 
     return steer(options, "evicting", evict, lambda before, _: f"{lease_name(before)}: ended")

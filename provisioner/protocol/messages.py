@@ -160,6 +160,7 @@ class EvictRequest:
     """End the kernel's processes and its lease. All its variables are lost: without `confirm` it is refused."""
 
     confirm: bool = False
+    why: str = ""  # for the kernel's user, whose next kernel shows it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

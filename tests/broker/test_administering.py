@@ -56,6 +56,23 @@ def test_an_evicted_kernel_ends_and_its_lease_with_it(live: LiveBroker) -> None:
         assert _is_over(process["pid"])
 
 
+def test_the_next_kernel_says_who_ended_the_last_one_and_why(live: LiveBroker) -> None:
+    lease = live.lease(kernel_id="a notebook's")
+    with started_for(lease.lease_id) as process, BrokerClient(live.socket) as client:
+        attached(live, process, lease.lease_id, lease.token)
+        client.evict(lease.lease_id, EvictRequest(confirm=True, why="the class needs\x1b[2J it"))
+        ended = live.broker.metrics.registry.get_sample_value("jupyter_gpu_leases_ended_total", {"reason": "evicted"})
+        assert ended is not None
+        assert ended >= 1
+        other, again, third = (live.lease(kernel_id=name) for name in ("another", "a notebook's", "a notebook's"))
+        lines = {one.lease_id: client.story(one.lease_id).lines for one in (other, again, third)}
+        (line,) = [one for one in lines[again.lease_id] if one.reason == "evicted"]
+        assert line.sentence.startswith("An administrator (root) ended the kernel that was here before, at ")
+        assert "the reason given: the class needs?[2J it. Its variables are lost" in line.sentence
+        assert all(one.reason != "evicted" for name in (other, third) for one in lines[name.lease_id])
+        assert live.broker.kernels[again.lease_id].notices == [line.sentence], "shown when its extension connects"
+
+
 def test_one_that_does_not_listen_is_made_to_end_with_its_children(live: LiveBroker, monkeypatch: Any) -> None:  # noqa: ANN401
     monkeypatch.setattr(ending, "GRACE_S", 0.1)
     lease = live.lease()
