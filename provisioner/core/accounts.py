@@ -79,6 +79,7 @@ class Accounts:
         for account in self._both(spec):
             account.leases += 1
         self.owners[key].weight = max(1, spec.owner_weight)
+        self.owners[key].changes += 1
         self._contending_weight.pop(spec.pool, None)
         counts = self._priorities.setdefault(spec.pool, {})
         counts[spec.priority] = counts.get(spec.priority, 0) + 1
@@ -112,6 +113,7 @@ class Accounts:
     def resize(self, lease: Lease, spec: LeaseSpec, now_ms: int) -> None:
         """Give the lease another size."""
         account = self.of(lease)
+        account.changes += 1
         self._settle(account, now_ms)
         if lease.metered:
             lease.usage += lease.milli * (now_ms - lease.metered_since_ms)
@@ -194,6 +196,7 @@ class Accounts:
             if lease.metered:
                 lease.usage += lease.milli * (now_ms - lease.metered_since_ms)
             account.rate += lease.milli if metered else -lease.milli
+            account.changes += 1
             lease.metered, lease.metered_since_ms = metered, now_ms
         if not contends and lease.lease_id in account.contenders:
             self._pause(lease, account, now_ms)
@@ -206,6 +209,7 @@ class Accounts:
         pool = lease.spec.pool
         contending = self._contending.setdefault(pool, {})
         account.contending_weight = None
+        account.changes += 1
         if not account.contenders:
             self._contending_weight.pop(pool, None)
             self._settle(account, now_ms)

@@ -252,7 +252,7 @@ class Changes:
         Nothing that matters has happened since that pass: there is nothing for this one either.
         """
         bucket, ticket = lease.bucket, lease.ticket
-        if bucket is None or ticket is None or bucket.closed != self.books.passes or bucket.members[0] is lease:
+        if bucket is None or ticket is None or not bucket.is_closed(self.books.passes) or bucket.members[0] is lease:
             return False
         self.books.queue.fresh.pop(lease.lease_id, None)
         self.explain(lease, explain(self.books, lease, ticket))

@@ -24,6 +24,8 @@ def explain(books: Books, lease: Lease, ticket: Ticket, moment: Moment | None = 
         return Wait("wait.retry", f"{lease.sentence}; it is tried again in a moment")
     if bucket.wait is not None and bucket.passes == books.passes:
         return bucket.wait
+    if bucket.shape is not None and bucket.shape.wait is not None and bucket.is_left_out(books.passes):
+        return bucket.shape.wait
     return why(books, lease, destinations(books, lease), bucket.key.need_mib, moment)
 
 

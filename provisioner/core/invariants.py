@@ -187,11 +187,37 @@ def _kept_ready(books: Books) -> list[str]:
             now = candidates(books, books.policy(lease), lease)
             if now != bucket.devices:
                 broken.append(f"lease {lease.lease_id} may go to {now}, its bucket says {bucket.devices}")
+    broken += _buckets(books)
     lowest: dict[str, int] = {}
     for lease in books.leases.values():
         lowest[lease.spec.pool] = min(lease.spec.priority, lowest.get(lease.spec.pool, lease.spec.priority))
     if lowest != books.accounts.lowest_priority:
         broken.append(f"the lowest priorities are {lowest}, not {books.accounts.lowest_priority}")
+    return broken
+
+
+def _buckets(books: Books) -> list[str]:
+    """What buckets keep of their tickets and of their owners' accounts, and where each of them is found."""
+    queue, broken = books.queue, []
+    found = {**queue.special}
+    for shape in queue.shapes.values():
+        found |= shape.buckets
+        if any(bucket.shape is not shape for bucket in shape.buckets.values()):
+            broken.append("a bucket is kept with a shape that is not its own")
+        heads = [bucket.members[0] for bucket in shape.buckets.values() if shape.devices is not None]
+        lost = [head for head in heads if candidates(books, books.policy(head), head) != shape.devices]
+        broken += [f"lease {head.lease_id} may not go where its shape says: {shape.devices}" for head in lost]
+    if sorted(found) != sorted(bucket.number for bucket in queue.buckets.values()):
+        broken.append("buckets without a shape, and those of all shapes, are not all buckets")
+    for bucket in queue.buckets.values():
+        head, orders = bucket.members[0], [one.ticket.order for one in bucket.members if one.ticket is not None]
+        if bucket.first not in (None, min(orders)):
+            broken.append(f"the oldest ticket beside {head.lease_id} is {min(orders)}, {bucket.first} was kept")
+        account = books.accounts.of(head)
+        if bucket.turn is not None and not account.rate and bucket.turn_as_of == account.changes:
+            now = (*books.share(head), orders[0])
+            if bucket.turn[-3:] != now or bucket.account is not account:
+                broken.append(f"lease {head.lease_id} has its turn by {now}, {bucket.turn} was kept")
     return broken
 
 

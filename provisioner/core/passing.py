@@ -8,6 +8,7 @@ Room only shrinks on the way: where one ticket of a bucket finds none, the rest 
 same family with larger needs. What is said about those is looked up when somebody asks (`explaining`).
 """
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ from provisioner.core.fairness import overtakes_at_ms, patience_ms
 from provisioner.core.limits import makers_of_room, over_limit
 from provisioner.core.model import LeaseState
 from provisioner.core.moving import Moving, kept_mib
-from provisioner.core.records import Bucket, Lease, Ticket, Wait
+from provisioner.core.records import Bucket, Key, Lease, Shape, Ticket, Wait
 from provisioner.core.resizing import Resizing
 from provisioner.core.room import Plan, Room
 from provisioner.core.units import format_memory
@@ -31,6 +32,7 @@ _MOVED_FIRST = Wait("wait.swap-channel", "other kernels are being moved first, o
 _IDLE_MAKES_ROOM = "an idle kernel is being suspended to make room"
 _OWED_AT_A_TIME = 8  # keep room before it is looked whether there is any left
 _BEFORE_SHARES = 4  # of what makes a turn: the rest is virtual time and age
+_OLDEST = 3  # the place in a turn where the oldest ticket of its pool stands
 _FIRST, _DUE, _USUAL = range(3)  # tickets of one priority: urgent, due by a promise or by their wait, and all others
 _Turn = tuple[tuple[int, ...], int, Bucket]
 
@@ -58,6 +60,9 @@ class Pass:
         self._turn_now: tuple[int, ...] = ()
         self._by_share: list[tuple[tuple[int, ...], Lease]] = []  # whose turn it was by virtual time, in order
         self._plans = self._owed = 0
+        self._special = 0  # of the turns to come, those of buckets without a shape
+        self._known = 0  # buckets from this number on are not in this pass
+        self._refused = -1  # with the room as it was then, the rest could not be left out
         self.again = False  # room grew on the way: somebody who was looked at before may fit now
 
     @property
@@ -80,8 +85,12 @@ class Pass:
         turns = self._begin()
         while turns:
             self._turn_now, cursor, bucket = heappop(turns)
+            self._special -= bucket.shape is None
             if cursor >= len(bucket.members):
+                bucket.out = self._books.passes
                 continue
+            if bucket.shape is not None and not self._changes.channel_free and self._leaves_out_the_rest():
+                break
             lease = bucket.members[cursor]
             if bucket.key.fair:
                 self._by_share.append((self._turn_now[:_BEFORE_SHARES], lease))
@@ -92,11 +101,14 @@ class Pass:
                 cursor += 1
             if self._anew:
                 turns, self._anew = self._turns(list(self._queue.buckets.values())), False
-                self._by_share = []
+                self._by_share, self._special = [], len(turns) + 1  # tickets that were visited are left out one by one
             elif not goes_on:
                 bucket.closed = self._books.passes
             elif cursor < len(bucket.members):
                 heappush(turns, (self._turn(bucket, bucket.members[cursor]), cursor, bucket))
+                self._special += bucket.shape is None
+            else:
+                bucket.out = self._books.passes
         self._rebucket_overdue()
         self._keep_promises()
         self._yielding.open_others()
@@ -138,8 +150,10 @@ class Pass:
         for mover in self._books.moving.values():
             for device_id in mover.target_ids:
                 self._keep_for(mover, device_id, kept_mib(mover))
+        self._known = self._queue.created
         if self._nothing_can_begin():
-            buckets = [bucket for bucket in buckets if not self._waits_in_any_order(bucket)]
+            buckets = [one for one in buckets if one.shape is None and not self._waits_in_any_order(one)]
+            self._leave_out(self._queue.shapes.values())
         return self._turns(buckets)
 
     def _nothing_can_begin(self) -> bool:
@@ -163,6 +177,44 @@ class Pass:
                 bucket.wait, bucket.passes = _MOVED_FIRST, self._books.passes
         bucket.closed = self._books.passes
         return True
+
+    def _leaves_out_the_rest(self) -> bool:
+        """Whether all that is left to visit only waits for the swap channel, in whatever order: then it is noted once for each shape.
+
+        Visits one by one would find the same. They are needed where a ticket fits, keeps room or may be promised some.
+        """
+        if self._special or self._overdue or self._latest_urgent or self._refused == self._room.changes:
+            return False
+        shapes = self._queue.shapes.values()
+        if not all(map(self._comes_later_whole, shapes)):
+            self._refused = self._room.changes
+            return False
+        for family, need_mib in self._hopeless.items():
+            for other in self._queue.buckets_of(family):
+                if other.key.need_mib >= need_mib and other.number < self._known and other.out != self._books.passes:
+                    other.closed = self._books.passes
+        self._leave_out(shapes)
+        return True
+
+    def _comes_later_whole(self, shape: Shape) -> bool:
+        """Whether no ticket of a shape can have anything begun for it, or kept, before other swaps have ended."""
+        devices, key = self._places(shape)
+        if not self._room.any_free(devices):
+            return True
+        return self._plans >= _MOST_PLANS and key.many == 1 and self._room.pick(devices, key.need_mib) is None
+
+    def _leave_out(self, shapes: Iterable[Shape]) -> None:
+        """Note that all buckets that were not visited wait for the swap channel."""
+        for shape in shapes:
+            devices, key = self._places(shape)
+            shape.rest, shape.before = self._books.passes, self._known
+            shape.wait = _MOVED_FIRST if self._room.has_hope(devices, key.need_mib) else None
+
+    def _places(self, shape: Shape) -> tuple[tuple[str, ...], Key]:
+        one = next(iter(shape.buckets.values()))
+        if shape.devices is None:
+            shape.devices = destinations(self._books, one.members[0])
+        return shape.devices, one.key
 
     def _end_patience(self) -> None:
         """Where virtual time decides: tickets that waited for longer than their shares explain are due.
@@ -191,14 +243,37 @@ class Pass:
             self._victims.hint(first_ms)
 
     def _turns(self, buckets: list[Bucket]) -> list[_Turn]:
-        self._oldest = {}
+        oldest = self._oldest = dict[str, int]()
+        self._known = self._queue.created
+        self._special = sum([bucket.shape is None for bucket in buckets])
         for bucket in buckets:
             if bucket.key.fair:
-                order = min(_ticket(lease).order for lease in bucket.members)
-                self._oldest[bucket.key.pool] = min(order, self._oldest.get(bucket.key.pool, order))
-        turns: list[_Turn] = [(self._turn(bucket, bucket.members[0]), 0, bucket) for bucket in buckets]
+                first, pool = bucket.first, bucket.key.pool
+                if first is None:
+                    first = bucket.first = min(map(_order, bucket.members))
+                if pool not in oldest or first < oldest[pool]:
+                    oldest[pool] = first
+        turns: list[_Turn] = [
+            (self._turn(bucket, bucket.members[0]) if bucket.shape is None else self._first_turn(bucket), 0, bucket)
+            for bucket in buckets
+        ]
         heapify(turns)
         return turns
+
+    def _first_turn(self, bucket: Bucket) -> tuple[int, ...]:
+        """Return the turn of the first ticket of a bucket with a shape: it is kept for as long as no lease of its owner is at work."""
+        account, turn = bucket.account, bucket.turn
+        if (
+            turn is None
+            or account is None
+            or account.rate
+            or bucket.turn_as_of != account.changes
+            or turn[_OLDEST] != self._oldest.get(bucket.key.pool, 0)
+        ):
+            account = bucket.account = self._books.accounts.of(bucket.members[0])
+            turn = bucket.turn = self._turn(bucket, bucket.members[0])
+            bucket.turn_as_of = account.changes
+        return turn
 
     def _turn(self, bucket: Bucket, lease: Lease) -> tuple[int, ...]:
         """When it is a ticket's turn. A pool that serves by shares has the turn of its oldest ticket, and gives it to who is behind."""
@@ -449,8 +524,9 @@ class Pass:
     def _deprived(self, winner: Lease, device_ids: tuple[str, ...]) -> list[Bucket]:
         """Return whose tickets could have used the room that was just given away, and find none there now."""
         left_mib = {device_id: self._books.devices[device_id].free_mib for device_id in device_ids}
-        least_mib, found = min(left_mib.values()), []
-        for bucket in self._queue.buckets.values():
+        least_mib, found = min(left_mib.values()), list[Bucket]()
+        shapes = [next(iter(shape.buckets.values())) for shape in self._queue.shapes.values()]
+        for bucket in [*self._queue.special.values(), *shapes]:
             key = bucket.key
             if key.priority < winner.spec.priority or key.need_mib <= least_mib or key.targets:
                 continue
@@ -459,11 +535,13 @@ class Pass:
             devices = destinations(self._books, bucket.members[0])
             for one in device_ids:
                 if left_mib[one] < key.need_mib and one in devices:
-                    found.append(bucket)
+                    found += [bucket] if bucket.shape is None else bucket.shape.buckets.values()
                     break
-        return found
+        return sorted(found, key=lambda bucket: bucket.number)
 
     def _came_before(self, bucket: Bucket, lease: Lease, winner: Lease, winning: Ticket) -> bool:
+        if bucket.shape is not None and lease is bucket.members[0]:
+            return self._first_turn(bucket) <= self._turn_now
         if bucket.key.fair:
             return self._turn(bucket, lease) <= self._turn_now
         return bucket.key.priority > winner.spec.priority or _ticket(lease).order < winning.order

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from provisioner.core.model import LeaseState, PoolSpec
-from provisioner.core.records import Bucket, Key, Lease, Ticket
+from provisioner.core.records import Bucket, Key, Lease, Shape, Ticket
 
 __all__ = ["Queue", "by_rank"]
 
@@ -28,6 +28,9 @@ class Queue:
         self._share = share
         self.lines: dict[str, list[Lease]] = {}  # sorted, but for virtual time
         self.buckets: dict[tuple[object, ...], Bucket] = {}
+        self.shapes: dict[tuple[object, ...], Shape] = {}
+        self.special: dict[int, Bucket] = {}  # without a shape, by number
+        self.created = 0  # buckets so far
         self.waiting = 0
         self.urgent = 0
         self.fresh: dict[str, Lease] = {}  # whose ticket is new, or in another bucket than before
@@ -102,20 +105,48 @@ class Queue:
             return
         bucket = self.buckets.get(key)
         if bucket is None:
-            bucket = self.buckets[key] = Bucket(key)
+            bucket = self._create(key)
         ticket.place = (self._share(lease)[1] if key.fair else 0, ticket.order)
         insort(bucket.members, lease, key=_by_place)
-        bucket.due_ms = 0
+        bucket.due_ms, bucket.first, bucket.turn = 0, None, None
         lease.bucket = bucket
 
     def _leave(self, lease: Lease) -> None:
         bucket = lease.bucket
         if bucket is not None:
             del bucket.members[bisect_left(bucket.members, _by_place(lease), key=_by_place)]
-            bucket.due_ms = 0
+            bucket.due_ms, bucket.first, bucket.turn = 0, None, None
             if not bucket.members:
-                del self.buckets[bucket.key]
+                self._delete(bucket)
             lease.bucket = None
+
+    def _create(self, key: Key) -> Bucket:
+        bucket = self.buckets[key] = Bucket(key, number=self.created)
+        self.created += 1
+        if _is_plain(key):
+            bucket.shape = self.shapes.setdefault(_shape(key), Shape())
+            bucket.shape.buckets[bucket.number] = bucket
+        else:
+            self.special[bucket.number] = bucket
+        return bucket
+
+    def buckets_of(self, family: tuple[object, ...]) -> Iterator[Bucket]:
+        """Return the buckets of a family (`Bucket.family`) that have a shape."""
+        pool, where, _, many, priority, *_ = family
+        for shape in self.shapes:
+            if shape[:4] == (pool, where, many, priority):
+                bucket = self.buckets.get((*family, shape[4], False, False, False, (), False))
+                if bucket is not None:
+                    yield bucket
+
+    def _delete(self, bucket: Bucket) -> None:
+        del self.buckets[bucket.key]
+        if bucket.shape is None:
+            del self.special[bucket.number]
+            return
+        del bucket.shape.buckets[bucket.number]
+        if not bucket.shape.buckets:
+            del self.shapes[_shape(bucket.key)]
 
     def rebucket_all(self) -> None:
         """Do so for everybody: policies changed, and with them perhaps where room may be kept."""
@@ -150,6 +181,17 @@ class Queue:
             targets=lease.target_ids if saved else (),
             due=ticket.due and pool.preempt_equals,
         )
+
+
+def _is_plain(key: Key) -> bool:
+    """Whether the tickets of a bucket only wait for room and for their owner's turn."""
+    grows = isinstance(key.where, str)
+    special = key.urgent or key.owed or key.paused or key.targets or key.due or key.milli or grows
+    return key.fair and bool(key.need_mib) and not special
+
+
+def _shape(key: Key) -> tuple[object, ...]:
+    return key.pool, key.where, key.many, key.priority, key.need_mib
 
 
 def _milli(lease: Lease, ticket: Ticket) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "Operation",
     "Promise",
     "Ranks",
+    "Shape",
     "Ticket",
     "Wait",
     "Yielders",
@@ -116,6 +117,20 @@ class Key(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class Shape:
+    """Buckets of several owners, in a pool that shares by virtual time, whose tickets differ in nothing else.
+
+    A pass that finds that nothing can begin for any bucket that it has not visited notes that here, once for all of them.
+    """
+
+    devices: tuple[str, ...] | None = None  # that can serve them, until a device or pool changes
+    buckets: dict[int, "Bucket"] = field(default_factory=dict)  # by number
+    rest: int = 0  # the last pass that left out the buckets that it had not visited
+    before: int = 0  # buckets from this number on came after that
+    wait: Wait | None = None  # why these wait, where that pass found a reason of its own
+
+
+@dataclass(slots=True, eq=False)
 class Bucket:
     """Tickets with the same need, which the same devices can serve: where one of them fits nowhere, none behind it does."""
 
@@ -129,10 +144,28 @@ class Bucket:
     passes: int = 0  # which pass that was
     closed: int = 0  # the last pass that found nothing for whoever was looked at, nor for those behind
     due_ms: int = 0  # that of its oldest ticket, where that is known; 0: it has other members than before
+    first: int | None = None  # the order of its oldest ticket, where that is known
+    number: int = 0  # buckets in the order in which they came
+    shape: Shape | None = None  # with buckets of other owners, where a pass may leave them out together
+    turn: tuple[int, ...] | None = None  # that of its first ticket, where it has a shape and that is known ...
+    turn_as_of: int = 0  # ... as of this state of its owner's account
+    account: "Account | None" = None  # its owner's, where it has a shape and somebody has asked
+    out: int = 0  # the last pass that visited all of its tickets
 
     def __post_init__(self) -> None:
         """Take over what never changes."""
         self.family = self.key[:7]
+
+    def is_left_out(self, passes: int) -> bool:
+        """Whether this pass left it out together with all others of its shape."""
+        shape = self.shape
+        if shape is None or shape.rest != passes or self.number >= shape.before:
+            return False
+        return passes not in (self.closed, self.out)
+
+    def is_closed(self, passes: int) -> bool:
+        """Whether this pass found nothing for whoever was looked at, nor for those behind."""
+        return self.closed == passes or self.is_left_out(passes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -150,6 +183,7 @@ class Account:
     since_ms: int = 0  # `usage` is right for this moment
     contenders: dict[str, "Lease"] = field(default_factory=dict)  # who is busy on a device, or waits for one
     contending_weight: int | None = None  # the sum of their weights, if it is known
+    changes: int = 0  # grows whenever its virtual time, or that of a lease, changes by something else than use
     floor: int = 0  # virtual time of its leases: whoever comes back starts no lower
     away_ms: int | None = None  # nobody of it contends since then
     pinned_ms: int = 0  # of its budget that is used up

@@ -75,11 +75,13 @@ class Room:
             set()
         )  # idle leases for which there is too little host memory: others may serve if these do not
         self._planned_host_mib = 0
+        self.changes = 0  # of what is free, kept or to come
 
     # -- sums ------------------------------------------------------------------------------------------------------------
 
     def changed(self, device_ids: Iterable[str]) -> None:
         """The books of these devices changed."""
+        self.changes += 1
         for device_id in device_ids:
             if device_id in self._spots:
                 self._spots[device_id].renew()
@@ -147,6 +149,7 @@ class Room:
         spot = self._spots[device_id]
         spot.kept_mib += need_mib
         spot.renew()
+        self.changes += 1
 
     def nearest(self, devices: Iterable[str], need_mib: int) -> str | None:
         """Return the device that lacks least for the need, among those that could ever have room for it."""
@@ -313,6 +316,7 @@ class Room:
         self._expect(victim, -victim.held_mib)
 
     def _expect(self, victim: Lease, held_mib: int) -> None:
+        self.changes += 1
         for device_id in victim.device_ids:
             spot = self._spots.get(device_id)
             if spot is not None:

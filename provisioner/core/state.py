@@ -251,6 +251,8 @@ class Books:
         self.destinations.clear()
         for bucket in self.queue.buckets.values():
             bucket.devices = None
+        for shape in self.queue.shapes.values():
+            shape.devices = None
         for device in self.devices.values():
             device.ranks = None
             device.renew()

@@ -12,6 +12,9 @@ from functools import cache
 import pytest
 
 from provisioner.core.model import LeaseSpec
+from provisioner.core.passing import Pass
+from provisioner.core.records import Bucket, Lease
+from tests.benchmarks.decision_time import Crowd
 from tests.core.driving import device, pool
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 
@@ -47,6 +50,25 @@ CASES = {
     "no minimum but that of the swaps": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=0),
     "a long minimum": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=300_000, hours=24),
 }
+
+
+@pytest.mark.parametrize("leases", [150, 600])
+def test_a_decision_looks_at_few_owners_however_many_wait(leases: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a swap has begun and no room is left, what all others wait for is noted at once, not owner by owner."""
+    visits = Counter[int]()
+    visit = Pass._visit
+    crowd = Crowd(leases, 8, 1.0, fair=True)
+    crowd.run(2 * leases, timed=False)
+
+    def counted(one: Pass, bucket: Bucket, lease: Lease) -> bool:
+        visits[event] += 1
+        return visit(one, bucket, lease)
+
+    monkeypatch.setattr(Pass, "_visit", counted)
+    for event in range(400):  # noqa: B007 - counted by
+        crowd.run(1, timed=False)
+    assert sum(visits.values()) > 0
+    assert max(visits.values()) <= 16
 
 
 def _begin(case: Case) -> tuple[Theatre, list[Actor]]:
