@@ -1,0 +1,326 @@
+"""Run the public test suites of other Jupyter projects with our provisioner and with the local one, and compare them test by test.
+
+    python tests/e2e/strangers.py [--keep] [NAME ...]
+
+`strangers.toml`, beside this file, pins the projects and lists every test that is known to differ, with the reason. For each project this
+script downloads the pinned source distribution into a temporary folder, makes a virtual environment with the project and what its tests
+need, and runs the suite twice: with the local provisioner before this project is installed there, then with this project as the default
+provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) on a simulated device. The files of tests that differ and are not listed run again,
+`AGAIN` times under both: a test whose outcomes overlap is unsteady by itself, and is printed as such. Prints a table, and exits with 1 if
+a test that is not listed differs, a listed one no longer differs, or a suite does not run to its end. `--keep` leaves the folder with
+every log and report. Needs a network for pip, and about half an hour for all projects on an idle machine with two processors.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import venv
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from provisioner.broker.backend import simulated_folder
+
+REPOSITORY = Path(__file__).parents[2]
+PINS = Path(__file__).with_suffix(".toml")
+AGAIN = 2
+TEST_S = 180  # the longest that one test may take
+INTERRUPT_S = 60  # for a suite that is interrupted to write its report
+_MARK = "JUPYTER_GPU_STRANGERS"  # in the environment of every process of a suite: names the suite's folder
+_LOCAL, _OURS = "local-provisioner", "fractional-gpu-provisioner"
+
+Outcomes = dict[str, str]  # a test's name -> passed, skipped, failed or error
+
+
+class SuiteError(Exception):
+    """A suite cannot be run, or did not end; the sentence names the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Project:
+    """One entry of the pins. `known` maps the names of tests that differ to the reason."""
+
+    name: str
+    version: str
+    extras: str = ""
+    requires: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+    paths: Sequence[str] = ()
+    suite_s: int = 1200
+    known: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What came of one project's suite."""
+
+    local: Outcomes
+    ours: Outcomes
+    unsteady: tuple[str, ...]
+    differing: tuple[str, ...]
+
+    def unexplained(self, known: Mapping[str, str]) -> list[str]:
+        """Return the tests that differ and are not listed."""
+        return [test for test in self.differing if test not in known]
+
+    def outdated(self, known: Mapping[str, str]) -> list[str]:
+        """Return the tests that are listed, and ran without differing."""
+        return [test for test in known if test not in self.differing and test not in self.unsteady]
+
+
+def read_pins(path: Path = PINS) -> dict[str, Project]:
+    """Return the pinned projects by name. Raises TypeError for an unknown key."""
+    tables: dict[str, dict[str, Any]] = tomllib.loads(path.read_text())
+    return {name: Project(name=name, **table) for name, table in tables.items()}
+
+
+def outcomes(report: Path) -> Outcomes:
+    """Return what a JUnit report says of each test. A test that fails and then fails to be torn down is a failure."""
+    found: Outcomes = {}
+    for case in ET.parse(report).getroot().iter("testcase"):  # noqa: S314 - pytest's own file
+        name = f"{case.get('classname')}::{case.get('name')}"
+        tags = {child.tag for child in case}
+        outcome = next((word for tag, word in _WORDS if tag in tags), "passed")
+        if found.get(name) != "failed":
+            found[name] = outcome
+    return found
+
+
+_WORDS = (("failure", "failed"), ("error", "error"), ("skipped", "skipped"))
+
+
+def differing(local: Outcomes, ours: Outcomes) -> list[str]:
+    """Return the tests with different outcomes; a test that one of the runs lacks differs, too."""
+    return sorted(name for name in local.keys() | ours.keys() if local.get(name) != ours.get(name))
+
+
+def settle(tests: Iterable[str], local: Sequence[Outcomes], ours: Sequence[Outcomes]) -> tuple[list[str], list[str]]:
+    """Divide tests that differed once, by all runs under both: those whose outcomes overlap are unsteady, the others differ."""
+    unsteady: list[str] = []
+    differ: list[str] = []
+    for test in tests:
+        overlap = {run.get(test) for run in local} & {run.get(test) for run in ours}
+        (unsteady if overlap else differ).append(test)
+    return unsteady, differ
+
+
+class Suite:
+    """One project's sources, virtual environment and runs, in a folder of their own."""
+
+    def __init__(self, project: Project, folder: Path, wheel: Path) -> None:
+        self._project, self._wheel = project, wheel
+        self.folder = folder
+        self._python = folder / "venv" / "bin" / "python"
+        self._sources = folder
+        self._runs = 0
+        folder.mkdir()
+
+    def prepare(self) -> None:
+        """Download the sources and install the project. Raises SuiteError."""
+        name, version = self._project.name, self._project.version
+        venv.create(self.folder / "venv", with_pip=True)
+        self._pip(
+            "download", "--no-deps", "--no-binary", name, "--dest", str(self.folder / "sdist"), f"{name}=={version}"
+        )
+        (archive,) = (self.folder / "sdist").iterdir()
+        with tarfile.open(archive) as tar:
+            tar.extractall(self.folder, filter="data")
+        self._sources = self.folder / archive.name.removesuffix(".tar.gz")
+        extras = f"[{self._project.extras}]" if self._project.extras else ""
+        self._pip("install", f"{name}{extras}=={version}", "pytest", "pytest-timeout", *self._project.requires)
+
+    def compare(self) -> Comparison:
+        """Run the suite under both provisioners. Raises SuiteError."""
+        local = [self._run(_LOCAL)]
+        self._pip("install", str(self._wheel))
+        ours = [self._run(_OURS)]
+        found = differing(local[0], ours[0])
+        listed = [test for test in found if test in self._project.known]
+        doubtful = [test for test in found if test not in self._project.known]
+        if doubtful:
+            ours += [self._run(_OURS, doubtful) for _ in range(AGAIN)]
+            self._pip("uninstall", "--yes", "jupyter-fractional-gpu")
+            local += [self._run(_LOCAL, doubtful) for _ in range(AGAIN)]
+        unsteady, differ = settle(doubtful, local, ours)
+        return Comparison(local=local[0], ours=ours[0], unsteady=tuple(unsteady), differing=(*listed, *differ))
+
+    def _run(self, provisioner: str, again: Sequence[str] = ()) -> Outcomes:
+        """Run the suite, or only the files of the tests to run again; what it leaves running is ended."""
+        self._runs += 1
+        run = self.folder / f"{self._runs}"
+        for name in ("home", "tmp", "broker"):
+            (run / name).mkdir(mode=0o700, parents=True)
+        report, log = run / "junit.xml", run / "log"
+        command = [
+            *("nice", str(self._python), "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}"),
+            *(f"--timeout={TEST_S}", "--timeout-method=signal", "-o", "junit_family=xunit1", "-q"),
+            *self._project.arguments,
+        ]
+        command += sorted({_file_of(test, self._sources) for test in again}) if again else self._project.paths
+        print(f"  {self._project.name}: {provisioner}{f', {len(again)} tests again' if again else ''}", flush=True)
+        try:
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=self._sources,
+                    env=self._environment(run, provisioner),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                try:
+                    process.wait(self._project.suite_s)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGINT)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(INTERRUPT_S)
+                    raise SuiteError(f"not at its end after {self._project.suite_s} s: {log}") from None
+                finally:
+                    end_marked(run)
+                    process.wait()
+        finally:
+            shutil.rmtree(run / "tmp", ignore_errors=True)
+            shutil.rmtree(simulated_folder(str(run / "broker" / "broker.sock")), ignore_errors=True)
+        if process.returncode not in {0, 1}:  # 1: tests failed
+            raise SuiteError(f"pytest ended with {process.returncode}: {log}")
+        return outcomes(report)
+
+    def _environment(self, run: Path, provisioner: str) -> dict[str, str]:
+        """Return what a fresh user would have: folders of their own, nothing of Jupyter's, and one broker for all tests.
+
+        Many suites give each test its own runtime folder, where each would start its own broker: on a busy machine the tests' time
+        limits would then be about that.
+        """
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("JUPYTER", "IPYTHON", "JPY_", "PYTEST", "PYTHON", "XDG_", "VIRTUAL_ENV"))
+        }
+        ours = {"JUPYTER_GPU_SIMULATE": "1x80GiB", "JUPYTER_GPU_SOCKET": str(run / "broker" / "broker.sock")}
+        return {
+            **kept,
+            **(ours if provisioner == _OURS else {}),
+            _MARK: str(run),
+            "PATH": f"{self._python.parent}{os.pathsep}{kept['PATH']}",
+            "HOME": str(run / "home"),
+            "TMPDIR": str(run / "tmp"),
+            "JUPYTER_DEFAULT_PROVISIONER_NAME": provisioner,
+        }
+
+    def _pip(self, *arguments: str) -> None:
+        log = self.folder / "pip.log"
+        with log.open("ab") as output:
+            command = ["nice", str(self._python), "-m", "pip", "--disable-pip-version-check", *arguments]
+            if subprocess.run(command, stdout=output, stderr=output, check=False).returncode:
+                raise SuiteError(f"pip {arguments[0]} failed: {log}")
+
+
+def _file_of(test: str, sources: Path) -> str:
+    """Return the file of a test, from its dotted name in the report."""
+    parts = test.partition("::")[0].split(".")
+    for length in range(len(parts), 0, -1):
+        path = Path(*parts[:length]).with_suffix(".py")
+        if (sources / path).exists():
+            return str(path)
+    raise SuiteError(f"no file in {sources} holds the test {test}")
+
+
+def end_marked(run: Path) -> None:
+    """Kill every process whose environment names this run: kernels, servers and brokers that a suite left."""
+    mark = f"{_MARK}={run}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):  # it ended meanwhile, or is another user's
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+
+def build_wheel(folder: Path) -> Path:
+    """Return a wheel of this project. Raises CalledProcessError."""
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(folder), str(REPOSITORY)],
+        check=True,
+    )
+    (wheel,) = folder.glob("jupyter_fractional_gpu-*.whl")
+    return wheel
+
+
+def row(project: Project, result: Comparison) -> str:
+    """Return the project's line of the table."""
+    passed = [list(each.values()).count("passed") for each in (result.local, result.ours)]
+    return (
+        f"| {project.name} | {project.version} | {len(result.local)} | {passed[0]} | {passed[1]} | {len(result.differing)} | "
+        f"{len(result.unsteady)} |"
+    )
+
+
+def tell(project: Project, result: Comparison) -> bool:
+    """Print the tests that differ, and say whether all of them are listed and all that are listed differ."""
+    for test in result.unsteady:
+        print(f"  unsteady under both: {test}")
+    for test in result.differing:
+        print(
+            f"  {test}: local {result.local.get(test)}, ours {result.ours.get(test)}; {project.known.get(test, 'NOT LISTED')}"
+        )
+    outdated = result.outdated(project.known)
+    for test in outdated:
+        print(f"  {test}: listed in {PINS.name}, but does not differ; take it out")
+    return not outdated and not result.unexplained(project.known)
+
+
+def main() -> int:
+    """Compare all projects, or the named ones."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    projects = read_pins()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these projects ({', '.join(projects)})")
+    parser.add_argument("--keep", action="store_true", help="leave the temporary folder, with every log")
+    options = parser.parse_args()
+    for name in options.names:
+        if name not in projects:
+            parser.error(f"{name!r} is not in {PINS.name}; allowed: {', '.join(projects)}")
+    folder, rows, good = Path(tempfile.mkdtemp(prefix="jfg-")), [], True
+    try:
+        wheel = build_wheel(folder)
+        for project in (projects[name] for name in options.names or projects):
+            print(f"{project.name} {project.version}", flush=True)
+            suite = Suite(project, folder / project.name, wheel)
+            try:
+                suite.prepare()
+                result = suite.compare()
+            except SuiteError as error:
+                rows.append(f"| {project.name} | {project.version} | {error} |")
+                good = False
+                continue
+            good = tell(project, result) and good
+            rows.append(row(project, result))
+            print(f"  {rows[-1]}", flush=True)
+            if not options.keep:
+                shutil.rmtree(suite.folder)
+    finally:
+        if options.keep or not good:
+            print(f"every log and report: {folder}")
+        else:
+            shutil.rmtree(folder)
+    print(
+        "| project | version | tests | passed local | passed ours | differing | unsteady |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+        sep="\n",
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
