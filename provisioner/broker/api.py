@@ -109,7 +109,7 @@ class _Suspend(Stream):
 
         async def work() -> None:
             async with self.steered("suspend", kernel):
-                status = await self.service.suspend(kernel)
+                status = await self.service.suspend(kernel, self.actor(kernel))
             self.reply(status)
 
         await self.run(asyncio.create_task(work()))

@@ -12,7 +12,7 @@ import msgspec
 from tornado import iostream, web
 
 from provisioner.broker.audit import Act, is_anothers
-from provisioner.broker.checks import Peer
+from provisioner.broker.checks import Peer, user_name
 from provisioner.broker.decode import as_json, decode, printable
 from provisioner.broker.kernels import Kernel
 from provisioner.broker.limiter import Limiter
@@ -117,6 +117,14 @@ class Handler(web.RequestHandler):
         if view is None or not (even_own or is_anothers(self.peer, kernel, view)):
             return nullcontext()
         return self.audited(act, kernel.lease_id, owner=view.spec.owner, **parameters)
+
+    def actor(self, kernel: Kernel) -> str:
+        """Return who steers the lease, as its story tells its user: the user, or an administrator by name."""
+        view = self.service.broker.arbiter.lease(kernel.lease_id)
+        name = self.peer.acting_for
+        if view is None or name == view.spec.owner or not is_anothers(self.peer, kernel, view):
+            return "its user"
+        return f"administrator {name or user_name(self.peer.credentials.uid)}"
 
     def take(self, kind: type[T]) -> T:
         """Decode the body."""

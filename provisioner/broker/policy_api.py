@@ -25,7 +25,7 @@ class _Unpin(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
         async with self.steered("unpin", kernel):
-            status = await self.service.steering.unpin(kernel)
+            status = await self.service.steering.unpin(kernel, self.actor(kernel))
         self.reply(status)
 
 

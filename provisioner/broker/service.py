@@ -476,8 +476,8 @@ class Service:
         trouble = self.broker.writer.trouble
         return Progress(kind=ProgressKind.WAITING, reason="ledger", sentence=trouble) if trouble else None
 
-    async def suspend(self, kernel: Kernel) -> LeaseStatus:
-        """Suspend the lease and return when it is. Raises ConflictError if it is not suspended.
+    async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
+        """Suspend the lease for `by`, as its story names them, and return when it is. Raises ConflictError if it is not suspended.
 
         Cancelled: a suspend that has begun goes on; one that waits for the kernel to become idle does not begin.
         """
@@ -492,7 +492,7 @@ class Service:
                 await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
                 if self._view(kernel).state is LeaseState.RESIDENT:  # it may have left the device meanwhile
                     kernel.suspend_requests.append(request)
-                    self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id))
+                    self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
             # A suspend that has to wait for the swap channel starts later: until then the lease is resident, and was asked.
             await self._until(kernel, lambda: request.declined is not None or self._settled(kernel), None)
         finally:

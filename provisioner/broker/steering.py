@@ -55,9 +55,9 @@ class Steering:
         await self._written()
         return self._status(kernel)
 
-    async def unpin(self, kernel: Kernel) -> LeaseStatus:
-        """End the pin, if there is one; returns once that is on the disk."""
-        self._broker.dispatch(UnpinRequested(at_ms=now_ms(), lease_id=kernel.lease_id))
+    async def unpin(self, kernel: Kernel, by: str) -> LeaseStatus:
+        """End the pin for `by`, as its story names them, if there is one; returns once that is on the disk."""
+        self._broker.dispatch(UnpinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
         await self._written()
         return self._status(kernel)
 

@@ -312,7 +312,7 @@ class Arbiter:
             case LeaseReleased():
                 does.released(lease, event.reason)
             case SuspendRequested():
-                does.suspend_asked(lease)
+                does.suspend_asked(lease, event.by)
             case ResizeRequested():
                 self._serving.resizing.asked(lease, event)
             case MoveRequested():
@@ -320,7 +320,7 @@ class Arbiter:
             case PinRequested():
                 self._serving.pins.pin(lease, event.duration_ms)
             case UnpinRequested():
-                self._serving.pins.unpin(lease, "pin.ended", "somebody ended its pin")
+                self._serving.pins.unpin(lease, "pin.ended", f"{event.by} ended its pin")
             case Checkpointable():
                 does.checkpointable(lease, event.why_not)
             case HostPressureSeen():

@@ -34,6 +34,7 @@ __all__ = ["Changes"]
 
 _FEW, _ONE_OF = 64, 32  # with more tickets than a few, the forecast of one in so many is compared with what happens
 _NOT_ON_DEVICE = frozenset({LeaseState.UNATTACHED, LeaseState.UNARMED, LeaseState.SUSPENDED, LeaseState.ENDED})
+_AT_ONCE_MS = 100  # nobody calls so short a wait one
 _FIRST = 1 << 60  # far before any place in the queue
 
 
@@ -278,7 +279,8 @@ class Changes:
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         self.books.hold(lease, device_ids, lease.need_mib)
         self.touched.update(device_ids)
-        sentence = f"{format_memory(lease.held_mib)} reserved after {format_duration(waited_ms)}"
+        waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
+        sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} are reserved"
         if lease.state is LeaseState.SUSPENDED:
             self._begin_resume(lease, "resume.room", sentence)
             return
@@ -333,8 +335,8 @@ class Changes:
             self.effects.append(Shrink(lease_id=lease.lease_id, generation=lease.generation))
         return able and lease.shrinking
 
-    def begin_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Begin a suspend, with the host memory it may need. A busy lease is preempted."""
+    def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
+        """Begin a suspend, with the host memory it may need. A busy lease is preempted. `beneficiary`: the lease that needs the room."""
         operation_id = self._begin(lease)
         self.books.mark_asked(lease, asked=False)
         lease.home_ids = lease.device_ids
@@ -354,6 +356,7 @@ class Changes:
                 device_ids=lease.device_ids,
                 preempt=lease.preempted,
                 between_cells=next_cell is not None,
+                for_lease_id=beneficiary.lease_id if beneficiary is not None else "",
             )
         )
         if next_cell is not None and lease.ticket is None:

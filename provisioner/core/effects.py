@@ -80,6 +80,7 @@ class Suspend(Effect):
     device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
     preempt: bool = False  # the lease is busy and is suspended all the same: do not wait for its gate or its idleness
     between_cells: bool = False  # no cell runs; the next one waits at the closed gate, and was told to
+    for_lease_id: str = ""  # the lease that needs the room, if one does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

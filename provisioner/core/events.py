@@ -218,9 +218,10 @@ class HostPressureSeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendRequested(Event):
-    """Somebody asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
+    """`by` asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
 
     lease_id: str
+    by: str = "its user"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +259,10 @@ class PinRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpinRequested(Event):
-    """End the pin; what is left of it goes back to its owner's budget."""
+    """`by` ends the pin; what is left of it goes back to its owner's budget."""
 
     lease_id: str
+    by: str = "its user"
 
 
 class SuspendOutcome(StrEnum):

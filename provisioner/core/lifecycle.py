@@ -24,6 +24,13 @@ FOUND = {
     LeaseState.QUARANTINED: Cause.FOUND_UNKNOWN,
 }
 """What a lease can be found as."""
+_FOUND_AS = {
+    LeaseState.UNATTACHED: "no process of this kernel",
+    LeaseState.UNARMED: "this kernel alive, with nothing on a GPU",
+    LeaseState.RESIDENT: "this kernel on its GPU",
+    LeaseState.SUSPENDED: "this kernel's memory saved on the host",
+    LeaseState.QUARANTINED: "this kernel in a state that it examines",
+}
 SOMEWHERE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 """Found on a device, or saved from one."""
 
@@ -72,7 +79,12 @@ class Lifecycle:
         self._books.add(lease)
         self.settle_found(lease, state, device_ids, event.saved_mib)
         self._pins.keep(lease, event.pinned_until_ms)
-        changes.announce(lease, None, f"recovered.{state}", event.sentence or f"a new broker found the kernel {state}")
+        changes.announce(
+            lease,
+            None,
+            f"recovered.{state}",
+            event.sentence or f"a broker was started anew and found {_FOUND_AS[state]}",
+        )
         if state is LeaseState.QUARANTINED:
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
@@ -253,8 +265,8 @@ class Lifecycle:
             self._books.renew(lease)
         return True
 
-    def suspend_asked(self, lease: Lease) -> None:
-        """Somebody wants it suspended."""
+    def suspend_asked(self, lease: Lease, by: str) -> None:
+        """Its user or an administrator, `by`, asks for its suspend."""
         if lease.state is not LeaseState.RESIDENT:
             sentence = f"the kernel is {lease.state}: only a resident one can be suspended"
             self._changes.decline_suspend(lease, "not-resident", sentence)
@@ -268,6 +280,7 @@ class Lifecycle:
                 lease, "busy", "a cell is running: interrupt it, or try again when it has ended"
             )
         else:
+            lease.asked_by = by
             self._books.mark_asked(lease, asked=True)  # served at once, or declined with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:

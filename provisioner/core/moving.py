@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from provisioner.core.changes import Changes
 from provisioner.core.fairness import preemptible_from_ms, swap_ms
 from provisioner.core.model import LeaseSpec, LeaseState
+from provisioner.core.obstacles import named_for
 from provisioner.core.records import Footing
 from provisioner.core.room import Plan, Room
 from provisioner.core.scheduling import elsewhere
@@ -57,9 +58,8 @@ class Moving:
         targets = self._room.pick(elsewhere(self._books, victim), victim.held_mib)
         if targets is None:
             return False
-        self._begin(
-            victim, targets, "move.defragment", f"it fits there as well, and makes room: lease {lease.lease_id[:8]}"
-        )
+        why = f"it fits there as well, and makes room for {named_for(victim, lease)}"
+        self._begin(victim, targets, "move.defragment", why, lease)
         return True
 
     def plan_busy(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
@@ -89,15 +89,25 @@ class Moving:
             return False
         return lease.host_need_mib <= self._books.host_left_mib
 
-    def _begin(self, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str) -> None:
-        begin_move(self._changes, lease, target_ids, reason, sentence)
+    def _begin(
+        self, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str, beneficiary: Lease | None = None
+    ) -> None:
+        begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
         for device_id in target_ids:
             self._room.keep(device_id, max(kept_mib(lease), lease.held_mib))
         self._room.changed(lease.device_ids)
 
 
-def begin_move(changes: Changes, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str) -> None:
-    """Suspend the lease, and have it wait, before all others, for its targets."""
+def begin_move(
+    changes: Changes,
+    lease: Lease,
+    target_ids: Sequence[str],
+    reason: str,
+    sentence: str,
+    *,
+    beneficiary: Lease | None = None,
+) -> None:
+    """Suspend the lease, for a `beneficiary` that gets its room, and have it wait, before all others, for its targets."""
     ticket = lease.ticket  # it may have one already, to grow
     if ticket is None:
         ticket = changes.new_ticket(first=True)
@@ -107,4 +117,4 @@ def begin_move(changes: Changes, lease: Lease, target_ids: Sequence[str], reason
     ticket.then = ticket.then or changes.new_ticket()
     ticket.kept_on = tuple(target_ids)
     changes.books.set_target(lease, target_ids)
-    changes.begin_suspend(lease, reason, sentence)
+    changes.begin_suspend(lease, reason, sentence, beneficiary=beneficiary)

@@ -13,7 +13,7 @@ from provisioner.core.scheduling import willing_from_ms
 from provisioner.core.state import Books
 from provisioner.core.units import format_duration
 
-__all__ = ["MOST_TOLD", "Moment", "in_the_way", "name_of"]
+__all__ = ["MOST_TOLD", "Moment", "in_the_way", "name_of", "named_for"]
 
 Moment = Callable[[int], str]
 """Says a moment (the arbiter's ms) as a time of day."""
@@ -51,6 +51,11 @@ def in_the_way(
 
 
 _OTHERS = "another user's kernel"
+
+
+def named_for(reader: Lease, other: Lease) -> str:
+    """Return what the story of `reader` calls another lease: its notebook where it is of the same owner, else nothing that tells whose."""
+    return name_of(other) if other.spec.owner == reader.spec.owner else _OTHERS
 
 
 def name_of(lease: Lease) -> str:

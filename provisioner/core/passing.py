@@ -18,6 +18,7 @@ from provisioner.core.fairness import overtakes_at_ms, patience_ms
 from provisioner.core.limits import makers_of_room, over_limit
 from provisioner.core.model import LeaseState
 from provisioner.core.moving import Moving, kept_mib
+from provisioner.core.obstacles import named_for
 from provisioner.core.records import Bucket, Key, Lease, Shape, Ticket, Wait
 from provisioner.core.resizing import Resizing
 from provisioner.core.room import Plan, Room
@@ -426,9 +427,10 @@ class Pass:
         for victim in plan.victims:
             if not self._changes.channel_free:
                 break
-            mine = "suspend.user-limit", f"idle, and its user needs its share for lease {lease.lease_id[:8]}"
+            mine = "suspend.user-limit", f"idle, and its user needs its share for {named_for(victim, lease)}"
             self.again |= victim.grows
-            self._changes.begin_suspend(victim, *(mine if victim in own else _why_it_leaves(victim, lease)))
+            why = mine if victim in own else _why_it_leaves(victim, lease)
+            self._changes.begin_suspend(victim, *why, beneficiary=lease)
             self._room.changed(victim.device_ids)
 
     def _make_room(self, lease: Lease, plan: Plan) -> None:
@@ -445,7 +447,7 @@ class Pass:
                 break
             self.again |= victim.grows  # room was kept for it where it was
             if not self._moving.aside(victim, lease):
-                self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease))
+                self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease), beneficiary=lease)
             self._room.begun(victim)
             self._promised.append(lease)
         what = "a busy kernel has to make room" if preempts else _IDLE_MAKES_ROOM
@@ -490,9 +492,9 @@ class Pass:
                 continue
             for victim in self._room.gather(device_id, need_mib, lease):
                 if self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib:
-                    why = f"idle, and {format_memory(need_mib)} are gathered for lease {lease.lease_id[:8]}"
+                    why = f"idle, and {format_memory(need_mib)} are gathered for {named_for(victim, lease)}"
                     self.again |= victim.grows
-                    self._changes.begin_suspend(victim, "suspend.needed-by", why)
+                    self._changes.begin_suspend(victim, "suspend.needed-by", why, beneficiary=lease)
                     self._room.changed(victim.device_ids)
                     victims.append(victim.lease_id)
             if lease.grows and (leaving := self._room.leaving(device_id)):
@@ -607,14 +609,13 @@ def _order(lease: Lease) -> int:
 
 
 def _why_it_leaves(victim: Lease, lease: Lease) -> tuple[str, str]:
-    need, who = format_memory(_needs(lease)), lease.lease_id[:8]
+    need, who = format_memory(_needs(lease)), named_for(victim, lease)
     if victim.next_cell is not None:
-        return "suspend.needed-by", f"between two cells, and {need} were needed before the next one by lease {who}"
+        return "suspend.needed-by", f"between two cells, and {who} needed {need} before the next one"
     if not victim.busy:
-        return "suspend.needed-by", f"idle, and {need} are needed by lease {who}"
-    higher = victim.spec.priority < lease.spec.priority
-    why = "a kernel of higher priority" if higher else "a kernel that has had less than its share"
-    return "suspend.preempted", f"{why} needs {need}: lease {who}"
+        return "suspend.needed-by", f"idle, and {who} needs {need}"
+    right = "has a higher priority" if victim.spec.priority < lease.spec.priority else "has had less than its share"
+    return "suspend.preempted", f"{who} {right} and needs {need}"
 
 
 def _needs(lease: Lease) -> int:

@@ -227,6 +227,7 @@ class Lease:
     pinned_until_ms: int = 0
     announced_ms: int = 0  # for which idle suspension the kernel has been warned
     asked_to_suspend: bool = False
+    asked_by: str = ""  # who asked last for its suspend
     preempted: bool = False  # its suspend under way, or its last one, takes the device from a busy kernel
     yields: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs (`yielding`)
     yields_from_ms: int = 0  # its gate is not closed for others before this

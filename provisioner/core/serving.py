@@ -128,8 +128,8 @@ class Serving:
                 self._changes.decline_suspend(lease, wait.reason, wait.sentence)
             elif self._changes.channel_free:
                 if lease.pinned_until_ms:
-                    self.pins.unpin(lease, "pin.ended", "somebody asked for its suspend, which ends its pin")
-                self._changes.begin_suspend(lease, "suspend.asked", "somebody asked for it")
+                    self.pins.unpin(lease, "pin.ended", f"{lease.asked_by} asked for its suspend, which ends its pin")
+                self._changes.begin_suspend(lease, "suspend.asked", f"{lease.asked_by} asked for it")
 
     def move_asked(self, lease: Lease, device_id: str | None) -> None:
         """An administrator wants it elsewhere: it goes at once, or stays."""

@@ -1,6 +1,5 @@
 """The laws over the whole state, checked by the independent model."""
 
-import re
 from collections.abc import Sequence
 
 from provisioner.core.arbiter import Arbiter
@@ -14,7 +13,6 @@ from tests.core.pin_books import Pins
 __all__ = ["Laws"]
 
 S = LeaseState
-_BENEFICIARY = re.compile(r"lease (\S+)")
 OF_ITS_OWN = frozenset({"suspend.asked", "suspend.breach", "move.grow", "move.asked"})
 """Reasons to suspend a lease that have to do with nobody else."""
 _KEEPING = frozenset({"wait.making-room", "wait.swap-channel"})
@@ -121,9 +119,9 @@ class Laws:
             )
             return
         if seen.works:
-            self._preempts(seen, why)
+            self._preempts(seen, suspend, why)
         if seen.at_gate >= 0 and why.reason == "suspend.needed-by":
-            self._is_behind(seen, why)
+            self._is_behind(seen, suspend, why)
         if seen.works or (why.reason in {"suspend.idle", "suspend.needed-by"} and not seen.ran):
             law(5, stayed >= pool.min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         pinned = seen.pinned_until > self._world.now
@@ -132,7 +130,7 @@ class Laws:
         law(5, not alone, seen.lease_id, "is suspended, and its last suspend failed just now:", why)
         law(6, not why.reason.startswith("move.") or pool.may_move, seen.lease_id, "may not move, but:", why)
         if why.reason in {"suspend.needed-by", "suspend.preempted"}:
-            self._law_3(seen, why, later)
+            self._law_3(seen, suspend, why, later)
 
     def closing(self, seen: Seen) -> None:
         """A gate is closed: for a ticket that goes before the next cell, after the minimum residency."""
@@ -145,7 +143,7 @@ class Laws:
         law(5, any(one.spec.priority >= seen.spec.priority for one in others), seen, "has its gate closed for nothing")
         seen.closed = True
 
-    def _is_behind(self, victim: Seen, why: Recorded) -> None:
+    def _is_behind(self, victim: Seen, suspend: Suspend, why: Recorded) -> None:
         """A lease whose next cell waits at its gate leaves for a ticket that goes before that cell, after its minimum residency."""
         stayed = self._world.now - victim.since
         law(
@@ -153,13 +151,13 @@ class Laws:
         )
         before = [
             seen
-            for seen in self._beneficiaries(why)
+            for seen in self._beneficiaries(suspend)
             if seen.spec.priority > victim.spec.priority
             or (seen.spec.priority == victim.spec.priority and 0 <= seen.asked < victim.at_gate)
         ]
         law(5, before, victim.lease_id, "came before", why.sentence)
 
-    def _preempts(self, victim: Seen, why: Recorded) -> None:
+    def _preempts(self, victim: Seen, suspend: Suspend, why: Recorded) -> None:
         """A busy lease is suspended for somebody who goes before it, in a pool that wants it so."""
         pool = self._world.pool(victim)
         if why.reason == "move.defragment":
@@ -168,24 +166,23 @@ class Laws:
         law(5, why.reason == "suspend.preempted", victim.lease_id, "is busy and is suspended:", why)
         above = [
             seen
-            for seen in self._beneficiaries(why)
+            for seen in self._beneficiaries(suspend)
             if (pool.preempt_priorities and seen.spec.priority > victim.spec.priority)
             or (pool.preempt_equals and seen.spec.priority == victim.spec.priority)
         ]
         law(5, above, victim.lease_id, "may not be preempted for", why.sentence)
 
-    def _beneficiaries(self, why: Recorded) -> list[Seen]:
-        match = _BENEFICIARY.search(why.sentence)
-        name = match[1] if match else "?"
-        return [seen for lease_id, seen in self._world.leases.items() if lease_id.startswith(name)]
+    def _beneficiaries(self, suspend: Suspend) -> list[Seen]:
+        seen = self._world.leases.get(suspend.for_lease_id)
+        return [seen] if seen is not None else []
 
-    def _law_3(self, victim: Seen, why: Recorded, later: Sequence[Effect]) -> None:
+    def _law_3(self, victim: Seen, suspend: Suspend, why: Recorded, later: Sequence[Effect]) -> None:
         """Somebody is suspended for a beneficiary who waits and would fit if all the idle went.
 
         For one that was passed over too often room is gathered as neighbours become idle: it would fit if all went who may go at all.
         """
         fits = False
-        for seen in self._beneficiaries(why):
+        for seen in self._beneficiaries(suspend):
             for device in victim.devices:
                 could_come = seen.state in ELIGIBLE and device in self._world.allowed(seen)
                 fits |= could_come and self._world.due(seen) <= self._room(seen, device)

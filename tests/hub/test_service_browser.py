@@ -97,7 +97,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         expect(row).to_contain_text("suspended")
         expect(grace.get_by_role("status")).to_contain_text("suspended")
         row.get_by_role("button", name=re.compile("^Why")).click()
-        expect(grace.get_by_role("dialog")).to_contain_text("somebody asked for it")
+        expect(grace.get_by_role("dialog")).to_contain_text("administrator grace asked for it")
         grace.keyboard.press("Escape")
         expect(grace.get_by_role("dialog")).to_be_hidden()
 

@@ -1,0 +1,81 @@
+"""A lease's story names who acts: the notebook that needs the room where it is of the same user, the administrator, the broker."""
+
+from dataclasses import replace
+
+import pytest
+
+from provisioner.core.effects import Effect, Recorded, Suspend
+from provisioner.core.events import (
+    Attached,
+    LeaseRecovered,
+    LeaseRequested,
+    PinRequested,
+    SuspendRequested,
+    UnpinRequested,
+)
+from provisioner.core.model import LeaseState
+from tests.core.driving import Hand, spec
+
+
+def start(hand: Hand, name: str, *, owner: str = "ann", label: str = "") -> None:
+    what = replace(spec(name, 600), owner=owner, label=label)
+    hand.send(LeaseRequested(at_ms=hand.now, spec=what))
+    hand.send(Attached(at_ms=hand.now, lease_id=name, gated=True))
+
+
+def told(effects: list[Effect], name: str) -> list[str]:
+    return [one.sentence for one in effects if isinstance(one, Recorded) and one.lease_id == name]
+
+
+@pytest.mark.parametrize(("owner", "needs"), [("ann", "train.ipynb"), ("bob", "another user's kernel")])
+def test_who_needs_the_room_is_named_to_the_same_user_only(owner: str, needs: str) -> None:
+    hand = Hand()
+    start(hand, "a", label="mine.ipynb")
+    hand.want("a")
+    hand.idle_again("a")
+    start(hand, "b", owner=owner, label="train.ipynb")
+    effects = hand.want("b") + hand.wait(60_000)
+    assert f"idle, and {needs} needs 600 MiB" in told(effects, "a")
+    assert [one.for_lease_id for one in effects if isinstance(one, Suspend)] == ["b"]
+
+
+def test_a_grant_says_who_asked_and_how_long_it_took() -> None:
+    hand = Hand()
+    start(hand, "a")
+    assert "this kernel asked for the GPU and got it at once: 600 MiB are reserved" in told(hand.want("a"), "a")
+    hand.idle_again("a")
+    start(hand, "b")
+    effects = hand.want("b") + hand.wait(12_000)
+    assert "this kernel asked for the GPU and got it after 12 s: 600 MiB are reserved" in told(
+        effects + hand.saved(effects), "b"
+    )
+
+
+@pytest.mark.parametrize("by", ["its user", "administrator grace"])
+def test_who_asked_for_a_suspend_or_ended_a_pin_is_named(by: str) -> None:
+    hand = Hand()
+    hand.idle("a")
+    hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=60_000))
+    assert f"{by} ended its pin" in told(hand.send(UnpinRequested(at_ms=hand.now, lease_id="a", by=by)), "a")
+    hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=60_000))
+    effects = hand.send(SuspendRequested(at_ms=hand.now, lease_id="a", by=by))
+    assert f"{by} asked for its suspend, which ends its pin" in told(effects, "a")
+    assert f"{by} asked for it" in told(effects, "a")
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        (LeaseState.UNATTACHED, "no process of this kernel"),
+        (LeaseState.UNARMED, "this kernel alive, with nothing on a GPU"),
+        (LeaseState.RESIDENT, "this kernel on its GPU"),
+        (LeaseState.SUSPENDED, "this kernel's memory saved on the host"),
+        (LeaseState.QUARANTINED, "this kernel in a state that it examines"),
+    ],
+)
+def test_what_a_broker_found_when_it_started_is_told_in_plain_words(state: LeaseState, found: str) -> None:
+    hand = Hand()
+    effects = hand.send(
+        LeaseRecovered(at_ms=0, spec=spec("a", 600), state=state, generation=1, device_id="d0", saved_mib=300)
+    )
+    assert told(effects, "a")[0] == f"a broker was started anew and found {found}"
