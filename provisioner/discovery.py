@@ -50,6 +50,7 @@ __all__ = [
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
 _EVERY_UID = "4294967295"  # how many uids the map of the machine's own user namespace has
+_SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
 _LONGEST_COMPLAINT = 2000  # bytes
@@ -96,11 +97,13 @@ def ensure_broker(
     timeout_s: float = 30.0,
     answer_s: float | None = None,
     command: tuple[list[str], dict[str, str]] | None = None,
+    simulate: str | None = None,
 ) -> BrokerClient:
     """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if nobody answers there.
 
     `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the
     wait for the first answer of a broker that is there. `command` starts one, by default what `restart_command` returns.
+    `simulate`: the simulated devices of a first broker, where the environment names none.
     Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError with what a person can do about it.
     """
     path = socket if socket is not None else socket_path()
@@ -109,6 +112,8 @@ def ensure_broker(
     try:
         if not _answers(client, timeout_s if answer_s is None else answer_s):
             if not _came_back(client, timeout_s):
+                if simulate and command is None and not os.environ.get(_SIMULATE) and restart_command(path) is None:
+                    command = _start_command(path)[0], {_SIMULATE: simulate}
                 _start_once(client, timeout_s, command)
             check_folder(path)
             client.ping()

@@ -14,7 +14,8 @@ from provisioner.protocol.errors import BadRequestError
 
 __all__ = ["CONFIG_KEYS", "KernelConfig", "check_pool_name", "parse_kernel_config"]
 
-CONFIG_KEYS = ("pool", "fraction", "memory", "request", "devices", "priority")
+CONFIG_KEYS = ("pool", "fraction", "memory", "request", "devices", "priority", "simulate")
+_SIMULATED = re.compile(r"(\d{1,4}x)?\d{1,9}[KMGT]i?B(,(\d{1,4}x)?\d{1,9}[KMGT]i?B){0,63}", re.ASCII | re.IGNORECASE)
 _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 _DEVICES = range(1, 9)
 _PRIORITIES = range(-1000, 1001)
@@ -25,7 +26,8 @@ _SHOWN = 80  # characters of a bad value
 class KernelConfig:
     """A checked wish. Fraction in milli-GPU; memory in MiB, None for the fraction's share of the device.
 
-    `request_mib` is what is guaranteed of it in a pool that reserves by use, None for the fraction's share.
+    `request_mib` is what is guaranteed of it in a pool that reserves by use, None for the fraction's share. `simulate`: the devices of a
+    broker that is started for it; None: the machine's own.
     """
 
     pool: str
@@ -34,6 +36,7 @@ class KernelConfig:
     priority: int = 0
     request_mib: int | None = None
     devices: int = 1
+    simulate: str | None = None
 
 
 def check_pool_name(name: object) -> str:
@@ -76,6 +79,7 @@ def parse_kernel_config(stanza: Mapping[str, object], *, default_pool: str, defa
         fraction_milli=fraction_milli,
         memory_mib=memory_mib,
         priority=_priority(stanza.get("priority", 0)),
+        simulate=_simulated(stanza.get("simulate")),
         request_mib=request_mib,
         devices=devices,
     )
@@ -92,6 +96,14 @@ def _devices(value: object) -> int:
             f"{_DEVICES.stop - 1}"
         )
     return value
+
+
+def _simulated(value: object) -> str | None:
+    if value is None or (isinstance(value, str) and _SIMULATED.fullmatch(value)):
+        return value
+    raise BadRequestError(
+        f"kernel_provisioner config: simulate is {_shown(value)}; allowed: COUNTxMEMORY such as 2x80GiB or 2x80GiB,1x40GiB"
+    )
 
 
 def _priority(value: object) -> int:

@@ -27,6 +27,7 @@ from provisioner.discovery import ensure_broker, runtime_dir
 from provisioner.kernel_process import identity_of, working_folder
 from provisioner.protocol.errors import (
     BrokerUnavailableError,
+    ConflictError,
     ForbiddenError,
     FractionalGPUError,
     NotFoundError,
@@ -143,14 +144,15 @@ class KernelLease:
                 client.resume(self.lease_id)
 
 
-def take_lease(request: LeaseRequest, *, timeout_s: float) -> KernelLease:
+def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
     """Take a new lease from the broker, which is started if need be.
 
-    `timeout_s` bounds the start and each call, seconds.
+    `timeout_s` bounds the start and each call, seconds. `simulate`: the lease is for simulated devices; a broker that is started has these.
 
-    Raises the errors of the protocol: NoRoomError, BadRequestError (no such pool or fraction), BrokerUnavailableError.
+    Raises the errors of the protocol: NoRoomError, BadRequestError (no such pool or fraction), ConflictError (the broker has real devices,
+    and simulated ones are wanted), BrokerUnavailableError.
     """
-    return _persistently(lambda: _take(request, timeout_s))
+    return _persistently(lambda: _take(request, timeout_s, simulate))
 
 
 def _persistently(call: Callable[[], T]) -> T:
@@ -163,11 +165,18 @@ def _persistently(call: Callable[[], T]) -> T:
         return call()
 
 
-def _take(request: LeaseRequest, timeout_s: float) -> KernelLease:
+def _take(request: LeaseRequest, timeout_s: float, simulate: str | None) -> KernelLease:
     seat = own_seat()
     if seat is not None:
         request = replace(request, seat=seat.seat_id)
-    with ensure_broker(timeout_s=timeout_s, token=seat.token if seat is not None else None) as client:
+    token = seat.token if seat is not None else None
+    with ensure_broker(timeout_s=timeout_s, token=token, simulate=simulate) as client:
+        if simulate and not client.ping().simulated:
+            raise ConflictError(
+                f"this kernel is for simulated GPUs ({simulate}), and the GPU broker at {client.socket_path} has real ones; pick a kernel "
+                "without (simulated) in its name, or set JUPYTER_GPU_SOCKET to another path in a folder of yours before you start Jupyter",
+                reason="real-devices",
+            )
         reply = client.create_lease(request)
         try:
             token_file = _write_token(reply.lease_id, reply.token)
@@ -186,20 +195,22 @@ def _take(request: LeaseRequest, timeout_s: float) -> KernelLease:
     )
 
 
-def renew_lease(lease: KernelLease, request: LeaseRequest, *, timeout_s: float) -> KernelLease:
+def renew_lease(
+    lease: KernelLease, request: LeaseRequest, *, timeout_s: float, simulate: str | None = None
+) -> KernelLease:
     """Return a lease for the next process of the same kernel: the same one where possible. Raises as `take_lease`."""
-    return _persistently(lambda: _renew(lease, request, timeout_s))
+    return _persistently(lambda: _renew(lease, request, timeout_s, simulate))
 
 
-def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float) -> KernelLease:
-    with ensure_broker(lease.socket, token=lease.token or None, timeout_s=timeout_s) as client:
+def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float, simulate: str | None) -> KernelLease:
+    with ensure_broker(lease.socket, token=lease.token or None, timeout_s=timeout_s, simulate=simulate) as client:
         if lease.token and lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
             if lease.token_file.exists():
                 return lease
             return replace(lease, token_file=_write_token(lease.lease_id, lease.token))
     with contextlib.suppress(NotFoundError, UnauthorizedError, ForbiddenError):
         lease.release()
-    return take_lease(request, timeout_s=timeout_s)
+    return take_lease(request, timeout_s=timeout_s, simulate=simulate)
 
 
 def recall_lease(info: Mapping[str, Any]) -> KernelLease:

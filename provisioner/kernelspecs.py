@@ -84,13 +84,15 @@ def install(
     directory: str | None = None,
     base: str = _DEFAULT_BASE,
     simulated: bool = False,
+    simulate: str | None = None,
     launcher: bool = False,
     name: str | None = None,
     display_name: str | None = None,
 ) -> list[InstalledSpec]:
     """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
 
-    `name` and `display_name`, for one fraction only, stand in for those that are made from pool, fraction and base.
+    `simulate`: the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel: the one that runs now ends when it is
+    not needed. `name` and `display_name`, for one fraction only, stand in for those that are made from pool, fraction and base.
 
     Where: for this `user`, below a `prefix` (as in PREFIX/share/jupyter/kernels), or into a `directory` of
     kernelspecs; below the environment's own prefix if none is said. Raises BadRequestError (what was asked makes no
@@ -113,8 +115,10 @@ def install(
             base_spec, argv, pool=pool, milli=milli, gated=plan.gated, simulated=simulated, launcher=launcher
         )
         content["metadata"][_MADE_BY] |= {"base": base, "launcher": launcher}
+        if simulate:
+            content["metadata"]["kernel_provisioner"]["config"]["simulate"] = simulate
         if launcher:
-            _let_it_lease(content, pool=pool, milli=milli)
+            _let_it_lease(content, pool=pool, milli=milli, simulate=simulate)
         if display_name is not None:
             content["display_name"] = display_name
         folder = target / folder_name
@@ -271,9 +275,10 @@ def _content(
     return content
 
 
-def _let_it_lease(content: dict[str, Any], *, pool: str, milli: int) -> None:
+def _let_it_lease(content: dict[str, Any], *, pool: str, milli: int, simulate: str | None) -> None:
     """Change kernel.json to one whose command takes the lease."""
     words = ["--pool", pool, "--fraction", f"{milli}m", "--language", content["language"]]
+    words += ["--simulate", simulate] if simulate else []
     label = ["--label", content["display_name"]]
     content["argv"] = [sys.executable, "-P", "-m", "provisioner.launcher", *words, *label, "--", *content["argv"]]
     content["metadata"]["kernel_provisioner"] = {"provisioner_name": "local-provisioner", "config": {}}

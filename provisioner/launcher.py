@@ -37,6 +37,7 @@ __all__ = ["main"]
 
 _MODULE = "provisioner.launcher"
 _TIMEOUT_S = 30.0
+_OF_THE_STANZA = ("pool", "fraction", "memory", "simulate")
 _WAIT_UNGATED_MS = 10_000
 _LONGEST_CONNECTION = 64 * 1024  # bytes
 _TOKEN_MARK = ".launched-"  # noqa: S105 - a part of a file's name
@@ -63,6 +64,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pool", default="default")
     parser.add_argument("--fraction", default="1/4")
     parser.add_argument("--memory")
+    parser.add_argument("--simulate")
     parser.add_argument("--language", default="python")
     parser.add_argument("--label", default="")
     parser.add_argument("--attach", action="store_true", help=argparse.SUPPRESS)
@@ -72,7 +74,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     """Take the lease and become the second step."""
-    stanza = {name: value for name in ("pool", "fraction", "memory") if (value := getattr(options, name)) is not None}
+    stanza = {name: value for name in _OF_THE_STANZA if (value := getattr(options, name)) is not None}
     config = parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")
     command = list(options.command)
     path, _ = _connection(command)
@@ -94,7 +96,7 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
         wait_ms=0 if plan.gated else _WAIT_UNGATED_MS,
     )
     _sweep_tokens()
-    lease = _named_for_us(take_lease(request, timeout_s=_TIMEOUT_S))
+    lease = _named_for_us(take_lease(request, timeout_s=_TIMEOUT_S, simulate=config.simulate))
     try:
         _release_earlier(lease, kernel_id)
         step = [sys.executable, "-P", "-m", _MODULE, "--attach", "--language", options.language, "--", *command]

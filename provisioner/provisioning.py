@@ -145,7 +145,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._plan = await in_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
         request = self._request(config, environment)
         self._notice = ""
-        lease, notice = await self._obtain(request)
+        lease, notice = await self._obtain(request, config.simulate)
         self._launching = lease
         managed = lease is not None or bool(notice)
         if managed and self._plan.foreign:
@@ -392,13 +392,14 @@ class FractionalGPUProvisioner(LocalProvisioner):
             wait_ms=0 if self._plan.gated else _WAIT_UNGATED_MS,
         )
 
-    async def _obtain(self, request: LeaseRequest) -> tuple[KernelLease | None, str]:
+    async def _obtain(self, request: LeaseRequest, simulate: str | None) -> tuple[KernelLease | None, str]:
         """Return the lease, or None and why the kernel starts without (empty: it starts as if we were not there)."""
+        how: dict[str, Any] = {"timeout_s": self.broker_timeout, "simulate": simulate}
         try:
             if self._lease is None:
-                self._lease = await in_thread(take_lease, request, timeout_s=self.broker_timeout)
+                self._lease = await in_thread(take_lease, request, **how)
             else:
-                self._lease = await in_thread(renew_lease, self._lease, request, timeout_s=self.broker_timeout)
+                self._lease = await in_thread(renew_lease, self._lease, request, **how)
         except FractionalGPUError as error:
             if self._is_restart:
                 return None, self._explain(error)

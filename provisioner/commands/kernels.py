@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from provisioner.commands.completers import FRACTIONS, KERNELSPECS, POOLS, completed
+from provisioner.commands.demo import checked_simulate
 from provisioner.commands.failure import CommandError, UsageError
-from provisioner.commands.offers import ANY_OFFERS_MILLI
+from provisioner.commands.offers import ANY_OFFERS_MILLI, simulated_devices
 from provisioner.commands.words import table
 from provisioner.core.units import format_fraction, parse_fraction_milli
 from provisioner.discovery import ensure_broker
 from provisioner.kernelspecs import InstalledSpec, install, list_installed, remove
+from provisioner.protocol.messages import HostStatus
 
 __all__ = ["configure", "run"]
 
@@ -64,7 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     adding.add_argument("--base", default="python3", help="the kernelspec to copy from (default: python3)")
     adding.add_argument("--name", help="another name for the kernelspec (one fraction only)")
     adding.add_argument("--display-name", metavar="TEXT", help="what the launcher shows (one fraction only)")
-    adding.add_argument("--simulate", metavar="COUNTxMEMORY", help="simulated GPUs for a broker that is started")
+    adding.add_argument(
+        "--simulate", metavar="COUNTxMEMORY", help="simulated GPUs; the kernels start a broker with them"
+    )
     adding.add_argument(
         "--launcher",
         action="store_true",
@@ -110,16 +114,19 @@ def run(options: argparse.Namespace) -> int:
 
 def _install(options: argparse.Namespace) -> int:
     if options.simulate:
+        checked_simulate(options.simulate)
         os.environ["JUPYTER_GPU_SIMULATE"] = options.simulate  # a broker that is started now reads it
     if options.fraction:
         offers: Mapping[str, Sequence[int]] = {options.pool or "default": _fractions(options.fraction)}
-        simulated = bool(os.environ.get("JUPYTER_GPU_SIMULATE"))
+        simulate = os.environ.get("JUPYTER_GPU_SIMULATE") or None
+        simulated = simulate is not None
     else:
-        offers, simulated = _ask_broker(options.pool, must_simulate=bool(options.simulate))
+        offers, status = _ask_broker(options.pool, must_simulate=bool(options.simulate))
+        simulate, simulated = simulated_devices(status), status.simulated
     for pool, milli in offers.items():
         wanted = milli or ANY_OFFERS_MILLI
-        how = {"base": options.base, "simulated": simulated, "launcher": options.launcher}
-        own = {"name": options.name, "display_name": options.display_name}
+        how = {"base": options.base, "simulated": simulated, "simulate": simulate}
+        own = {"launcher": options.launcher, "name": options.name, "display_name": options.display_name}
         for spec in install(pool, wanted, **how, **own, **_place(options)):
             without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
             print(f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}")
@@ -140,8 +147,8 @@ def _fractions(texts: Sequence[str]) -> list[int]:
         raise UsageError(f"--fraction: {error}") from error
 
 
-def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, Sequence[int]], bool]:
-    """Return what the pools offer, and whether the GPUs are simulated. Raises CommandError, or that there is no broker."""
+def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, Sequence[int]], HostStatus]:
+    """Return what the pools offer, and the broker's status. Raises CommandError, or that there is no broker."""
     with ensure_broker() as broker:
         status = broker.status()
     if must_simulate and not status.simulated:
@@ -150,10 +157,10 @@ def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, 
             "another socket in JUPYTER_GPU_SOCKET"
         )
     if pool is None:
-        return status.pools, status.simulated
+        return status.pools, status
     if pool not in status.pools:
         raise CommandError(f"there is no pool {pool!r}; the broker has {', '.join(status.pools) or 'none'}")
-    return {pool: status.pools[pool]}, status.simulated
+    return {pool: status.pools[pool]}, status
 
 
 def _remove(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from provisioner.commands.demo import checked_simulate, need_packages
 from provisioner.commands.failure import CommandError
-from provisioner.commands.offers import install_offers
+from provisioner.commands.offers import install_offers, simulated_devices
 from provisioner.commands.words import device_in_words
 from provisioner.discovery import ensure_broker, runtime_dir, socket_path
 from provisioner.protocol.messages import HostStatus
@@ -60,7 +60,12 @@ def run(options: argparse.Namespace) -> int:
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # the broker that is started now reads it
     with ensure_broker(place.socket) as broker:
         status = broker.status()
-    specs = install_offers(status.pools, directory=str(place.data / "kernels"), simulated=status.simulated)
+    specs = install_offers(
+        status.pools,
+        directory=str(place.data / "kernels"),
+        simulated=status.simulated,
+        simulate=simulated_devices(status),
+    )
     for line in _announcement(status, [spec.display_name for spec in specs], place):
         print(line, file=sys.stderr, flush=True)
     command = lab_command(options.passed_on)

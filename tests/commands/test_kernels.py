@@ -1,7 +1,9 @@
 """`jupyter gpu kernels`: install, list, remove."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,25 @@ def test_given_fractions_need_no_broker(broker: OwnBroker, tmp_path: Path) -> No
     assert main(["kernels", "install", "--fraction", "1/4", "0.5", "--prefix", str(tmp_path)]) == 0
     assert installed(tmp_path) == [("default", 250, False), ("default", 500, False)]
     assert broker.calls == []
+
+
+def config(prefix: Path, name: str) -> Any:  # noqa: ANN401 - JSON
+    text = (prefix / "share" / "jupyter" / "kernels" / name / "kernel.json").read_text()
+    return json.loads(text)["metadata"]["kernel_provisioner"]["config"]
+
+
+def test_a_simulated_kernelspec_carries_its_devices(
+    pools: OwnBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools.devices = [replace(pools.device, index=0, memory_mib=2048)]
+    assert main(["kernels", "install", "--pool", "default", "--prefix", str(tmp_path)]) == 0
+    assert config(tmp_path, "fractional-gpu-default-250")["simulate"] == "1x2048MiB"
+    monkeypatch.setenv("JUPYTER_GPU_SIMULATE", "2x1GiB")
+    assert main(["kernels", "install", "--fraction", "1/2", "--prefix", str(tmp_path)]) == 0
+    assert config(tmp_path, "fractional-gpu-default-500")["simulate"] == "2x1GiB"
+    monkeypatch.delenv("JUPYTER_GPU_SIMULATE")
+    assert main(["kernels", "install", "--fraction", "1/8", "--prefix", str(tmp_path)]) == 0
+    assert "simulate" not in config(tmp_path, "fractional-gpu-default-125")
 
 
 def test_a_bad_fraction_is_wrong_usage_and_installs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
