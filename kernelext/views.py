@@ -61,7 +61,7 @@ class StatusView:
         if status.saved_mib:
             rows.append(("saved", f"{format_memory(status.saved_mib)} held in host memory"))
         if status.resume_ms is not None:
-            rows.append(("resume", f"takes about {rough(status.resume_ms)} once there is room"))
+            rows.append(("resume", f"takes {_about(status.resume_ms)} once there is room"))
         if status.position is not None:
             rows.append(("queue", f"place {status.position}" + _expected(status)))
         if status.pinned_ms:
@@ -261,8 +261,12 @@ def _expected(status: LeaseStatus) -> str:
     span = ""
     if status.low_ms is not None and status.high_ms is not None:
         span = f", likely {rough(status.low_ms)} to {rough(status.high_ms)}"
-    about = rough(status.expected_ms)
-    return f" ({'' if about.startswith('under') else 'about '}{about} more{span})"
+    return f" ({_about(status.expected_ms)} more{span})"
+
+
+def _about(ms: int) -> str:
+    text = rough(ms)
+    return text if text.startswith("under") else f"about {text}"
 
 
 def _times(count: int) -> str:

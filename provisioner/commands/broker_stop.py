@@ -96,6 +96,8 @@ def _said(done: Stopped) -> str:
         lines = [f"The broker, process {done.pid}, has ended{how}."]
     if done.restarted is not None:
         lines.append(f"A broker, process {done.restarted}, serves on {done.socket} with the same options.")
+    elif done.resident == 0 == done.suspended:
+        lines.append("No kernel had memory on a GPU or saved; the next one that wants a GPU starts a broker.")
     elif done.pid is not None:
         counts = "" if done.resident is None else f" ({done.resident} resident, {done.suspended} suspended)"
         lines.append(

@@ -1,5 +1,6 @@
 """`jupyter gpu broker`: its command line."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from provisioner.broker import app
 from provisioner.broker.app import BrokerOptions
 from provisioner.commands import broker
+from provisioner.commands.broker_stop import Stopped, _said
 from provisioner.commands.main import main
 from provisioner.config import load
 
@@ -66,3 +68,11 @@ def test_the_generated_configuration_can_be_used_as_it_is(
     file.write_text(capsys.readouterr().out)
     assert load(file).files == (file,)
     assert ran == []
+
+
+def test_a_stop_tells_of_kernels_only_where_there_are_some() -> None:
+    done = Stopped(socket="/run/b.sock", pid=7, how="orderly", resident=0, suspended=0, waiting=0, restarted=None)
+    assert "live on" not in _said(done)
+    assert "No kernel had memory on a GPU or saved" in _said(done)
+    assert "The kernels live on (1 resident, 0 suspended)" in _said(replace(done, resident=1))
+    assert "The kernels live on: " in _said(replace(done, resident=None, suspended=None))

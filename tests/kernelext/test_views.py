@@ -73,6 +73,8 @@ def test_a_suspended_kernel_says_what_is_held_and_when_it_is_back() -> None:
     rows = dict(StatusView(suspended).rows())
     assert rows["saved"] == "512 MiB held in host memory"
     assert rows["resume"] == "takes about 2 s once there is room"
+    soon = dict(StatusView(replace(suspended, resume_ms=300)).rows())
+    assert soon["resume"] == "takes under 1 s once there is room"
     assert rows["queue"] == "place 2 (about 40 s more)"
     assert dict(StatusView(replace(suspended, low_ms=10_000, high_ms=120_000)).rows())["queue"].endswith(
         "more, likely 10 s to 2 min)"
