@@ -112,17 +112,26 @@ class Administering:
                 reason="not-confirmed",
             )
         log.warning("lease %s: an administrator evicts it", kernel.lease_id[:8])
-        kernel.evictions += 1
         sentence = self.evictions.begin(kernel, peer, request.why)
         try:
-            await end_processes(partial(self._tree, kernel, kernel.identity), "process {pid} of the kernel")
+            await self._end_tree(kernel)
         except ConflictError:
             self.evictions.failed(kernel)
             raise
-        finally:
-            kernel.evictions -= 1
         self._broker.record_line(kernel, EVICTED, sentence)
         await self._broker.survivors.release(kernel, EVICTED)
+
+    async def end_kernel(self, kernel: Kernel) -> None:
+        """End the processes and the lease of a kernel whose server has ended. Raises and is cancelled as `evict`."""
+        await self._end_tree(kernel)
+        await self._broker.survivors.release(kernel)
+
+    async def _end_tree(self, kernel: Kernel) -> None:
+        kernel.evictions += 1
+        try:
+            await end_processes(partial(self._tree, kernel, kernel.identity), "process {pid} of the kernel")
+        finally:
+            kernel.evictions -= 1
 
     async def _tree(self, kernel: Kernel, root: ProcessIdentity | None) -> list[ProcessIdentity]:
         snapshot = await asyncio.to_thread(scan, LEASE_VARIABLE)

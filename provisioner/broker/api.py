@@ -61,7 +61,7 @@ class _Status(Handler):
         seats = self.service.seats
         seat = seats.of_token(self.peer.token)
         status = replace(
-            host_status(self.service.broker, self.socket_path, uid, seat=seat),
+            host_status(self.service.broker, self.socket_path, uid, seat=seat, owner=seats.owner_of(seat)),
             seats=seats.seen_by(uid, seat),
             seat_queue=seats.queue_seen_by(uid, seat),
         )
@@ -121,7 +121,8 @@ class _Events(Stream):
         seat = self.service.seats.of_token(self.peer.token)
 
         async def work() -> None:
-            async with aclosing(self.settings["feed"].follow(uid, seat)) as news:
+            owner = self.service.seats.owner_of(seat)
+            async with aclosing(self.settings["feed"].follow(uid, seat, owner)) as news:
                 async for status in news:
                     await self.line({} if status is None else status)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -41,6 +41,7 @@ from provisioner.core.effects import (
     CloseGate,
     Declined,
     Effect,
+    EndProcesses,
     Granted,
     LeaseAdmitted,
     LeaseEnded,
@@ -106,6 +107,7 @@ class Broker:
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
         self.files: LeaseFiles | None = None  # the second records
+        self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease; set by whoever serves seats
         writer.trouble_changed = self._trouble_changed
         self._swaps = swaps
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
@@ -178,6 +180,9 @@ class Broker:
                 self._told(effect)
             case CapBreached():
                 self._breached(effect)
+            case EndProcesses(lease_id=lease_id):
+                if not self.stopping:
+                    self.end_processes(lease_id)
             case LeaseEnded(lease_id=lease_id, reason=reason):
                 self._ended(lease_id, reason)
             case TicketsChanged():
@@ -462,7 +467,7 @@ class Broker:
     def want_for(self, kernel: Kernel) -> None:
         """File a ticket on behalf of a kernel that cannot or did not ask."""
         view = self.arbiter.lease(kernel.lease_id)
-        if view is None or kernel.wanted_by_broker:
+        if view is None or view.revoked or kernel.wanted_by_broker:
             return
         if view.state not in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNARMED):
             return

@@ -43,8 +43,12 @@ class Feed:
         self._edition = 0  # of what lasts
         self._news = asyncio.Event()
 
-    async def follow(self, uid: int | None, seat: str | None = None) -> AsyncGenerator[HostStatus | None, None]:
-        """Yield the state that this uid (None: all) and seat may see, at once and after each change; None when all is quiet for a while.
+    async def follow(
+        self, uid: int | None, seat: str | None = None, owner: str = ""
+    ) -> AsyncGenerator[HostStatus | None, None]:
+        """Yield the state that this uid (None: all) and seat, of this owner, may see, at once and after each change.
+
+        Yields None when all is quiet for a while.
 
         Close it to stop following: the last follower who leaves ends the looking.
         """
@@ -57,7 +61,7 @@ class Feed:
             while True:
                 news, latest = self._news, self._latest
                 if latest is not None and edition != self._edition:
-                    edition, status = self._edition, _seen_by(latest, self._broker, uid, seat)
+                    edition, status = self._edition, _seen_by(latest, self._broker, uid, seat, owner)
                     if (lasting := _lasting(status)) != told:
                         told = lasting
                         yield status
@@ -87,13 +91,14 @@ class Feed:
             )  # what stirs nothing, such as a forecast that shrinks, is looked at now and then
 
 
-def _seen_by(status: HostStatus, broker: Broker, uid: int | None, seat: str | None) -> HostStatus:
-    return replace(status, leases=[lease for lease in status.leases if _may_see(lease.lease_id, broker, uid, seat)])
+def _seen_by(status: HostStatus, broker: Broker, uid: int | None, seat: str | None, owner: str) -> HostStatus:
+    seen = [lease for lease in status.leases if _may_see(lease.lease_id, broker, uid, seat, owner)]
+    return replace(status, leases=seen)
 
 
-def _may_see(lease_id: str, broker: Broker, uid: int | None, seat: str | None) -> bool:
+def _may_see(lease_id: str, broker: Broker, uid: int | None, seat: str | None, owner: str) -> bool:
     kernel, view = broker.kernels.get(lease_id), broker.arbiter.lease(lease_id)
-    return kernel is not None and view is not None and is_shown(kernel, view, uid, seat)
+    return kernel is not None and view is not None and is_shown(kernel, view, uid, seat, owner)
 
 
 def _lasting(status: HostStatus) -> _Lasting:

@@ -71,7 +71,7 @@ class _End(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
         async with self.steered("end", kernel, processes=[one.identity.pid for one in kernel.left]):
-            await self.service.broker.survivors.end(kernel)
+            await self.service.end(kernel)
         self.reply(Done())
 
 

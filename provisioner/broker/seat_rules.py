@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from provisioner.config.hub import GroupTerms, HubPool
-from provisioner.core.model import Limits, PoolSpec
+from provisioner.core.model import LeaseView, Limits, PoolSpec
 from provisioner.core.units import format_fraction, format_memory
 from provisioner.ledger.records import SeatRecord
 from provisioner.protocol.errors import BadRequestError, ForbiddenError, NoRoomError
@@ -123,9 +123,15 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
     return group or next((name for name, _ in pool.group_limits if name in mine), "")
 
 
-def check_limits(request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord]) -> None:
-    """Refuse a seat that its user or group may not have beside those that they have. Raises NoRoomError."""
+def check_limits(
+    request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
+) -> None:
+    """Refuse a seat that its user or group may not have beside those that they have. Raises NoRoomError.
+
+    `revoked`: the user's leases whose seats have ended.
+    """
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
+    own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)
     limits = dict(pool.group_limits).get(group)
     if limits is not None:
@@ -167,8 +173,13 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
     )
 
 
-def check_draw(seat: SeatRecord, pool: str, priority: int, asked: Drawn, held: Drawn) -> None:
-    """Refuse a kernel that asks for more than its seat has left. Raises ForbiddenError or NoRoomError."""
+def check_draw(
+    seat: SeatRecord, pool: str, priority: int, asked: Drawn, held: Drawn, *, earlier: Sequence[str] = ()
+) -> None:
+    """Refuse a kernel that asks for more than its seat has left. Raises ForbiddenError or NoRoomError.
+
+    `earlier`: leases among those that hold, whose kernels are an earlier server's.
+    """
     has = f"this server has {format_fraction(seat.fraction_milli)} GPU with {format_memory(seat.memory_mib)} of pool {seat.pool!r}"
     if pool != seat.pool:
         raise ForbiddenError(
@@ -182,6 +193,9 @@ def check_draw(seat: SeatRecord, pool: str, priority: int, asked: Drawn, held: D
             reason="seat-priority",
         )
     more = "shut one of them down, or start the server again with more" if held.kernels else "ask for that or less"
+    if earlier:
+        named = " or ".join(f"`jupyter gpu end {lease_id[:8]}`" for lease_id in earlier)
+        more += f"; {named}, in a terminal of this server, ends one that an earlier run of the server has left"
     if held.fraction_milli + asked.fraction_milli > seat.fraction_milli:
         others = f", of which its other kernels have {format_fraction(held.fraction_milli)}" if held.kernels else ""
         raise NoRoomError(
@@ -196,7 +210,7 @@ def check_draw(seat: SeatRecord, pool: str, priority: int, asked: Drawn, held: D
         )
     if held.kernels >= seat.max_kernels:
         raise NoRoomError(
-            f"this server has {held.kernels} kernels with a GPU, the most it may have; shut one of them down",
+            f"this server has {held.kernels} kernels with a GPU, the most it may have; {more}",
             reason="seat-kernels",
         )
 

@@ -10,7 +10,7 @@
 - A request that fits passes those before it that do not: `max_passed_over` times at most, then the pool keeps its room for the one that
   was passed. One that not even the empty pool could serve (its devices became fewer, or its terms stricter) keeps none.
 - A kernel of a seat gets owner, group, priority and weight from the seat, whatever it asks. What ends is the entitlement, not the
-  kernels: leases without a process end with their seat, the others with their process.
+  kernels: the leases of a seat that ends are revoked (`revoking`).
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from provisioner.broker.kernels import Kernel
 from provisioner.broker.lease_files import read_seat_files
 from provisioner.broker.metering import Meter
 from provisioner.broker.pool_editing import PoolEditor
+from provisioner.broker.revoking import Revocations
 from provisioner.broker.seat_offers import Forecasts
 from provisioner.broker.seat_rules import (
     Drawn,
@@ -42,8 +43,7 @@ from provisioner.broker.seat_rules import (
 from provisioner.config.hub import GroupTerms, HubPool
 from provisioner.config.pools import PoolSettings
 from provisioner.config.settings import Settings
-from provisioner.core.events import LeaseReleased
-from provisioner.core.model import LeaseSpec, LeaseState, PoolSpec
+from provisioner.core.model import LeaseSpec, LeaseView, PoolSpec
 from provisioner.core.packing import Load
 from provisioner.core.units import format_fraction
 from provisioner.ledger.ledger import Ledger
@@ -101,6 +101,7 @@ class Seats:
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
         self.forecasts = Forecasts(broker, settings)
         self._meter = Meter(broker, self.forecasts)
+        self.revocations = Revocations(broker)
         self.pools = PoolEditor(broker, settings, self._pool_changed, self.forecasts.unshared)
 
     # -- what is there -----------------------------------------------------------------------------------------------------
@@ -124,6 +125,7 @@ class Seats:
         for seat in self._seats.values():
             self._note(seat)
         self._meter.recover(ledger)
+        self.revocations.recover(ledger, self._seats)
         for pool in self._broker.arbiter.pools():
             self._warn(pool)
 
@@ -219,7 +221,7 @@ class Seats:
             group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
             group = counted_group(group, request.groups, pool)
             memory_mib = self.forecasts.memory_mib(pool, request.fraction_milli, request.memory_mib)
-            check_limits(request, group, pool, self._others(request))
+            check_limits(request, group, pool, self._others(request), self._revoked(request))
             self.forecasts.check_ever(request, pool, hub, memory_mib)
         except (ForbiddenError, NoRoomError) as error:
             yield self._limited(request, error)
@@ -325,7 +327,7 @@ class Seats:
         request = waiter.request
         others = self._others(request)
         load = self.forecasts.load(request.owner, pool, waiter.memory_mib)
-        check_limits(request, waiter.group, pool, others)
+        check_limits(request, waiter.group, pool, others, self._revoked(request))
         if len(others) == len(self._of_pool(request.pool)):  # it replaces no seat, whose room would be free for it
             for mib, other, full in unplaced:
                 if waiter.memory_mib >= mib and load.mib >= other.mib and load.duty_milli >= other.duty_milli:
@@ -402,6 +404,7 @@ class Seats:
                 "server has taken its place; start the server again",
             )
         waiter.given = True
+        self.revocations.take_over(seat, partial(self._check_takeover, seat))
         log.info(
             "seat %s: %s GPU of pool %r for %r",
             seat.seat_id[:8],
@@ -455,9 +458,7 @@ class Seats:
             self._broker.files.drop_seat(seat.seat_id)
         log.info("seat %s of %r ended: %s", seat.seat_id[:8], seat.owner, reason)
         self._write_end(seat.seat_id, partial(self._broker.writer.ledger.end_seat, seat.seat_id, wall_ms(), reason))
-        for _, view in self._broker.views():
-            if view.spec.seat == seat.seat_id and view.state is LeaseState.UNATTACHED:
-                self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=view.spec.lease_id))
+        self.revocations.seat_ended(seat)
         self._notify()
 
     def _write_end(self, seat_id: str, end: Callable[[], None]) -> None:
@@ -481,6 +482,7 @@ class Seats:
                 group.create_task(self._meter.run())
         finally:
             self._write_ends()
+            await self.revocations.close()
 
     async def _expire(self) -> None:
         while True:
@@ -533,7 +535,7 @@ class Seats:
         if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
             raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
         asked = Drawn(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
-        check_draw(seat, spec.pool, request.priority, asked, self._held(seat.seat_id))
+        check_draw(seat, spec.pool, request.priority, asked, self._held(seat.seat_id), earlier=self._earlier(seat))
         return replace(
             spec,
             seat=seat.seat_id,
@@ -542,6 +544,13 @@ class Seats:
             priority=min(spec.priority, seat.priority) if request.priority else seat.priority,
             owner_weight=seat.weight,
         )
+
+    def _check_takeover(self, seat: SeatRecord, kernel: Kernel, view: LeaseView) -> None:
+        """Raise ForbiddenError or NoRoomError for a revoked lease that the seat has no room for, or other terms than the lease has."""
+        spec = view.spec
+        if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group_name:
+            raise ForbiddenError("it was given on other terms", reason="seat-terms")
+        check_draw(seat, spec.pool, spec.priority, self._drawn_by(kernel, spec), self._held(seat.seat_id))
 
     def check_resize(self, kernel: Kernel, fraction_milli: int, reserve_mib: int) -> None:
         """Refuse another size of an existing lease that is more than its seat has left. Raises NoRoomError or ForbiddenError."""
@@ -552,7 +561,8 @@ class Seats:
         if seat is None:
             raise ForbiddenError("the seat of this kernel is over; it keeps the size that it has", reason="no-seat")
         asked = Drawn(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
-        check_draw(seat, spec.pool, spec.priority, asked, self._held(seat.seat_id, but=spec.lease_id))
+        held = self._held(seat.seat_id, but=spec.lease_id)
+        check_draw(seat, spec.pool, spec.priority, asked, held, earlier=self._earlier(seat, but=spec.lease_id))
         kernel.asked_of_seat = (asked.fraction_milli, asked.memory_mib)
 
     def of_token(self, token: str | None) -> str | None:
@@ -567,6 +577,30 @@ class Seats:
             if view.spec.seat and hmac.compare_digest(digest, kernel.token_sha256):
                 return view.spec.seat
         return None
+
+    def owner_of(self, seat_id: str | None) -> str:
+        """Return whose seat it is, "" if there is none such (any more)."""
+        seat = self._seats.get(seat_id or "")
+        return seat.owner if seat is not None else ""
+
+    def opens(self, token: str, view: LeaseView) -> bool:
+        """Whether the token is that of the seat that the lease draws on, or of a seat of the user whose revoked lease it is."""
+        seat_id = self.of_token(token)
+        own = view.revoked and self.owner_of(seat_id) == view.spec.owner
+        return bool(view.spec.seat) and (seat_id == view.spec.seat or own)
+
+    def predates(self, kernel: Kernel, view: LeaseView) -> bool:
+        """Whether the kernel is of an earlier server than the one whose seat it draws on, if it draws on one."""
+        seat = self._seats.get(view.spec.seat)
+        return view.revoked or (seat is not None and kernel.created_ms < seat.created_ms)
+
+    def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:
+        """Return the leases that the seat has taken over from an earlier server: no list of the present one's kernels shows these."""
+        return [
+            kernel.lease_id
+            for kernel, view in self._broker.views()
+            if view.spec.seat == seat.seat_id and kernel.lease_id != but and self.predates(kernel, view)
+        ]
 
     def _held(self, seat_id: str, *, but: str = "") -> Drawn:
         """Return what the seat's kernels have, and what those that wait for another size may get at any moment."""
@@ -611,6 +645,9 @@ class Seats:
         return [
             seat for seat in self._of_pool(request.pool) if (seat.owner, seat.server) != (request.owner, request.server)
         ]
+
+    def _revoked(self, request: SeatRequest) -> list[LeaseView]:
+        return self.revocations.of_user(request.pool, request.owner, request.server)
 
     def _notify(self) -> None:
         self._changed.set()

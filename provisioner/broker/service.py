@@ -33,7 +33,7 @@ from provisioner.broker.kernels import Kernel, Request
 from provisioner.broker.lost_leases import LostLeases
 from provisioner.broker.seats import Seats
 from provisioner.broker.sharing import launch_environment
-from provisioner.broker.status import HAD_ITS_TURN, lease_status, neighbours
+from provisioner.broker.status import HAD_ITS_TURN, lease_status, neighbours, revoked_sentence
 from provisioner.broker.steering import Steering
 from provisioner.config.settings import Settings
 from provisioner.core.effects import LeaseRefused
@@ -48,6 +48,7 @@ from provisioner.core.events import (
 )
 from provisioner.core.model import FAILED, LeaseState, LeaseView
 from provisioner.core.requests import UNATTACHED_LIMIT
+from provisioner.core.revoked import REVOKED
 from provisioner.core.units import format_duration
 from provisioner.host.process import ProcessIdentity, read_stat
 from provisioner.host.tree import is_below
@@ -298,8 +299,8 @@ class Service:
             self.broker.save(kernel)
         if hmac.compare_digest(digest, kernel.token_sha256):
             return True
-        seat = self._seat_of(kernel)
-        return not own and bool(seat) and self.seats.of_token(token) == seat
+        view = self.broker.arbiter.lease(kernel.lease_id)
+        return not own and view is not None and self.seats.opens(token, view)
 
     def _seat_of(self, kernel: Kernel) -> str:
         view = self.broker.arbiter.lease(kernel.lease_id)
@@ -318,6 +319,14 @@ class Service:
         Returns when it is known which. Cancelled: it goes on.
         """
         await self.broker.survivors.release(kernel)
+
+    async def end(self, kernel: Kernel) -> None:
+        """End what the kernel left behind, or a kernel whose own server has ended. Raises ConflictError. Cancelled: it goes on."""
+        view = self._view(kernel)
+        if not kernel.left and self.seats.predates(kernel, view):
+            await self.administering.end_kernel(kernel)
+        else:
+            await self.broker.survivors.end(kernel)
 
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Put a process behind the lease. Raises BadRequestError or ForbiddenError with what does not fit."""
@@ -425,12 +434,8 @@ class Service:
     def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
         """Return what there is to say, None for the moment in which a grant is being written down."""
         view = self.broker.arbiter.lease(kernel.lease_id)
-        if view is None or kernel.released:
-            return Progress(
-                kind=ProgressKind.REFUSED,
-                reason="lease-over",
-                sentence=f"the lease of this kernel was ended: for another one {RESTART}",
-            )
+        if view is None or kernel.released or view.revoked:
+            return _over(view)
         if view.state is LeaseState.RESIDENT and not view.at_gate:
             device_ids = self.broker.may_use(kernel)
             if not device_ids:
@@ -596,6 +601,14 @@ class Service:
             self.cannot_be_saved(kernel, answer.detail)
         elif answer.number == 0 and answer.word == "input":
             self.broker.look_at_use(kernel)
+
+
+def _over(view: LeaseView | None) -> Progress:
+    """Return that the lease has ended, or that its seat has."""
+    if view is not None and view.revoked:
+        return Progress(kind=ProgressKind.REFUSED, reason=REVOKED.reason, sentence=revoked_sentence(view))
+    sentence = f"the lease of this kernel was ended: for another one {RESTART}"
+    return Progress(kind=ProgressKind.REFUSED, reason="lease-over", sentence=sentence)
 
 
 def _failure(view: LeaseView) -> tuple[str, str] | None:

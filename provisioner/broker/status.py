@@ -7,13 +7,17 @@ from provisioner import __version__
 from provisioner.broker.broker import Broker, devices_of, now_ms
 from provisioner.broker.kernels import Kernel
 from provisioner.core.model import LeaseView
+from provisioner.core.revoked import REVOKED
+from provisioner.core.units import format_duration
 from provisioner.gpu.interface import DeviceSensors
 from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, LeftProcess, Neighbour
 
-__all__ = ["HAD_ITS_TURN", "device_status", "host_status", "is_shown", "lease_status", "neighbours"]
+__all__ = ["HAD_ITS_TURN", "device_status", "host_status", "is_shown", "lease_status", "neighbours", "revoked_sentence"]
 
 HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
+
+_MINUTE_MS = 60_000
 _NOBODY = -1  # no user has this uid
 
 
@@ -25,6 +29,8 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
     if view.at_gate:
         reason, sentence = "wait.turn", HAD_ITS_TURN
         expected = broker.arbiter.gate_wait(kernel.lease_id, now_ms())
+    elif view.revoked:
+        reason, sentence = REVOKED.reason, revoked_sentence(view)
     device = broker.devices.get(view.device_id or "")
     return LeaseStatus(
         lease_id=kernel.lease_id,
@@ -60,19 +66,34 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         stays=view.stays,
         working=kernel.working and kernel.worked_us > 0,
         seat=view.spec.seat,
+        revoked=view.revoked,
+        ends_in_ms=None if view.ends_ms is None else max(0, view.ends_ms - now_ms()),
         left=[LeftProcess(pid=one.identity.pid, command=one.command, used_mib=one.used_mib) for one in kernel.left],
     )
 
 
-def is_shown(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None) -> bool:
-    """Whether a peer of this uid (None: who may see all), or of this seat, is told of the lease."""
+def revoked_sentence(view: LeaseView) -> str:
+    """Return what has become of a revoked lease, and what to do."""
+    left = format_duration(max(0, (view.ends_ms or 0) - now_ms()) // _MINUTE_MS * _MINUTE_MS)
+    return (
+        "the seat of this kernel's server has ended: it keeps its variables, uses no GPU and counts for its user, and ends in about "
+        f"{left}; start that server again with as large a share of pool {view.spec.pool!r}, which takes the kernel over, or end it "
+        f"with `jupyter gpu end {view.spec.lease_id[:8]}`"
+    )
+
+
+def is_shown(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None, owner: str = "") -> bool:
+    """Whether a peer of this uid (None: who may see all), or of this seat and its owner, is told of the lease."""
     if seat is not None:
-        return view.spec.seat == seat
+        own = bool(owner) and view.revoked and view.spec.owner == owner
+        return view.spec.seat == seat or own
     # A seat's leases are not everybody's of that uid: containers share uids.
     return uid is None or (kernel.uid == uid and not view.spec.seat)
 
 
-def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | None = None) -> HostStatus:
+def host_status(
+    broker: Broker, socket: str, uid: int | None, *, seat: str | None = None, owner: str = ""
+) -> HostStatus:
     """Return the host's state; with a seat, only its leases; with a uid, only that user's (sums over devices include everybody's)."""
     used = broker.used_mib
     devices = [
@@ -105,7 +126,9 @@ def host_status(broker: Broker, socket: str, uid: int | None, *, seat: str | Non
         host_saved_mib=broker.arbiter.host_saved_mib,
         devices=sorted(devices, key=lambda device: device.index),
         leases=[
-            lease_status(broker, kernel, view) for kernel, view in broker.views() if is_shown(kernel, view, uid, seat)
+            lease_status(broker, kernel, view)
+            for kernel, view in broker.views()
+            if is_shown(kernel, view, uid, seat, owner)
         ],
         trouble=broker.writer.trouble,
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},

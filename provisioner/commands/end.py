@@ -18,6 +18,8 @@ examples:
   jupyter gpu end 3f2a                  end all that the kernel of this lease left behind
   jupyter gpu end 4242                  the same, by one of its processes
 
+  jupyter gpu end 3f2a                  on a hub: end a kernel of yours whose own server has ended
+
 They are asked to end (SIGTERM), and made to 5 seconds later (SIGKILL). What other kernels run is left alone.
 """
 
@@ -25,7 +27,8 @@ They are asked to end (SIGTERM), and made to 5 seconds later (SIGKILL). What oth
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command and add its arguments."""
     parser.description = (
-        "End processes with GPU memory that outlived the kernel that started them. Your own; administrators: anybody's."
+        "End processes with GPU memory that outlived the kernel that started them, or a kernel that outlived its hub server. "
+        "Your own; administrators: anybody's."
     )
     parser.epilog = EPILOG
     configure_lease(parser)
@@ -59,5 +62,7 @@ def _lease_of(word: str, leases: list[LeaseStatus]) -> str:
 
 
 def _told(before: LeaseStatus, _: Done) -> str:
+    if not before.left:
+        return f"{lease_name(before)}: ended"
     processes = ", ".join(f"process {one.pid}" for one in before.left)
     return f"{lease_name(replace(before, left=[]))}: {processes} ended; the room is free"

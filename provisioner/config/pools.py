@@ -65,6 +65,13 @@ KEYS: Mapping[str, Key] = {
         example="5m",
         help="A lease without a running kernel ends after so long.",
     ),
+    "revoked_ttl": Key(
+        field="revoked_ttl_ms",
+        parse=values.duration(least_ms=1000),
+        default="24h",
+        example="2h",
+        help="A kernel whose hub server has ended is suspended and waits so long for that server's next start; then it is ended.",
+    ),
     "unattached_hold": Key(
         field="unattached_hold_ms",
         parse=values.duration(),

@@ -89,6 +89,8 @@ class Accounts:
     def close(self, lease: Lease, now_ms: int) -> None:
         """Forget a lease that holds nothing and waits for nothing."""
         spec = lease.spec
+        if lease.revoked:
+            self.reinstate(lease)
         self._promise(spec, -1)
         for account in self._both(spec):
             account.leases -= 1
@@ -133,6 +135,17 @@ class Accounts:
     def _promise(self, spec: LeaseSpec, sign: int) -> None:
         for account in self._both(spec):
             account.milli += sign * spec.fraction_milli * spec.devices
+        self._guarantee(spec, sign)
+
+    def revoke(self, lease: Lease) -> None:
+        """The pool promises the lease nothing any more; it counts for its owner as before."""
+        self._guarantee(lease.spec, -1)
+
+    def reinstate(self, lease: Lease) -> None:
+        """The pool promises the lease what it did before it was revoked."""
+        self._guarantee(lease.spec, 1)
+
+    def _guarantee(self, spec: LeaseSpec, sign: int) -> None:
         left = self.promised_mib.get(spec.pool, 0) + sign * guaranteed_mib(spec)
         self.promised_mib[spec.pool] = left
         if not left:

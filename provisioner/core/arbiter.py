@@ -35,6 +35,8 @@ from provisioner.core.events import (
     ProcessExited,
     ResizeRequested,
     ResumeFinished,
+    SeatEnded,
+    SeatRenewed,
     Shrunk,
     SuspendFinished,
     SuspendRequested,
@@ -71,6 +73,8 @@ _AboutALease = (
     | MoveRequested
     | PinRequested
     | ResizeRequested
+    | SeatEnded
+    | SeatRenewed
     | Shrunk
     | UnpinRequested
     | SuspendRequested
@@ -321,6 +325,10 @@ class Arbiter:
                 self._serving.pins.pin(lease, event.duration_ms)
             case UnpinRequested():
                 self._serving.pins.unpin(lease, "pin.ended", f"{event.by} ended its pin")
+            case SeatEnded():
+                self._seat_ended(lease, event)
+            case SeatRenewed():
+                self._serving.revoked.end(lease, event.seat)
             case Checkpointable():
                 does.checkpointable(lease, event.why_not)
             case HostPressureSeen():
@@ -328,3 +336,8 @@ class Arbiter:
             case TruthFound():
                 self._answers.truth_found(lease, event)
         return True
+
+    def _seat_ended(self, lease: Lease, event: SeatEnded) -> None:
+        if lease.pinned_until_ms:
+            self._serving.pins.unpin(lease, "pin.ended", "the seat of its server has ended, and its pin with it")
+        self._serving.revoked.begin(lease, event.since_ms)

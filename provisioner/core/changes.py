@@ -195,7 +195,9 @@ class Changes:
     def file_ticket(
         self, lease: Lease, *, before_start: bool = False, urgent: bool = False, preempted: bool = False
     ) -> None:
-        """Give the lease a place in the queue, or make the place it has a better one."""
+        """Give the lease a place in the queue, or make the place it has a better one. A revoked lease gets none."""
+        if lease.revoked:
+            return
         old = lease.ticket
         if old is not None and old.grow is not None:
             old.then = old.then or self.new_ticket()

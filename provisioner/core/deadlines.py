@@ -76,6 +76,8 @@ class Deadlines:
             ):  # it is told as soon as may be, and an alarm is still to come
                 idle_ms = self._books.now_ms + 1
         times = [] if lease.expires_ms is None else [lease.expires_ms]
+        if lease.ends_ms is not None:
+            times.append(lease.ends_ms)
         if idle_ms is not None:
             times.append(idle_ms)
         if lease.paused:

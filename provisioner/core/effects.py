@@ -162,6 +162,13 @@ class LookAgain(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndProcesses(Effect):
+    """The time of a revoked lease is over: end its processes. Repeated while they live; the lease ends with them."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseEnded(Effect):
     """The lease is over (released or expired): forget it."""
 

@@ -31,6 +31,8 @@ __all__ = [
     "ResizeRequested",
     "ResumeFinished",
     "ResumeOutcome",
+    "SeatEnded",
+    "SeatRenewed",
     "Shrunk",
     "SuspendFinished",
     "SuspendOutcome",
@@ -157,6 +159,27 @@ class LeaseReleased(Event):
 
     lease_id: str
     reason: str = "released"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatEnded(Event):
+    """The seat that the lease draws on has ended, at `since_ms`: the lease is revoked. A second one is ignored.
+
+    A lease without a process ends at once. Any other is suspended as soon as possible, in the middle of a cell, too, has no ticket from
+    then on, and ends with its process. It is not resident again before `SeatRenewed`. `EndProcesses` follows `revoked_ttl_ms` of its
+    pool after `since_ms`.
+    """
+
+    lease_id: str
+    since_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatRenewed(Event):
+    """A revoked lease draws on this seat from now on: it is like any other lease again. Ignored for a lease that is not revoked."""
+
+    lease_id: str
+    seat: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
 
+from provisioner.core.accounts import guaranteed_mib
 from provisioner.core.model import HOLDING, LeaseState, ReserveBy
 from provisioner.core.ranking import device_preemptible_from_ms, device_willing_from_ms
 from provisioner.core.scheduling import candidates
@@ -41,6 +42,7 @@ def validate(books: Books, operations: dict[int, Operation]) -> None:
         *_leases(books),
         *_gates(books),
         *_left_behind(books),
+        *_revoked(books),
         *_queue(books),
         *_moves(books),
         *_operations(books, operations),
@@ -119,8 +121,29 @@ def _left_behind(books: Books) -> list[str]:
         name = f"lease {lease.lease_id} ({lease.state})"
         if lease.left and (lease.state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms):
             broken.append(f"{name} is at rest or pinned, though its kernel left {lease.left} behind")
-        if lease.left and lease.state is LeaseState.SUSPENDED and lease.ticket is None:
+        if lease.left and lease.state is LeaseState.SUSPENDED and lease.ticket is None and not lease.revoked:
             broken.append(f"{name} is saved and waits for nothing, though no cell can ask for what {lease.left} has")
+    return broken
+
+
+def _revoked(books: Books) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        name = f"lease {lease.lease_id} ({lease.state})"
+        if not (lease.revoked == (lease.ends_ms is not None) == (lease.lease_id in books.revoked)):
+            broken.append(f"{name}: the index of revoked leases says otherwise, or its end at {lease.ends_ms} does")
+        if not lease.revoked:
+            continue
+        if lease.ticket is not None or lease.next_cell is not None or lease.pinned_until_ms or lease.target_ids:
+            broken.append(f"{name} has no seat, and waits for a device, is pinned to one or on its way to one")
+        if lease.state is LeaseState.UNATTACHED:
+            broken.append(f"{name} has neither a seat nor a process")
+    promised: dict[str, int] = {}
+    for lease in books.leases.values():
+        if not lease.revoked:
+            promised[lease.spec.pool] = promised.get(lease.spec.pool, 0) + guaranteed_mib(lease.spec)
+    if {pool: mib for pool, mib in promised.items() if mib} != books.accounts.promised_mib:
+        broken.append(f"{promised} MiB are promised, not {books.accounts.promised_mib}")
     return broken
 
 

@@ -166,6 +166,9 @@ class Lifecycle:
             self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
         if lease.busy and not lease.left:
             self._changes.foresight.ran(lease, busy=False)
+        if lease.revoked:  # no server is there to start another kernel for it
+            self._changes.end(lease, Cause.RELEASED, "seat-ended")
+            return
         self._changes.empty(lease)
         self._changes.restart_expiry(lease)
         self._changes.move(lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free")
@@ -178,6 +181,8 @@ class Lifecycle:
 
     def wanted(self, lease: Lease, *, urgent: bool) -> bool:
         """The kernel needs the GPU. Returns whether that matters to anybody."""
+        if lease.revoked:
+            return False
         if lease.state is LeaseState.RESIDENT:
             asked = lease.asked_to_suspend
             lease.last_active_ms = self._changes.now_ms

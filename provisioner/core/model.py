@@ -134,6 +134,7 @@ class PoolSpec:
         10_000  # a busy lease is not preempted before, nor is one suspended that has run nothing since it was let in
     )
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
+    revoked_ttl_ms: int = 86_400_000  # the processes of a lease whose seat has ended are ended after this
     unattached_hold_ms: int = 15_000  # room is kept so long for a kernel that is about to start
     unattached_leases: int = 64  # leases of one owner that have no process
     unattached_share_milli: int = 500  # of the pool's memory that such leases of one owner may hold together
@@ -216,6 +217,8 @@ class LeaseView:
     yields: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
     at_gate: bool = False  # its next cell waits there
     left: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
+    revoked: bool = False  # its seat has ended: it does not become resident before a new seat takes it over
+    ends_ms: int | None = None  # a revoked lease's processes are ended then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

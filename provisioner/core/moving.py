@@ -51,7 +51,7 @@ class Moving:
 
     def aside(self, victim: Lease, lease: Lease) -> bool:
         """A lease makes room: have it go where there is room for it now; an idle one only if the beneficiary need not wait for that."""
-        if victim.count > 1 or victim.ticket is not None:
+        if victim.count > 1 or victim.ticket is not None or victim.revoked:
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
@@ -81,6 +81,8 @@ class Moving:
     def _may_move(self, lease: Lease) -> bool:
         pool, from_ms = self._books.policy(lease), preemptible_from_ms(self._books, lease)
         if not (pool.move_busy and pool.may_move) or from_ms is None or lease.count > 1 or lease.ticket is not None:
+            return False
+        if lease.revoked:
             return False
         if self._room.pick(elsewhere(self._books, lease), lease.held_mib) is None:
             return False

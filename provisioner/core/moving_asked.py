@@ -8,6 +8,7 @@ from provisioner.core.changes import Changes
 from provisioner.core.model import LeaseState
 from provisioner.core.moving import begin_move, kept_mib
 from provisioner.core.records import Footing, Wait
+from provisioner.core.revoked import REVOKED
 from provisioner.core.scheduling import elsewhere
 from provisioner.core.state import Lease
 from provisioner.core.units import format_memory
@@ -20,7 +21,7 @@ BUSY_CHANNEL = "swap-channel"
 
 def move(changes: Changes, lease: Lease, device_id: str | None) -> Wait | None:
     """Begin the move. Returns why the lease stays where it is, or None. Whether it can be suspended at all is asked before."""
-    refused = _not_movable(changes, lease)
+    refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
         return refused
     there = elsewhere(changes.books, lease)

@@ -8,6 +8,7 @@ from provisioner.core.changes import Changes
 from provisioner.core.effects import Pinned
 from provisioner.core.model import LeaseState, PoolSpec
 from provisioner.core.records import Account
+from provisioner.core.revoked import REVOKED
 from provisioner.core.state import Lease
 from provisioner.core.units import format_duration
 
@@ -26,7 +27,8 @@ class Pins:
     def pin(self, lease: Lease, duration_ms: int) -> None:
         """Pin the lease from now on, or say why not. Replaces the pin there was."""
         pool, account = self._books.policy(lease), self._books.accounts.of(lease)
-        refused = self._refusal(lease, pool, account, duration_ms)
+        no_seat = (REVOKED.reason, REVOKED.sentence) if lease.revoked else None
+        refused = no_seat or self._refusal(lease, pool, account, duration_ms)
         if refused is not None:
             self._changes.decline(lease, *refused, about="pin")
             return

@@ -237,6 +237,8 @@ class Lease:
     why_not: str = ""  # why its process cannot be checkpointed, a sentence
     stays: str = ""  # that, or what its pool or device say; written by `staying` alone
     left: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
+    revoked: bool = False  # the seat that it draws on has ended (`revoked`)
+    ends_ms: int | None = None  # its processes are ended then, if it is revoked
     over_since_ms: int | None = None  # more than its cap since then
     over_told: bool = False
     pressed: bool = False  # host memory is short where its saved state lies

@@ -47,7 +47,7 @@ class Relief:
         saved = [
             lease
             for lease in self._books.by_state[LeaseState.SUSPENDED].values()
-            if (anybody or lease.pressed) and lease.resume_after_ms <= now_ms
+            if (anybody or lease.pressed) and lease.resume_after_ms <= now_ms and not lease.revoked
         ]
         return sorted(saved, key=lambda lease: (not lease.pressed, -lease.last_active_ms, lease.lease_id))
 

@@ -17,6 +17,7 @@ from provisioner.core.limits import limit_refusal
 from provisioner.core.model import LeaseSpec, LeaseState, ReserveBy
 from provisioner.core.records import Ticket, Wait
 from provisioner.core.requests import size_refusal, too_much
+from provisioner.core.revoked import REVOKED
 from provisioner.core.state import Lease
 from provisioner.core.units import format_fraction, format_memory
 
@@ -53,6 +54,8 @@ class Resizing:
             self._apply(lease, spec)
 
     def _refusal(self, lease: Lease, spec: LeaseSpec) -> Wait | None:
+        if lease.revoked:
+            return REVOKED
         if lease.state in _UNDER_WAY:
             return Wait("in-operation", f"the kernel is {lease.state}: try again in a moment")
         pool = self._books.pools.get(spec.pool)
@@ -94,6 +97,8 @@ class Resizing:
         return max(0, reserve_mib - has_mib)
 
     def _claim(self, lease: Lease, spec: LeaseSpec) -> None:
+        if lease.revoked:
+            return
         ticket = self._changes.new_ticket()
         ticket.grow = spec
         ticket.extra_mib = self._extra_mib(lease, spec)

@@ -1,6 +1,7 @@
 """Whose turn it is: after every event, whoever waits is served as far as can be.
 
-In this order: leases whose time is over end; suspends that somebody asked for, or that a breached cap or an emptied device demands, begin;
+In this order: leases whose time is over end; suspends that somebody asked for, or that a breached cap, an emptied device or an ended
+seat demands, begin;
 tickets are served; host memory is relieved; leases that have idled long enough are suspended. One swap channel serves all of them.
 """
 
@@ -17,6 +18,7 @@ from provisioner.core.ranking import prepare
 from provisioner.core.records import Wait
 from provisioner.core.relief import Relief
 from provisioner.core.resizing import Resizing
+from provisioner.core.revoked import Revoked
 from provisioner.core.scheduling import is_lost
 from provisioner.core.starting import Starting
 from provisioner.core.state import Lease
@@ -40,6 +42,7 @@ class Serving:
         self.draining = Draining(changes)
         self.pins = Pins(changes)
         self.resizing = Resizing(changes)
+        self.revoked = Revoked(changes)
         self.starting = Starting(changes)
         self._relief = Relief(changes)
 
@@ -51,6 +54,8 @@ class Serving:
         self._suspend_breaching()
         if self._books.draining:
             self.draining.serve()
+        if self._books.revoked:
+            self.revoked.serve()
         self.starting.file_parked()
         self._serve_tickets()
         while self.starting.take_back():  # each round frees room for the tickets that are left
@@ -85,7 +90,13 @@ class Serving:
 
     def wake_ms(self) -> int | None:
         """Return when to serve again though nothing happens, or None. What waits for an answer needs no alarm."""
-        due = (self._deadlines.next_ms(), self._hint_ms, self.draining.hint_ms, self.caps.due_ms())
+        due = (
+            self._deadlines.next_ms(),
+            self._hint_ms,
+            self.draining.hint_ms,
+            self.revoked.hint_ms,
+            self.caps.due_ms(),
+        )
         return min((at_ms for at_ms in due if at_ms is not None and at_ms > self._changes.now_ms), default=None)
 
     def _take_due(self) -> None:
@@ -102,6 +113,7 @@ class Serving:
             if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
                 self.pins.unpin(lease, "pin.over", "its pin is over")
             self.starting.due(lease)
+            self.revoked.due(lease)
             self._announce(lease)
 
     def _announce(self, lease: Lease) -> None:

@@ -40,6 +40,7 @@ class Books:
         self.counted_on: set[str] = set()  # idle leases that the last pass counted on to make room
         self.yielding: dict[str, Lease] = {}  # whose gates are closed for others
         self.draining: dict[str, Device] = {}
+        self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
         self.touched: dict[str, Lease] = {}
         self.passes = 0  # over the queue
         self.destinations: dict[
@@ -68,6 +69,7 @@ class Books:
         self.accounts.close(lease, self.now_ms)
         self.touched.pop(lease.lease_id, None)
         self.asked.pop(lease.lease_id, None)
+        self.revoked.pop(lease.lease_id, None)
         lease.due_ms = None
 
     def move(self, lease: Lease, new: LeaseState) -> None:
@@ -163,6 +165,20 @@ class Books:
             self.asked[lease.lease_id] = lease
         else:
             self.asked.pop(lease.lease_id, None)
+
+    def revoke(self, lease: Lease, ends_ms: int) -> None:
+        """Note that the lease's seat has ended, and when its processes are ended. The pool promises it nothing any more."""
+        self.accounts.revoke(lease)
+        lease.revoked, lease.ends_ms = True, ends_ms
+        self.revoked[lease.lease_id] = lease
+        self.renew(lease)
+
+    def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Note that a revoked lease draws on another seat: `spec` differs in that alone."""
+        lease.spec, lease.revoked, lease.ends_ms = spec, False, None
+        self.accounts.reinstate(lease)
+        del self.revoked[lease.lease_id]
+        self.renew(lease)
 
     def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
         """Keep room on these devices for a lease that is on its way there; none: not any more."""

@@ -33,6 +33,8 @@ def lease_view(lease: Lease, foresight: Foresight) -> LeaseView:
         pinned_until_ms=lease.pinned_until_ms,
         stays=lease.stays,
         left=lease.left,
+        revoked=lease.revoked,
+        ends_ms=lease.ends_ms,
         resume_ms=foresight.resume_ms(lease),
         yields=lease.yields,
         at_gate=lease.next_cell is not None,

@@ -263,6 +263,10 @@ class LeaseStatus:
     resume_ms: int | None = None  # forecast of its resume, for one that is suspended
     neighbours: list[Neighbour] = field(default_factory=list)  # with one lease only, not in listings
     seat: str = ""  # the hub seat that it draws on
+    revoked: bool = (
+        False  # that seat has ended: it is suspended, and is not resident again before a new seat takes it over
+    )
+    ends_in_ms: int | None = None  # the processes of a revoked lease are ended after so long
     stays: str = ""  # why it cannot be suspended, a sentence; empty: it can
     working: bool = False  # its processes work on the device, though no cell runs
     left: list[LeftProcess] = field(

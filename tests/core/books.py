@@ -48,6 +48,8 @@ class Seen:
     kept_for: int = 0  # ms that its room is kept before its process comes
     pinned_until: int = 0
     asked: int = -1  # when it asked for the GPU: a running number; -1: it does not wait
+    revoked: bool = False  # its seat has ended
+    ends: int = 0  # its processes are ended then, if it is revoked
     then: int = -1  # the same for one that waited to grow when its suspend began: when it asked for the GPU since
     claimed: bool = False  # it did
     urgent: bool = False

@@ -32,6 +32,7 @@ class Laws:
         self._law_7(channel_free=channel_free)
         if channel_free and self._world.draining:
             self._drains()
+        self._revoked(channel_free=channel_free)
 
     def _drains(self) -> None:
         """Nobody stays on a device that is emptied if it can leave: saved in the host's memory, now."""
@@ -47,6 +48,36 @@ class Laws:
                 tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
                 fits = seen.save_at_least <= left
                 law(0, tried or not fits, seen.lease_id, "stays on", device, "which is emptied:", view.sentence)
+
+    # -- seats -------------------------------------------------------------------------------------------------------------------
+
+    def moved(self, seen: Seen, old: LeaseState | None, new: LeaseState, *, by_release: bool) -> None:
+        """A revoked lease comes onto no device, and ends with its process; no other lease ends with its process."""
+        comes = new is S.RESUMING or (old is S.UNARMED and new is S.RESIDENT)
+        law(0, not (seen.revoked and comes), seen.lease_id, "has no seat, and comes onto a device:", old, new)
+        law(0, not (seen.revoked and new is S.UNATTACHED), seen.lease_id, "has neither a seat nor a process")
+        alone = new is S.ENDED and old is not S.UNATTACHED and not by_release
+        law(0, seen.revoked or not alone, seen.lease_id, "ended with its process")
+
+    def ends_processes(self, seen: Seen) -> None:
+        """Processes are ended of a revoked lease whose time is over, and no sooner."""
+        law(0, seen.revoked and self._world.now >= seen.ends, seen, "has its processes ended at", self._world.now)
+
+    def _revoked(self, *, channel_free: bool) -> None:
+        """A revoked lease waits for nothing and leaves its device, in the middle of a cell, too, where its state can be saved now."""
+        world = self._world
+        left = world.budget - sum(seen.saved + seen.host for seen in world.leases.values())
+        for seen in world.leases.values():
+            view = self._arbiter.lease(seen.lease_id)
+            law(6, view is None or view.revoked == seen.revoked, seen.lease_id, "is revoked:", seen.revoked, view)
+            if not seen.revoked:
+                continue
+            law(0, self._arbiter.ticket(seen.lease_id) is None, seen.lease_id, "has no seat and waits for a device")
+            lost = any(one in world.lost or one not in world.leasable for one in seen.devices)
+            if seen.state is not S.RESIDENT or not channel_free or lost or view is None or view.stays:
+                continue
+            tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
+            law(0, tried or seen.save_at_least > left, seen.lease_id, "has no seat and stays on its device:", view)
 
     # -- limits ------------------------------------------------------------------------------------------------------------------
 
@@ -117,6 +148,9 @@ class Laws:
                 seen.lease_id,
                 "is suspended, but no device is emptied for that",
             )
+            return
+        if why.reason == "suspend.seat-ended":
+            law(0, seen.revoked, seen.lease_id, "is suspended for the end of its seat, which has not ended")
             return
         if seen.works:
             self._preempts(seen, suspend, why)

@@ -17,6 +17,8 @@ __all__ = ["ELIGIBLE", "HOLDERS", "MOVES", "OWN_EVENTS"]
 
 S = LeaseState
 
+_OVER = (LeaseReleased, ProcessExited, TruthFound)  # a process that ends takes a lease along only if that is revoked
+
 MOVES: dict[LeaseState | None, dict[LeaseState, tuple[type[Event], ...]]] = {
     None: {
         S.UNATTACHED: (LeaseRequested, LeaseRecovered),
@@ -26,30 +28,30 @@ MOVES: dict[LeaseState | None, dict[LeaseState, tuple[type[Event], ...]]] = {
         S.QUARANTINED: (LeaseRecovered,),
     },
     S.UNATTACHED: {S.UNARMED: (Attached,), S.RESIDENT: (Attached,), S.UNATTACHED: (Event,), S.ENDED: (Event,)},
-    S.UNARMED: {S.RESIDENT: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: (LeaseReleased,)},
-    S.RESIDENT: {S.SUSPENDING: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: (LeaseReleased,)},
+    S.UNARMED: {S.RESIDENT: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: _OVER},
+    S.RESIDENT: {S.SUSPENDING: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: _OVER},
     S.SUSPENDING: {
         S.SUSPENDED: (SuspendFinished,),
         S.UNARMED: (SuspendFinished,),
         S.RESIDENT: (SuspendFinished,),
         S.QUARANTINED: (SuspendFinished,),
         S.UNATTACHED: (ProcessExited,),
-        S.ENDED: (LeaseReleased,),
+        S.ENDED: _OVER,
     },
-    S.SUSPENDED: {S.RESUMING: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: (LeaseReleased,)},
+    S.SUSPENDED: {S.RESUMING: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: _OVER},
     S.RESUMING: {
         S.RESIDENT: (ResumeFinished,),
         S.SUSPENDED: (ResumeFinished,),
         S.QUARANTINED: (ResumeFinished,),
         S.UNATTACHED: (ProcessExited,),
-        S.ENDED: (LeaseReleased,),
+        S.ENDED: _OVER,
     },
     S.QUARANTINED: {
         S.RESIDENT: (TruthFound,),
         S.SUSPENDED: (TruthFound,),
         S.UNARMED: (TruthFound,),
         S.UNATTACHED: (TruthFound, ProcessExited),
-        S.ENDED: (LeaseReleased,),
+        S.ENDED: _OVER,
     },
 }
 """`Event`: the arbiter's own decision, at any event."""

@@ -13,6 +13,7 @@ from provisioner.core.effects import (
     CloseGate,
     Declined,
     Effect,
+    EndProcesses,
     Granted,
     LeaseAdmitted,
     LeaseEnded,
@@ -38,11 +39,14 @@ from provisioner.core.events import (
     HostMemorySeen,
     LeaseMeasured,
     LeaseRecovered,
+    LeaseReleased,
     LeaseRequested,
     LeftBehind,
     PoolConfigured,
     ResizeRequested,
     ResumeFinished,
+    SeatEnded,
+    SeatRenewed,
     Shrunk,
     SuspendFinished,
     SuspendOutcome,
@@ -166,6 +170,13 @@ class Observer:
 
     def _take_about(self, seen: Seen, event: Event) -> None:  # noqa: C901, PLR0912 - one case per event
         match event:
+            case Wanted() if seen.revoked:
+                pass  # it gets nothing, whatever it asks for
+            case SeatEnded() if seen.state is not S.UNATTACHED and not seen.revoked:
+                seen.revoked, seen.at_gate, seen.then, seen.asked, seen.claimed = True, -1, -1, -1, False
+                seen.ends = min(event.since_ms, self.now) + self.world.pool(seen).revoked_ttl_ms
+            case SeatRenewed(seat=seat) if seen.revoked:
+                seen.revoked, seen.spec = False, replace(seen.spec, seat=seat)
             case Wanted(urgent=urgent):
                 self._wants(seen, urgent=urgent)
             case Unwanted() if seen.closed:
@@ -252,6 +263,9 @@ class Observer:
                 self.counts["gate.closed"] += 1
             case Resized():
                 self._resized(effect)
+            case EndProcesses():
+                self.laws.ends_processes(self.leases[effect.lease_id])
+                self.counts["seat-ended.processes"] += 1
             case LeaseAdmitted(lease_id=lease_id):
                 self.laws.admitted(self.leases[lease_id])
             case LeaseRefused(lease_id=lease_id, reason=reason):
@@ -281,6 +295,7 @@ class Observer:
             law(6, getattr(event, "lease_id", change.lease_id) == change.lease_id, "one's event moved another")
         if causes and isinstance(event, SuspendFinished | ResumeFinished) and Event not in causes:
             law(6, self._answer is seen, change.lease_id, "was moved by an answer that is not its own")
+        self.laws.moved(seen, old, new, by_release=isinstance(event, LeaseReleased))
         law(6, change.generation > seen.generation, change.lease_id, "went back to generation", change.generation)
         said = any(isinstance(effect, Recorded) and effect.lease_id == change.lease_id for effect in self._later)
         law(0, said, change.lease_id, old, "->", new, "is not in its story")

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from random import Random
 
 from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import CapBreached, Effect, LookAgain, Recorded, Resume, Shrink, StateChanged, Suspend
+from provisioner.core.effects import (
+    CapBreached,
+    Effect,
+    EndProcesses,
+    LookAgain,
+    Recorded,
+    Resume,
+    Shrink,
+    StateChanged,
+    Suspend,
+)
 from provisioner.core.events import (
     Attached,
     BusyChanged,
@@ -34,6 +44,8 @@ from provisioner.core.events import (
     ResizeRequested,
     ResumeFinished,
     ResumeOutcome,
+    SeatEnded,
+    SeatRenewed,
     Shrunk,
     SuspendFinished,
     SuspendOutcome,
@@ -99,6 +111,7 @@ class World:
             idle_after_ms=random.choice((None, 0, 5_000, 60_000)),
             min_residency_ms=random.choice((0, 2_000)),
             unattached_ttl_ms=20_000,
+            revoked_ttl_ms=random.choice((1_000, 60_000, 200_000)),
             retry_refused_ms=random.choice((0, 3_000, 10_000)),
             max_passed_over=random.choice((0, 1, 3)),
             may_move=random.random() < 0.5,
@@ -178,8 +191,8 @@ class World:
                 return TruthFound(
                     at_ms=0, lease_id=lease_id, generation=generation, state=state, device_id=device, saved_mib=50
                 )
-            case CapBreached(lease_id=lease_id, action=Breach.KILL) if self.honest or random.random() < 0.8:
-                return ProcessExited(at_ms=0, lease_id=lease_id)
+            case CapBreached(action=Breach.KILL) | EndProcesses() if self.honest or random.random() < 0.8:
+                return ProcessExited(at_ms=0, lease_id=effect.lease_id)
             case _:
                 return None
 
@@ -348,6 +361,15 @@ def _left_behind(world: World, at_ms: int, name: str) -> Event:
     )
 
 
+def _seat_ended(world: World, at_ms: int, name: str) -> Event:
+    return SeatEnded(at_ms=at_ms, lease_id=name, since_ms=max(0, at_ms - world.random.choice((0, 0, 10_000))))
+
+
+def _seat_renewed(world: World, at_ms: int) -> Event:
+    names = [name for name, seen in world.observer.leases.items() if seen.revoked] or _NAMES
+    return SeatRenewed(at_ms=at_ms, lease_id=world.random.choice(names), seat="next")
+
+
 def _returned(world: World, at_ms: int, name: str) -> Event:
     """What a kernel left behind ends, or another kernel comes; where nothing was left, something else happens."""
     left = [one for one, seen in world.observer.leases.items() if seen.left]
@@ -423,6 +445,8 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (2, _named(_pinned, _S.RESIDENT, _S.SUSPENDED)),
     (1, _named(lambda _, at, name: UnpinRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
     (3, _named(_resized, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED, _S.UNARMED)),
+    (2, _named(_seat_ended, _S.RESIDENT, _S.SUSPENDED, _S.UNARMED, _S.RESUMING, _S.SUSPENDING)),
+    (3, _seat_renewed),
     (1, lambda _, at: Tick(at_ms=at)),
 ]
 

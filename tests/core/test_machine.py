@@ -30,6 +30,8 @@ from provisioner.core.events import (
     ResizeRequested,
     ResumeFinished,
     ResumeOutcome,
+    SeatEnded,
+    SeatRenewed,
     Shrunk,
     SuspendFinished,
     SuspendOutcome,
@@ -81,6 +83,7 @@ policies = st.builds(
     oversubscription_milli=st.sampled_from([None, None, 1500]),
     idle_after_ms=st.sampled_from([None, 0, 1_000]),
     min_residency_ms=st.sampled_from([0, 500]),
+    revoked_ttl_ms=st.sampled_from([0, 1_000, 100_000]),
     unattached_ttl_ms=st.sampled_from([5_000, 100_000]),
     unattached_hold_ms=st.sampled_from([0, 2_000, 200_000]),
     unattached_leases=st.sampled_from([2, 64]),
@@ -237,6 +240,14 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(name=names, what=st.sampled_from(["process 7 (python3)", "process 8 (train)"]))
     def left_behind(self, name: str, what: str) -> None:
         self.send(LeftBehind, lease_id=name, what=what)
+
+    @rule(name=names, ago_ms=st.sampled_from([-1, 0, 2_000]))
+    def seat_ended(self, name: str, ago_ms: int) -> None:
+        self.send(SeatEnded, lease_id=name, since_ms=self.now - ago_ms)
+
+    @rule(name=names)
+    def seat_renewed(self, name: str) -> None:
+        self.send(SeatRenewed, lease_id=name, seat="next")
 
     @rule(name=names, mib=sizes, milli=st.sampled_from([100, 250, 500]))
     def resized(self, name: str, mib: int, milli: int) -> None:
