@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         """JupyterHub's Spawner, as far as the mixin uses it. Its own documentation says what each is."""
 
         user: Any
+        hub: Any
         orm_spawner: Any
         name: str
         options_form: Any

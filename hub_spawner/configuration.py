@@ -20,6 +20,7 @@ from jupyter_core.paths import jupyter_data_dir
 from traitlets.config import Config
 from traitlets.log import get_logger
 
+from hub_spawner.reconciling import BROKER_SERVICE, begin_with_the_hub
 from provisioner.config import ConfigError, load
 from provisioner.discovery import SYSTEM_SOCKET, restart_file, runtime_dir
 from provisioner.protocol.errors import FractionalGPUError
@@ -70,6 +71,7 @@ def configure(
         _add_service(c, path, given, config_file=config_file, simulate=simulate)
     if spawner == "fractional-gpu-simple" and _is_root():
         get_logger().warning(_ROOT_AND_SIMPLE)
+    begin_with_the_hub(path)
     c.FractionalGPUMixin.gpu_socket = path
     c.JupyterHub.spawner_class = spawner
 
@@ -155,7 +157,8 @@ def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: st
         text = json.dumps(given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_WHERE}: the settings of the broker must be plain values: {error}") from error
-    command = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket", path, "--stand-by"]
+    command = [sys.executable, "-P", str(Path(__file__).with_name("attendant.py"))]
+    command += [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket", path, "--stand-by"]
     command += ["--settings", text]
     if config_file is not None:
         command += ["--config", str(Path(config_file).absolute())]
@@ -166,4 +169,4 @@ def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: st
         for name in os.environ
         if name.startswith("JUPYTER_") and name.endswith(("_DIR", "_PATH"))
     }
-    c.JupyterHub.services.append({"name": "gpu-broker", "command": command, "environment": kept})
+    c.JupyterHub.services.append({"name": BROKER_SERVICE, "command": command, "environment": kept})

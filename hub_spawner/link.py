@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import TypeVar
 
-from provisioner.protocol.errors import BrokerUnavailableError
+from provisioner.protocol.errors import BadRequestError, BrokerUnavailableError
 from provisioner.protocol.seats import OfferRequest, Offers, SeatList, SeatProgress, SeatRequest, SeatStatus
 from provisioner.seat_client import SeatClient
 
@@ -60,6 +61,11 @@ class BrokerLink:
             except BrokerUnavailableError:
                 if time.monotonic() > end_s:
                     raise
+            except BadRequestError as error:
+                if not request.hub or "unknown field 'hub'" not in str(error):
+                    raise
+                request = replace(request, hub="")  # an earlier broker keeps no hub with a seat
+                continue
             else:
                 return
             finally:

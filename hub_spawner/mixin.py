@@ -28,6 +28,7 @@ from hub_spawner.link import BrokerLink
 from hub_spawner.metrics import SEAT_WAIT, spawn_ended, spawn_failed
 from hub_spawner.options import FIELD, KEYS, Choice, OptionsError, options_of_form, parse_options
 from hub_spawner.progress import ProgressLog
+from hub_spawner.reconciling import begin as begin_reconciling
 from hub_spawner.seat_folder import prepare_seat_folder
 from provisioner.core.units import format_duration, format_fraction
 from provisioner.discovery import socket_path
@@ -39,6 +40,7 @@ __all__ = ["FractionalGPUMixin"]
 
 _STATE = "gpu_seat"
 _SERVER_START_S = 60  # what the server itself may need after it has its seat
+_RELEASE_S = 5.0  # a broker that does not answer is tried so long when a server ends; what is left is given back later
 _TTL_MS = 600_000  # beyond the start: until the hub has saved its state
 _SPEC_MANAGER = "provisioner.seat_kernelspecs.SeatKernelSpecManager"
 
@@ -140,6 +142,11 @@ class FractionalGPUMixin(Below):
         """Fit the spawner's settings to the seat (or to none): called right before the server is started."""
 
     # -- options -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def gpu_seat(self) -> Mapping[str, Any] | None:
+        """The seat of the server that runs: its id, pool, fraction and file; None: it has none."""
+        return self._gpu_seat
 
     @property
     def _gpu_link(self) -> BrokerLink:
@@ -276,6 +283,7 @@ class FractionalGPUMixin(Below):
             groups=self._gpu_groups(),
             server=self.name,
             uid=self.gpu_seat_uid(),
+            hub=str(getattr(self.hub, "api_url", "")),
             ttl_ms=int(self.start_timeout + self.http_timeout) * 1000 + _TTL_MS,
             wait_ms=int(patience_s * 1000),
         )
@@ -357,11 +365,12 @@ class FractionalGPUMixin(Below):
         for seat in over:
             _remove(seat["file"])
             try:
-                await self._gpu_link.release(seat["seat_id"])
-            except FractionalGPUError as error:
-                self.log.warning(
-                    "A seat of %s was not given back; the next server replaces it: %s", self._log_name, error
+                await BrokerLink(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience)).release(
+                    seat["seat_id"]
                 )
+            except FractionalGPUError as error:
+                self.log.warning("The seat of %s is given back when the broker answers: %s", self._log_name, error)
+                begin_reconciling(self.gpu_socket)
         hook = super().run_post_stop_hook()
         if inspect.isawaitable(hook):
             await hook

@@ -66,6 +66,8 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     """Check what does not depend on who asks. Raises BadRequestError."""
     _check_name("user", request.owner, "ask your administrator to rename the user at the hub")
     _check_name("server", request.server, "start a server with another name")
+    if len(request.hub) > MAX_NAME or not request.hub.isprintable():
+        raise BadRequestError(f"hub has more than {MAX_NAME} characters, or some that cannot be printed")
     if not request.owner:
         raise BadRequestError("owner is empty; it is the hub's name of the user")
     if len(request.groups) > _MOST_GROUPS:

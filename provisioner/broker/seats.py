@@ -198,6 +198,7 @@ class Seats:
             confirmed=seat.expires_ms is None,
             age_ms=max(0, wall_ms() - seat.created_ms),
             expires_ms=None if seat.expires_ms is None else max(0, seat.expires_ms - now),
+            hub=seat.hub,
         )
 
     def offers(self, request: OfferRequest) -> Offers:
@@ -381,6 +382,7 @@ class Seats:
             token_sha256=token_digest(waiter.token),
             created_ms=wall_ms(),
             expires_ms=self._broker.deadlines.now_ms() + min(request.ttl_ms, _LONGEST_TTL_MS),
+            hub=request.hub,
         )
         for older in [one for one in self._seats.values() if (one.owner, one.server) == (seat.owner, seat.server)]:
             self._end(older, "replaced")

@@ -119,6 +119,7 @@ class SeatRecord:
     token_sha256: str
     created_ms: int
     expires_ms: int | None  # None: confirmed, so it stays until it is ended
+    hub: str = ""  # which hub took it, by the address of its API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,7 +168,9 @@ OVERLOOKED: dict[str, dict[str, str]] = {
         # leases that end with the process that starts their kernels, and the files of their tokens with them
         "server": "TEXT NOT NULL DEFAULT ''",
         "token_file": "TEXT NOT NULL DEFAULT ''",
-    }
+    },
+    # several hubs at one broker
+    "seats": {"hub": "TEXT NOT NULL DEFAULT ''"},
 }
 """Columns by table that were added without a new version: programs that know the newest version only overlook them, so that they open
 the file as well, and a downgrade keeps every kernel. What they write has the default there."""
@@ -195,7 +197,7 @@ def migrate(connection: sqlite3.Connection) -> None:
         for table, columns in OVERLOOKED.items():
             there = {str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")}
             for name, kind in columns.items():
-                if name not in there:
+                if there and name not in there:
                     connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
         connection.execute("COMMIT")
     finally:

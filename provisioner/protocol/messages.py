@@ -421,6 +421,7 @@ class SeatStatus:
     confirmed: bool
     age_ms: int
     expires_ms: int | None  # from now; None: it does not
+    hub: str = ""  # who took it, by the address of its API; empty: not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

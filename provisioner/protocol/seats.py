@@ -96,6 +96,7 @@ class SeatRequest:
     uid: int | None = None  # the only user of the machine who may draw on it; None: whoever has the token
     ttl_ms: int = 600_000  # how long it lives unless it is confirmed
     wait_ms: int = 0  # how long to wait for a full pool that lets wait
+    hub: str = ""  # who takes it, so that a hub finds its own: the address of its API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ def test_the_hub_runs_the_broker_with_its_pools(tmp_path: Path) -> None:
         c, spawner="fractional-gpu-simple", socket=socket, pools={"default": {"price": "1 EUR"}}, simulate="1x1GiB"
     )
     (service,) = services(c)
-    assert service["command"][:6] == [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket"]
+    assert service["command"][2].endswith("attendant.py")
+    assert service["command"][3:9] == [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket"]
     assert "--stand-by" in service["command"]
     assert service["command"][-2:] == ["--simulate", "1x1GiB"]
     assert settings(c)["pools"] == {"default": {"price": "1 EUR"}}

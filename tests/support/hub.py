@@ -31,7 +31,7 @@ c.JupyterHub.hub_port = given["hub_port"]
 c.ConfigurableHTTPProxy.api_url = given["proxy_api"]
 c.ConfigurableHTTPProxy.auth_token = given["proxy_token"]
 c.ConfigurableHTTPProxy.should_start = False
-c.JupyterHub.cleanup_servers = False
+c.JupyterHub.cleanup_servers = given["cleanup"]
 c.JupyterHub.last_activity_interval = 2  # how often routes are looked at: a proxy of ours is not watched by the hub
 c.JupyterHub.db_url = "sqlite:///" + given["folder"] + "/hub.sqlite"
 c.JupyterHub.cookie_secret_file = given["folder"] + "/cookie_secret"
@@ -104,6 +104,7 @@ class HubWorld:
                 "--ServerApp.tornado_settings={'ws_ping_interval': 0}",
             ],
             "wait": 60,
+            "cleanup": False,  # whether a hub that ends takes its users' servers along, as it does by default
             "page": None,  # what `add_page` is given, the port aside; None: no page about the GPUs
             "environment": {name: world.environment[name] for name in kept},
             **more,

@@ -1,0 +1,51 @@
+"""The hub's service process beside its broker: starts the broker, ends with it, and stops it once the hub itself is gone.
+
+JupyterHub stops its services first and its users' servers after that, and a server gives its seat back when it has ended. So the broker
+must outlive the service: told to stop, this process ends at once, as the hub wants, and leaves a child behind that stops the broker when
+the hub's process has ended, `LINGER_S` later at most.
+
+It is run as a file, with the standard library alone: it lives as long as the hub and does nothing.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+__all__ = ["LINGER_S", "main"]
+
+LINGER_S = 300.0
+_ENDED_BY_SIGNAL = 128  # added to the number of the signal, as shells do
+_OURS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
+
+
+def main(command: Sequence[str]) -> int:
+    """Run the broker by this command until it ends, or until this process is told to. Returns its exit status, or 0."""
+    hub = os.pidfd_open(os.getppid())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    with subprocess.Popen(command, preexec_fn=unblock) as broker:  # noqa: PLW1509 - one thread, and a mask only
+        pidfd = os.pidfd_open(broker.pid)
+        while signal.sigwait(_OURS) is signal.SIGCHLD:
+            if broker.poll() is not None:
+                return broker.returncode if broker.returncode >= 0 else _ENDED_BY_SIGNAL - broker.returncode
+        if os.fork():
+            os._exit(0)  # the hub waits for this process, and must not wait for the broker
+        _stop_after(hub, pidfd)
+        os._exit(0)
+
+
+def _stop_after(hub: int, broker: int) -> None:
+    """Stop the broker when the hub has ended, or when it has lingered long enough. Both are pidfds."""
+    ended, _, _ = select.select([hub, broker], [], [], LINGER_S)
+    if broker not in ended:
+        signal.pidfd_send_signal(broker, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

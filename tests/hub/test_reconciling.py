@@ -1,0 +1,151 @@
+"""A hub gives back the seats of servers that are gone, no other hub's, and none that is used; its broker outlives its service."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jupyterhub import orm
+from traitlets.log import get_logger
+
+import hub_spawner
+from hub_spawner.link import BrokerLink
+from hub_spawner.reconciling import BROKER_SERVICE, Reconciler
+from provisioner.broker import decode
+from provisioner.protocol.seats import ProgressKind, SeatRequest
+from provisioner.seat_client import SeatClient
+from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
+
+HUB = "http://127.0.0.1:8081/hub/api"
+ATTENDANT = str(Path(hub_spawner.__file__).with_name("attendant.py"))
+
+
+@pytest.fixture(scope="module")
+def _live() -> Iterator[LiveBroker]:
+    with live_broker(pools={"default": {"wait_bound": "100%"}}) as live:
+        yield live
+
+
+@pytest.fixture
+def live(_live: LiveBroker) -> Iterator[LiveBroker]:
+    yield _live
+    with SeatClient(_live.socket) as client:
+        for seat in client.seats().seats:
+            client.release_seat(seat.seat_id)
+
+
+def take(live: LiveBroker, owner: str, server: str = "", hub: str = HUB) -> str:
+    request = SeatRequest(owner=owner, server=server, pool="default", fraction_milli=125, hub=hub)
+    with SeatClient(live.socket) as client:
+        return list(client.take_seat(request))[-1].seat_id
+
+
+def left(live: LiveBroker) -> list[str]:
+    with SeatClient(live.socket) as client:
+        return sorted(f"{seat.owner}/{seat.server}" for seat in client.seats().seats)
+
+
+def spawner(seat_id: str | None = None, *, active: bool = True, pending: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(active=active, pending=pending, gpu_seat={"seat_id": seat_id} if seat_id else None)
+
+
+def hub_with(servers: dict[str, dict[str, SimpleNamespace]], *, manages_broker: bool = False) -> Any:  # noqa: ANN401
+    """A hub with these users, and their servers as it knows them."""
+    db = orm.new_session_factory("sqlite:///:memory:")()
+    users: dict[orm.User, SimpleNamespace] = {}
+    for name, spawners in servers.items():
+        user = orm.User(name=name)
+        db.add(user)
+        for server in spawners:
+            db.add(orm.Spawner(name=server, user=user))
+        db.commit()
+        users[user] = SimpleNamespace(spawners=spawners)
+    services = [{"name": BROKER_SERVICE}] if manages_broker else []
+    return SimpleNamespace(db=db, users=users, hub=SimpleNamespace(api_url=HUB), services=services, log=get_logger())
+
+
+async def test_seats_of_servers_that_are_gone_are_given_back(live: LiveBroker) -> None:
+    used, starting = take(live, "ada"), take(live, "ada", "starting")
+    for owner, server in (("ada", "stopped"), ("ada", "unknown"), ("nobody", ""), ("bob", "")):
+        take(live, owner, server)
+    app = hub_with(
+        {
+            "ada": {
+                "": spawner(used),
+                "starting": spawner(pending="spawn", active=True),
+                "stopped": spawner(active=False),
+            },
+            "bob": {"": spawner("another-seat")},
+        }
+    )
+    await Reconciler(app, live.socket).look()
+    assert left(live) == ["ada/", "ada/starting"], (used, starting)
+
+
+async def test_seats_of_another_hub_stay(live: LiveBroker) -> None:
+    take(live, "ada", hub="http://127.0.0.1:9999/hub/api")
+    take(live, "bob", hub="")
+    await Reconciler(hub_with({}), live.socket).look()
+    assert left(live) == ["ada/", "bob/"]
+    await Reconciler(hub_with({}, manages_broker=True), live.socket).look()
+    assert left(live) == ["ada/"], "one that names no hub is of an earlier version of the hub that runs the broker"
+
+
+async def test_an_earlier_broker_gives_a_seat_though_it_keeps_no_hub_with_it(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fields(kind: type[Any]) -> frozenset[str]:
+        return frozenset(field.name for field in dataclasses.fields(kind)) - {"hub"}
+
+    monkeypatch.setattr(decode, "_fields", fields)
+    request = SeatRequest(owner="ada", pool="default", fraction_milli=125, hub=HUB)
+    async with aclosing(BrokerLink(live.socket, patience_s=DEADLINE_S).take(request)) as lines:
+        assert [line.kind async for line in lines] == [ProgressKind.GRANTED]
+
+
+# -- the broker's service -----------------------------------------------------------------------------------------------------
+
+_BROKER = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: (print("stopped", flush=True), sys.exit(0)))
+print("serves", flush=True)
+signal.pause()
+"""
+_HUB = """
+import os, signal, subprocess, sys
+service = subprocess.Popen([sys.executable, *sys.argv[1:]])
+print(service.pid, flush=True)
+sys.stdin.readline()
+service.send_signal(signal.SIGINT)
+print(service.wait(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_broker_of_a_hub_that_ends_outlives_its_service_and_ends_with_the_hub() -> None:
+    command = [sys.executable, "-c", _HUB, ATTENDANT, sys.executable, "-c", _BROKER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as hub:
+        assert hub.stdin is not None
+        assert hub.stdout is not None
+        lines = {hub.stdout.readline().strip() for _ in range(2)}  # the hub's and the broker's, in any order
+        assert "serves" in lines
+        print("stop", file=hub.stdin, flush=True)
+        assert hub.stdout.readline() == "0\n", "the service has ended, and the broker has not"
+        print("end", file=hub.stdin, flush=True)
+        assert hub.stdout.readline() == "stopped\n"
+
+
+def test_the_service_ends_as_its_broker_does() -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    for code, status in (("raise SystemExit(3)", 3), (killed, 128 + signal.SIGKILL)):
+        done = subprocess.run(  # noqa: PLW1510 - its status is the point
+            [sys.executable, ATTENDANT, sys.executable, "-c", code], timeout=DEADLINE_S, env=dict(os.environ)
+        )
+        assert done.returncode == status

@@ -1,0 +1,144 @@
+"""Every seat is right after a real hub was restarted, killed or lost its database, and after servers and kernels were killed."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+
+from provisioner.protocol.messages import LeaseStatus
+from provisioner.protocol.seats import SeatStatus
+from tests.support.hub import HubWorld, new_hub
+from tests.support.managed import must
+from tests.support.stories import CHECK, fill
+from tests.support.world import DEADLINE_S, Notebook, World, new_world, until
+
+SETTINGS = {
+    "pools": {
+        "default": {
+            "oversubscription": 4,
+            "wait_bound": "100%",
+            "when_full": "refuse",
+            "user_limits": {"fraction": "1/2"},
+        }
+    }
+}
+KERNEL = "fractional-gpu-default-500"
+OUTLIVES_ITS_SERVER = """
+import os
+from ipykernel.connect import get_connection_file
+server = os.getppid()
+os.getppid = lambda: server  # what ipykernel watches its parent by
+print(server, os.getpid(), get_connection_file())
+"""
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with new_world("1x256MiB") as world:
+        world.install(500)
+        yield world
+
+
+def seats(hub: HubWorld) -> list[SeatStatus]:
+    with hub.seats() as client:
+        return client.seats().seats
+
+
+def owners(hub: HubWorld) -> list[str]:
+    return sorted(seat.owner for seat in seats(hub))
+
+
+@dataclass
+class Outliving:
+    """A kernel that goes on when its server is killed."""
+
+    server: int
+    pid: int
+    connection_file: str
+
+    @classmethod
+    def of(cls, notebook: Notebook) -> "Outliving":
+        server, pid, file = notebook.must(OUTLIVES_ITS_SERVER).text.split()
+        return cls(int(server), int(pid), file)
+
+    @contextmanager
+    def client(self) -> Iterator[BlockingKernelClient]:
+        """Talk to it as no server does any more."""
+        client = BlockingKernelClient(connection_file=self.connection_file)
+        client.load_connection_file()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=DEADLINE_S)
+            yield client
+        finally:
+            client.stop_channels()
+
+
+def test_three_users_have_their_seats_back_after_the_hub_ended_with_their_servers(world: World) -> None:
+    users = ["ada", "bob", "eve"]
+    with new_hub(world, SETTINGS, cleanup=True) as hub:
+        before = until(world.broker_pid, "the hub's broker serves")
+        for user in users:
+            hub.spawn(user, pool="default", fraction="1/2")
+        for user in users:
+            hub.await_server(user)
+        hub.connect("ada").start(KERNEL).must(fill(1))
+        assert owners(hub) == users
+
+        hub.stop_hub()
+        hub.start_hub()
+        until(lambda: world.broker_pid() not in {None, before}, "the next hub's broker serves")
+        assert owners(hub) == [], "they were given back before the broker ended"
+        assert world.status().leases == []
+        hub.server("new", pool="default", fraction="1/2")
+
+
+def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_loses_nothing(world: World) -> None:
+    """The server is killed in the middle of a cell, the broker, then the hub, and the hub's database is gone."""
+    with new_hub(world, SETTINGS) as hub:
+        until(world.broker_pid, "the hub's broker serves")
+        server = hub.server("ada", pool="default", fraction="1/2")
+        notebook = server.start(KERNEL)
+        notebook.must(fill(1))
+        kernel = Outliving.of(notebook)
+        runs = world.folder / "runs"
+        notebook.send(f"open({str(runs)!r}, 'w').close()\nwhile True: buffer.read()")
+        until(runs.exists, "the cell runs")
+        server.hang_up()
+        world.end(kernel.server, signal.SIGKILL)
+
+        until(lambda: seats(hub) == [], "the hub notices, and gives the seat back")
+        until(lambda: lease_of(hub, notebook).state == "suspended", "it is suspended in the middle of its cell")
+        assert lease_of(hub, notebook).revoked
+
+        world.kill_broker()
+        until(lambda: world.broker_pid() is not None, "another broker serves")
+        assert lease_of(hub, notebook).revoked, "the next broker knows"
+
+        hub.server("ada", pool="default", fraction="1/2")
+        (seat,) = seats(hub)
+        assert (seat.kernels, seat.used_milli) == (1, 500)
+        assert lease_of(hub, notebook).seat == seat.seat_id
+        until(lambda: lease_of(hub, notebook).state == "resident", "the cell goes on")
+        os.kill(kernel.pid, signal.SIGINT)
+
+        hub.stop_hub(signal.SIGKILL)
+        (world.folder / "hub.sqlite").unlink()
+        hub.start_hub()
+        until(lambda: seats(hub) == [], "no server of this hub has the seat")
+        assert lease_of(hub, notebook).revoked
+
+        hub.server("ada", pool="default", fraction="1/2")
+        assert not lease_of(hub, notebook).revoked
+        with kernel.client() as client:
+            assert must(client, CHECK) == "intact\n"
+        world.end(kernel.pid, signal.SIGKILL)
+        until(lambda: not any(lease.pid for lease in world.status().leases), "it has ended")
+
+
+def lease_of(hub: HubWorld, notebook: Notebook) -> LeaseStatus:
+    return hub.world.lease(notebook.kernel_id)
