@@ -85,6 +85,23 @@ class Acts:
             )
         return await self._do(viewer, lambda client: asdict(client.change_pool(pool, keys)))
 
+    async def release_seat(self, viewer: Viewer, seat_id: str, body: Body) -> Any:  # noqa: ANN401
+        """End a seat. For administrators. Raises FractionalGPUError."""
+        if not viewer.admin:
+            raise _not_admin()
+        if not _checked(body, {"confirm": bool}).get("confirm"):
+            raise BadRequestError(
+                "releasing a seat takes the GPU from its server's kernels, which keep their variables; send confirm = true if that is "
+                "meant",
+                reason="not-confirmed",
+            )
+
+        def release(client: SeatClient) -> Any:  # noqa: ANN401
+            client.release_seat(seat_id)
+            return {"ok": True}
+
+        return await self._do(viewer, release)
+
     async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
         if self._running[viewer.name] >= MOST_AT_ONCE:
             raise ConflictError(

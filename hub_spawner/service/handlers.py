@@ -6,6 +6,7 @@
     GET  api/leases/L/story             why everything happened to a kernel
     POST api/leases/L/ACT               suspend, resume, pin {"minutes": 30}, unpin; move {"device": D}, evict {"confirm": true}
     POST api/devices/D/ACT              drain {"evict_busy": false}, undrain
+    POST api/seats/S/release            {"confirm": true}
     POST api/pools/P                    {"keys": {"idle_after": "2m"}}
 
 Rules:
@@ -278,6 +279,11 @@ class _Device(_Act):
         await self.run(self.acts.device(self.viewer, device_id, act, self.body()))
 
 
+class _Seat(_Act):
+    async def post(self, seat_id: str) -> None:
+        await self.run(self.acts.release_seat(self.viewer, seat_id, self.body()))
+
+
 class _Pool(_Act):
     async def post(self, pool: str) -> None:
         await self.run(self.acts.pool(self.viewer, pool, self.body()))
@@ -331,6 +337,7 @@ def routes(prefix: str, watch: Watch, acts: Acts, static: str) -> list[Any]:
         (lease + "/story", _Story, shared),
         (lease + r"/([a-z]{1,20})", _Lease, shared),
         (prefix + r"api/devices/([^/]{1,200})/(drain|undrain)", _Device, shared),
+        (prefix + r"api/seats/([0-9a-zA-Z_-]{1,64})/release", _Seat, shared),
         (prefix + r"api/pools/([0-9a-z._-]{1,63})", _Pool, shared),
         (prefix + r"static/(page\.js|page\.css)", _Static, {"path": static}),
     ]

@@ -56,7 +56,7 @@ def view_of(picture: Picture, viewer: Viewer) -> dict[str, Any]:
         "summary": _summary(status, shown, viewer) if status is not None else "",
         "devices": [_device(one, leases, viewer) for one in status.devices] if status is not None else [],
         "kernels": [_kernel(lease, servers, names, viewer) for lease in sorted(shown, key=_order)],
-        "seats": [_seat(seat, names) for seat in seats],
+        "seats": [_seat(seat, names, viewer) for seat in seats],
         "pools": _pools(picture, viewer),
     }
 
@@ -228,7 +228,7 @@ def _kernel_actions(lease: LeaseStatus, viewer: Viewer) -> list[str]:
 # -- seats and pools --------------------------------------------------------------------------------------------------------------
 
 
-def _seat(seat: SeatStatus, names: dict[str, str]) -> dict[str, Any]:
+def _seat(seat: SeatStatus, names: dict[str, str], viewer: Viewer) -> dict[str, Any]:
     kernels = "no kernel" if not seat.kernels else f"{seat.kernels} kernel{'s' if seat.kernels > 1 else ''}"
     return {
         "id": seat.seat_id,
@@ -239,6 +239,8 @@ def _seat(seat: SeatStatus, names: dict[str, str]) -> dict[str, Any]:
         "share": f"{format_fraction(seat.fraction_milli)} GPU, {format_memory(seat.memory_mib)}",
         "use": f"{kernels} with {format_fraction(seat.used_milli)} GPU" if seat.used_milli else kernels,
         "where": names.get(seat.device_id or "", "any"),
+        "name": f"the seat of {seat.server or 'the default server'}",
+        "actions": ["release"] if viewer.admin else [],
     }
 
 

@@ -58,6 +58,7 @@ COMMANDS: dict[str, _Entry] = {
     "evict": _Entry("provisioner.commands.evict", "end a kernel; its state is lost (administrators)"),
     "end": _Entry("provisioner.commands.end", "end processes that a kernel left on a GPU when it ended"),
     "audit": _Entry("provisioner.commands.audit", "what administrators did, when, and for whom (administrators)"),
+    "seats": _Entry("provisioner.commands.seats", "the seats of hub servers, and ending one (administrators)"),
     "pool": _Entry("provisioner.commands.pool", "what the pools are, and changing them while the broker runs"),
     "kernels": _Entry("provisioner.commands.kernels", "install, list and remove the kernels that the launcher offers"),
     "doctor": _Entry("provisioner.commands.doctor", "examine the machine, the driver, the broker and Jupyter"),

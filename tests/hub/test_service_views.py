@@ -56,6 +56,8 @@ def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
     assert "other programs hold 1 GiB" in shown["devices"][0]["note"]
     assert [row["id"] for row in shown["kernels"]] == ["aaaa" * 6]
     assert "evict" not in shown["kernels"][0]["actions"]
+    assert [row["actions"] for row in shown["seats"]] == [[]]
+    assert [row["actions"] for row in view_of(picture(), GRACE)["seats"]] == [["release"], ["release"]]
 
 
 def test_an_administrator_sees_all_and_by_whom() -> None:

@@ -177,6 +177,12 @@ const ACTS = {
     run: device("drain", ({ busy }) => ({ evict_busy: busy.checked })),
   },
   undrain: { label: "Undrain", done: "in service again", run: device("undrain") },
+  release: {
+    label: "Release…", done: "released", button: "Release the seat", danger: true,
+    text: (row) => `The server ${row.server} of ${row.owner} gets no further kernels with a GPU until it is started again. ` +
+      "Kernels of it that run are suspended; their variables stay.",
+    run: (row) => call(`seats/${row.id}/release`, { confirm: true }),
+  },
   edit: {
     label: "Edit…", done: "changed", button: "Change",
     text: (row) => `A change of pool ${row.name} holds at once, and until the broker is started again.`,
