@@ -63,7 +63,9 @@ _LONGEST_FRAME = 16 * 2**20  # bytes
 _MOST_WAITING = 16  # messages
 _REJOIN_S, _LONGEST_REJOIN_S = 0.2, 30.0  # pauses after a connection that broke: the next one is twice as long ...
 _LASTING_S = 10.0  # ... unless the connection lasted for this long
-_LONGEST_RETRY_S = 15.0  # between attempts to connect while they are refused
+_START_S = 30.0  # a kernel that starts listens by then; it is tried at a quick and even pace, so that its first messages are heard
+_START_RETRY_S = 0.05
+_RETRY_S, _LONGEST_RETRY_S = 0.1, 15.0  # between attempts that are refused after that: ever more rarely
 _SHELL_RETRY_S = 2.0
 _LONGEST_PATH = 100  # bytes; UNIX sockets allow 107
 
@@ -167,6 +169,15 @@ _decode_parent = msgspec.json.Decoder(_Header | None).decode  # null: xeus kerne
 _decode_status = msgspec.json.Decoder(_Status).decode
 
 
+def _ms(seconds: float) -> int:
+    return round(1000 * seconds)
+
+
+def _try_rarely(socket: zmq.asyncio.Socket) -> None:
+    """Have what is connected from now on tried ever more rarely while it is refused."""
+    socket.reconnect_ivl, socket.reconnect_ivl_max = _ms(_RETRY_S), _ms(_LONGEST_RETRY_S)
+
+
 class IOPubWatch:
     """Watches one kernel. `changed()` is called on the loop whenever `busy`, or what is being handled, changes.
 
@@ -187,9 +198,11 @@ class IOPubWatch:
         # Our kernelspecs run ipykernel, whose topics tell status from output; what other kernels call theirs is unknown.
         self._iopub.subscribe(b"kernel." if ipykernel else b"")
         self._line_events: zmq.asyncio.Socket = self._iopub.get_monitor_socket(_JOINED | _BROKEN)
+        self._iopub.reconnect_ivl = _ms(_START_RETRY_S)
         self._iopub.connect(connection.iopub)
         self._shell: zmq.asyncio.Socket = self._socket(context, zmq.DEALER)
-        self._shell.reconnect_ivl = int(1000 * _SHELL_RETRY_S)
+        _try_rarely(self._shell)
+        self._shell.reconnect_ivl = _ms(_SHELL_RETRY_S)
         self._shell_joined = self._rejoined = False
         work = (self._listen(), self._keep_line(), self._doubt(), self._drain())
         self._tasks = [asyncio.create_task(one) for one in work]
@@ -230,7 +243,6 @@ class IOPubWatch:
         socket = context.socket(kind)
         socket.linger = 0
         socket.rcvhwm, socket.maxmsgsize = _MOST_WAITING, _LONGEST_FRAME
-        socket.reconnect_ivl_max = int(1000 * _LONGEST_RETRY_S)
         socket.ipv6 = "[" in self._connection.iopub
         if self._connection.curve is not None:
             public, secret = self._connection.curve
@@ -261,6 +273,11 @@ class IOPubWatch:
         """
         pause_s = _REJOIN_S
         joined_s: float | None = None
+        started = await self._line_events.poll(_ms(_START_S))
+        _try_rarely(self._iopub)
+        if not started:
+            self._iopub.disconnect(self._connection.iopub)
+            self._iopub.connect(self._connection.iopub)
         while True:
             if parse_monitor_message(await self._next(self._line_events))["event"] & _JOINED:
                 joined_s = time.monotonic()

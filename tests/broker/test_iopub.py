@@ -227,6 +227,7 @@ async def test_a_connection_that_breaks_again_and_again_is_made_ever_more_rarely
 
 async def test_a_connection_that_is_refused_is_tried_ever_more_rarely(line: KernelLine, watched: Watched) -> None:
     trial = watched.watch._socket(line.context, zmq.SUB)
+    iopub._try_rarely(trial)
     retries = trial.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # and does not listen
@@ -237,6 +238,27 @@ async def test_a_connection_that_is_refused_is_tried_ever_more_rarely(line: Kern
     for one in (retries, trial):
         one.close(linger=0)
     assert [wait_ms // 100 for wait_ms in waits_ms] == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("listens", ["at once", "late"])
+async def test_a_kernel_that_starts_is_tried_at_an_even_pace_and_heard(
+    line: KernelLine, monkeypatch: pytest.MonkeyPatch, listens: str
+) -> None:
+    monkeypatch.setattr(iopub, "_START_S", 0.05 if listens == "late" else DEADLINE_S)
+    line.break_line()
+    async with Watched(line) as watched:
+        socket = watched.watch._iopub
+        if listens == "late":
+            async with asyncio.timeout(DEADLINE_S):
+                while not socket.reconnect_ivl_max:  # noqa: ASYNC110 - an option of a socket tells nobody
+                    await asyncio.sleep(0.01)
+        else:
+            assert (socket.reconnect_ivl, socket.reconnect_ivl_max) == (50, 0)
+        line.mend_line()
+        await watched.settle()
+        assert (socket.reconnect_ivl, socket.reconnect_ivl_max) == (100, 15_000), (
+            "a line that breaks later is tried ever more rarely"
+        )
 
 
 async def test_a_kernel_whose_line_broke_twice_is_heard_and_asked_again(line: KernelLine, watched: Watched) -> None:

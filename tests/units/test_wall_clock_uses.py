@@ -32,6 +32,7 @@ ALLOWED = {
     "provisioner/broker/clock.py": "the wall clock itself, for dates",
     "provisioner/broker/deadlines.py": "the start of the deadlines' clock, once for each boot",
     "provisioner/broker/driver_start.py": "the time of the next attempt, in a sentence",
+    "provisioner/broker/evictions.py": "the time of an eviction, in a sentence",
     "provisioner/broker/history.py": "dates of points",
     "provisioner/broker/iopub.py": "the date in a message's header, which nothing reads",
     "provisioner/broker/ledger_move.py": "a date in the name of a file that is set aside",
