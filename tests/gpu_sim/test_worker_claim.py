@@ -38,16 +38,24 @@ def target(kernel: Kernel) -> ProcessIdentity:
     return identify(kernel.pid)
 
 
+async def checkpoint_that_hangs(
+    link: WorkerLink, simulated: host.SimulatedHost, target: ProcessIdentity
+) -> asyncio.Task[int]:
+    """Begin a checkpoint that ends when the faults are cleared."""
+    await link.lock(target, 1000)
+    faults.inject(simulated.directory, "checkpoint", "hang")
+    operation = asyncio.create_task(link.checkpoint(target, 60))
+    await asyncio.to_thread(
+        eventually, lambda: faults.listed(simulated.directory)[0].taken == 1, "the checkpoint begins"
+    )
+    return operation
+
+
 async def test_an_orphan_finishes_alone_before_the_next_worker_starts(
     links: list[WorkerLink], simulated: host.SimulatedHost, target: ProcessIdentity
 ) -> None:
     dying, heir = links
-    await dying.lock(target, 1000)
-    faults.inject(simulated.directory, "checkpoint", "hang")
-    operation = asyncio.create_task(dying.checkpoint(target, 60))
-    await asyncio.to_thread(
-        eventually, lambda: faults.listed(simulated.directory)[0].taken == 1, "the checkpoint begins"
-    )
+    operation = await checkpoint_that_hangs(dying, simulated, target)
     assert dying._claim is not None
     dying._claim.close()  # the broker's part of the claim goes with the broker; the worker's stays
     with pytest.raises(GPUError, match=r"still at work: nothing is suspended or resumed") as caught:
@@ -67,12 +75,7 @@ async def test_an_orphan_is_alone_though_the_file_of_its_claim_was_deleted(
     links: list[WorkerLink], simulated: host.SimulatedHost, target: ProcessIdentity
 ) -> None:
     dying, _ = links
-    await dying.lock(target, 1000)
-    faults.inject(simulated.directory, "checkpoint", "hang")
-    operation = asyncio.create_task(dying.checkpoint(target, 60))
-    await asyncio.to_thread(
-        eventually, lambda: faults.listed(simulated.directory)[0].taken == 1, "the checkpoint begins"
-    )
+    operation = await checkpoint_that_hangs(dying, simulated, target)
     assert dying._claim is not None
     dying._claim.path.unlink()
     dying._claim.close()
