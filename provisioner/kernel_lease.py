@@ -75,6 +75,7 @@ class KernelLease:
     reserve_mib: int
     gated: bool
     environment: Mapping[str, str]
+    notice: str = ""  # what became of the kernel before this one, for its user
 
     def attach(self, request: AttachRequest) -> None:
         """Tell the broker which process it is; one that died since the lease was taken is started again.
@@ -192,6 +193,7 @@ def _take(request: LeaseRequest, timeout_s: float, simulate: str | None) -> Kern
         reserve_mib=reply.reserve_mib,
         gated=request.gated,
         environment=reply.environment,
+        notice=reply.notice,
     )
 
 

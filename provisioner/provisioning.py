@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from subprocess import Popen
@@ -123,7 +124,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def gpu_notice(self) -> str:
-        """Why the kernel was started without a GPU, or without the extension, or nothing: for the server that shows it."""
+        """Why the kernel was started without a GPU or the extension, or what became of the one before; or nothing. A server shows it."""
         return self._notice
 
     @property
@@ -409,6 +410,10 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 self.log.warning("Kernel %s starts as an ordinary one, without a GPU lease: %s", self.kernel_id, error)
                 return None, ""
             return None, self._explain(error)
+        self._notice, self._lease = (
+            self._lease.notice,
+            replace(self._lease, notice=""),
+        )  # once: the lease may last for long
         return self._lease, ""
 
     def _explain(self, error: FractionalGPUError) -> str:

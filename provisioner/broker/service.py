@@ -180,9 +180,10 @@ class Service:
             except LedgerError:
                 await self.release(kernel)
                 raise
-        if sentence := self.administering.evictions.successor(kernel):
-            kernel.notices.append(sentence)
-            broker.record_line(kernel, EVICTED, sentence)
+        evicted = self.administering.evictions.successor(kernel)
+        if evicted:
+            kernel.notices.append(evicted)
+            broker.record_line(kernel, EVICTED, evicted)
         device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
         kernel.started_on = () if device_id is None else self._held(kernel)
         return LeaseReply(
@@ -195,6 +196,7 @@ class Service:
                 **broker.environment(spec.lease_id, kernel.started_on),
                 **launch_environment(broker.arbiter.pools()[spec.pool], spec),
             },
+            notice=evicted,
         )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:

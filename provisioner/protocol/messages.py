@@ -106,6 +106,7 @@ class LeaseReply:
     device_id: str | None  # known only if reserved already
     simulated: bool
     environment: dict[str, str] = field(default_factory=dict)  # for the kernel, except socket, lease and token file
+    notice: str = ""  # what became of the kernel before this one, for its user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from provisioner.protocol.messages import EvictRequest
 from tests.labextension.conftest import Page, State, enable, page_of
 from tests.support.stories import fill
 from tests.support.world import Server, World, new_world, until
@@ -113,6 +114,20 @@ def test_a_kernel_restarted_without_a_gpu_is_told_of(world: World, server: Serve
     assert notice["kernel_id"] == notebook.kernel_id
     assert notice["sentence"].startswith("This kernel was started without a GPU: ")
     Path(world.socket).with_name("broker.json").unlink()
+
+
+def test_an_evicted_kernel_that_comes_back_says_who_ended_it(world: World, server: Server, page: Page) -> None:
+    (name,) = world.install(250)
+    notebook = server.start(name)
+    page.until_kernel(notebook.kernel_id, "unarmed")
+    with world.client() as client:
+        lease_id = world.lease(notebook.kernel_id).lease_id
+        client.evict(lease_id, EvictRequest(confirm=True, why="the class needs it"))
+    notice = page.notice()
+    assert notice["kernel_id"] == notebook.kernel_id
+    assert notice["sentence"].startswith("An administrator (")
+    assert "to free the GPU; the reason given: the class needs it. Its variables are lost" in notice["sentence"]
+    assert world.lease(notebook.kernel_id).lease_id != lease_id
 
 
 def test_a_restart_that_fails_is_told_of(world: World, server: Server, page: Page) -> None:
