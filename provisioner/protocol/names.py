@@ -1,7 +1,5 @@
 """Names that people gave, such as a hub's users and servers: those that could steer what shows them are refused."""
 
-import unicodedata
-
 __all__ = ["unprintable"]
 
 
@@ -10,6 +8,8 @@ def unprintable(name: str) -> str:
 
     The words are printable themselves: `U+202E (right-to-left override)`.
     """
+    import unicodedata  # noqa: PLC0415 - kernels import this module, and name nobody
+
     for character in name:
         if not character.isprintable():
             known = unicodedata.name(character, "control character").lower()

@@ -57,7 +57,7 @@ def last_text(path: Path) -> str:
 def used_a_device(world: World) -> None:
     """The lease was a real one, and no process is behind it any more (the console ends without giving it back: it expires)."""
     log = Path(world.socket).with_name("broker.log").read_text()
-    assert "768 MiB reserved" in log
+    assert "768 MiB are reserved" in log
     assert [lease for lease in world.status().leases if lease.pid is not None] == []
 
 

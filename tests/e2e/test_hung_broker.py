@@ -126,7 +126,7 @@ def test_what_looks_and_asks_says_it_instead_of_hanging(world: World, server: Se
     remedy = f"`kill -CONT {pid}` lets it go on"
     with stopped(pid):
         assert remedy in notebook.must("%gpu").data[-1]["text/plain"]
-        assert remedy in notebook.run("%gpu pin 5m").text
+        assert remedy in notebook.run("%gpu pin 5m").error
         for words in (["status"], ["status", "--json"], ["suspend", lease], ["pin", lease, "5m"], ["doctor"]):
             done = command(world, *words)
             assert remedy in done.stdout + done.stderr, (words, done)
