@@ -246,19 +246,27 @@ async def test_a_kernel_that_starts_is_tried_at_an_even_pace_and_heard(
 ) -> None:
     monkeypatch.setattr(iopub, "_START_S", 0.05 if listens == "late" else DEADLINE_S)
     line.break_line()
-    async with Watched(line) as watched:
-        socket = watched.watch._iopub
-        if listens == "late":
-            async with asyncio.timeout(DEADLINE_S):
-                while not socket.reconnect_ivl_max:  # noqa: ASYNC110 - an option of a socket tells nobody
-                    await asyncio.sleep(0.01)
-        else:
-            assert (socket.reconnect_ivl, socket.reconnect_ivl_max) == (50, 0)
-        line.mend_line()
-        await watched.settle()
-        assert (socket.reconnect_ivl, socket.reconnect_ivl_max) == (100, 15_000), (
-            "a line that breaks later is tried ever more rarely"
-        )
+    with socket.socket() as held:  # as the provisioner holds a port for its kernel: no other program gets it meanwhile
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        line.iopub_port = held.getsockname()[1]
+        async with Watched(line) as watched:
+            await is_tried_and_heard(line, watched, listens)
+
+
+async def is_tried_and_heard(line: KernelLine, watched: Watched, listens: str) -> None:
+    tried = watched.watch._iopub
+    if listens == "late":
+        async with asyncio.timeout(DEADLINE_S):
+            while not tried.reconnect_ivl_max:  # noqa: ASYNC110 - an option of a socket tells nobody
+                await asyncio.sleep(0.01)
+    else:
+        assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (50, 0)
+    line.mend_line()
+    await watched.settle()
+    assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (100, 15_000), (
+        "a line that breaks later is tried ever more rarely"
+    )
 
 
 async def test_a_kernel_whose_line_broke_twice_is_heard_and_asked_again(line: KernelLine, watched: Watched) -> None:
