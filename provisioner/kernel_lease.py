@@ -17,6 +17,7 @@ import contextlib
 import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from provisioner.seat import own_seat
 __all__ = [
     "KernelLease",
     "attach_request",
+    "begin_broker_start",
     "environment_with",
     "environment_without",
     "recall_lease",
@@ -154,6 +156,16 @@ def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None 
     and simulated ones are wanted), BrokerUnavailableError.
     """
     return _persistently(lambda: _take(request, timeout_s, simulate))
+
+
+def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
+    """Start a broker in a thread if none serves: `take_lease`, called next, waits for less, and tells what goes wrong. Never blocks."""
+
+    def start() -> None:
+        with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
+            pass
+
+    threading.Thread(target=start, name="gpu-start", daemon=True).start()
 
 
 def _persistently(call: Callable[[], T]) -> T:

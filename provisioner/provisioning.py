@@ -38,6 +38,7 @@ from provisioner.kernel_config import KernelConfig, parse_kernel_config
 from provisioner.kernel_lease import (
     KernelLease,
     attach_request,
+    begin_broker_start,
     environment_with,
     environment_without,
     recall_lease,
@@ -143,6 +144,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
         environment = dict(kwargs.get("env") or os.environ)
         folder = os.fspath(kwargs.get("cwd") or Path.cwd())
         with_spec = self._spec_environment(environment)
+        if self._lease is None and self._was_asked_for:  # asking the interpreter takes as long as starting a broker
+            begin_broker_start(timeout_s=self.broker_timeout, simulate=config.simulate)
         self._plan = await in_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
         request = self._request(config, environment)
         self._notice = ""
