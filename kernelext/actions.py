@@ -140,9 +140,8 @@ class Actions:
         request = ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=_LATER_MS)
         self._after.ask(
             _SHARE,
-            lambda client: _new_share(
-                client.resize(self._settings.lease_id, request)
-            ),  # the limit comes as the broker's command
+            # The new limit comes as a command of the broker's.
+            lambda client: _new_share(client.resize(self._settings.lease_id, request)),
             note="Asks for its new share as soon as this cell is over.",
             failed="Not resized: ",
             command="%gpu resize",

@@ -167,10 +167,8 @@ class Barrier:
             return
         self._installed = True
         sys.addaudithook(self._hook())
-        for owner, name in (
-            (_posixsubprocess, "fork_exec"),
-            (subprocess, "_fork_exec"),
-        ):  # multiprocessing's, subprocess's
+        # Multiprocessing's and subprocess's.
+        for owner, name in ((_posixsubprocess, "fork_exec"), (subprocess, "_fork_exec")):
             original = getattr(owner, name, None)
             if original is not None:
                 guarded = self._guarded(original)

@@ -63,9 +63,7 @@ def runtime_dir() -> Path:
     Raises BrokerUnavailableError if it is somebody else's.
     """
     folder = Path(jupyter_runtime_dir()) / "gpu"
-    if (
-        _foreign_above(folder) is not None
-    ):  # a home folder that a container's image gave to another user, or another's with sudo
+    if _foreign_above(folder) is not None:  # a home folder of another user's: by sudo, or from a container's image
         return Path(_short_path(str(folder / "broker.sock"))).parent
     _make_private(folder)
     return folder

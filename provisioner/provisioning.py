@@ -413,10 +413,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 self.log.warning("Kernel %s starts as an ordinary one, without a GPU lease: %s", self.kernel_id, error)
                 return None, ""
             return None, self._explain(error)
-        self._notice, self._lease = (
-            self._lease.notice,
-            replace(self._lease, notice=""),
-        )  # once: the lease may last for long
+        self._notice = self._lease.notice
+        self._lease = replace(self._lease, notice="")  # it is told once, and the lease may last for long
         return self._lease, ""
 
     def _explain(self, error: FractionalGPUError) -> str:

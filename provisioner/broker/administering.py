@@ -118,7 +118,7 @@ class Administering:
         except ConflictError:
             self.evictions.failed(kernel)
             raise
-        self._broker.record_line(kernel, EVICTED, sentence)
+        self._broker.record_line(kernel.lease_id, EVICTED, sentence)
         await self._broker.survivors.release(kernel, EVICTED)
 
     async def end_kernel(self, kernel: Kernel) -> None:

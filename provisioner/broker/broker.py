@@ -161,7 +161,7 @@ class Broker:
         match effect:
             case Recorded(lease_id=lease_id, reason=reason, sentence=sentence):
                 log.info("lease %s: %s (%s)", lease_id[:8], sentence, reason)
-                self.writer.submit(partial(self.writer.ledger.record, lease_id, wall_ms(), reason, sentence))
+                self.record_line(lease_id, reason, sentence)
             case StateChanged(lease_id=lease_id, new=new):
                 self.changes += 1
                 self._state_changed(effect)
@@ -413,13 +413,11 @@ class Broker:
         )
         log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
         kernel.notices.append(sentence)
-        self.writer.submit(
-            partial(self.writer.ledger.record, kernel.lease_id, wall_ms(), "process.out-of-memory", sentence)
-        )
+        self.record_line(kernel.lease_id, "process.out-of-memory", sentence)
 
-    def record_line(self, kernel: Kernel, reason: str, sentence: str) -> None:
+    def record_line(self, lease_id: str, reason: str, sentence: str) -> None:
         """Add a line to the lease's story."""
-        self.writer.submit(partial(self.writer.ledger.record, kernel.lease_id, wall_ms(), reason, sentence))
+        self.writer.submit(partial(self.writer.ledger.record, lease_id, wall_ms(), reason, sentence))
 
     def look_at_use(self, kernel: Kernel) -> None:
         """Tell the arbiter whether the kernel is busy, and want the GPU for one that nobody else speaks for."""
@@ -451,8 +449,7 @@ class Broker:
         kernel.stopped = stopped_sentence(identity.pid) if stopped else ""
         sentence = kernel.stopped or f"process {identity.pid} goes on"
         log.info("lease %s: %s", kernel.lease_id[:8], sentence)
-        reason = "process.stopped" if stopped else "process.goes-on"
-        self.writer.submit(partial(self.writer.ledger.record, kernel.lease_id, wall_ms(), reason, sentence))
+        self.record_line(kernel.lease_id, "process.stopped" if stopped else "process.goes-on", sentence)
         why_not = kernel.stopped or kernel.unsaveable
         self.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=why_not))
 

@@ -41,11 +41,10 @@ _OF_A_SHARE = (
 
 def resolved(options: BrokerOptions) -> BrokerOptions:
     """Return the options with what depends on this process's folder and environment. Raises BrokerUnavailableError."""
+    config_file = str(Path(options.config_file).absolute()) if options.config_file else None  # brokers change folders
     return replace(
         options,
-        config_file=str(Path(options.config_file).absolute())
-        if options.config_file
-        else None,  # brokers change folders
+        config_file=config_file,
         socket=options.socket or socket_path(),
         simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
     )

@@ -183,7 +183,7 @@ class Service:
         evicted = self.administering.evictions.successor(kernel)
         if evicted:
             kernel.notices.append(evicted)
-            broker.record_line(kernel, EVICTED, evicted)
+            broker.record_line(kernel.lease_id, EVICTED, evicted)
         device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
         kernel.started_on = () if device_id is None else self._held(kernel)
         return LeaseReply(

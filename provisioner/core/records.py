@@ -350,9 +350,7 @@ class Ranks:
     swaps_learnt: int = 0  # the state of the forecasts that `working` was found with
     highest: int = 0  # priority of `working`
     willing_mib: int = 0  # what they hold together
-    yielding: "Yielders | None" = (
-        None  # those of `working` that may be asked to leave at the end of their cells, while that is known
-    )
+    yielding: "Yielders | None" = None  # of `working`: who may be asked to leave at its cell's end; None: not known
     costs_until_ms: int = 0  # then the first of their costs is out of date
     ranked: list[tuple[int, int, str, Lease]] = field(default_factory=list)
     willing: list[Lease] = field(default_factory=list)  # the same

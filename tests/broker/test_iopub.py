@@ -240,33 +240,36 @@ async def test_a_connection_that_is_refused_is_tried_ever_more_rarely(line: Kern
     assert [wait_ms // 100 for wait_ms in waits_ms] == [1, 2, 4, 8, 16]
 
 
-@pytest.mark.parametrize("listens", ["at once", "late"])
-async def test_a_kernel_that_starts_is_tried_at_an_even_pace_and_heard(
-    line: KernelLine, monkeypatch: pytest.MonkeyPatch, listens: str
-) -> None:
-    monkeypatch.setattr(iopub, "_START_S", 0.05 if listens == "late" else DEADLINE_S)
+@pytest.fixture
+async def silent_line() -> AsyncIterator[KernelLine]:
+    """A kernel that does not listen yet, and begins with `mend_line`; its port is held, as the provisioner holds one."""
+    line = KernelLine()
     line.break_line()
-    with socket.socket() as held:  # as the provisioner holds a port for its kernel: no other program gets it meanwhile
+    with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         line.iopub_port = held.getsockname()[1]
-        async with Watched(line) as watched:
-            await is_tried_and_heard(line, watched, listens)
+        yield line
+        line.close()
 
 
-async def is_tried_and_heard(line: KernelLine, watched: Watched, listens: str) -> None:
-    tried = watched.watch._iopub
-    if listens == "late":
-        async with asyncio.timeout(DEADLINE_S):
-            while not tried.reconnect_ivl_max:  # noqa: ASYNC110 - an option of a socket tells nobody
-                await asyncio.sleep(0.01)
-    else:
+@pytest.mark.parametrize("listens", ["at once", "late"])
+async def test_a_kernel_that_starts_is_tried_at_an_even_pace_and_heard(
+    silent_line: KernelLine, monkeypatch: pytest.MonkeyPatch, listens: str
+) -> None:
+    monkeypatch.setattr(iopub, "_START_S", 0.05 if listens == "late" else DEADLINE_S)
+    async with Watched(silent_line) as watched:
+        tried = watched.watch._iopub
         assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (50, 0)
-    line.mend_line()
-    await watched.settle()
-    assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (100, 15_000), (
-        "a line that breaks later is tried ever more rarely"
-    )
+        if listens == "late":
+            async with asyncio.timeout(DEADLINE_S):
+                while not tried.reconnect_ivl_max:  # noqa: ASYNC110 - an option of a socket tells nobody
+                    await asyncio.sleep(0.01)
+        silent_line.mend_line()
+        await watched.settle()
+        assert not watched.watch.busy
+        # A line that breaks later is tried ever more rarely.
+        assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (100, 15_000)
 
 
 async def test_a_kernel_whose_line_broke_twice_is_heard_and_asked_again(line: KernelLine, watched: Watched) -> None:

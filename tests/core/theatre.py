@@ -47,7 +47,7 @@ class Actor:
     cells: int = FOR_EVER  # after so many it is shut down
     quiet_ms: int = 0  # so long after a cell it is said to be idle; with 0 at once, and each cell asks
     reaches_ms: int | None = (
-        None  # its cells use no GPU until so long after they gave the room back in mid-cell; None: they use it at once
+        None  # how long after they gave the room back in mid-cell its cells use the GPU; None: at once
     )
     is_open: bool = False  # its gate; without an extension: nobody has to know of its next cell
     asks: bool = False  # its cell has not begun yet

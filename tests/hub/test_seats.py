@@ -12,9 +12,9 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from provisioner.protocol.messages import LeaseStatus
 from provisioner.protocol.seats import SeatStatus
 from tests.support.hub import HubWorld, new_hub
-from tests.support.managed import must
+from tests.support.managed import must, ready
 from tests.support.stories import CHECK, fill
-from tests.support.world import DEADLINE_S, Notebook, World, new_world, until
+from tests.support.world import Notebook, World, new_world, until
 
 SETTINGS = {
     "pools": {
@@ -70,12 +70,8 @@ class Outliving:
         """Talk to it as no server does any more."""
         client = BlockingKernelClient(connection_file=self.connection_file)
         client.load_connection_file()
-        client.start_channels()
-        try:
-            client.wait_for_ready(timeout=DEADLINE_S)
+        with ready(client):
             yield client
-        finally:
-            client.stop_channels()
 
 
 def test_three_users_have_their_seats_back_after_the_hub_ended_with_their_servers(world: World) -> None:

@@ -10,7 +10,7 @@ from jupyter_core.utils import ensure_event_loop
 
 from tests.support.world import DEADLINE_S, World
 
-__all__ = ["client_of", "entered", "must", "own_event_loop"]
+__all__ = ["client_of", "entered", "must", "own_event_loop", "ready"]
 
 _OURS = ("JUPYTER", "IPYTHON", "JPY_", "PYTHONPATH", "HOME")
 
@@ -45,10 +45,17 @@ def client_of(manager: KernelManager) -> Iterator[BlockingKernelClient]:
     """A blocking client of the kernel that now runs, ready."""
     client = manager.client()
     assert isinstance(client, BlockingKernelClient)
+    with ready(client):
+        yield client
+
+
+@contextmanager
+def ready(client: BlockingKernelClient) -> Iterator[None]:
+    """The client's kernel answers, for the block."""
     client.start_channels()
     try:
         client.wait_for_ready(timeout=DEADLINE_S)
-        yield client
+        yield
     finally:
         client.stop_channels()
 
