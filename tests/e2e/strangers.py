@@ -139,6 +139,9 @@ class Suite:
         self._sources = self.folder / archive.name.removesuffix(".tar.gz")
         extras = f"[{self._project.extras}]" if self._project.extras else ""
         self._pip("install", f"{name}{extras}=={version}", "pytest", "pytest-timeout", *self._project.requires)
+        if not (self.folder / "venv/share/jupyter/kernels/python3/kernel.json").exists():
+            # Our wheel would bring ipykernel along, and tests that start kernels would fail with the local provisioner only.
+            raise SuiteError(f"no kernelspec python3 without our wheel: add ipykernel to `requires` in {PINS.name}")
 
     def compare(self) -> Comparison:
         """Run the suite under both provisioners. Raises SuiteError."""
