@@ -6,11 +6,15 @@ import signal
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jupyter_client.manager import KernelManager
 
-from provisioner import provisioning
+from provisioner import kernel_lease, provisioning
+from provisioner.client import BrokerClient
+from provisioner.discovery import ensure_broker
+from provisioner.kernel_command import KernelPlan, plan_kernel
 from provisioner.kernel_process import ProcessGoneError
 from provisioner.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError, NoRoomError
 from provisioner.protocol.messages import AttachRequest
@@ -24,6 +28,25 @@ from tests.support.kernels import KERNEL_DEADLINE_S, evaluate, running_kernel, t
 def provisioner_of(manager: KernelManager) -> FractionalGPUProvisioner:
     assert isinstance(manager.provisioner, FractionalGPUProvisioner)
     return manager.provisioner
+
+
+def test_a_broker_is_started_while_the_interpreter_is_asked(
+    places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def starts(*arguments: Any, **keywords: Any) -> BrokerClient:  # noqa: ANN401 - passed on
+        begun.set()
+        return ensure_broker(*arguments, **keywords)
+
+    def asks(*arguments: Any) -> KernelPlan:  # noqa: ANN401 - passed on
+        assert begun.wait(KERNEL_DEADLINE_S), "the broker's start waits for the interpreter"
+        return plan_kernel(*arguments)
+
+    monkeypatch.setattr(kernel_lease, "ensure_broker", starts)
+    monkeypatch.setattr(provisioning, "plan_kernel", asks)
+    with running_kernel(places.write_gpu_spec(), cwd=str(places.work)):
+        assert broker.only_lease()
 
 
 def token_files(places: Places) -> list[Path]:
