@@ -218,17 +218,21 @@ async def test_a_line_that_a_crash_cut_short_spoils_no_other(log: AuditLog) -> N
     assert [json.loads(line)["outcome"] for line in whole] == ["asked", "done"]
 
 
-@pytest.mark.parametrize("kind", ["link", "fifo"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "fifo"])
 async def test_the_log_is_a_file_of_its_own(log: AuditLog, kind: str, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     if kind == "link":
         log.path.symlink_to(victim)
+    elif kind == "hard link":
+        log.path.hardlink_to(victim)
     else:
         os.mkfifo(log.path)
+    before = victim.stat()
     with pytest.raises(InternalBrokerError, match="drain was not done"):
         await write(log)
     assert victim.read_text() == "precious"
+    assert victim.stat().st_mode == before.st_mode
 
 
 # -- lines -------------------------------------------------------------------------------------------------------------------

@@ -268,8 +268,10 @@ async def test_a_kernel_that_starts_is_tried_at_an_even_pace_and_heard(
         silent_line.mend_line()
         await watched.settle()
         assert not watched.watch.busy
-        # A line that breaks later is tried ever more rarely.
+        # A line that breaks later is tried ever more rarely, and the shell channel, which is joined after IOPub, always.
         assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (100, 15_000)
+        shell = watched.watch._shell
+        assert (shell.reconnect_ivl, shell.reconnect_ivl_max) == (2_000, 15_000)
 
 
 async def test_a_kernel_whose_line_broke_twice_is_heard_and_asked_again(line: KernelLine, watched: Watched) -> None:

@@ -190,6 +190,9 @@ async def test_records_that_others_could_have_written_are_not_read(socket: Path)
         path.parent.chmod(0o777)
         assert read_lease_files(path.parent) == []
         path.parent.chmod(0o700)
+        (other := socket.with_name("other")).hardlink_to(path)
+        assert read_lease_files(path.parent) == [], "who has its other name could have written it"
+        other.unlink()
         path.rename(path.with_name("another.json"))
         assert read_lease_files(path.parent) == [], "its name is another lease's"
 
@@ -350,6 +353,20 @@ async def test_files_follow_the_leases_and_are_put_back(socket: Path) -> None:
         files.drop("one")
         await files.close()
         assert not files.folder.exists(), "nothing is left of a broker without leases"
+
+
+async def test_a_record_is_not_written_into_a_file_that_has_another_name(socket: Path) -> None:
+    files = LeaseFiles(Path(f"{socket}.leases"))
+    precious = socket.with_name("precious")
+    precious.write_text("keep")
+    files.folder.mkdir(mode=0o700)
+    (files.folder / ".one.json").hardlink_to(precious)  # where it is written before it replaces the old one
+    with carrier("one", socket) as process:
+        files.put(record_of("one", process))
+        await files.flushed()
+        assert precious.read_text() == "keep"
+        assert [record.spec.lease_id for record in read_lease_files(files.folder)] == ["one"]
+    await files.close()
 
 
 async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -241,6 +241,7 @@ def test_an_interpreter_that_was_removed_is_named(home: Path) -> None:
     ("make", "says"),
     [
         (lambda path: path.chmod(0o622), "others could have written it"),
+        (lambda path: path.with_name("other").hardlink_to(path), "others could have written it"),
         (lambda path: (path.rename(f"{path}.real"), path.symlink_to(f"{path}.real")), "cannot be read"),
         (lambda path: (path.unlink(), path.mkdir()), "others could have written it"),
         (lambda path: path.write_text("{"), "is not of the form"),
@@ -250,7 +251,7 @@ def test_an_interpreter_that_was_removed_is_named(home: Path) -> None:
         (lambda path: path.write_text('{"argv": ["a"], "env": {"A": 1}}'), "is not of the form"),
         (lambda path: path.write_text('{"argv": ["a"], "env": []}'), "is not of the form"),
     ],
-    ids=["writable", "symlink", "folder", "cut", "list", "empty", "number", "env-number", "env-list"],
+    ids=["writable", "hard link", "symlink", "folder", "cut", "list", "empty", "number", "env-number", "env-list"],
 )
 def test_a_start_command_that_is_not_to_be_trusted_is_not_run(
     home: Path, make: Callable[[Path], object], says: str

@@ -124,6 +124,22 @@ def test_a_record_that_cannot_be_written_stays_as_it_was(record: KeptRecord, mon
     found.close()
 
 
+def test_a_record_with_another_name_is_left_alone_and_the_others_are_found(
+    record: KeptRecord, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    other.write_text("{}")
+    record.path.with_name("a-linked-kernel.json").hardlink_to(other)
+    record.close()
+    (found,) = kept_records()
+    assert found.path == record.path
+    found.close()
+    (said,) = caplog.messages
+    assert "a-linked-kernel.json" in said
+    assert "2 names (hard links)" in said
+    assert other.stat().st_nlink == 2
+
+
 def test_a_record_is_held_while_and_after_it_is_written_anew(record: KeptRecord) -> None:
     early = os.open(record.path, os.O_RDWR)  # as another server that has opened it and not yet locked it
     try:

@@ -212,6 +212,7 @@ OWN_FILES = [
     "broker.log",
     "ledger-simulated.sqlite",
     "ledger-simulated.sqlite-wal",
+    "ledger-simulated.sqlite.lock",
 ]
 
 
