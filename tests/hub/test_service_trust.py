@@ -12,7 +12,7 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from hub_spawner.service import handlers
+from hub_spawner.service import app, handlers
 from hub_spawner.service.acts import Acts
 from hub_spawner.service.scopes import ADMIN_SCOPE, READ_SCOPE
 from hub_spawner.service.watch import Watch
@@ -131,5 +131,12 @@ async def test_an_administrator_who_is_none_any_more_sees_what_users_see(
         assert then["you"]["admin"] is False
 
 
-def test_what_was_taken_away_counts_for_half_a_minute_at_most() -> None:
-    assert handlers.TRUST_S + handlers.STREAM_TRUST_S <= 30
+async def test_what_was_taken_away_counts_for_half_a_minute_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that begins with the oldest answer of the hub that is still trusted, and asks anew as late as it may."""
+    asked: list[dict[str, float]] = []
+    monkeypatch.setattr(HubOAuth, "instance", lambda **options: asked.append(options))
+    monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/services/gpu/")
+    listener, _ = bind_unused_port()
+    await app._serve("/nowhere", listener, hub=-1)  # which is gone
+    (options,) = asked
+    assert options["cache_max_age"] + handlers.STREAM_TRUST_S <= 30
