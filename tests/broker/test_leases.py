@@ -157,16 +157,17 @@ def test_who_asks_for_fresh_figures_is_answered_after_a_sample(
 
 
 def test_a_device_that_answers_late_does_not_keep_a_reader(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
+    over, sampled = threading.Event(), threading.Event()
 
     async def sample() -> None:
         await asyncio.to_thread(over.wait, DEADLINE_S)
+        sampled.set()
 
     monkeypatch.setattr(service, "_MEASURE_PATIENCE_S", 0.01)
     monkeypatch.setattr(live.service, "refresh", sample)
     try:
         assert live.call("GET", "/v1/status?fresh=1").status == 200
-        assert not over.is_set()
+        assert not sampled.is_set()
     finally:
         over.set()
 
