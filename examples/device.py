@@ -126,7 +126,7 @@ class SimulatedBackend:
     overhead_bytes = 0
 
     def __init__(self):
-        from provisioner.gpu.simulated import cuda
+        from fractional_gpu.gpu.simulated import cuda
 
         self.cuda = cuda
 

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,13 +27,14 @@ def _own_state() -> Iterator[None]:
         yield
 
 
-SLOW = ("hub", "e2e", "launcher", "labextension", "kernelext", "provisioning")
+SLOW = ("hub", "e2e", "launcher", "labextension", "kernelext", "jupyter")
+_TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Take the folders with the longest tests first: with several processes, none is left with them alone at the end."""
     order = {folder: place for place, folder in enumerate(SLOW)}
-    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    items.sort(key=lambda item: order.get(item.path.relative_to(_TESTS).parts[0], len(order)))
 
 
 # A machine that pauses for a second says nothing about a test.

@@ -1,8 +1,8 @@
 # A hub for a teaching lab: 60 students and their teachers share two GPUs. The guide is docs/hub.md.
 # The hub runs as root: it starts servers as the users of the machine and runs the broker that moves their kernels' memory.
 
-from hub_spawner import configure
-from hub_spawner.service import add_page
+from fractional_gpu_hub import configure
+from fractional_gpu_hub.service import add_page
 
 c = get_config()  # noqa
 

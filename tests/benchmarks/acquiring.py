@@ -6,16 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from provisioner.client import BrokerClient
-from provisioner.protocol.messages import AcquireRequest, LeaseRequest, ProgressKind
-from provisioner.provisioning import FractionalGPUProvisioner
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
+from fractional_gpu.protocol.messages import AcquireRequest, LeaseRequest, ProgressKind
 from tests.benchmarks.kernels import BenchKernel
 from tests.benchmarks.report import Row
 from tests.benchmarks.stats import compare_percentiles, percentile
 
 __all__ = ["measure_acquires"]
 
-_TO_THE_GPU = "from provisioner.gpu.simulated import cuda\nbuffer = cuda.allocate(1 << 20)"
+_TO_THE_GPU = "from fractional_gpu.gpu.simulated import cuda\nbuffer = cuda.allocate(1 << 20)"
 
 
 def measure_acquires(socket: str, kernelspec: str, leases: int, rounds: int, say: Callable[[str], None]) -> list[Row]:

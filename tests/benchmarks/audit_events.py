@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT))
 
 WORK: dict[str, Callable[[], object]] = {
     "sys._getframe()": sys._getframe,
@@ -28,8 +29,8 @@ WORK: dict[str, Callable[[], object]] = {
 
 def install() -> None:
     """Have the hook of a barrier that bars nothing."""
-    from kernelext.barrier import Barrier  # noqa: PLC0415 - only where it is measured
-    from kernelext.gate import Gate  # noqa: PLC0415 - as above
+    from fractional_gpu_kernel.cells.barrier import Barrier  # noqa: PLC0415 - only where it is measured
+    from fractional_gpu_kernel.cells.gate import Gate  # noqa: PLC0415 - as above
 
     shell: Any = SimpleNamespace(kernel=None)
     Barrier(shell, Gate(lambda _: None), cast("Any", None), cast("Any", None))._install()

@@ -10,7 +10,7 @@ __all__ = ["measure_cells"]
 
 GOAL_US = 1000.0
 _CELL = "x = 1"
-_TO_THE_GPU = "from provisioner.gpu.simulated import cuda\nbuffer = cuda.allocate(1 << 20)"
+_TO_THE_GPU = "from fractional_gpu.gpu.simulated import cuda\nbuffer = cuda.allocate(1 << 20)"
 _WARM_UP = 20  # cells of each fresh kernel that do not count
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Effect, Resume, Suspend
-from provisioner.core.events import (
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import Effect, Resume, Suspend
+from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
     DeviceSeen,
@@ -36,7 +36,12 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    PoolSpec,
+)
 from tests.benchmarks.stats import percentile
 
 __all__ = ["Crowd", "as_json", "as_table", "measure", "missed"]

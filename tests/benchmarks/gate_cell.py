@@ -18,7 +18,9 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT))
 
 _ROUNDS = 20
 
@@ -57,11 +59,11 @@ def main() -> None:
 def measure(shell: Any, cells: int) -> dict[str, float]:  # noqa: ANN401 - as above
     """Load once for the time it takes, then let plain and guarded cells take turns."""
     start = time.perf_counter()
-    import kernelext  # noqa: PLC0415 - its import is part of what is measured
+    import fractional_gpu_kernel  # noqa: PLC0415 - its import is part of what is measured
 
-    kernelext.load_ipython_extension(shell)
+    fractional_gpu_kernel.load_ipython_extension(shell)
     load_s = time.perf_counter() - start
-    kernelext.unload_ipython_extension(shell)
+    fractional_gpu_kernel.unload_ipython_extension(shell)
     plain: list[float] = []
     guarded: list[float] = []
     kinds: list[tuple[list[float], Callable[[Any], None]]] = [(plain, lambda _: None), (guarded, load_open)]
@@ -70,7 +72,7 @@ def measure(shell: Any, cells: int) -> dict[str, float]:  # noqa: ANN401 - as ab
         for times, prepare in kinds:
             prepare(shell)
             times.append(seconds_per_cell(shell, cells))
-            kernelext.unload_ipython_extension(shell)
+            fractional_gpu_kernel.unload_ipython_extension(shell)
     plain_us, guarded_us = statistics.median(plain) * 1e6, statistics.median(guarded) * 1e6
     return {
         "load_ms": load_s * 1e3,
@@ -83,10 +85,10 @@ def measure(shell: Any, cells: int) -> dict[str, float]:  # noqa: ANN401 - as ab
 
 def load_open(shell: Any) -> None:  # noqa: ANN401 - as above
     """Load the extension with its gate open, as after a first grant."""
-    import kernelext  # noqa: PLC0415 - see `measure`
+    import fractional_gpu_kernel  # noqa: PLC0415 - see `measure`
 
-    kernelext.load_ipython_extension(shell)
-    kernelext._loaded[id(shell)].gate.open({})  # no broker here to open it
+    fractional_gpu_kernel.load_ipython_extension(shell)
+    fractional_gpu_kernel._loaded[id(shell)].gate.open({})  # no broker here to open it
 
 
 if __name__ == "__main__":

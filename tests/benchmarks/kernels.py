@@ -11,8 +11,8 @@ import zmq
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from provisioner.client import BrokerClient
-from provisioner.protocol.messages import LeaseStatus
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol.messages import LeaseStatus
 
 __all__ = ["PLAIN", "BenchKernel", "KernelDiedError"]
 

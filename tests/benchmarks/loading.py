@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.benchmarks.report import Row
 from tests.benchmarks.stats import median, median_estimate
+from tests.support.paths import PYTHONPATH
 
 __all__ = ["measure_loading"]
 
@@ -60,12 +61,12 @@ def _ready_ms(folder: Path, *, extension: bool) -> float:
         "JUPYTER_GPU_SOCKET": str(folder / "broker.sock"),  # nobody listens: loading needs nobody
         "JUPYTER_GPU_LEASE": "benchmark",
         "JUPYTER_GPU_TOKEN_FILE": str(folder / "token"),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": PYTHONPATH,
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # kept, as it is where the project is installed
     arguments = ["-f", str(folder / "connection.json"), "--quiet"]
     if extension:
-        arguments.append("--IPKernelApp.extra_extensions=kernelext")
+        arguments.append("--IPKernelApp.extra_extensions=fractional_gpu_kernel")
     command = [sys.executable, "-c", _START, *arguments]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from provisioner.client import BrokerClient
-from provisioner.host.process import identify
-from provisioner.protocol.messages import AttachRequest, LeaseReply, LeaseRequest
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.host.process import identify
+from fractional_gpu.protocol.messages import AttachRequest, LeaseReply, LeaseRequest
 from tests.benchmarks.report import Row
 from tests.benchmarks.stats import median, median_estimate
 from tests.support.world import World, new_world
@@ -23,7 +23,7 @@ _DEVICE = "1x8GiB"
 _MEMORY_MIB = 64  # of each kernel; its context takes half of it
 _CONNECTION = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 9, "shell_port": 9, "key": "k"}
 _PROGRAM = """
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate(1 << 20)
 print(flush=True)
 open(0).read()

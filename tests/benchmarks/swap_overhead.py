@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.benchmarks.stats import median, percentile
 from tests.benchmarks.swap_lane import CONTEXT_MIB, DEVICE_MIB, Sample
 from tests.driver_double.double import Device, DriverDouble
+from tests.support.paths import ROOT, SOURCES
 
-_ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = ("provisioner", "kernelext", "hub_spawner")
 _LANE = Path(__file__).with_name("swap_lane.py").resolve()
 _LATENCIES_US = (0, 3000)
 _KINDS = ("suspend", "resume")
@@ -64,14 +63,11 @@ class Lane:
 def open_lane(name: str, checkout: Path, options: argparse.Namespace) -> Iterator[Lane]:
     """Start the process for a checkout; everything of it is gone at the block's end. Raises RuntimeError if it does not start."""
     with tempfile.TemporaryDirectory(prefix="jgl-overhead-") as folder:
-        packages = Path(folder, "packages")
-        packages.mkdir()
-        for package in _PACKAGES:
-            (packages / package).symlink_to(checkout / package)
+        packages = os.pathsep.join(str(checkout / folder.name) for folder in SOURCES)
         double = DriverDouble(Path(folder, "host"), [Device(mib=DEVICE_MIB) for _ in range(options.devices)])
         double.set(context_mib=CONTEXT_MIB)
         environment = os.environ | double.environment()
-        environment["PYTHONPATH"] = os.pathsep.join((str(packages), str(_ROOT), environment["PYTHONPATH"]))
+        environment["PYTHONPATH"] = os.pathsep.join((packages, str(ROOT), environment["PYTHONPATH"]))
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-P", str(_LANE), str(double.folder), str(options.processes)]
         with subprocess.Popen(
@@ -119,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=8, metavar="N", help="turns of each (default: 8)")
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="rounds in each turn (default: 8)")
     options = parser.parse_args(arguments)
-    checkouts = {"this": _ROOT}
+    checkouts = {"this": ROOT}
     if options.checkout is not None:
         checkouts[options.checkout.name] = options.checkout.resolve()
     with ExitStack() as stack:

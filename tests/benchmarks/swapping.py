@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from provisioner.client import BrokerClient
-from provisioner.gpu.simulated.room import available_bytes
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.gpu.simulated.capacity import available_bytes
 from tests.benchmarks.kernels import BenchKernel
 from tests.benchmarks.report import Row
 from tests.benchmarks.stats import median, median_estimate
@@ -21,7 +21,7 @@ __all__ = ["measure_swaps"]
 _MIB = 1 << 20
 _FILL = """
 import random
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate({mib} << 20)
 buffer.write(random.Random(1).randbytes(1 << 20) * {mib})
 """

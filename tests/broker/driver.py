@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, cast
 
-from provisioner.broker.gate import GateLink
-from provisioner.broker.iopub import IOPubWatch
-from provisioner.broker.kernels import Kernel
-from provisioner.broker.swaps import Swaps, SwapTimes
-from provisioner.core.effects import Suspend
-from provisioner.gpu.interface import (
+from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.iopub import IOPubWatch
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
+from fractional_gpu.core.effects import Suspend
+from fractional_gpu.gpu.interface import (
     DeviceInfo,
     DeviceSensors,
     DeviceUse,
@@ -21,9 +21,9 @@ from provisioner.gpu.interface import (
     ProcessState,
     ProcessUse,
 )
-from provisioner.gpu.worker_link import WorkerLink
-from provisioner.host.process import ProcessIdentity, identify
-from provisioner.protocol.messages import GateAnswer
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.process import ProcessIdentity, identify
+from fractional_gpu.protocol.messages import GateAnswer
 from tests.broker.live import started_for
 
 __all__ = ["DEVICE", "OTHERS", "Driver", "Quiet", "journal", "kernel_of", "suspend_of", "swaps_of"]

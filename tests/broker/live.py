@@ -19,22 +19,22 @@ from typing import Any, TypeVar
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_unix_socket
 
-from provisioner.broker.api import make_server
-from provisioner.broker.broker import Broker, now_ms
-from provisioner.broker.seat_api import SEAT_ROUTES
-from provisioner.broker.service import Service
-from provisioner.broker.swaps import Swaps, SwapTimes
-from provisioner.broker.writer import LedgerWriter
-from provisioner.config import load
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
-from provisioner.core.model import DeviceSpec
-from provisioner.gpu.open import open_monitor
-from provisioner.gpu.simulated.host import create, destroy
-from provisioner.gpu.worker_link import WorkerLink
-from provisioner.host.process import identify
-from provisioner.protocol.messages import LeaseReply, LeaseRequest
-from tests.broker.disk import Disk
+from fractional_gpu.broker.api.lease_routes import make_server
+from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
+from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
+from fractional_gpu.config import load
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
+from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.gpu.open import open_monitor
+from fractional_gpu.gpu.simulated.host import create, destroy
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.process import identify
+from fractional_gpu.protocol.messages import LeaseReply, LeaseRequest
+from tests.broker.persistence.disk import Disk
 
 __all__ = ["BECOME_NOBODY", "DEADLINE_S", "Answer", "LiveBroker", "live_broker", "started_for"]
 

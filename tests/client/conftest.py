@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.client import BrokerClient
+from fractional_gpu.client.client import BrokerClient
 from tests.support.fake_broker import FakeBroker
 
 

@@ -12,8 +12,9 @@ from typing import cast
 
 import pytest
 
-from provisioner.client import BrokerClient
-from provisioner.protocol.errors import (
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.http import Call, Connection
+from fractional_gpu.protocol.errors import (
     BadRequestError,
     BrokerUnavailableError,
     ConflictError,
@@ -26,7 +27,7 @@ from provisioner.protocol.errors import (
     TooManyRequestsError,
     UnauthorizedError,
 )
-from provisioner.protocol.messages import (
+from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
     GateAnswer,
@@ -39,7 +40,6 @@ from provisioner.protocol.messages import (
     StoryLine,
     UsagePoint,
 )
-from provisioner.wire import Call, Connection
 from tests.support.fake_broker import DEADLINE_S, FakeBroker
 
 REQUEST = LeaseRequest(fraction_milli=250, kernel_id="k", label="notebook.ipynb")
@@ -371,7 +371,7 @@ def test_close_gives_up_a_call_that_is_just_connecting(
         return Connection(path, timeout_s)
 
     with monkeypatch.context() as context:
-        context.setattr("provisioner.client.Connection", connect)
+        context.setattr("fractional_gpu.client.client.Connection", connect)
         with pytest.raises(BrokerUnavailableError, match="given up"):
             client.ping()
         with pytest.raises(BrokerUnavailableError, match="given up"):
@@ -381,8 +381,8 @@ def test_close_gives_up_a_call_that_is_just_connecting(
 
 def test_importing_the_client_loads_nothing_that_a_kernel_has_not() -> None:
     code = (
-        "import sys, ipykernel.kernelapp; before = set(sys.modules); import provisioner.client; "
-        "print([m for m in sorted(set(sys.modules) - before) if m.split('.')[0] != 'provisioner'])"
+        "import sys, ipykernel.kernelapp; before = set(sys.modules); import fractional_gpu.client.client; "
+        "print([m for m in sorted(set(sys.modules) - before) if m.split('.')[0] != 'fractional_gpu'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -13,10 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from provisioner import discovery
-from provisioner.broker_process import is_service_socket
-from provisioner.discovery import ensure_broker, runtime_dir, socket_path, unstarted_broker
-from provisioner.protocol.errors import BrokerUnavailableError, ForbiddenError
+from fractional_gpu.client import discovery
+from fractional_gpu.client.broker_process import is_service_socket
+from fractional_gpu.client.discovery import (
+    ensure_broker,
+    runtime_dir,
+    socket_path,
+    unstarted_broker,
+)
+from fractional_gpu.protocol.errors import BrokerUnavailableError, ForbiddenError
 from tests.support.fake_broker import FakeBroker
 
 SOMEBODY = 54321
@@ -285,7 +290,7 @@ def test_without_settings_this_interpreter_starts_it(home: Path) -> None:
     argv, environment = discovery._start_command(str(home / "b.sock"))
     assert argv[0] == sys.executable
     assert argv[1:] == [
-        "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", str(home / "b.sock"),
+        "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach", "--socket", str(home / "b.sock"),
     ]  # fmt: skip
     assert environment == {}
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from provisioner import state_folder as module
-from provisioner.discovery import restart_command, restart_file, spare_restart_file
-from provisioner.protocol.errors import BrokerUnavailableError
-from provisioner.state_folder import (
+from fractional_gpu.client import state_folder as module
+from fractional_gpu.client.discovery import restart_command, restart_file, spare_restart_file
+from fractional_gpu.client.state_folder import (
     SERVICE_STATE,
     filesystem_type,
     find_ledger,
@@ -17,6 +16,7 @@ from provisioner.state_folder import (
     make_state_folder,
     state_folder,
 )
+from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 SOCKET = "/somewhere/gpu/broker.sock"
 

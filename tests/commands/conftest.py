@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from provisioner.client import BrokerClient
-from provisioner.protocol.messages import LeaseRequest
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol.messages import LeaseRequest
 from tests.support.fake_broker import Call, FakeBroker
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
+from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
 
 _DEVICE = DeviceStatus(
     device_id="GPU-0001",

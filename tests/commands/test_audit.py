@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker.audit import Act
-from provisioner.broker.checks import Peer
-from provisioner.commands import audit
-from provisioner.commands.main import main
-from provisioner.host.peers import PeerCredentials
-from provisioner.seat_client import SeatClient
+from fractional_gpu.broker.kernels.request_validation import Peer
+from fractional_gpu.broker.persistence.audit import Act
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.commands import audit
+from fractional_gpu.commands.main import main
+from fractional_gpu.host.peers import PeerCredentials
 from tests.broker.live import BECOME_NOBODY, LiveBroker, live_broker
 
 ROOT = Peer(credentials=PeerCredentials(7, 0, 0), token=None, admin=True, acting_for="ada")
@@ -130,7 +130,7 @@ def test_who_may_not_read_it_is_told_who_may(log: Path) -> None:
     # The first call imports everything while the interpreter's files can be read.
     program = f"""
 import sys
-from provisioner.commands.main import main
+from fractional_gpu.commands.main import main
 main(["audit", "--file", "/nowhere"])
 {BECOME_NOBODY}
 sys.exit(main(["audit", "--file", {str(log)!r}]))

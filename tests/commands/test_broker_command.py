@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker import app
-from provisioner.broker.app import BrokerOptions
-from provisioner.commands import broker
-from provisioner.commands.broker_stop import Stopped, _said
-from provisioner.commands.main import main
-from provisioner.config import load
+from fractional_gpu.broker.process import app
+from fractional_gpu.broker.process.app import BrokerOptions
+from fractional_gpu.commands import broker
+from fractional_gpu.commands.broker_stop import Stopped, _said
+from fractional_gpu.commands.main import main
+from fractional_gpu.config import load
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from provisioner import __version__
-from provisioner.commands import main as main_module
-from provisioner.commands.failure import CommandError, UsageError
-from provisioner.commands.main import COMMANDS, main
-from provisioner.protocol.errors import NoRoomError
+from fractional_gpu import __version__
+from fractional_gpu.commands import main as main_module
+from fractional_gpu.commands.main import COMMANDS, main
+from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.protocol.errors import NoRoomError
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 
 def test_the_overview_imports_nothing_heavy() -> None:
     probe = (
-        "import sys; from provisioner.commands.main import main; main([]); "
+        "import sys; from fractional_gpu.commands.main import main; main([]); "
         "print(sorted(set(sys.modules) & {'zmq', 'tornado', 'msgspec', 'traitlets', 'nbclient', 'jupyter_client'}))"
     )
     ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
@@ -102,7 +102,7 @@ def test_an_interrupt_is_quiet(command: ModuleType, capsys: pytest.CaptureFixtur
 def test_a_reader_that_goes_away_is_no_drama() -> None:
     # The pipe's reader is closed before the command writes: what `jupyter gpu status | true` may look like.
     probe = (
-        "import sys; sys.stdin.read(); from provisioner.commands.main import main; "
+        "import sys; sys.stdin.read(); from fractional_gpu.commands.main import main; "
         "raise SystemExit(main(['status', '--socket', '/nonexistent/broker.sock']))"
     )
     process = subprocess.Popen(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.commands.failure import CommandError
-from provisioner.commands.main import main
-from provisioner.commands.seats import find_seat
-from provisioner.protocol.messages import SeatStatus
-from provisioner.protocol.seats import SeatRequest
-from provisioner.seat_client import SeatClient
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.commands.main import main
+from fractional_gpu.commands.seats import find_seat
+from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.protocol.messages import SeatStatus
+from fractional_gpu.protocol.seats import SeatRequest
 from tests.broker.live import LiveBroker, live_broker
 
 

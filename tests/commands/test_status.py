@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.commands.main import main
-from provisioner.commands.status import show, watch
-from provisioner.protocol.errors import InternalBrokerError
-from provisioner.protocol.messages import HostStatus
+from fractional_gpu.commands.main import main
+from fractional_gpu.commands.status import show, watch
+from fractional_gpu.protocol.errors import InternalBrokerError
+from fractional_gpu.protocol.messages import HostStatus
 from tests.commands.conftest import OwnBroker
 from tests.commands.pictures import a_host, a_lease
 
@@ -123,7 +123,7 @@ def test_ctrl_c_ends_a_watch_quietly(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("provisioner.commands.status.watch", interrupted)
+    monkeypatch.setattr("fractional_gpu.commands.status.watch", interrupted)
     assert main(["status", "--watch"]) == 0
     assert capsys.readouterr() == ("", "")
     assert broker.calls == []

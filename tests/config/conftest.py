@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.config import CONFIG_NAME, loading
+from fractional_gpu.config import CONFIG_NAME, loading
 
 
 @pytest.fixture(autouse=True)

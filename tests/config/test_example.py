@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.config import GPUBroker, Settings, example_config, load
-from provisioner.config.pools import KEYS
-from provisioner.core.model import PoolSpec
+from fractional_gpu.config import (
+    GPUBroker,
+    Settings,
+    example_config,
+    load,
+)
+from fractional_gpu.config.pools import KEYS
+from fractional_gpu.core.model import PoolSpec
 
 Write = Callable[..., Path]
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provisioner.config import ConfigError, load
-from provisioner.config.hours import parse_hours
-from provisioner.config.hub import GroupTerms, HubPool, Price
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu.config.hours import parse_hours
+from fractional_gpu.config.hub import GroupTerms, HubPool, Price
 
 _DAY = 24 * 60
 

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from jupyter_core.paths import jupyter_config_path
 
-from provisioner.config import CONFIG_NAME, ConfigError, GPUBroker, load, loading
+from fractional_gpu.config import (
+    CONFIG_NAME,
+    ConfigError,
+    GPUBroker,
+    load,
+    loading,
+)
 
 Write = Callable[..., Path]
 

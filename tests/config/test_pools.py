@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provisioner.config import ConfigError, load
-from provisioner.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    Limits,
+    PoolSpec,
+    ReserveBy,
+)
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-bb3")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provisioner.config import ConfigError, load
+from fractional_gpu.config import ConfigError, load
 
 
 @pytest.mark.parametrize(

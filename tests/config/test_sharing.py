@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.config import ConfigError, load
-from provisioner.core.model import Breach, Sharing, Strangers
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu.core.model import Breach, Sharing, Strangers
 
 Write = Callable[..., Path]
 

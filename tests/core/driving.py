@@ -5,9 +5,15 @@ Every event goes through an `Observer`, so every example also checks every law.
 
 from collections.abc import Sequence
 
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Effect, Granted, Recorded, Resume, Suspend
-from provisioner.core.events import (
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    Effect,
+    Granted,
+    Recorded,
+    Resume,
+    Suspend,
+)
+from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
     DeviceSeen,
@@ -23,7 +29,14 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    LeaseView,
+    PoolSpec,
+    TicketView,
+)
 from tests.core.observer import Observer
 
 __all__ = ["Hand", "device", "pool", "spec"]

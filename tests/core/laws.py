@@ -2,11 +2,19 @@
 
 from collections.abc import Sequence
 
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Declined, Effect, Pinned, Recorded, Resized, Suspend, SuspendAnnounced
-from provisioner.core.events import Event, PinRequested
-from provisioner.core.model import LeaseSpec, LeaseState, TicketView
-from tests.core.books import Seen, World, law
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    Declined,
+    Effect,
+    Pinned,
+    Recorded,
+    Resized,
+    Suspend,
+    SuspendAnnounced,
+)
+from fractional_gpu.core.events import Event, PinRequested
+from fractional_gpu.core.model import LeaseSpec, LeaseState, TicketView
+from tests.core.checked_books import Seen, World, law
 from tests.core.moves import ELIGIBLE
 from tests.core.pin_books import Pins
 

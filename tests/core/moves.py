@@ -1,6 +1,6 @@
 """The legal moves of a lease, restated from the design: from where to where, and what must have happened for it."""
 
-from provisioner.core.events import (
+from fractional_gpu.core.events import (
     Attached,
     Event,
     LeaseRecovered,
@@ -11,7 +11,7 @@ from provisioner.core.events import (
     SuspendFinished,
     TruthFound,
 )
-from provisioner.core.model import LeaseState
+from fractional_gpu.core.model import LeaseState
 
 __all__ = ["ELIGIBLE", "HOLDERS", "MOVES", "OWN_EVENTS"]
 

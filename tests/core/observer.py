@@ -8,8 +8,8 @@ knows what would be wrong.
 from collections import Counter
 from dataclasses import replace
 
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import (
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
     CloseGate,
     Declined,
     Effect,
@@ -27,7 +27,7 @@ from provisioner.core.effects import (
     TicketsChanged,
     WakeAt,
 )
-from provisioner.core.events import (
+from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
     Checkpointable,
@@ -53,8 +53,18 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import HOLDING, LeaseState, ReserveBy, Sharing
-from tests.core.books import LawBrokenError, Seen, World, law
+from fractional_gpu.core.model import (
+    HOLDING,
+    LeaseState,
+    ReserveBy,
+    Sharing,
+)
+from tests.core.checked_books import (
+    LawBrokenError,
+    Seen,
+    World,
+    law,
+)
 from tests.core.laws import Laws
 from tests.core.moves import ELIGIBLE, MOVES, OWN_EVENTS
 

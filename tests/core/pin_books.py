@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from provisioner.core.effects import Declined, Pinned
-from provisioner.core.events import Event, PinRequested
-from tests.core.books import Seen, World, law
+from fractional_gpu.core.effects import Declined, Pinned
+from fractional_gpu.core.events import Event, PinRequested
+from tests.core.checked_books import Seen, World, law
 
 __all__ = ["Pins"]
 

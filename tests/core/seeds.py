@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-from provisioner.core.model import LeaseState
+from fractional_gpu.core.model import LeaseState
 from tests.core.simulation import simulate
 
 __all__ = ["main", "run_seed"]

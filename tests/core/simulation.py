@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import (
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
     CapBreached,
     Effect,
     EndProcesses,
@@ -21,7 +21,7 @@ from provisioner.core.effects import (
     StateChanged,
     Suspend,
 )
-from provisioner.core.events import (
+from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
     Checkpointable,
@@ -56,7 +56,16 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy, Sharing
+from fractional_gpu.core.model import (
+    Breach,
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    Limits,
+    PoolSpec,
+    ReserveBy,
+    Sharing,
+)
 from tests.core.observer import LawBrokenError, Observer
 
 __all__ = ["World", "simulate"]

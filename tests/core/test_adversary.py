@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import Resume, Suspend
-from provisioner.core.events import (
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import Resume, Suspend
+from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
     DeviceSeen,
@@ -26,7 +26,7 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import LeaseSpec, LeaseState
+from fractional_gpu.core.model import LeaseSpec, LeaseState
 from tests.core.driving import Hand, device, pool
 from tests.core.simulation import World
 from tests.core.theatre import Actor, Theatre

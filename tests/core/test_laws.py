@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from provisioner.core.effects import Resume, Suspend
-from provisioner.core.events import (
+from fractional_gpu.core.effects import Resume, Suspend
+from fractional_gpu.core.events import (
     DeviceSeen,
     HostMemorySeen,
     LeaseMeasured,
@@ -16,7 +16,7 @@ from provisioner.core.events import (
     SuspendRequested,
     TruthFound,
 )
-from provisioner.core.model import LeaseState
+from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 
 sizes = st.integers(1, 1000)

@@ -6,9 +6,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import LookAgain, Resume, Shrink, Suspend
-from provisioner.core.events import (
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    LookAgain,
+    Resume,
+    Shrink,
+    Suspend,
+)
+from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
     Checkpointable,
@@ -42,7 +47,14 @@ from provisioner.core.events import (
     Unwanted,
     Wanted,
 )
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    Limits,
+    PoolSpec,
+    ReserveBy,
+)
 from tests.core.observer import Observer
 
 DEVICES = ("d0", "d1", "d2")

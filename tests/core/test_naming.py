@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from provisioner.core.effects import Effect, Recorded, Suspend
-from provisioner.core.events import (
+from fractional_gpu.core.effects import Effect, Recorded, Suspend
+from fractional_gpu.core.events import (
     Attached,
     LeaseRecovered,
     LeaseRequested,
@@ -13,7 +13,7 @@ from provisioner.core.events import (
     SuspendRequested,
     UnpinRequested,
 )
-from provisioner.core.model import LeaseState
+from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, spec
 
 

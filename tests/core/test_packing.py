@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provisioner.core.packing import (
+from fractional_gpu.core.seat_packing import (
     CELL_MEDIAN_MS,
     PRIOR,
     Habits,

@@ -5,14 +5,14 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
-from provisioner.core.arbiter import Arbiter
+from fractional_gpu.core.arbiter import Arbiter
 from tests.core.simulation import simulate
+from tests.support.paths import PYTHONPATH
 
 _REPLAY = """
 import hashlib, pickle, sys
-from provisioner.core.arbiter import Arbiter
+from fractional_gpu.core.arbiter import Arbiter
 arbiter = Arbiter()
 effects = [effect for event in pickle.load(sys.stdin.buffer) for effect in arbiter.handle(event)]
 print(hashlib.sha256(repr(effects).encode()).hexdigest())
@@ -20,8 +20,7 @@ print(hashlib.sha256(repr(effects).encode()).hexdigest())
 
 
 def _digest_elsewhere(recorded: bytes, hash_seed: str) -> str:
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(
         [sys.executable, "-c", _REPLAY], input=recorded, env=environment, capture_output=True, check=True, timeout=60
     )

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from provisioner.core.model import LeaseState
+from fractional_gpu.core.model import LeaseState
 from tests.core.seeds import main, run_seed
 from tests.core.simulation import simulate
 

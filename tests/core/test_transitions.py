@@ -1,20 +1,26 @@
 """The table of legal moves, and the picture of it in the documents."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from provisioner.core.model import LeaseState
-from provisioner.core.transitions import TABLE, Cause, IllegalTransitionError, diagram, next_state
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.transitions import (
+    TABLE,
+    Cause,
+    IllegalTransitionError,
+    diagram,
+    next_state,
+)
 from tests.core.moves import MOVES
+from tests.support.paths import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "lease-states.md"
+PAGE = ROOT / "docs" / "lease-states.md"
 
 
 def test_the_picture_in_the_documents_is_current() -> None:
     assert f"```mermaid\n{diagram()}```" in PAGE.read_text(encoding="utf-8"), (
-        "the table has changed: put the output of `python -m provisioner.core.transitions` into docs/lease-states.md"
+        "the table has changed: put the output of `python -m fractional_gpu.core.transitions` into docs/lease-states.md"
     )
 
 

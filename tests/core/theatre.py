@@ -11,9 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from provisioner.core.arbiter import Arbiter
-from provisioner.core.effects import CloseGate, Effect, Granted, Resume, Suspend, WakeAt
-from provisioner.core.events import (
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    CloseGate,
+    Effect,
+    Granted,
+    Resume,
+    Suspend,
+    WakeAt,
+)
+from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
     DeviceSeen,
@@ -29,7 +36,12 @@ from provisioner.core.events import (
     Tick,
     Wanted,
 )
-from provisioner.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    PoolSpec,
+)
 from tests.core.observer import Observer
 
 __all__ = ["FOR_EVER", "Actor", "Theatre"]

@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from provisioner.host.process import identify
+from fractional_gpu.host.process import identify
 from tests.driver_double.releases import newest, python_path
 
 __all__ = ["Call", "Device", "DoubleProcess", "DriverDouble", "build"]

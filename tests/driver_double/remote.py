@@ -10,17 +10,22 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, Self
 
-from provisioner.gpu.interface import DeviceActivity, DeviceInfo, DeviceSensors, DeviceUse, GPUError, ProcessState
-from provisioner.gpu.nvidia import NvidiaCheckpointer, NvidiaMonitor
+from fractional_gpu.gpu.interface import (
+    DeviceActivity,
+    DeviceInfo,
+    DeviceSensors,
+    DeviceUse,
+    GPUError,
+    ProcessState,
+)
+from fractional_gpu.gpu.nvidia import NvidiaCheckpointer, NvidiaMonitor
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.releases import newest, python_path
+from tests.support.paths import PYTHONPATH
 
 __all__ = ["Remote", "RemoteCheckpointer", "RemoteMonitor"]
-
-ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class _Bindings:
@@ -47,7 +52,7 @@ class Remote:
         self.bindings = newest() if bindings == "newest" else bindings
         given = double.environment(self.bindings)
         nvml_path = python_path("nvidia-ml-py", newest("nvidia-ml-py") if nvml == "newest" else nvml)
-        given["PYTHONPATH"] = os.pathsep.join((given["PYTHONPATH"], str(nvml_path), str(ROOT)))
+        given["PYTHONPATH"] = os.pathsep.join((given["PYTHONPATH"], str(nvml_path), PYTHONPATH))
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.driver_double.remote"],
             stdin=subprocess.PIPE,

@@ -13,7 +13,12 @@ from typing import Final
 
 import pytest
 
-from provisioner.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.interface import (
+    Checkpointer,
+    GPUError,
+    GPUErrorCode,
+    ProcessState,
+)
 from tests.driver_double import releases
 from tests.driver_double.double import Call, Device, DriverDouble
 from tests.driver_double.remote import Remote

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.remote import Remote
 from tests.gpu_sim.kernels import KernelError, KernelProcess, ask, backend_worker, eventually

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessKind, ProcessState, ProcessUse
-from provisioner.host.process import read_stat
+from fractional_gpu.gpu.interface import (
+    GPUError,
+    GPUErrorCode,
+    ProcessKind,
+    ProcessState,
+    ProcessUse,
+)
+from fractional_gpu.host.process import read_stat
 from tests.driver_double.conftest import StartKernel
 from tests.driver_double.double import DEFAULTS, Device, DriverDouble, build
 from tests.driver_double.remote import Remote

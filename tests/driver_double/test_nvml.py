@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessUse
-from provisioner.host.clock import since_boot_us
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessUse
+from fractional_gpu.host.clock import since_boot_us
 from tests.driver_double import releases
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.remote import Remote

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState, ProcessUse
-from provisioner.gpu.victim import VICTIM_MIB
+from fractional_gpu.gpu.interface import (
+    GPUError,
+    GPUErrorCode,
+    ProcessState,
+    ProcessUse,
+)
+from fractional_gpu.gpu.probe_process import VICTIM_MIB
 from tests.driver_double import releases
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.remote import Remote
@@ -26,7 +31,7 @@ def double(tmp_path: Path) -> DriverDouble:
 @pytest.fixture
 def victim(double: DriverDouble) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, **double.environment()}
-    command = [sys.executable, "-P", "-m", "provisioner.gpu.victim", "nvidia"]
+    command = [sys.executable, "-P", "-m", "fractional_gpu.gpu.probe_process", "nvidia"]
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

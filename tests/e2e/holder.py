@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -25,10 +25,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from provisioner.gpu.simulated.store import Store
-from provisioner.protocol.errors import BrokerUnavailableError
+from fractional_gpu.gpu.simulated.store import Store
+from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers, kill_all, released, settled, wait_for_end, workers
 from tests.support.world import Notebook, Server, World, new_world, until

@@ -19,10 +19,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from provisioner.client import BrokerClient
-from provisioner.protocol.messages import AcquireRequest, ProgressKind
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind
 from tests.benchmarks.stats import percentile
 from tests.support.crowd import DATA_MIB, Crowd, Size
 from tests.support.victims import anybody, released, settled

@@ -28,11 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from provisioner.broker.backend import simulated_folder
+from fractional_gpu.broker.process.backend import simulated_folder
+from tests.support.paths import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = ROOT
 PINS = Path(__file__).with_suffix(".toml")
 AGAIN = 2
 TEST_S = 180  # the longest that one test may take

@@ -19,7 +19,7 @@ def world() -> Iterator[World]:
 
 
 def command(world: World, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-P", "-m", "provisioner.commands.main", *arguments]
+    argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *arguments]
     return subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False)
 
 

@@ -6,7 +6,7 @@ from tests.support.world import Notebook, Server, World, until
 
 WORKER = """
 import threading, time
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 stop = threading.Event()
 def work():
     while not stop.is_set():
@@ -19,11 +19,11 @@ thread.start()
 """
 CHILD = """
 import subprocess, sys
-program = "from provisioner.gpu.simulated import cuda; cuda.launch(0); print(flush=True); cuda.launch(600)"
+program = "from fractional_gpu.gpu.simulated import cuda; cuda.launch(0); print(flush=True); cuda.launch(600)"
 child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
 child.stdout.readline()
 """
-HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20)"
+HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20)"
 
 
 def waits_for(world: World, second: Notebook, first: Notebook) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from provisioner.commands import broker_stop
-from provisioner.commands.broker_stop import find_broker
-from provisioner.commands.failure import CommandError
-from provisioner.commands.main import main
+from fractional_gpu.commands import broker_stop
+from fractional_gpu.commands.broker_stop import find_broker
+from fractional_gpu.commands.main import main
+from fractional_gpu.commands.terminal.failure import CommandError
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import Server, World
@@ -26,7 +26,7 @@ def ended(world: World, *words: str, code: int = 0) -> dict[str, Any]:
     # What broker.json does not tell must come from the broker that ran: nothing of it is in this environment.
     environment = {name: value for name, value in world.environment.items() if name != "JUPYTER_GPU_SIMULATE"}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", *words, "--json"],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", *words, "--json"],
         env=environment,
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ from tests.support.world import Notebook, Server, World, until
 
 PAST = """
 import os
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 del os.environ["JUPYTER_GPU_MEMORY_MIB"]  # what allocates directly knows no cap
 buffer = cuda.allocate(400 << 20)
 buffer.fill(b"abc")
@@ -83,7 +83,7 @@ def test_a_stranger_is_shown_and_if_the_pool_says_so_ended(world: World, server:
     (name,) = world.install(250)
     server.start(name)
     (device,) = world.status().devices
-    argv = [sys.executable, "-m", "provisioner.gpu.simulated.stranger", str(world.simulated_folder), "0", "64"]
+    argv = [sys.executable, "-m", "fractional_gpu.gpu.simulated.stranger", str(world.simulated_folder), "0", "64"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, env=world.environment) as stranger:
         try:
             (shown,) = until(lambda: world.status().devices[0].strangers, "it is shown")

@@ -12,10 +12,10 @@ from typing import Any
 import nbformat
 import pytest
 
+from tests.support.paths import PYTHONPATH
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, World, until
 
-ROOT = Path(__file__).parents[2]
 MIB = 24
 
 
@@ -94,7 +94,7 @@ def hears_the_kernel(world: World, pid: int) -> bool:
 
 def test_the_console_talks_to_a_kernel(world: World, name: str) -> None:
     lines = [
-        "from provisioner.gpu.simulated import cuda",
+        "from fractional_gpu.gpu.simulated import cuda",
         "buffer = cuda.allocate(1 << 20); buffer.write(b'kept')",
         "print('read back:', buffer.read(4))",
     ]
@@ -140,7 +140,7 @@ def outcomes(world: World, kernel: str) -> dict[str, str]:
 
 
 def test_the_protocols_own_suite_ends_as_on_plain_ipykernel(world: World, name: str) -> None:
-    world.environment["PYTHONPATH"] = str(ROOT)
+    world.environment["PYTHONPATH"] = PYTHONPATH
     plain, fractional = outcomes(world, "python3"), outcomes(world, name)
     assert fractional == plain
     assert len(plain) >= 12

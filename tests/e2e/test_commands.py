@@ -7,7 +7,7 @@ import sys
 from tests.support.world import Server, World
 
 HOLD = """
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate(64 << 20)
 buffer.fill(b"held")
 """
@@ -15,7 +15,7 @@ buffer.fill(b"held")
 
 def run(world: World, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", *words],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *words],
         env=world.environment,
         capture_output=True,
         text=True,
@@ -68,7 +68,7 @@ def test_kernels_suspended_together_take_the_channel_one_after_another(world: Wo
         notebook.must(HOLD)
     doing = [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", "provisioner.commands.main", "suspend", notebook.kernel_id],
+            [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "suspend", notebook.kernel_id],
             env=world.environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

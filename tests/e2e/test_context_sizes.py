@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from provisioner.gpu.simulated.store import Store
+from fractional_gpu.gpu.simulated.store import Store
 from tests.support.packages import write
 from tests.support.world import Notebook, Server, World, new_world, until
 
@@ -16,7 +16,7 @@ SLACK_MIB = 16  # a breach is more than this over the cap
 # As much of torch as its allocator's limit needs, on the simulated device. A driver knows no cap, so it is hidden from the device.
 TORCH = """
 import os
-from provisioner.gpu.simulated import cuda as device
+from fractional_gpu.gpu.simulated import cuda as device
 class OutOfMemoryError(RuntimeError): pass
 class cuda:
     held, fraction, queued, initialized = [], 1.0, [], False

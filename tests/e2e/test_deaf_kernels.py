@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from provisioner.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.messages import LeaseStatus
 from tests.e2e.test_background_work import CHILD
 from tests.e2e.test_more_edges import STUCK
 from tests.support.stories import CHECK, fill

@@ -13,14 +13,15 @@ import pytest
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
-from provisioner import provisioning
-from provisioner.kernelspecs import PROVISIONER_NAME
+from fractional_gpu.jupyter import provisioner
+from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
 from tests.support import tiny_kernel
 from tests.support.managed import client_of, entered, must
+from tests.support.paths import ROOT
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = ROOT
 TURNS = 4
 
 
@@ -31,7 +32,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     venv.create(home, symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
     (site / "bare.pth").write_text(sysconfig.get_path("purelib"))
-    (site / "provisioner").symlink_to(REPOSITORY / "provisioner")
+    (site / "fractional_gpu").symlink_to(REPOSITORY / "provisioner" / "fractional_gpu")
     return str(home / "bin" / "python")
 
 
@@ -88,7 +89,7 @@ def test_kernels_without_our_extension_take_turns(world: World, server: Server, 
     first = server.start(name)
     lease = world.lease(first.kernel_id)
     assert (lease.gated, lease.state) == (False, "resident")  # the device is bound from the start
-    assert first.must("print('kernelext' in __import__('sys').modules)").text == "False\n"
+    assert first.must("print('fractional_gpu_kernel' in __import__('sys').modules)").text == "False\n"
     first.must(fill(1))
     second = server.start(name)  # the first is suspended for it
     assert world.lease(first.kernel_id).state == "suspended"
@@ -166,7 +167,7 @@ def test_where_no_broker_can_be_had_kernels_start_all_the_same(
     nowhere.touch()
     signs = (str(nowhere),) if has_gpu else ()
     with entered(world):
-        monkeypatch.setattr(provisioning, "_SIGNS_OF_NVIDIA", signs)
+        monkeypatch.setattr(provisioner, "_SIGNS_OF_NVIDIA", signs)
         monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(nowhere / "broker.sock"))
         # jupyter_client reads its variable once in a process, and an earlier test may have been there.
         factory = KernelProvisionerFactory.instance(parent=None)

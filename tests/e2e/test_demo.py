@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker.backend import simulated_folder
+from fractional_gpu.broker.process.backend import simulated_folder
+from tests.support.paths import PYTHONPATH
 from tests.support.world import until
 
 DEADLINE_S = 240.0
@@ -23,8 +24,8 @@ class Demo:
     def __init__(self, temporary: Path, *arguments: str) -> None:
         self.temporary = temporary
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "provisioner.commands.main", "demo", *arguments],
-            env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])},
+            [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "demo", *arguments],
+            env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": PYTHONPATH},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

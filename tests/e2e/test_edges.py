@@ -5,15 +5,15 @@ import time
 
 import pytest
 
-from provisioner.gpu.simulated import faults
-from provisioner.gpu.simulated.processes import processes_of
-from provisioner.gpu.simulated.store import Store
+from fractional_gpu.gpu.simulated import faults
+from fractional_gpu.gpu.simulated.processes import processes_of
+from fractional_gpu.gpu.simulated.store import Store
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
 CHILD = """
 import hashlib, sys
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 def work(lines, answer):
     buffer = cuda.allocate(8 << 20)
     buffer.fill(b"child")

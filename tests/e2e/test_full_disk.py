@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from provisioner.commands.words import render_status
+from fractional_gpu.commands.terminal.render import render_status
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 

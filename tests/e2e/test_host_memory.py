@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.protocol.errors import ConflictError
-from provisioner.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.errors import ConflictError
+from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.control_group import memory_group
 from tests.support.world import Server, World, new_world, until
 
 MIB = 1024**2
 LIMIT_MIB = 4096
 GROUP_MIB = 400
-HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
+HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
 CHECK = "print(buffer.read(3))"
 CONFIG = """\
 from pathlib import Path
-from provisioner.host import memory
+from fractional_gpu.host import memory
 for reads in (memory.system_headroom, memory.headroom, memory.shortage, memory.Look.__init__):
     reads.__kwdefaults__["proc"] = Path({proc!r})
 c.GPUBroker.pools = {{"default": {{"preempt": "priorities", "idle_after": "on-demand", "min_residency": "0s", "retry_refused": "0s"}}}}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.host.failpoints import VARIABLE
+from fractional_gpu.host.failpoints import VARIABLE
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import DEADLINE_S, Notebook, Server, World, new_world
@@ -42,7 +42,7 @@ def stopped(pid: int) -> Iterator[None]:
 def command(world: World, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `jupyter gpu` in the world."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", *words],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *words],
         env=world.environment,
         capture_output=True,
         text=True,

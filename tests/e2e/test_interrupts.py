@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from provisioner.gpu.simulated import faults
-from provisioner.protocol.messages import LeaseStatus
+from fractional_gpu.gpu.simulated import faults
+from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -114,7 +114,7 @@ def test_an_interrupt_of_a_cell_that_waits_for_its_first_admission_leaves_no_tic
 ) -> None:
     holder, second = held
     third = server.start("fractional-gpu-default-750")
-    messages = waiting(third, third.send("from provisioner.gpu.simulated import cuda"))
+    messages = waiting(third, third.send("from fractional_gpu.gpu.simulated import cuda"))
     assert interrupted_after_s(third, messages) < PROMPT_S
     lease = world.lease(third.kernel_id)
     assert (lease.state, lease.position) == ("unarmed", None)

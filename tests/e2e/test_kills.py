@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.simulated import faults
-from provisioner.protocol.messages import LeaseStatus
+from fractional_gpu.gpu.simulated import faults
+from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.stories import CHECK, fill
 from tests.support.victims import (
     await_held,
@@ -339,7 +339,16 @@ def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, 
 
 
 def test_twenty_starters_at_once_end_up_with_one_broker(world: World) -> None:
-    command = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", world.socket]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "fractional_gpu.commands.main",
+        "broker",
+        "--detach",
+        "--socket",
+        world.socket,
+    ]
     for _ in range(2):
         starters = [subprocess.Popen(command, env=world.environment, stderr=subprocess.PIPE) for _ in range(20)]
         for starter in starters:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.host import oom
-from provisioner.protocol.messages import DeviceStatus
+from fractional_gpu.host import oom
+from fractional_gpu.protocol.messages import DeviceStatus
 from tests.driver_double.double import Device, DriverDouble
 from tests.driver_double.releases import newest, python_path
 from tests.support.control_group import memory_group, set_limit, used_mib

@@ -9,16 +9,16 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from provisioner.host.process import identify
-from provisioner.protocol.messages import LeaseStatus, PinRequest
+from fractional_gpu.host.process import identify
+from fractional_gpu.protocol.messages import LeaseStatus, PinRequest
 from tests.support.world import Notebook, Server, World, until
 
 NEVER = "c.GPUBroker.pools = {'default': {'preempt': 'never', 'idle_after': 'on-demand', 'min_residency': 0}}"
-HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(400 << 20)"
+HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(400 << 20)"
 CHILD_MIB = 332  # with its context
 PROGRAM = """
 import signal
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 buffers = [cuda.allocate(300 << 20)]
 def more(number, frame):
     buffers.append(cuda.allocate(64 << 20))
@@ -96,7 +96,7 @@ def test_a_child_that_outlives_its_kernel_keeps_its_room_until_it_is_gone(
 ) -> None:
     """The neighbour allocates all of its own cap meanwhile: were the room given to the third, one of them would fail."""
     first, second, third = (server.start(half) for _ in range(3))
-    second.must("from provisioner.gpu.simulated import cuda; cuda.launch(0)")
+    second.must("from fractional_gpu.gpu.simulated import cuda; cuda.launch(0)")
     with child_of(world, first, code) as pid:
         lease_id = world.lease(first.kernel_id).lease_id
         shut_down(server, first)
@@ -150,7 +150,7 @@ def test_a_restarted_kernel_has_its_lease_and_its_room_beside_what_the_last_one_
         before = world.lease(notebook.kernel_id)
         server.request("POST", f"api/kernels/{notebook.kernel_id}/restart")
         again = server.connect(notebook.kernel_id)
-        again.must("from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(100 << 20)")
+        again.must("from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(100 << 20)")
         after = world.lease(notebook.kernel_id)
         assert (after.lease_id, after.state, after.left) == (before.lease_id, "resident", [])
         assert after.pid not in (None, before.pid, pid)
@@ -189,7 +189,7 @@ def test_a_pool_can_end_what_is_left(world: World, server: Server) -> None:
 def test_its_owner_is_shown_what_is_left_and_can_end_it(world: World, server: Server, half: str, by: str) -> None:
     notebook = server.start(half)
     with child_of(world, notebook) as pid:
-        gpu = [sys.executable, "-P", "-m", "provisioner.commands.main"]
+        gpu = [sys.executable, "-P", "-m", "fractional_gpu.commands.main"]
         running = subprocess.run(
             [*gpu, "end", world.lease(notebook.kernel_id).lease_id[:8]],
             env=world.environment,

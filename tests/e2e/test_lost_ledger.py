@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker.lease_files import lease_folder
+from fractional_gpu.broker.persistence.lease_files import lease_folder
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -61,7 +61,7 @@ def test_suspended_kernels_come_back_with_their_next_cells_after_the_ledger_is_l
 def command(world: World, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `jupyter gpu ARGUMENTS` as a person would."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", *arguments],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *arguments],
         env=world.environment,
         capture_output=True,
         text=True,

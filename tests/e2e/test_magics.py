@@ -5,11 +5,11 @@ import os
 import re
 import signal
 
-from provisioner.gpu.simulated import faults
+from fractional_gpu.gpu.simulated import faults
 from tests.support.world import Server, World, until
 
 FILL = """
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate(192 << 20)
 buffer.write(b"x" * (192 << 20))
 """

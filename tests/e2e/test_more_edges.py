@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.ledger.ledger import Ledger
+from fractional_gpu.ledger.ledger import Ledger
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -169,7 +169,7 @@ def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so
 # A framework with a caching allocator: what it caches goes back to the device when it is asked to.
 CACHE = """
 import sys, types
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 cached = [cuda.allocate(200 << 20)]
 def empty_cache():
     for one in cached:
@@ -322,7 +322,7 @@ def test_a_broker_for_other_devices_does_not_take_over_suspended_kernels(
     first, second = two_kernels(world, server)
     world.kill_broker()
     other = subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach"]  # noqa: RUF005 - two short lines
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach"]  # noqa: RUF005 - two short lines
         + ["--socket", world.socket, "--simulate", simulate],
         env=world.environment,
         capture_output=True,

@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 
-from provisioner.protocol.errors import ConflictError, FractionalGPUError
+from fractional_gpu.protocol.errors import ConflictError, FractionalGPUError
 from tests.support.nvidia_mode import (
     CHECK,
     CONTEXT_MIB,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.kernelspecs import install
+from fractional_gpu.jupyter.kernelspecs import install
 from tests.support.managed import entered
+from tests.support.paths import ROOT
 from tests.support.stories import CHECK, fill
 from tests.support.world import Server, World
 
-ROOT = Path(__file__).parents[2]
 MIB = 24
 BASH_FILL = """\
 mkfifo ask$$ tell$$
@@ -63,7 +63,7 @@ def foreign_ipython(world: World) -> str:
 
 
 def foreign_fill(seed: int) -> str:
-    lacks = "import importlib.util, sys; assert importlib.util.find_spec('kernelext') is None"
+    lacks = "import importlib.util, sys; assert importlib.util.find_spec('fractional_gpu_kernel') is None"
     return f"{lacks}\nsys.path.append({str(ROOT)!r})  # as a CUDA library would be found\n{fill(seed, MIB)}\nprint('filled')"
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.world import Notebook, Server, World, new_world, until
 
 FILL = """
 import hashlib, pathlib, random
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 data = random.Random({seed}).randbytes(1 << 20) * {mib}
 buffer = cuda.allocate(len(data))
 buffer.write(data)
@@ -35,7 +35,7 @@ CHECK = 'assert buffer.sha256() == digest, "the bytes differ"'
 def command(world: World, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `jupyter gpu` in the world."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", *words],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *words],
         env=world.environment,
         capture_output=True,
         text=True,

@@ -7,7 +7,7 @@ import sys
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 
-from provisioner.kernelspecs import PROVISIONER_NAME
+from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
 from tests.support.managed import entered, must
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, World, until

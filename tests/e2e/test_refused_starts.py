@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tornado.web import HTTPError
 
-from provisioner.kernelspecs import PROVISIONER_NAME
-from provisioner.protocol.errors import FractionalGPUError, NoRoomError, UnauthorizedError
-from provisioner.start_errors import start_error
+from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
+from fractional_gpu.jupyter.start_errors import start_error
+from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError, UnauthorizedError
 from tests.support.world import Server, World
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
-from provisioner.broker.lease_files import lease_folder
+from fractional_gpu.broker.persistence.lease_files import lease_folder
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 
@@ -16,7 +16,7 @@ WITHOUT_WAITING = "%%cpu\n" + CHECK
 def rescue(world: World, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Run the command; return its exit code, what it printed as JSON, and its complaints."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", "rescue", "--json", *arguments],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "rescue", "--json", *arguments],
         env={name: value for name, value in world.environment.items() if name != "JUPYTER_GPU_SIMULATE"},
         capture_output=True,
         text=True,

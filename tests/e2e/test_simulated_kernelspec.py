@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.world import World
 
 CELL = """
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate(1 << 20)
 buffer.write(b"simulated")
 print(buffer.read()[:9])

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from provisioner.gpu.simulated.host import create
-from provisioner.gpu.simulated.store import Store
-from provisioner.protocol.errors import ConflictError
+from fractional_gpu.gpu.simulated.host import create
+from fractional_gpu.gpu.simulated.store import Store
+from fractional_gpu.protocol.errors import ConflictError
 from tests.support.world import Server, World, until
 
-HOLD = "from provisioner.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
+HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
 
 
 def without_checkpoints(world: World) -> None:
@@ -80,7 +80,7 @@ def test_a_pool_that_shares_through_mps_limits_its_kernels_and_suspends_none(wor
 
 def test_a_broker_that_is_to_preload_what_is_not_there_does_not_start(world: World) -> None:
     world.configure("c.GPUBroker.pools = {'default': {'hami_library': '/nowhere/libvgpu.so'}}")
-    argv = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", world.socket]
+    argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach", "--socket", world.socket]
     started = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False)
     assert started.returncode == 1
     assert "'/nowhere/libvgpu.so', and there is no such file: install HAMi-core" in started.stderr

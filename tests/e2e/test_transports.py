@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jupyter_client.manager import KernelManager
 
-from provisioner.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.support.managed import client_of, entered, must, own_event_loop
 from tests.support.stories import CHECK, fill
 from tests.support.world import World, until

@@ -4,7 +4,7 @@ from tests.support.world import Server, World
 
 FILL = """
 import hashlib, random
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 data = random.Random({seed}).randbytes(1 << 20) * 256
 buffer = cuda.allocate(len(data))
 buffer.write(data)

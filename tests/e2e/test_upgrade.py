@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from provisioner.client import BrokerClient
+from fractional_gpu.client.client import BrokerClient
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 
@@ -52,7 +52,7 @@ def test_a_rescue_finds_an_earlier_versions_ledger(world: World, server: Server)
     old = as_before(world)
     notebook = suspended(world, server, 1)
     end_as_before(world)
-    command = [sys.executable, "-P", "-m", "provisioner.commands.main", "rescue", "--simulate", world.simulate]
+    command = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "rescue", "--simulate", world.simulate]
     done = subprocess.run(command, env=world.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert ": restored: " in done.stdout
@@ -66,7 +66,7 @@ def test_another_interpreters_environment_leads_to_the_same_ledger(world: World,
     ledger = world.ledger
     world.kill_broker()
     elsewhere = {**world.environment, "XDG_STATE_HOME": str(world.folder / "elsewhere")}
-    code = "from provisioner.discovery import ensure_broker; ensure_broker().close()"
+    code = "from fractional_gpu.client.discovery import ensure_broker; ensure_broker().close()"
     subprocess.run([sys.executable, "-c", code], env=elsewhere, check=True)
     with BrokerClient(world.socket) as client:
         assert [lease.state for lease in client.status().leases] == ["suspended"]

@@ -15,7 +15,7 @@ import pytest
 from tests.support.world import Notebook, Server, World, until
 
 ALLOCATE = (
-    "from provisioner.gpu.simulated import cuda\nbuffer = cuda.allocate(64 << 20)\nbuffer.write(b'x' * (64 << 20))"
+    "from fractional_gpu.gpu.simulated import cuda\nbuffer = cuda.allocate(64 << 20)\nbuffer.write(b'x' * (64 << 20))"
 )
 CHECK = "assert buffer.read() == b'x' * (64 << 20), 'the bytes differ'"
 WORK = "import pathlib\nwhile not pathlib.Path({end!r}).exists():\n    cuda.launch(0.02)"

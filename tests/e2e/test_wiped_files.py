@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker_process import claim_holder
-from provisioner.protocol.errors import BrokerUnavailableError
-from provisioner.protocol.messages import LeaseRequest
+from fractional_gpu.client.broker_process import claim_holder
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.protocol.messages import LeaseRequest
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -164,8 +164,8 @@ def test_a_broker_that_stays_away_is_named(world: World) -> None:
     try:
         Path(world.socket).unlink()
         code = (
-            "from provisioner.discovery import ensure_broker\n"
-            "from provisioner.protocol.errors import BrokerUnavailableError\n"
+            "from fractional_gpu.client.discovery import ensure_broker\n"
+            "from fractional_gpu.protocol.errors import BrokerUnavailableError\n"
             "try:\n    ensure_broker(timeout_s=0.5)\nexcept BrokerUnavailableError as error:\n    print(error)\n"
         )
         said = subprocess.run(
@@ -180,7 +180,7 @@ def test_a_broker_that_stays_away_is_named(world: World) -> None:
 
 def command(world: World, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", *arguments],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *arguments],
         env=world.environment,
         capture_output=True,
         text=True,

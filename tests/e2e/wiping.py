@@ -12,9 +12,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from provisioner.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.support.wiping import CASES, play
 
 

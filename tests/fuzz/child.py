@@ -4,7 +4,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["provisioner", "kernelext", "json"]):
+with atheris.instrument_imports(include=["fractional_gpu", "fractional_gpu_kernel", "json"]):
     from tests.fuzz.targets import TARGETS
 
 

@@ -14,25 +14,26 @@ from unittest import mock
 
 import msgspec
 
-from provisioner import wire
-from provisioner.broker.decode import as_json, decode
-from provisioner.broker.iopub import Connection, IOPubWatch, connection_from_json
-from provisioner.client import BrokerClient
-from provisioner.config import hours, values
-from provisioner.core.forecasts import Forecasts
-from provisioner.gpu import worker, worker_link
-from provisioner.host import claims, failpoints, process
-from provisioner.kernel_config import parse_kernel_config
-from provisioner.ledger.ledger import Ledger
-from provisioner.ledger.records import LeaseRecord, LedgerError
-from provisioner.protocol import acting, versions
-from provisioner.protocol.errors import (
+from fractional_gpu.broker.kernels.iopub import Connection, IOPubWatch, connection_from_json
+from fractional_gpu.client import http
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.replies import decode_message
+from fractional_gpu.config import hours, values
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.gpu import worker, worker_link
+from fractional_gpu.host import claims, failpoints, process
+from fractional_gpu.jupyter.kernel_config import parse_kernel_config
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError
+from fractional_gpu.protocol import acting, versions
+from fractional_gpu.protocol.decode import as_json, decode
+from fractional_gpu.protocol.errors import (
     BadRequestError,
     FractionalGPUError,
     InternalBrokerError,
     RequestTooLargeError,
 )
-from provisioner.protocol.messages import (
+from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
     Done,
@@ -48,8 +49,7 @@ from provisioner.protocol.messages import (
     Pong,
     ResizeRequest,
 )
-from provisioner.protocol.seats import OfferRequest, PoolChange, SeatRequest
-from provisioner.replies import decode_message
+from fractional_gpu.protocol.seats import OfferRequest, PoolChange, SeatRequest
 
 __all__ = ["TARGETS"]
 
@@ -150,7 +150,7 @@ class _Pieces(io.RawIOBase):
 
 
 def _said(ask: Callable[[BrokerClient], object], data: bytes, size: int) -> tuple[type, str]:
-    with mock.patch.object(wire, "_connect", return_value=Canned(data, size)):
+    with mock.patch.object(http, "_connect", return_value=Canned(data, size)):
         client = BrokerClient("/nowhere", timeout_s=0)
         try:
             answer = ask(client)
@@ -185,7 +185,7 @@ def stream(data: bytes) -> None:
 def status(data: bytes) -> None:
     """A reply of many parts."""
     try:
-        payload = wire.decode_json(data)
+        payload = http.decode_json(data)
         decode_message(HostStatus, payload)
     except InternalBrokerError as error:
         _is_short(error, 500)

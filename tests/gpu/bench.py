@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+_HERE = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(_HERE), *(str(_HERE / folder) for folder in ("provisioner", "kernelext", "hub_spawner"))]
 
 from tests.gpu.bench_kernels import measure_cells, measure_sharing
 from tests.gpu.bench_phases import PHASES, measure_phases

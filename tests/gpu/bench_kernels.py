@@ -26,7 +26,7 @@ def work(times):
 work(10)
 """
 _SIMULATED_LOAD = """
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate(1 << 20)
 def work(times):
     for _ in range(times):

@@ -16,14 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from provisioner.gpu.interface import DeviceInfo, Monitor
-from provisioner.gpu.open import open_monitor
-from provisioner.gpu.simulated.host import create, destroy
-from provisioner.gpu.worker_link import WorkerLink
-from provisioner.host.claims import DeviceClaim
-from provisioner.host.memory import headroom
-from provisioner.host.process import ProcessIdentity, identify
+from fractional_gpu.gpu.interface import DeviceInfo, Monitor
+from fractional_gpu.gpu.open import open_monitor
+from fractional_gpu.gpu.simulated.host import create, destroy
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.claims import DeviceClaim
+from fractional_gpu.host.memory import headroom
+from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu.look import host_memory
+from tests.support.paths import PYTHONPATH, ROOT
 
 __all__ = ["PHASES", "measure_phases"]
 
@@ -38,7 +39,7 @@ _OFTEN_MIB: Final = 8192  # above it one sample is a minute's work and tells eno
 _MOVE_S: Final = 300.0
 _SIMULATED: Final = "1x512MiB"
 _THP: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_ROOT: Final = str(Path(__file__).resolve().parents[2])
+_ROOT: Final = str(ROOT)
 
 
 def measure_phases(
@@ -223,7 +224,7 @@ async def _holder(bench: _Bench) -> AsyncIterator[_Holder]:
     environment = {
         **os.environ,
         **bench.monitor.kernel_environment(bench.device.device_id),
-        "PYTHONPATH": os.pathsep.join([_ROOT, *([inherited] if inherited else [])]),
+        "PYTHONPATH": os.pathsep.join([PYTHONPATH, *([inherited] if inherited else [])]),
     }
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -48,12 +48,12 @@ class _Nvidia:
 
 class _Simulated:
     def __init__(self, backend: str) -> None:
-        from provisioner.gpu.open import open_checkpointer  # noqa: PLC0415 - elsewhere only the bindings are there
+        from fractional_gpu.gpu.open import open_checkpointer  # noqa: PLC0415 - elsewhere only the bindings are there
 
         self._checkpointer = open_checkpointer(backend)
 
     def call(self, name: str, pid: int, timeout_ms: int) -> dict[str, Any]:
-        from provisioner.gpu.interface import GPUError  # noqa: PLC0415 - as above
+        from fractional_gpu.gpu.interface import GPUError  # noqa: PLC0415 - as above
 
         calls: Mapping[str, Callable[[], object]] = {
             "state": lambda: self._checkpointer.state(pid),

@@ -33,7 +33,7 @@ sys.stdin.read()
 """
 _SIMULATED_FILL = """
 import random
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate({mib} << 20)
 buffer.write(random.Random({seed}).randbytes(1 << 20) * {mib})
 expected = buffer.sha256()
@@ -87,7 +87,7 @@ assert library.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t({mib} << 20)
 """
 _SIMULATED_DIRECT = """
 import os
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 cap = os.environ.pop("JUPYTER_GPU_MEMORY_MIB")
 direct = cuda.allocate({mib} << 20)
 os.environ["JUPYTER_GPU_MEMORY_MIB"] = cap
@@ -164,7 +164,7 @@ class SimulatedCells:
     def grab(self, step_mib: int) -> str:
         """See Cells."""
         return f"""
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 held = []
 try:
     while True:
@@ -178,7 +178,7 @@ for one in held:
 
     def work_in_background(self) -> str:
         """See Cells."""
-        return "from provisioner.gpu.simulated import cuda\n" + _BACKGROUND.format(work="cuda.launch(2)")
+        return "from fractional_gpu.gpu.simulated import cuda\n" + _BACKGROUND.format(work="cuda.launch(2)")
 
     def past_the_cap(self, mib: int) -> str:
         """See Cells."""
@@ -186,7 +186,7 @@ for one in held:
 
     def stranger(self, backend: str, device_id: str, mib: int) -> list[str]:
         """See Cells."""
-        return ["-m", "provisioner.gpu.simulated.stranger", backend.removeprefix("simulated:"), device_id, str(mib)]
+        return ["-m", "fractional_gpu.gpu.simulated.stranger", backend.removeprefix("simulated:"), device_id, str(mib)]
 
 
 _DRIVER_FILL = """

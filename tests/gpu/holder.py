@@ -117,7 +117,7 @@ class _Simulated:
     """Holds buffers; a simulated device has no caching allocator and no pinned memory, so those parts are plain."""
 
     def __init__(self) -> None:
-        self.cuda: Any = importlib.import_module("provisioner.gpu.simulated.cuda")
+        self.cuda: Any = importlib.import_module("fractional_gpu.gpu.simulated.cuda")
         self.buffer: Any = None
         self.digest = ""
         self.filling: list[Any] = []
@@ -209,7 +209,7 @@ def _act(holding: _Holding, request: dict[str, Any]) -> dict[str, Any]:
             holding.hold(request["mib"], request["cached_mib"])
             return {}
         case "shrink":
-            from kernelext.shrink import free_caches  # noqa: PLC0415 - only here: elsewhere the kernel's side may be missing
+            from fractional_gpu_kernel.memory.shrink import free_caches  # noqa: PLC0415 - only here: elsewhere the kernel's side may be missing
 
             begun = time.perf_counter()
             did = free_caches()

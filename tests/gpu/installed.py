@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from provisioner import __version__
+from fractional_gpu import __version__
+from tests.support.paths import PYTHONPATH, ROOT
 
 __all__ = ["entry_points_installed"]
 
@@ -19,7 +20,7 @@ _GROUP = "jupyter_client.kernel_provisioners"
 @contextmanager
 def entry_points_installed() -> Iterator[None]:
     """Make the project and its entry points visible to this process and those it starts, where an installation has not."""
-    root = Path(__file__).resolve().parents[2]
+    root = ROOT
     pyproject = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     wanted: dict[str, str] = pyproject["project"]["entry-points"][_GROUP]
     if set(wanted) <= {entry.name for entry in metadata.entry_points(group=_GROUP)}:
@@ -34,7 +35,7 @@ def entry_points_installed() -> Iterator[None]:
         (info / "entry_points.txt").write_text(f"[{_GROUP}]\n{lines}")
         before = os.environ.get("PYTHONPATH")
         sys.path.insert(0, folder)
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(root), *([before] if before else [])])
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, PYTHONPATH, *([before] if before else [])])
         try:
             yield
         finally:

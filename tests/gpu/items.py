@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.gpu.talk import Talker, TalkError
+from tests.support.paths import PYTHONPATH, ROOT
 
 __all__ = ["DOUBLE", "Item", "NotHereError", "Note", "Setting", "cycle", "main", "opened_backend", "tried"]
 
 DOUBLE: Final = "DRIVER_DOUBLE"  # set where the driver is a double: its times say nothing about GPUs
 Note = Callable[[str, object], None]
-_ROOT: Final = Path(__file__).resolve().parents[2]
+_ROOT: Final = ROOT
 _SIMULATED: Final = "1x512MiB"
 _KILLED_S: Final = 10.0
 _LOOK_S: Final = 20.0
@@ -124,7 +125,7 @@ def opened_backend(*, simulated: bool) -> Iterator[str]:
     if not simulated:
         yield "nvidia"
         return
-    from provisioner.gpu.simulated.host import create, destroy  # noqa: PLC0415 - hardware needs nothing of the simulation
+    from fractional_gpu.gpu.simulated.host import create, destroy  # noqa: PLC0415 - hardware needs nothing of the simulation
 
     with tempfile.TemporaryDirectory(prefix="jgl-items-") as folder:
         create(Path(folder, "host"), _SIMULATED)
@@ -296,7 +297,7 @@ def _used_mib(backend: str) -> float | None:
 
 def _environment() -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
-    paths = os.pathsep.join([str(_ROOT), *([inherited] if inherited else [])])
+    paths = os.pathsep.join([PYTHONPATH, *([inherited] if inherited else [])])
     return {**os.environ, "PYTHONPATH": paths, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # NVML's order
 
 

@@ -22,19 +22,20 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from provisioner.broker.backend import simulated_folder
-from provisioner.client import BrokerClient
-from provisioner.gpu.interface import DeviceInfo, Monitor
-from provisioner.gpu.nvidia import NvidiaMonitor
-from provisioner.gpu.open import open_monitor
-from provisioner.gpu.simulated import faults
-from provisioner.gpu.simulated.host import destroy
-from provisioner.gpu.simulated.store import SimulatedHostError
-from provisioner.kernelspecs import install
-from provisioner.protocol.errors import BrokerUnavailableError
-from provisioner.protocol.messages import HostStatus, LeaseStatus
+from fractional_gpu.broker.process.backend import simulated_folder
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.gpu.interface import DeviceInfo, Monitor
+from fractional_gpu.gpu.nvidia import NvidiaMonitor
+from fractional_gpu.gpu.open import open_monitor
+from fractional_gpu.gpu.simulated import faults
+from fractional_gpu.gpu.simulated.host import destroy
+from fractional_gpu.gpu.simulated.store import SimulatedHostError
+from fractional_gpu.jupyter.kernelspecs import install
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
 from tests.gpu.cells import Cells, DriverCells, SimulatedCells, TorchCells
 from tests.gpu.items import DOUBLE
+from tests.support.paths import PYTHONPATH
 
 __all__ = ["CAPACITY_UNITS", "DEADLINE_S", "Lab", "open_lab", "until", "wait_for_end"]
 
@@ -42,7 +43,6 @@ T = TypeVar("T")
 
 DEADLINE_S = 120.0
 CAPACITY_UNITS = 8
-_ROOT = Path(__file__).resolve().parents[2]
 _UNIT_MIB, _SMALL_UNIT_MIB = 1024, 64
 _CONFIG = """\
 c.GPUBroker.devices = [0]
@@ -104,7 +104,10 @@ class Lab:
             or name in ("JUPYTER_GPU_HARDWARE", "JUPYTER_GPU_RESULTS")
         }
         # A relative entry, as in PYTHONPATH=., would be lost on kernels, which start in other folders.
-        paths = [str(_ROOT), *(str(Path(path).absolute()) for path in sys.path if path and Path(path).is_dir())]
+        paths = [
+            *PYTHONPATH.split(os.pathsep),
+            *(str(Path(path).absolute()) for path in sys.path if path and Path(path).is_dir()),
+        ]
         made = {
             **kept,
             "JUPYTER_DATA_DIR": str(self.folder / "data"),
@@ -134,7 +137,7 @@ class Lab:
             sys.executable,
             "-P",
             "-m",
-            "provisioner.commands.main",
+            "fractional_gpu.commands.main",
             "broker",
             "--detach",
             "--socket",

@@ -67,7 +67,7 @@ def _nvidia(pids: Iterable[int]) -> dict[str, Any]:
 
 
 def _simulated(backend: str, pids: Iterable[int]) -> dict[str, Any]:
-    from provisioner.gpu.open import open_monitor  # noqa: PLC0415 - on hardware this file needs NVML only
+    from fractional_gpu.gpu.open import open_monitor  # noqa: PLC0415 - on hardware this file needs NVML only
 
     with closing(open_monitor(backend)) as monitor:
         device = min(monitor.devices(), key=lambda one: one.index)

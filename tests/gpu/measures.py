@@ -12,7 +12,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, Final
 
-from provisioner.host.clock import since_boot_us
+from fractional_gpu.host.clock import since_boot_us
 from tests.gpu.items import Item, Note, Setting, cycle, main, tried
 from tests.gpu.look import host_memory, sees
 from tests.gpu.talk import SilentError, Talker, TalkError
@@ -203,7 +203,7 @@ class _Timed:
 
 def nvml_times(setting: Setting, note: Note) -> None:
     """What each call of NVML takes that the broker makes, by the product's own monitor, with a process on the device."""
-    from provisioner.gpu.nvidia import NvidiaMonitor  # noqa: PLC0415 - only this needs the project
+    from fractional_gpu.gpu.nvidia import NvidiaMonitor  # noqa: PLC0415 - only this needs the project
 
     timed = _Timed(importlib.import_module("pynvml"))
     with setting.hold() as holder:

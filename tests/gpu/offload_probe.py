@@ -329,7 +329,7 @@ def _room(setting: Setting, mib: int) -> None:
     seen = sees(setting.backend)
     if seen["free_mib"] < mib + 1024 and seen["total_mib"] > 4096:
         raise NotHereError(f"{mib} MiB and a context do not fit on the device, {seen['free_mib']} MiB are free")
-    from provisioner.host.memory import headroom  # noqa: PLC0415 - only this needs the project
+    from fractional_gpu.host.memory import headroom  # noqa: PLC0415 - only this needs the project
 
     room = headroom(os.getpid())
     if room.mib < mib + 1024:

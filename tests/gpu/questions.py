@@ -25,6 +25,7 @@ from tests.gpu.driver import Driver
 from tests.gpu.items import Item, Note, NotHereError, Setting, cycle, main, tried
 from tests.gpu.look import containing, device_files, grown, host_memory, kinds_of_mappings, mappings, sees
 from tests.gpu.talk import SilentError, Talker
+from tests.support.paths import PYTHONPATH, ROOT
 
 __all__ = ["ITEMS"]
 
@@ -32,7 +33,7 @@ _OTHER_UID: Final = 65534  # the user without rights that every system has
 _START_S: Final = 30.0
 _ANSWER_S: Final = 20.0
 _MAPPED_MIB: Final = 32
-_ROOT: Final = Path(__file__).resolve().parents[2]
+_ROOT: Final = ROOT
 _FILES: Final = {
     "thp_enabled": "/sys/kernel/mm/transparent_hugepage/enabled",
     "thp_defrag": "/sys/kernel/mm/transparent_hugepage/defrag",
@@ -147,7 +148,7 @@ def _doctor(setting: Setting, note: Note, environment: dict[str, str], uid: int 
     if setting.simulated:
         environment = {**environment, "JUPYTER_GPU_SIMULATE": "1x256MiB"}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", "doctor", "--json"],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "doctor", "--json"],
         env={**os.environ, **environment},
         cwd="/",
         capture_output=True,
@@ -183,14 +184,22 @@ def _public_copy() -> Iterator[tuple[dict[str, str], Path]]:
         raise NotHereError(f"user {_OTHER_UID} cannot use this Python: {done.stderr.strip().splitlines()[-1]}")
     with tempfile.TemporaryDirectory(prefix="jgl-public-") as name:
         folder = Path(name)
-        for part in ("provisioner", "kernelext", "tests/gpu"):
+        for part in ("provisioner", "kernelext", "tests/gpu", "tests/support"):
             shutil.copytree(_ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "tests" / "__init__.py").touch()  # before any other package of this name
         (folder / "home").mkdir()
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
-        inherited = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and Path(one) != _ROOT]
-        yield {"PYTHONPATH": os.pathsep.join([str(folder), *inherited])}, folder / "home"
+        ours = PYTHONPATH.split(os.pathsep)
+        inherited = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in ours]
+        yield (
+            {
+                "PYTHONPATH": os.pathsep.join(
+                    [str(folder / "provisioner"), str(folder / "kernelext"), str(folder), *inherited]
+                )
+            },
+            folder / "home",
+        )
 
 
 def same_user_without_root(setting: Setting, note: Note) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pynvml
 
-from provisioner import __version__
-from provisioner.gpu.nvidia import NvidiaMonitor
+from fractional_gpu import __version__
+from fractional_gpu.gpu.nvidia import NvidiaMonitor
 
 __all__ = ["RESULTS", "Results", "machine"]
 

@@ -23,15 +23,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+_HERE = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(_HERE), *(str(_HERE / folder) for folder in ("provisioner", "kernelext", "hub_spawner"))]
 if "tests" not in sys.modules:
     # Ours has no __init__.py: a package of this name that is installed somewhere would be found instead, wherever it is.
     sys.modules["tests"] = ModuleType("tests")
-    sys.modules["tests"].__path__ = [str(ROOT / "tests")]
+    sys.modules["tests"].__path__ = [str(_HERE / "tests")]
 
-from tests.gpu.facts import described, facts  # noqa: E402 - see above
-from tests.gpu.installed import entry_points_installed  # noqa: E402 - see above
+from tests.gpu.facts import described, facts
+from tests.gpu.installed import entry_points_installed
+from tests.support.paths import PYTHONPATH, ROOT
 
 _BENCH: Final = ("tests/gpu/bench.py",)
 # Only what the tests need: other plugins of that environment may warn, and a warning is an error here. The ordinary run's conftest.py
@@ -239,7 +240,7 @@ def _environment(options: argparse.Namespace) -> Iterator[dict[str, str]]:
         yield {
             **os.environ,
             **double,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), site, *([inherited] if inherited else [])]),
+            "PYTHONPATH": os.pathsep.join([PYTHONPATH, site, *([inherited] if inherited else [])]),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "JUPYTER_GPU_HARDWARE": hardware,
             **({"JUPYTER_GPU_SIMULATE": "1x512MiB"} if options.simulated else {}),

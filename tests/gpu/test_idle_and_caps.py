@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from provisioner.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.messages import LeaseStatus
 from tests.gpu.kernels import Kernel
 from tests.gpu.lab import Lab, until
 

@@ -25,7 +25,7 @@ def test_entry_points_are_made_visible_where_an_installation_has_not(monkeypatch
     monkeypatch.setattr(metadata, "entry_points", lambda **_: [])
     before = list(sys.path)
     with entry_points_installed():
-        assert other_process() == "['provisioner.provisioning:FractionalGPUProvisioner']"
+        assert other_process() == "['fractional_gpu.jupyter.provisioner:FractionalGPUProvisioner']"
         assert any(entry.name == "fractional-gpu-provisioner" for entry in real(group=GROUP))
     assert other_process() == "[]"
     assert sys.path == before

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from provisioner.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.gpu.kernels import Kernel
 from tests.gpu.lab import Lab, until, wait_for_end
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from provisioner.protocol.errors import ConflictError, FractionalGPUError
+from fractional_gpu.protocol.errors import ConflictError, FractionalGPUError
 from tests.gpu.kernels import Kernel
 from tests.gpu.lab import Lab, until
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from provisioner.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.gpu.kernels import Kernel
 from tests.gpu.lab import Lab
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.interface import Checkpointer, Monitor
+from fractional_gpu.gpu.interface import Checkpointer, Monitor
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.remote import Remote
 from tests.gpu_behaviour.hosts import DEVICE_MIB, DoubleHost, Host, SimulatedDevices

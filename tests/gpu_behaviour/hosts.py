@@ -9,12 +9,17 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Final
 
-from provisioner.gpu.interface import Checkpointer, GPUErrorCode, Monitor, ProcessState
-from provisioner.gpu.simulated import faults, host
-from provisioner.gpu.simulated.checkpointer import SimulatedCheckpointer
-from provisioner.gpu.simulated.monitor import SimulatedMonitor
-from provisioner.gpu.simulated.processes import current_key, read_gate
-from provisioner.gpu.simulated.store import Store
+from fractional_gpu.gpu.interface import (
+    Checkpointer,
+    GPUErrorCode,
+    Monitor,
+    ProcessState,
+)
+from fractional_gpu.gpu.simulated import faults, host
+from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
+from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
+from fractional_gpu.gpu.simulated.processes import current_key, read_gate
+from fractional_gpu.gpu.simulated.store import Store
 from tests.driver_double.double import Device, DriverDouble
 from tests.driver_double.remote import Remote
 from tests.gpu_sim.kernels import MIB, KernelProcess, backend_worker, eventually, in_flight, worker_process

@@ -6,7 +6,12 @@ import time
 
 import pytest
 
-from provisioner.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.interface import (
+    Checkpointer,
+    GPUError,
+    GPUErrorCode,
+    ProcessState,
+)
 from tests.gpu_behaviour.hosts import Host
 from tests.gpu_sim.kernels import KernelProcess, answer, ask, eventually
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from provisioner.gpu.interface import Monitor
+from fractional_gpu.gpu.interface import Monitor
 from tests.gpu_behaviour.hosts import CONTEXT_MIB, DEVICE_MIB, Host
 from tests.gpu_sim.kernels import MIB, KernelError, KernelProcess
 

@@ -5,7 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from provisioner.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.interface import (
+    Checkpointer,
+    GPUError,
+    GPUErrorCode,
+    ProcessState,
+)
 from tests.gpu_behaviour.hosts import CONTEXT_MIB, DEVICE_MIB, Host
 from tests.gpu_sim.kernels import KernelError, KernelProcess, ask, eventually
 

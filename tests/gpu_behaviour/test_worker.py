@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from provisioner.gpu.interface import Checkpointer, ProcessState
-from provisioner.host.process import identify
+from fractional_gpu.gpu.interface import Checkpointer, ProcessState
+from fractional_gpu.host.process import identify
 from tests.gpu_behaviour.hosts import Host
 from tests.gpu_sim.kernels import KernelProcess, answer, ask, eventually, send
 

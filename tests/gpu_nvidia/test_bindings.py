@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from provisioner.gpu import nvidia_checkpointer
-from provisioner.gpu.nvidia_support import why_no_bindings
+from fractional_gpu.gpu import nvidia_checkpointer
+from fractional_gpu.gpu.nvidia_support import why_no_bindings
 from tests.gpu_nvidia.fake_driver import FakeDriver, GpuPair, LockArgs, RestoreArgs, Result, StateNumber
 from tests.gpu_nvidia.record_bindings import RECORD, VICTIMS_CALLS, calls_of, classes_of
 

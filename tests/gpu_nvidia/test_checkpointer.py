@@ -11,8 +11,13 @@ from types import ModuleType
 
 import pytest
 
-from provisioner.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
-from provisioner.gpu.nvidia import NvidiaCheckpointer
+from fractional_gpu.gpu.interface import (
+    Checkpointer,
+    GPUError,
+    GPUErrorCode,
+    ProcessState,
+)
+from fractional_gpu.gpu.nvidia import NvidiaCheckpointer
 from tests.gpu_nvidia.fake_driver import CHECKPOINTED, FAILED, LOCKED, RUNNING, FakeDriver, FakeProcess, StateNumber
 
 PHASES: dict[str, tuple[str, Callable[[NvidiaCheckpointer, int], None]]] = {

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provisioner.gpu import driver_environment
-from provisioner.gpu.worker_link import WorkerLink
-from provisioner.host.mappings import maps
-from provisioner.host.process import read_environment
+from fractional_gpu.gpu import driver_environment
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.mappings import maps
+from fractional_gpu.host.process import read_environment
 from tests.support import stub_bindings
 
 PRELOADED = "libanl.so.1"  # of every glibc, and of no use to Python
@@ -77,7 +77,7 @@ def test_a_process_that_is_preloaded_by_others_is_seen_here() -> None:
 
 
 def test_the_process_on_which_checkpoints_are_tried_sees_its_device_and_nothing_else(stub: Path) -> None:
-    argv = [sys.executable, "-P", "-m", "provisioner.gpu.victim", "nvidia"]
+    argv = [sys.executable, "-P", "-m", "fractional_gpu.gpu.probe_process", "nvidia"]
     subprocess.run(argv, input=b"", capture_output=True, check=False)
     (environment,) = stub_bindings.environments(stub).values()
     assert of_the_driver(dict(environment)) == {**LEFT, "CUDA_VISIBLE_DEVICES": "1"}

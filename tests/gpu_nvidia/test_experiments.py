@@ -14,8 +14,8 @@ from tests.driver_double import releases
 from tests.driver_double.double import Device, DriverDouble
 from tests.gpu.facts import facts
 from tests.gpu.talk import gone
+from tests.support.paths import PYTHONPATH
 
-ROOT = Path(__file__).resolve().parents[2]
 CONTEXT_MIB = 48
 
 
@@ -24,10 +24,10 @@ def run(
 ) -> tuple[int, dict[str, Any]]:
     """Run a module's items, and return its status and each item's row."""
     file = folder / "found.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     if double is not None:
         given = double.environment(bindings)
-        environment |= {**given, "PYTHONPATH": os.pathsep.join([str(ROOT), given["PYTHONPATH"]])}
+        environment |= {**given, "PYTHONPATH": os.pathsep.join([PYTHONPATH, given["PYTHONPATH"]])}
     where = "--simulated" if double is None else "--small"
     command = [sys.executable, "-P", "-m", module, where, "--json", str(file), *arguments]
     done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)

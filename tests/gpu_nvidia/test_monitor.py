@@ -6,10 +6,16 @@ from importlib import metadata
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
-from provisioner.gpu.nvidia import NvidiaMonitor
-from provisioner.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
-from provisioner.host.clock import since_boot_us
+from fractional_gpu.gpu.interface import (
+    GPUError,
+    GPUErrorCode,
+    Monitor,
+    ProcessKind,
+    ProcessUse,
+)
+from fractional_gpu.gpu.nvidia import NvidiaMonitor
+from fractional_gpu.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from fractional_gpu.host.clock import since_boot_us
 from tests.gpu_nvidia.fake_nvml import (
     FUNCTION_NOT_FOUND,
     GIB,

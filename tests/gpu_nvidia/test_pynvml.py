@@ -5,7 +5,7 @@ import inspect
 import pynvml
 import pytest
 
-from provisioner.gpu import nvidia_monitor
+from fractional_gpu.gpu import nvidia_monitor
 from tests.gpu_nvidia import fake_nvml
 from tests.gpu_nvidia.fake_nvml import MIB, FakeGPU, FakeNVML
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.simulated import host
-from provisioner.gpu.simulated.checkpointer import SimulatedCheckpointer
-from provisioner.gpu.simulated.monitor import SimulatedMonitor
-from tests.gpu_sim.kernels import ROOT, Kernel
+from fractional_gpu.gpu.simulated import host
+from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
+from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
+from tests.gpu_sim.kernels import Kernel
+from tests.support.paths import PYTHONPATH
 
 
 @pytest.fixture
@@ -40,4 +41,4 @@ def monitor(simulated: host.SimulatedHost) -> Iterator[SimulatedMonitor]:
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)

@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from provisioner.gpu.simulated import host
-from provisioner.gpu.simulated.processes import current_key, lock_file
-from provisioner.host.process import identify
+from fractional_gpu.gpu.simulated import host
+from fractional_gpu.gpu.simulated.processes import current_key, lock_file
+from fractional_gpu.host.process import identify
+from tests.support.paths import PYTHONPATH
 
-ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("child.py")
 PATIENCE_S = 30.0
 MIB = 1 << 20
@@ -48,7 +48,7 @@ class KernelProcess:
             [sys.executable, "-P", str(CHILD), module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**inherited, **environment, "PYTHONPATH": str(ROOT)},
+            env={**inherited, **environment, "PYTHONPATH": PYTHONPATH},
         )
         self.pid = self.process.pid
         self._pending = b""
@@ -121,7 +121,7 @@ class Kernel(KernelProcess):
             "JUPYTER_GPU_SIMULATED_DIR": str(simulated.directory),
             "JUPYTER_GPU_SIMULATED_DEVICE": simulated.devices[device].device_id,
         }
-        super().__init__("provisioner.gpu.simulated.cuda", {**on_device, **(environment or {})})
+        super().__init__("fractional_gpu.gpu.simulated.cuda", {**on_device, **(environment or {})})
 
 
 def worker_process(simulated: host.SimulatedHost) -> AbstractContextManager[subprocess.Popen[bytes]]:
@@ -132,9 +132,9 @@ def worker_process(simulated: host.SimulatedHost) -> AbstractContextManager[subp
 @contextmanager
 def backend_worker(backend: str, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A checkpoint worker, as the broker starts it; killed at the end."""
-    paths = [environment.get("PYTHONPATH", ""), str(ROOT)]
+    paths = [environment.get("PYTHONPATH", ""), PYTHONPATH]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "provisioner.gpu.worker", "--backend", backend],
+        [sys.executable, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", backend],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},

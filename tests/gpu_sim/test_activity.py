@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.interface import DeviceActivity
-from provisioner.gpu.simulated import cuda
-from provisioner.gpu.simulated.host import create, destroy
-from provisioner.gpu.simulated.monitor import SimulatedMonitor
-from provisioner.host.clock import since_boot_us
+from fractional_gpu.gpu.interface import DeviceActivity
+from fractional_gpu.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated.host import create, destroy
+from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
+from fractional_gpu.host.clock import since_boot_us
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_what_ended_early_does_not_work_on(monitor: SimulatedMonitor, monkeypatc
 
     cuda.launch(0)
     with monkeypatch.context() as patch:
-        patch.setattr("provisioner.gpu.simulated.cuda.time.sleep", interrupted)
+        patch.setattr("fractional_gpu.gpu.simulated.cuda.time.sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cuda.launch(3600)
     assert activity(monitor, now_us()).worked_us == {}

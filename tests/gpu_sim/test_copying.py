@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.simulated.checkpointer import _copy
+from fractional_gpu.gpu.simulated.checkpointer import _copy
 
 MIB = 1 << 20
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from provisioner.gpu.simulated import faults, host
-from provisioner.gpu.simulated.checkpointer import SimulatedCheckpointer
-from provisioner.gpu.simulated.store import SimulatedHostError
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.simulated import faults, host
+from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
+from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from tests.gpu_sim.kernels import Kernel, eventually
 
 S = ProcessState

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode
-from provisioner.gpu.open import open_checkpointer, open_monitor
-from provisioner.gpu.simulated import host
-from provisioner.gpu.simulated.monitor import SimulatedMonitor
-from provisioner.gpu.simulated.store import SimulatedHostError, Store
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
+from fractional_gpu.gpu.open import open_checkpointer, open_monitor
+from fractional_gpu.gpu.simulated import host
+from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
+from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
 from tests.gpu_sim.kernels import Kernel
 
 

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from provisioner.gpu.simulated import host
-from provisioner.gpu.simulated.monitor import SimulatedMonitor
-from provisioner.gpu.simulated.processes import reap
-from provisioner.gpu.simulated.store import Store
+from fractional_gpu.gpu.simulated import host
+from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
+from fractional_gpu.gpu.simulated.processes import reap
+from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import MIB, Kernel, KernelError
 
 
@@ -19,8 +19,8 @@ def test_the_notebook_side_needs_only_the_standard_library(kernel: Kernel) -> No
     kernel.run("cuda.memory_info()")
     loaded = kernel.run("[name for name in __import__('sys').modules]")
     foreign = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"__main__", "__mp_main__"}
-    assert {name for name in foreign if not name.startswith(("_", "sphinxcontrib"))} <= {"provisioner"}
-    rooms = {name for name in loaded if name.startswith("provisioner.") and not name.startswith("provisioner.gpu")}
+    assert {name for name in foreign if not name.startswith(("_", "sphinxcontrib"))} <= {"fractional_gpu"}
+    rooms = {name for name in loaded if name.startswith("provisioner.") and not name.startswith("fractional_gpu.gpu")}
     assert rooms == set()
 
 
@@ -187,7 +187,7 @@ def test_a_stranger_holds_memory_without_a_lease_until_its_input_ends(
     simulated: host.SimulatedHost, monitor: SimulatedMonitor
 ) -> None:
     device = simulated.devices[1].device_id
-    command = [sys.executable, "-P", "-m", "provisioner.gpu.simulated.stranger", str(simulated.directory), device]
+    command = [sys.executable, "-P", "-m", "fractional_gpu.gpu.simulated.stranger", str(simulated.directory), device]
     environment = {**os.environ, "JUPYTER_GPU_MEMORY_MIB": "40", "JUPYTER_GPU_LEASE": "somebody"}
     with subprocess.Popen(
         [*command, "100"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from provisioner.gpu.simulated import checkpointer as checkpointer_module
-from provisioner.gpu.simulated import host
-from provisioner.gpu.simulated.checkpointer import SimulatedCheckpointer
-from provisioner.gpu.simulated.store import Store
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.simulated import checkpointer as checkpointer_module
+from fractional_gpu.gpu.simulated import host
+from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
+from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import Kernel, KernelError, answer, ask, eventually, worker_process
 
 S = ProcessState

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from provisioner.gpu.simulated import host
-from provisioner.gpu.worker import MAX_LINE
+from fractional_gpu.gpu.simulated import host
+from fractional_gpu.gpu.worker import MAX_LINE
 from tests.gpu_sim.kernels import answer, send, worker_process
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.gpu.worker", *arguments],
+        [sys.executable, "-P", "-m", "fractional_gpu.gpu.worker", *arguments],
         capture_output=True,
         text=True,
         input="",
@@ -64,7 +64,7 @@ def test_arguments_that_are_not_understood_end_it(arguments: tuple[str, ...]) ->
 def test_it_starts_light() -> None:
     """Whoever waits for its restart waits for its imports."""
     code = (
-        "import sys; from provisioner.gpu import worker; from provisioner.gpu.simulated import checkpointer; "
+        "import sys; from fractional_gpu.gpu import worker; from fractional_gpu.gpu.simulated import checkpointer; "
         "print([m for m in ('asyncio', 'tornado', 'zmq', 'traitlets', 'msgspec', 'pynvml', 'cuda', 'subprocess') if m in sys.modules])"
     )
     done = subprocess.run(

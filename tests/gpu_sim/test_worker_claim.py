@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from provisioner.gpu.simulated import faults, host
-from provisioner.gpu.worker_claim import WorkerClaim
-from provisioner.gpu.worker_link import WorkerLink
-from provisioner.host import claims
-from provisioner.host.process import ProcessIdentity, identify
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.simulated import faults, host
+from fractional_gpu.gpu.worker_claim import WorkerClaim
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host import claims
+from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel, answer, ask, eventually, worker_process
 
 

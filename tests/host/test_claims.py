@@ -1,4 +1,4 @@
-"""Promises of provisioner.host.claims and provisioner.host.peers, with real sockets and real processes."""
+"""Promises of fractional_gpu.host.claims and fractional_gpu.host.peers, with real sockets and real processes."""
 
 import os
 import signal
@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.host import claims
-from provisioner.host.claims import DeviceClaim, DeviceClaimedError
-from provisioner.host.peers import peer_credentials, peer_groups
+from fractional_gpu.host import claims
+from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError
+from fractional_gpu.host.peers import peer_credentials, peer_groups
 from tests.support.descriptors import no_free_descriptors
+from tests.support.paths import ROOT
 
 HOLDER = """
 import sys
-from provisioner.host.claims import DeviceClaim
+from fractional_gpu.host.claims import DeviceClaim
 claim = DeviceClaim.claim(sys.argv[1])
 print(flush=True)
 sys.stdin.read()
@@ -37,7 +38,7 @@ def holder(device_id: str) -> Iterator[subprocess.Popen[bytes]]:
         [sys.executable, "-c", HOLDER, device_id],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline()

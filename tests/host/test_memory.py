@@ -1,11 +1,17 @@
-"""Promises of provisioner.host.memory, on made-up /proc and control group trees, and once on the real ones."""
+"""Promises of fractional_gpu.host.memory, on made-up /proc and control group trees, and once on the real ones."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from provisioner.host.memory import Headroom, Look, headroom, shortage, system_headroom
+from fractional_gpu.host.memory import (
+    Headroom,
+    Look,
+    headroom,
+    shortage,
+    system_headroom,
+)
 
 MIB = 1024 * 1024
 PID = 4242

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from provisioner.host import peers
-from provisioner.host.peers import tells_unread, unread
+from fractional_gpu.host import peers
+from fractional_gpu.host.peers import tells_unread, unread
 
 
 def test_what_was_written_is_unread_until_the_last_byte_is_read() -> None:

@@ -1,4 +1,4 @@
-"""Promises of provisioner.host.process, kept with real processes where the kernel can be made to do the thing."""
+"""Promises of fractional_gpu.host.process, kept with real processes where the kernel can be made to do the thing."""
 
 import os
 import select
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.host.process import (
+from fractional_gpu.host.process import (
     ProcessIdentity,
     boot_id,
     environment_value,

@@ -11,14 +11,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from tests.support.hub import HubServer, HubWorld, new_hub
+from tests.support.paths import ROOT
 from tests.support.world import Notebook, new_world, until
 
 __all__ = ["SETTINGS", "SIMULATE", "Story"]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 SETTINGS = {"pools": {"default": {"oversubscription": 12, "wait_bound": "100%", "idle_after": "on-demand"}}}
 SIMULATE = "1x512MiB"
 KERNEL = "fractional-gpu-default-500"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from traitlets.config import Config
 
-from hub_spawner import configuration, configure
-from hub_spawner.configuration import SPAWNERS
-from hub_spawner.mixin import FractionalGPUMixin
-from provisioner.config import ConfigError
-from provisioner.discovery import SYSTEM_SOCKET
+from fractional_gpu.client.discovery import SYSTEM_SOCKET
+from fractional_gpu.config import ConfigError
+from fractional_gpu_hub import configuration, configure
+from fractional_gpu_hub.configuration import SPAWNERS
+from fractional_gpu_hub.mixin import FractionalGPUMixin
 from tests.broker.live import live_broker
 
 
@@ -39,7 +39,7 @@ def test_the_hub_runs_the_broker_with_its_pools(tmp_path: Path) -> None:
     )
     (service,) = services(c)
     assert service["command"][2].endswith("attendant.py")
-    assert service["command"][3:9] == [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket"]
+    assert service["command"][3:9] == [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket"]
     assert "--stand-by" in service["command"]
     assert service["command"][-2:] == ["--simulate", "1x1GiB"]
     assert settings(c)["pools"] == {"default": {"price": "1 EUR"}}
@@ -132,7 +132,7 @@ def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, given: dict
 def test_a_hub_with_a_wrong_pool_does_not_start(tmp_path: Path) -> None:
     config = tmp_path / "jupyterhub_config.py"
     config.write_text(
-        "from hub_spawner import configure\n"
+        "from fractional_gpu_hub import configure\n"
         f"configure(get_config(), socket={str(tmp_path / 'broker.sock')!r}, pools={{'default': {{'price': 'much'}}}})\n"
     )
     done = subprocess.run(

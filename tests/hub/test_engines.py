@@ -14,10 +14,10 @@ import pytest
 from systemdspawner import systemd
 from tornado import web
 
-from hub_spawner.docker import FractionalGPUDockerSpawner
-from hub_spawner.spawners import FractionalGPULocalSpawner
-from hub_spawner.systemd import FractionalGPUSystemdSpawner
-from provisioner.seat_client import SeatClient
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu_hub.docker import FractionalGPUDockerSpawner
+from fractional_gpu_hub.spawners import FractionalGPULocalSpawner
+from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner
 from tests.broker.live import LiveBroker, live_broker
 
 NOBODY = pwd.getpwnam("nobody")
@@ -89,7 +89,9 @@ async def test_a_systemd_unit_runs_as_its_user_and_has_the_users_seat_file(
     file = Path(environment["JUPYTER_GPU_SEAT_FILE"])
     assert file.stat().st_uid == NOBODY.pw_uid
     assert seat_uid(live) == NOBODY.pw_uid
-    assert unit["args"] == ["--ServerApp.kernel_spec_manager_class=provisioner.seat_kernelspecs.SeatKernelSpecManager"]
+    assert unit["args"] == [
+        "--ServerApp.kernel_spec_manager_class=fractional_gpu.jupyter.seat_kernelspecs.SeatKernelSpecManager"
+    ]
 
 
 async def test_a_made_up_user_gets_the_seat_as_a_credential(live: LiveBroker, units: list[dict[str, Any]]) -> None:

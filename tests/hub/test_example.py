@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from traitlets.config import Config
 
-from provisioner.config import load
-from provisioner.core.model import DeviceSpec
-from provisioner.discovery import SYSTEM_SOCKET
-from provisioner.protocol.seats import ProgressKind, SeatRequest
-from provisioner.seat_client import SeatClient
+from fractional_gpu.client.discovery import SYSTEM_SOCKET
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.config import load
+from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.protocol.seats import ProgressKind, SeatRequest
 from tests.broker.live import live_broker
+from tests.support.paths import ROOT
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "jupyterhub"
+EXAMPLE = ROOT / "examples" / "jupyterhub"
 SHARED = {"devices", "hours", "may_move"}  # of the machine and the clock, not of the lesson
 
 
@@ -37,8 +38,8 @@ def test_its_hub_runs_the_broker_with_these_pools(monkeypatch: pytest.MonkeyPatc
     assert "/etc/jupyter/jupyter_gpu_config.py" in text
     c = Config()
     here = text.replace("/etc/jupyter/jupyter_gpu_config.py", str(EXAMPLE / "jupyter_gpu_config.py"))
-    monkeypatch.setattr("hub_spawner.configuration._is_root", lambda: True)
-    monkeypatch.setattr("hub_spawner.configuration._answers", lambda _: False)
+    monkeypatch.setattr("fractional_gpu_hub.configuration._is_root", lambda: True)
+    monkeypatch.setattr("fractional_gpu_hub.configuration._answers", lambda _: False)
     exec(compile(here, "jupyterhub_config.py", "exec"), {"get_config": lambda: c})  # noqa: S102 - as the hub does
     broker, culler, page = c.JupyterHub.services.get_value([])
     assert broker["name"] == "gpu-broker"

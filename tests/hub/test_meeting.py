@@ -229,9 +229,9 @@ def ask_from(
     """Ask for a lease from inside a kernel, and return what its user reads."""
     code = f"""
 import json, os, tempfile
-from provisioner.kernel_lease import take_lease
-from provisioner.protocol.errors import FractionalGPUError
-from provisioner.protocol.messages import LeaseRequest
+from fractional_gpu.jupyter.kernel_lease import take_lease
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.messages import LeaseRequest
 kept = os.environ["JUPYTER_GPU_SEAT_FILE"]
 with tempfile.NamedTemporaryFile("w") as file:
     forged = {forged or "None"}

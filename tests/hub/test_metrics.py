@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 from tornado import web
 
-from hub_spawner import metrics
+from fractional_gpu_hub import metrics
 from tests.broker.live import LiveBroker, live_broker
 from tests.hub.test_mixin import Mixed, hub_starts, hub_stops, spawner
 

@@ -17,18 +17,18 @@ import pytest
 from jupyterhub.spawner import Spawner
 from tornado import web
 
-from hub_spawner.mixin import FractionalGPUMixin
-from provisioner.broker.seats import Seats
-from provisioner.protocol.errors import (
+from fractional_gpu.broker.seats.seats import Seats
+from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, read_seat
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.protocol.errors import (
     BrokerUnavailableError,
     ForbiddenError,
     FractionalGPUError,
     InternalBrokerError,
     TooManyRequestsError,
 )
-from provisioner.protocol.seats import SeatRequest
-from provisioner.seat import SEAT_FILE_VARIABLE, read_seat
-from provisioner.seat_client import SeatClient
+from fractional_gpu.protocol.seats import SeatRequest
+from fractional_gpu_hub.mixin import FractionalGPUMixin
 from tests.broker.live import LiveBroker, live_broker
 
 
@@ -128,7 +128,10 @@ async def test_a_server_gets_its_seat_as_a_private_file_and_gives_it_back(live: 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert seat.token not in json.dumps(environment)
     assert seat.token not in json.dumps(one.get_state())
-    assert "--ServerApp.kernel_spec_manager_class=provisioner.seat_kernelspecs.SeatKernelSpecManager" in one.get_args()
+    assert (
+        "--ServerApp.kernel_spec_manager_class=fractional_gpu.jupyter.seat_kernelspecs.SeatKernelSpecManager"
+        in one.get_args()
+    )
     await hub_stops(one)
     assert seats(live) == []
     assert not file.exists()

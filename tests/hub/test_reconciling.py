@@ -15,16 +15,16 @@ import pytest
 from jupyterhub import orm
 from traitlets.log import get_logger
 
-import hub_spawner
-from hub_spawner.link import BrokerLink
-from hub_spawner.reconciling import BROKER_SERVICE, Reconciler
-from provisioner.broker import decode
-from provisioner.protocol.seats import ProgressKind, SeatRequest
-from provisioner.seat_client import SeatClient
+import fractional_gpu_hub
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.protocol import decode
+from fractional_gpu.protocol.seats import ProgressKind, SeatRequest
+from fractional_gpu_hub.broker_link import BrokerLink
+from fractional_gpu_hub.reconciling import BROKER_SERVICE, Reconciler
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 
 HUB = "http://127.0.0.1:8081/hub/api"
-ATTENDANT = str(Path(hub_spawner.__file__).with_name("attendant.py"))
+ATTENDANT = str(Path(fractional_gpu_hub.__file__).with_name("attendant.py"))
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 from jupyterhub.app import JupyterHub
 from traitlets.config import Config
 
-from hub_spawner import configure
-from hub_spawner.service import ADMIN_SCOPE, READ_SCOPE, add_page
-from provisioner.config import ConfigError
-from provisioner.discovery import SYSTEM_SOCKET
+from fractional_gpu.client.discovery import SYSTEM_SOCKET
+from fractional_gpu.config import ConfigError
+from fractional_gpu_hub import configure
+from fractional_gpu_hub.service import ADMIN_SCOPE, READ_SCOPE, add_page
 
 
 def listed(lazy: Any) -> list[Any]:  # noqa: ANN401 - traitlets' own
@@ -28,7 +28,7 @@ def test_the_page_is_a_service_beside_the_broker_and_follows_its_socket(
     configure(c, socket=socket, pools={"default": {}})
     add_page(c, admins=["grace"], admin_groups=["operators"])
     _, page = listed(c.JupyterHub.services)
-    assert page["command"] == [sys.executable, "-P", "-m", "hub_spawner.service", "--socket", socket]
+    assert page["command"] == [sys.executable, "-P", "-m", "fractional_gpu_hub.service", "--socket", socket]
     assert page["oauth_client_allowed_scopes"] == [READ_SCOPE, ADMIN_SCOPE]
     assert page["url"].startswith("http://127.0.0.1:")
     scopes = c.JupyterHub.custom_scopes.get_value({})
@@ -74,7 +74,11 @@ def test_what_is_wrong_is_said_with_what_is_allowed(given: dict[str, Any], sente
 def test_started_by_hand_it_says_who_starts_it() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTERHUB_")}
     done = subprocess.run(
-        [sys.executable, "-m", "hub_spawner.service"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fractional_gpu_hub.service"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert "is not set: this is started by JupyterHub" in done.stderr

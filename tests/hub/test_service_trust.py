@@ -12,10 +12,10 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from hub_spawner.service import app, handlers
-from hub_spawner.service.acts import Acts
-from hub_spawner.service.scopes import ADMIN_SCOPE, READ_SCOPE
-from hub_spawner.service.watch import Watch
+from fractional_gpu_hub.service import app, handlers
+from fractional_gpu_hub.service.actions import Acts
+from fractional_gpu_hub.service.scopes import ADMIN_SCOPE, READ_SCOPE
+from fractional_gpu_hub.service.watch import Watch
 
 DEADLINE_S = 60.0
 ACCESS = "access:services!service=gpu"

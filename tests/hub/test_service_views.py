@@ -6,10 +6,20 @@ from typing import Any
 
 import pytest
 
-from hub_spawner.service.views import Viewer, is_own, view_of
-from hub_spawner.service.watch import Picture
-from provisioner.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Stranger
-from provisioner.protocol.seats import PoolKeys, PoolList, SeatList, SeatStatus
+from fractional_gpu.protocol.messages import (
+    DeviceStatus,
+    HostStatus,
+    LeaseStatus,
+    Stranger,
+)
+from fractional_gpu.protocol.seats import (
+    PoolKeys,
+    PoolList,
+    SeatList,
+    SeatStatus,
+)
+from fractional_gpu_hub.service.views import Viewer, is_own, view_of
+from fractional_gpu_hub.service.watch import Picture
 
 ADA = Viewer(name="ada", admin=False)
 GRACE = Viewer(name="grace", admin=True)

@@ -13,6 +13,7 @@ from jupyter_client.manager import KernelManager
 from tests.kernelext.scripted_broker import LEASE, TOKEN
 from tests.support.fake_broker import DEADLINE_S
 from tests.support.kernels import plain_manager
+from tests.support.paths import PYTHONPATH
 
 __all__ = ["Outcome", "RunningKernel", "kernel_environment", "running_kernel"]
 
@@ -121,7 +122,7 @@ def kernel_environment(folder: Path, socket: str) -> dict[str, str]:
         "JUPYTER_GPU_TOKEN_FILE": str(token),
         "IPYTHONDIR": str(folder / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(folder),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": PYTHONPATH,
     }
 
 
@@ -129,7 +130,7 @@ def kernel_environment(folder: Path, socket: str) -> dict[str, str]:
 def running_kernel(environment: dict[str, str], *, extension: bool = True) -> Iterator[RunningKernel]:
     """Start a kernel and shut it down."""
     manager = plain_manager("python3")
-    arguments = ["--IPKernelApp.extra_extensions=kernelext"] if extension else []
+    arguments = ["--IPKernelApp.extra_extensions=fractional_gpu_kernel"] if extension else []
     manager.start_kernel(extra_arguments=arguments, env=environment)
     client = manager.client()
     client.start_channels()

@@ -8,7 +8,12 @@ from collections import deque
 from dataclasses import asdict, replace
 from typing import Any
 
-from provisioner.protocol.messages import GateCommand, GateVerb, HostStatus, Progress
+from fractional_gpu.protocol.messages import (
+    GateCommand,
+    GateVerb,
+    HostStatus,
+    Progress,
+)
 from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease, _Handler, _host_status
 
 __all__ = ["LEASE", "TOKEN", "ScriptedBroker", "Stream"]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import websocket
 
-import kernelext.server
-from kernelext.server.news import NOTICE_ID, STATE_ID
+import fractional_gpu_kernel.server
+from fractional_gpu_kernel.server.news import NOTICE_ID, STATE_ID
 from tests.support.world import DEADLINE_S, Server, World, new_world
 
 State = dict[str, Any]
-CONFIG = Path(kernelext.server.__file__).with_name("jupyter-fractional-gpu.json")
+CONFIG = Path(fractional_gpu_kernel.server.__file__).with_name("jupyter-fractional-gpu.json")
 
 
 def enable(world: World) -> None:

@@ -13,7 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2] / "kernelext" / "labextension"
+from tests.support.paths import ROOT
+
+FOLDER = ROOT / "kernelext" / "labextension"
 PREBUILT = FOLDER / "prebuilt"
 DIGEST = FOLDER / "sources.sha256"
 _SOURCES = (

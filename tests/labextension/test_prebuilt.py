@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from provisioner import __version__
-from provisioner.core.model import LeaseState
+from fractional_gpu import __version__
+from fractional_gpu.core.model import LeaseState
 from tests.labextension.rebuild import DIGEST, PREBUILT, differences, digest, sources
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SHARE = "data/share/jupyter/labextensions/jupyter-fractional-gpu/"
 
 
@@ -71,5 +71,5 @@ def test_a_wheel_brings_both_extensions_to_their_places(wheel: zipfile.ZipFile) 
     built = {str(path.relative_to(PREBUILT)) for path in PREBUILT.rglob("*") if path.is_file()}
     assert {name.removeprefix(SHARE) for name in data if name.startswith(SHARE)} == built | {"install.json"}
     assert "data/etc/jupyter/jupyter_server_config.d/jupyter-fractional-gpu.json" in data
-    assert "kernelext/server/app.py" in wheel.namelist()
+    assert "kernelext/fractional_gpu_kernel/server/app.py" in wheel.namelist()
     assert [name for name in wheel.namelist() if "/src/" in name or name.endswith((".ts", ".mjs", "-lock.json"))] == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from provisioner.protocol.messages import EvictRequest
+from fractional_gpu.protocol.messages import EvictRequest
 from tests.labextension.conftest import Page, State, enable, page_of
 from tests.support.stories import fill
 from tests.support.world import Server, World, new_world, until

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from provisioner.core.model import LeaseSpec, LeaseState
-from provisioner.ledger import LeaseRecord, Ledger, OperationRecord
+from fractional_gpu.core.model import LeaseSpec, LeaseState
+from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord
 
 _LEASE = LeaseRecord(
     spec=LeaseSpec(

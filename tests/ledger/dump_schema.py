@@ -9,8 +9,13 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from provisioner.core.model import LeaseSpec, LeaseState
-from provisioner.ledger import LeaseRecord, Ledger, OperationRecord, schema
+from fractional_gpu.core.model import LeaseSpec, LeaseState
+from fractional_gpu.ledger import (
+    LeaseRecord,
+    Ledger,
+    OperationRecord,
+    schema,
+)
 
 
 def fill(path: Path) -> None:

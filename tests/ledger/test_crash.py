@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.ledger import Ledger
+from fractional_gpu.ledger import Ledger
 
 _WRITER = """
 import sys
-from provisioner.core.model import LeaseSpec, LeaseState
-from provisioner.ledger import LeaseRecord, Ledger, OperationRecord
+from fractional_gpu.core.model import LeaseSpec, LeaseState
+from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord
 ledger = Ledger.open(sys.argv[1])
 number = ledger.next_operation_id() - 1
 while True:

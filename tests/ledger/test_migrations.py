@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.core.model import LeaseState
-from provisioner.ledger import Ledger, LedgerError, schema
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.ledger import Ledger, LedgerError, schema
 
 SCHEMAS = Path(__file__).parent / "schemas"
 _MIGRATE_AND_DIE = """
 import os, signal, sys
-from provisioner.ledger import Ledger, schema
+from fractional_gpu.ledger import Ledger, schema
 last = schema.newest_version()
 real = schema.MIGRATIONS[last]
 def die(connection):

@@ -13,12 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, opening, schema
+from fractional_gpu.ledger import (
+    LeaseRecord,
+    Ledger,
+    LedgerError,
+    OperationRecord,
+    opening,
+    schema,
+)
 
 _NOBODY = 65534
 _OPEN_AS = """
 import os, sys
-from provisioner.ledger import Ledger, LedgerError
+from fractional_gpu.ledger import Ledger, LedgerError
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid(*[int(sys.argv[2])] * 3)

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.ledger import LeaseRecord, Ledger, LedgerError, PointRecord, schema
+from fractional_gpu.ledger import (
+    LeaseRecord,
+    Ledger,
+    LedgerError,
+    PointRecord,
+    schema,
+)
 
 _VERSION_2 = frozenset({"leases", "operations", "story", "counters", "seats", "usage"})
 

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.ledger import LeaseRecord, Ledger, LedgerError, opening
-from provisioner.ledger.records import LedgerInUseError
+from fractional_gpu.ledger import (
+    LeaseRecord,
+    Ledger,
+    LedgerError,
+    opening,
+)
+from fractional_gpu.ledger.records import LedgerInUseError
 
 _FILES = ["", "-wal", "-shm", ".lock"]
 

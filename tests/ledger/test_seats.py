@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.ledger import Ledger, RecordError, SeatRecord, UsageRecord, schema
+from fractional_gpu.ledger import (
+    Ledger,
+    RecordError,
+    SeatRecord,
+    UsageRecord,
+    schema,
+)
 
 _SEAT = SeatRecord(
     seat_id="s1",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from provisioner.protocol.messages import LeaseRequest
+from fractional_gpu.protocol.messages import LeaseRequest
 from tests.broker.live import LiveBroker, live_broker
 
 __all__ = ["ROLES", "Cell", "end_as_stranger", "probe", "routes_of", "table"]

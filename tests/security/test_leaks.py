@@ -15,12 +15,13 @@ from types import ModuleType
 
 import pytest
 
-from provisioner import kernel_lease, seat
-from provisioner.broker import checks, iopub
-from provisioner.broker.logs import _PrivateLog
-from provisioner.ledger import records
-from provisioner.protocol import messages, seats
-from provisioner.protocol.messages import LeaseRequest
+from fractional_gpu.broker.kernels import iopub, request_validation
+from fractional_gpu.broker.process.logs import _PrivateLog
+from fractional_gpu.client import seat
+from fractional_gpu.jupyter import kernel_lease
+from fractional_gpu.ledger import records
+from fractional_gpu.protocol import messages, seats
+from fractional_gpu.protocol.messages import LeaseRequest
 from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, workers
 from tests.support.world import Server, World, new_world
@@ -28,7 +29,7 @@ from tests.support.world import Server, World, new_world
 VERBOSE = """
 import os
 from IPython.core.ultratb import VerboseTB
-from provisioner.client import BrokerClient
+from fractional_gpu.client.client import BrokerClient
 client = BrokerClient(os.environ["JUPYTER_GPU_SOCKET"], token=open(os.environ["JUPYTER_GPU_TOKEN_FILE"]).read())
 lease = client.lease(os.environ["JUPYTER_GPU_LEASE"])
 try:
@@ -42,7 +43,7 @@ SECRETS = {"token", "key", "curve", "connection"}
 def run(world: World, *words: str) -> str:
     """Everything that a command prints."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", *words],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *words],
         env=world.environment,
         capture_output=True,
         text=True,
@@ -125,7 +126,7 @@ def test_a_token_is_nowhere_but_in_its_file(told: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [messages, seats, seat, checks, iopub, records, kernel_lease], ids=lambda one: one.__name__
+    "module", [messages, seats, seat, request_validation, iopub, records, kernel_lease], ids=lambda one: one.__name__
 )
 def test_nothing_secret_is_shown_when_an_object_is(module: ModuleType) -> None:
     """Tracebacks with variables, logs and debuggers show what `repr` says."""
@@ -135,7 +136,7 @@ def test_nothing_secret_is_shown_when_an_object_is(module: ModuleType) -> None:
 
 
 def test_what_has_secrets_is_known() -> None:
-    modules = (messages, seats, seat, checks, iopub, records, kernel_lease)
+    modules = (messages, seats, seat, request_validation, iopub, records, kernel_lease)
     classes = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
     named = {
         f"{kind.__name__}.{field.name}"

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from provisioner.broker import lost_leases
-from provisioner.broker.checks import Peer
-from provisioner.broker.kernels import Kernel as LeaseKernel
-from provisioner.broker.lease_files import LeaseFiles, lease_folder
-from provisioner.broker.lost_leases import LostLeases
-from provisioner.host.peers import PeerCredentials
-from provisioner.host.process import identify
+from fractional_gpu.broker.kernels.kernel import Kernel as LeaseKernel
+from fractional_gpu.broker.kernels.request_validation import Peer
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles, lease_folder
+from fractional_gpu.broker.recovery import lost_leases
+from fractional_gpu.broker.recovery.lost_leases import LostLeases
+from fractional_gpu.host.peers import PeerCredentials
+from fractional_gpu.host.process import identify
 from tests.broker.live import BECOME_NOBODY, LiveBroker, live_broker
 
 IMPORTS = "import http.client, json, socket, sys\n"  # before it becomes somebody who may not read them

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.broker.app import BrokerOptions, run_broker
-from provisioner.discovery import ensure_broker, runtime_dir
-from provisioner.ledger import Ledger, LedgerError
-from provisioner.protocol.errors import BrokerUnavailableError
+from fractional_gpu.broker.process.app import BrokerOptions, run_broker
+from fractional_gpu.client.discovery import ensure_broker, runtime_dir
+from fractional_gpu.ledger import Ledger, LedgerError
+from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.broker.live import BECOME_NOBODY
 from tests.support.world import World, new_world
 
@@ -138,7 +138,7 @@ for name in ("broker.json", "ledger-simulated.sqlite", "ledger-simulated.sqlite.
 
 def refused_start(world: World, *, detach: bool = False) -> str:
     """What the broker says that does not start."""
-    argv = [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--socket", world.socket]
+    argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", world.socket]
     argv += ["--detach"] * detach
     done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1, done

@@ -1,13 +1,12 @@
 """Every route of the API, tried by everybody who could: nobody gets at what is another's."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.broker.live import live_broker
 from tests.security.routes import Cell, end_as_stranger, probe, table
+from tests.support.paths import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "routes.md"
+PAGE = ROOT / "docs" / "routes.md"
 OPEN_TO_ALL = {
     "GET /v1/ping",
     "GET /v1/metrics",

@@ -8,24 +8,29 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from provisioner.broker import api, handler, limiter, service
-from provisioner.broker.rates import Rates
-from provisioner.broker.status import host_status
-from provisioner.client import BrokerClient
-from provisioner.protocol import limits
-from provisioner.protocol.errors import BrokerUnavailableError, TooManyRequestsError
-from provisioner.protocol.messages import GateVerb
+from fractional_gpu.broker.api import (
+    handler,
+    lease_routes,
+    lease_service,
+    rate_limit,
+)
+from fractional_gpu.broker.services.status import host_status
+from fractional_gpu.broker.token_bucket import Rates
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol import limits
+from fractional_gpu.protocol.errors import BrokerUnavailableError, TooManyRequestsError
+from fractional_gpu.protocol.messages import GateVerb
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
+from tests.support.paths import ROOT
 from tests.support.world import until
 
 PING = b"GET /v1/ping HTTP/1.1\r\nHost: b\r\n"
-PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+PAGE = ROOT / "docs" / "limits.md"
 SOON_S = 0.4
 
 
@@ -58,8 +63,8 @@ def trickle(line: socket.socket, text: bytes) -> bytes:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
     """A broker that waits for requests for a moment only."""
-    monkeypatch.setattr(api, "IDLE_S", SOON_S)
-    monkeypatch.setattr(api, "BODY_S", SOON_S)
+    monkeypatch.setattr(lease_routes, "IDLE_S", SOON_S)
+    monkeypatch.setattr(lease_routes, "BODY_S", SOON_S)
     with live_broker() as live:
         yield live
 
@@ -255,7 +260,7 @@ def test_leases_that_never_attach_keep_no_other_user_out() -> None:
 
 
 def test_leases_that_never_attach_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_START_PATIENCE_S", 0.0)
+    monkeypatch.setattr(lease_service, "_START_PATIENCE_S", 0.0)
     with live_broker(pools={"default": {"unattached_leases": 3}}) as live:
         leases = [live.lease() for _ in range(3)]
         refused = live.call("POST", "/v1/leases", {"fraction_milli": 250})
@@ -269,8 +274,8 @@ def test_leases_that_never_attach_are_limited_in_number(monkeypatch: pytest.Monk
 def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_administrator_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("provisioner.broker.server.resource.getrlimit", lambda _: (16, 16))
-    monkeypatch.setattr(api, "IDLE_S", 600.0)
+    monkeypatch.setattr("fractional_gpu.broker.api.server.resource.getrlimit", lambda _: (16, 16))
+    monkeypatch.setattr(lease_routes, "IDLE_S", 600.0)
     with live_broker() as live, ExitStack() as stack:
         first = stack.enter_context(holding(live, "nobody", 5))
         assert first["error"]["code"] == "too-many"
@@ -284,8 +289,8 @@ def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_adm
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
     """A broker that takes twenty requests of a user, and then one an hour."""
-    monkeypatch.setattr(limiter, "REQUEST_BURST", 20.0)
-    monkeypatch.setattr(limiter, "REQUESTS_PER_S", 1 / 3600)
+    monkeypatch.setattr(rate_limit, "REQUEST_BURST", 20.0)
+    monkeypatch.setattr(rate_limit, "REQUESTS_PER_S", 1 / 3600)
     with live_broker() as live:
         yield live
 
@@ -314,8 +319,8 @@ def test_a_kernel_gets_through_although_its_user_asks_too_often(strict: LiveBrok
 
 
 def test_our_client_waits_as_long_as_it_is_told_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limiter, "REQUEST_BURST", 5.0)
-    monkeypatch.setattr(limiter, "REQUESTS_PER_S", 5.0)
+    monkeypatch.setattr(rate_limit, "REQUEST_BURST", 5.0)
+    monkeypatch.setattr(rate_limit, "REQUESTS_PER_S", 5.0)
     with live_broker() as live, BrokerClient(live.socket) as client:
         assert len({client.ping().pid for _ in range(12)}) == 1
         assert next(iter(client.events())).pid == client.ping().pid
@@ -332,14 +337,14 @@ def test_nobody_pushes_what_matters_out_of_the_log(live: LiveBroker, caplog: pyt
 
 def test_the_leases_of_all_users_have_a_limit(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     have = len(live.broker.kernels)
-    monkeypatch.setattr(service, "MAX_LEASES", have + 1)
+    monkeypatch.setattr(lease_service, "MAX_LEASES", have + 1)
     live.lease()
     refused = live.call("POST", "/v1/leases", {"fraction_milli": 250})
     assert (refused.status, refused.error["reason"]) == (413, "too-many-leases")
 
 
 def test_a_kernel_waits_in_so_many_places_at_most(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MAX_WAITERS_PER_LEASE", 0)
+    monkeypatch.setattr(lease_service, "MAX_WAITERS_PER_LEASE", 0)
     lease = live.lease()
     refused = live.call("POST", f"/v1/leases/{lease.lease_id}/acquire", {}, token=lease.token)
     assert (refused.status, refused.error["reason"]) == (429, "too-many-waiters")

@@ -6,12 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from provisioner import __version__, client, discovery, wire
-from provisioner.client import BrokerClient, spoken_fields
-from provisioner.protocol.errors import BadRequestError, BrokerUnavailableError, NotFoundError
-from provisioner.protocol.limits import VERSION_HEADER
-from provisioner.protocol.messages import LeaseRequest
-from provisioner.protocol.versions import OWN, Version, from_header, hint, refusal
+from fractional_gpu import __version__
+from fractional_gpu.client import client, discovery, http
+from fractional_gpu.client.client import BrokerClient, spoken_fields
+from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, NotFoundError
+from fractional_gpu.protocol.limits import VERSION_HEADER
+from fractional_gpu.protocol.messages import LeaseRequest
+from fractional_gpu.protocol.versions import (
+    OWN,
+    Version,
+    from_header,
+    hint,
+    refusal,
+)
 from tests.broker.live import LiveBroker
 
 NEWER = Version("99.1", OWN.protocol + 1)
@@ -62,7 +69,7 @@ def test_a_later_client_that_asks_something_new_is_told_both_versions(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "OWN", LATER)
-    monkeypatch.setattr(wire, "_VERSION", f"{VERSION_HEADER}: {LATER.to_header()}")
+    monkeypatch.setattr(http, "_VERSION", f"{VERSION_HEADER}: {LATER.to_header()}")
     both = rf"the GPU broker is version {__version__} and its client version 99.1: "
     with BrokerClient(live.socket) as speaker:
         with pytest.raises(BadRequestError, match=f"unknown field 'colour'.*{both}"):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from provisioner.simulator.baselines import run_baseline
-from provisioner.simulator.errors import SimulationError
-from provisioner.simulator.traces import Cell, Session
+from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator.traces import Cell, Session
 
 HOUR_MS = 3_600_000
 

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.core.effects import LeaseEnded
-from provisioner.core.model import DeviceSpec, PoolSpec
-from provisioner.simulator.baselines import run_baseline
-from provisioner.simulator.errors import SimulationError, TraceError
-from provisioner.simulator.host import Host
-from provisioner.simulator.log import EventLog, digest, replay
-from provisioner.simulator.picture import picture
-from provisioner.simulator.simulation import simulate
-from provisioner.simulator.synthetic import synthetic_sessions
-from provisioner.simulator.traces import Session, read_sessions, write_sessions
+from fractional_gpu.core.effects import LeaseEnded
+from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator.errors import SimulationError, TraceError
+from fractional_gpu.simulator.log import EventLog, digest, replay
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.picture import picture
+from fractional_gpu.simulator.simulation import simulate
+from fractional_gpu.simulator.synthetic import synthetic_sessions
+from fractional_gpu.simulator.traces import Session, read_sessions, write_sessions
 
 CELLS = "session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\n"
 SESSIONS = "session,user,open_s,close_s,gpus,gpu_mib\n"

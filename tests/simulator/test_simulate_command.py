@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.commands.main import main
+from fractional_gpu.commands.main import main
 
 KEYS = [
     "sessions",

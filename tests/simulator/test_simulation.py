@@ -6,15 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from provisioner.core.effects import Effect, Granted
-from provisioner.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
-from provisioner.simulator.errors import SimulationError
-from provisioner.simulator.host import Host, SwapSpeed, fraction_for
-from provisioner.simulator.result import Result
-from provisioner.simulator.search import fewest_devices
-from provisioner.simulator.simulation import simulate
-from provisioner.simulator.synthetic import synthetic_sessions
-from provisioner.simulator.traces import Cell, Session, read_sessions, write_sessions
+from fractional_gpu.core.effects import Effect, Granted
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    Limits,
+    PoolSpec,
+    ReserveBy,
+)
+from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
+from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.search import fewest_devices
+from fractional_gpu.simulator.simulation import simulate
+from fractional_gpu.simulator.synthetic import synthetic_sessions
+from fractional_gpu.simulator.traces import (
+    Cell,
+    Session,
+    read_sessions,
+    write_sessions,
+)
 
 SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from provisioner.simulator.synthetic import synthetic_sessions
-from provisioner.simulator.traces import Session
+from fractional_gpu.simulator.synthetic import synthetic_sessions
+from fractional_gpu.simulator.traces import Session
 
 
 @pytest.fixture(scope="module")

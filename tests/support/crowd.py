@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
-from provisioner.gpu.simulated.store import Store
-from provisioner.protocol.errors import FractionalGPUError
+from fractional_gpu.gpu.simulated.store import Store
+from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 

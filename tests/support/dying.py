@@ -11,7 +11,7 @@ from typing import Any
 
 import websocket
 
-from provisioner.host.failpoints import VARIABLE
+from fractional_gpu.host.failpoints import VARIABLE
 from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, released, settled, workers
 from tests.support.world import DEADLINE_S, Notebook, Reply, Server, World, until
@@ -66,7 +66,7 @@ class Story:
 
     def _new_server(self) -> Server:
         arguments = (
-            "--ServerApp.kernel_manager_class=provisioner.keeping.KeepingKernelManager",
+            "--ServerApp.kernel_manager_class=fractional_gpu.jupyter.kernel_manager.KeepingKernelManager",
             f"--SessionManager.database_filepath={self.world.folder / 'sessions.sqlite'}",
         )
         return Server(self.world, *(arguments if self.keeps else ()))

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 
-from provisioner.protocol.errors import FractionalGPUError, NotFoundError, UnauthorizedError
-from provisioner.protocol.limits import PROTOCOL_VERSION
-from provisioner.protocol.messages import (
+from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError, UnauthorizedError
+from fractional_gpu.protocol.limits import PROTOCOL_VERSION
+from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
     DeviceStatus,

@@ -15,14 +15,14 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from provisioner.seat_client import SeatClient
+from fractional_gpu.client.seat_client import SeatClient
 from tests.support.world import DEADLINE_S, Notebook, Server, World, until
 
 __all__ = ["HubServer", "HubWorld", "Refused", "new_hub"]
 
 _CONFIG = """
 import json, os
-from hub_spawner import configure
+from fractional_gpu_hub import configure
 given = json.loads(os.environ["TEST_HUB"])
 c = get_config()
 configure(c, spawner=given["spawner"], socket=given["socket"], simulate=given["simulate"], **given["settings"])
@@ -54,7 +54,7 @@ c.Spawner.http_timeout = 120
 c.FractionalGPUMixin.gpu_wait = given["wait"]
 c.JupyterHub.log_level = "INFO"
 if given["page"] is not None:
-    from hub_spawner.service import add_page
+    from fractional_gpu_hub.service import add_page
     add_page(c, **given["page"])
 """
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from provisioner.protocol.errors import BrokerUnavailableError
-from provisioner.protocol.messages import HostStatus
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.protocol.messages import HostStatus
 from tests.driver_double.double import Call, Device, DriverDouble
 from tests.driver_double.releases import newest, python_path
 from tests.support.victims import anybody, check_books, is_settled, kill_all
@@ -106,11 +106,11 @@ class NvidiaMode:
 
     def brokers(self) -> list[int]:
         """Return the pids of the world's brokers."""
-        return self._running("provisioner.broker")
+        return self._running("fractional_gpu.broker")
 
     def workers(self) -> list[int]:
         """Return the pids of the world's checkpoint workers."""
-        return self._running("provisioner.gpu.worker")
+        return self._running("fractional_gpu.gpu.worker")
 
     def _running(self, module: str) -> list[int]:
         found = []
@@ -198,7 +198,7 @@ def nvidia_mode(*, driver: str = "580", devices: int = 1) -> Iterator[NvidiaMode
 def run_command(world: World, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `jupyter gpu` in the world."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "provisioner.commands.main", *words],
+        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *words],
         env=world.environment,
         capture_output=True,
         text=True,

@@ -5,20 +5,20 @@ import inspect
 import re
 from pathlib import Path
 
-import provisioner.broker.api
-import provisioner.broker.seat_api
-from provisioner.broker.handler import Handler
-from provisioner.core.events import Event
-from provisioner.gpu.worker import OPERATIONS
+import fractional_gpu.broker.api.lease_routes
+import fractional_gpu.broker.api.seat_routes
+from fractional_gpu.broker.api.handler import Handler
+from fractional_gpu.core.events import Event
+from fractional_gpu.gpu.worker import OPERATIONS
 
 __all__ = ["UNTOLD", "known_points", "plain"]
 
-_BROKER = Path(provisioner.broker.api.__file__).parent
+_BROKER = Path(fractional_gpu.broker.api.lease_routes.__file__).parent
 _INJECTED = Path(__file__).with_name("injected") / "sitecustomize.py"
 _WRITE = re.compile(r"(?:submit|run)\(\s*partial\(\s*(?:[\w.]*\.)?ledger\.(\w+)")
 
 UNTOLD = {
-    "event.HostPressureSeen": "needs a control group that is short of memory; tests/broker/test_pressure.py",
+    "event.HostPressureSeen": "needs a control group that is short of memory; tests/broker/monitoring/test_host_memory.py",
     "event.Checkpointable": "needs managed memory, which the simulated device has not; tests/e2e/test_managed.py",
     "api.GET.missing": "an answer to a route that there is not changes nothing",
     "api.POST.missing": "as above",

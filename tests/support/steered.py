@@ -6,14 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from provisioner.gpu.simulated.host import lose_device, return_device
-from provisioner.protocol.errors import (
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.gpu.simulated.host import lose_device, return_device
+from fractional_gpu.protocol.errors import (
     BrokerUnavailableError,
     ConflictError,
     FractionalGPUError,
     InternalBrokerError,
 )
-from provisioner.protocol.messages import (
+from fractional_gpu.protocol.messages import (
     DeviceStatus,
     DrainRequest,
     EvictRequest,
@@ -23,8 +24,7 @@ from provisioner.protocol.messages import (
     ProgressKind,
     ResizeRequest,
 )
-from provisioner.protocol.seats import OfferRequest, SeatRequest
-from provisioner.seat_client import SeatClient
+from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
 from tests.support.dying import Life, Story
 from tests.support.stories import CHECK
 from tests.support.victims import (

@@ -13,7 +13,7 @@ def fill(seed: int, mib: int = 16) -> str:
     """Code that puts so many MiB of noise on the device as `buffer` and keeps its digest."""
     return f"""
 import hashlib, random
-from provisioner.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated import cuda
 data = random.Random({seed}).randbytes(1 << 20) * {mib}
 buffer = cuda.allocate(len(data))
 buffer.write(data)

@@ -9,9 +9,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.paths import PYTHONPATH
+
 __all__ = ["answer", "environments", "install"]
 
-_ROOT = Path(__file__).parents[2]
 _STUB = """\
 import ctypes, json, os, pathlib, sys
 from tests.gpu_nvidia.fake_driver import FakeDriver
@@ -49,7 +50,7 @@ def install(folder: Path) -> str:
     for part in (package.parent, package):
         (part / "__init__.py").touch()
     (package / "driver.py").write_text(_STUB)
-    return os.pathsep.join([str(folder), str(_ROOT)])
+    return os.pathsep.join([str(folder), PYTHONPATH])
 
 
 def answer(folder: Path, number: int) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from provisioner.gpu.simulated import faults
-from provisioner.gpu.simulated.processes import OPEN, processes_of, read_gate
-from provisioner.gpu.simulated.store import Store
-from provisioner.protocol.errors import BrokerUnavailableError, FractionalGPUError
-from provisioner.protocol.messages import HostStatus, LeaseStatus
+from fractional_gpu.gpu.simulated import faults
+from fractional_gpu.gpu.simulated.processes import OPEN, processes_of, read_gate
+from fractional_gpu.gpu.simulated.store import Store
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
 from tests.support.world import World, until
 
 __all__ = [
@@ -33,12 +33,12 @@ __all__ = [
 
 def brokers(world: World) -> list[int]:
     """Return the pids of the world's brokers, those about to serve or to end included."""
-    return _with_words("provisioner.broker", world.socket)
+    return _with_words("fractional_gpu.broker", world.socket)
 
 
 def workers(world: World) -> list[int]:
     """Return the pids of the checkpoint workers that live on the world's simulated GPUs."""
-    return _with_words("provisioner.gpu.worker", f"simulated:{world.simulated_folder}")
+    return _with_words("fractional_gpu.gpu.worker", f"simulated:{world.simulated_folder}")
 
 
 def anybody(world: World) -> list[int]:

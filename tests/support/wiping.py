@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from provisioner.client import BrokerClient
-from provisioner.gpu.simulated.store import Store
-from provisioner.protocol.errors import FractionalGPUError
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.gpu.simulated.store import Store
+from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, kill_all, workers
 from tests.support.world import Notebook, Reply, Server, World, new_world, until
@@ -28,7 +28,7 @@ __all__ = ["CASES", "KINDS", "Case", "Outcome", "play"]
 
 MIB = 16
 SPEED_MIB_S = 20  # a swap of 48 MiB, context included, takes seconds
-_KEEPING = "--ServerApp.kernel_manager_class=provisioner.keeping.KeepingKernelManager"
+_KEEPING = "--ServerApp.kernel_manager_class=fractional_gpu.jupyter.kernel_manager.KeepingKernelManager"
 _MOST_COMMANDS = 2
 
 _LEDGER = "state/**/ledger-simulated.sqlite"

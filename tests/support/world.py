@@ -21,14 +21,15 @@ from unittest.mock import patch
 
 import websocket
 
-from provisioner.broker.backend import simulated_folder
-from provisioner.client import BrokerClient
-from provisioner.gpu.simulated.host import destroy
-from provisioner.gpu.simulated.store import SimulatedHostError
-from provisioner.kernelspecs import install
-from provisioner.protocol.errors import BrokerUnavailableError
-from provisioner.protocol.messages import HostStatus, LeaseStatus
-from provisioner.state_folder import make_state_folder
+from fractional_gpu.broker.process.backend import simulated_folder
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.state_folder import make_state_folder
+from fractional_gpu.gpu.simulated.host import destroy
+from fractional_gpu.gpu.simulated.store import SimulatedHostError
+from fractional_gpu.jupyter.kernelspecs import install
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
+from tests.support.paths import PYTHONPATH
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class World:
             "JUPYTER_PATH": str(folder / "data"),
             "JUPYTER_GPU_SOCKET": self.socket,
             "JUPYTER_GPU_SIMULATE": simulate,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": PYTHONPATH,
             "XDG_STATE_HOME": str(folder / "state"),
         }
 
@@ -118,7 +119,7 @@ class World:
     def start_broker(self) -> None:
         """Start a broker as a provisioner would, and return when it serves."""
         subprocess.run(
-            [sys.executable, "-P", "-m", "provisioner.commands.main", "broker", "--detach", "--socket", self.socket],
+            [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach", "--socket", self.socket],
             env=self.environment,
             check=True,
         )

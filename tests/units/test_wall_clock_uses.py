@@ -1,14 +1,14 @@
 """Nothing is decided by the wall clock, which anybody may set: every use of it is listed here, with what it is for.
 
 A new use that only shows something, or dates it for people, is added below. One that decides needs another clock: `time.monotonic`, the
-time since boot (`provisioner.host.clock`), or, for a moment that survives a restart, `provisioner.broker.deadlines`.
+time since boot (`fractional_gpu.host.clock`), or, for a moment that survives a restart, `fractional_gpu.broker.persistence.deadlines`.
 """
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 PACKAGES = ("provisioner", "kernelext", "hub_spawner")
 CLOCKS = {
     ("time", name)
@@ -27,35 +27,35 @@ FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "st_atime", 
 OWN = {"wall_ms"}
 
 ALLOWED = {
-    "provisioner/broker/audit.py": "dates of lines and files; which files are older than the days that are kept",
-    "provisioner/broker/broker.py": "dates of the ledger's lines",
-    "provisioner/broker/clock.py": "the wall clock itself, for dates",
-    "provisioner/broker/deadlines.py": "the start of the deadlines' clock, once for each boot",
-    "provisioner/broker/driver_start.py": "the time of the next attempt, in a sentence",
-    "provisioner/broker/evictions.py": "the time of an eviction, in a sentence",
-    "provisioner/broker/history.py": "dates of points",
-    "provisioner/broker/iopub.py": "the date in a message's header, which nothing reads",
-    "provisioner/broker/ledger_move.py": "a date in the name of a file that is set aside",
-    "provisioner/broker/lost_leases.py": "the date of a lease that is taken back",
-    "provisioner/broker/metering.py": "on which day use is booked, for reports",
-    "provisioner/broker/operations.py": "dates of operations",
-    "provisioner/broker/recovery.py": "dates of what is written",
-    "provisioner/broker/rescue.py": "dates of the ledger's lines",
-    "provisioner/broker/run.py": "which ended leases are older than the 90 days for which they are remembered",
-    "provisioner/broker/seat_offers.py": "an administrator's opening hours are hours of the wall clock",
-    "provisioner/broker/seat_rules.py": "as above",
-    "provisioner/broker/seats.py": "as above, and dates of seats",
-    "provisioner/broker/service.py": "dates of leases",
-    "provisioner/broker/watchdog.py": "the date of a line of the log",
-    "provisioner/commands/audit.py": "what to show",
-    "provisioner/commands/explain.py": "what to show",
-    "provisioner/gpu/simulated/monitor.py": "no date: a file's time of change holds the time since boot",
-    "provisioner/host/clock.py": "turns a driver's stamps into the time since boot, and notices when the clock was set",
-    "provisioner/kernel_command.py": "no date: whether an interpreter is the same file as before",
-    "provisioner/ledger/ledger.py": "a date in the name of a file that is set aside",
-    "kernelext/chart.py": "what to show",
-    "kernelext/gpu_libraries.py": "no date: whether a library is the same file as before",
-    "kernelext/views.py": "what to show",
+    "provisioner/fractional_gpu/broker/persistence/audit.py": "dates of lines and files; which files are older than the days that are kept",
+    "provisioner/fractional_gpu/broker/broker.py": "dates of the ledger's lines",
+    "provisioner/fractional_gpu/broker/clock.py": "the wall clock itself, for dates",
+    "provisioner/fractional_gpu/broker/persistence/deadlines.py": "the start of the deadlines' clock, once for each boot",
+    "provisioner/fractional_gpu/broker/process/driver_start.py": "the time of the next attempt, in a sentence",
+    "provisioner/fractional_gpu/broker/kernels/evictions.py": "the time of an eviction, in a sentence",
+    "provisioner/fractional_gpu/broker/persistence/history.py": "dates of points",
+    "provisioner/fractional_gpu/broker/kernels/iopub.py": "the date in a message's header, which nothing reads",
+    "provisioner/fractional_gpu/broker/persistence/ledger_move.py": "a date in the name of a file that is set aside",
+    "provisioner/fractional_gpu/broker/recovery/lost_leases.py": "the date of a lease that is taken back",
+    "provisioner/fractional_gpu/broker/seats/usage.py": "on which day use is booked, for reports",
+    "provisioner/fractional_gpu/broker/swap/operations.py": "dates of operations",
+    "provisioner/fractional_gpu/broker/recovery/recovery.py": "dates of what is written",
+    "provisioner/fractional_gpu/broker/process/rescue.py": "dates of the ledger's lines",
+    "provisioner/fractional_gpu/broker/process/run.py": "which ended leases are older than the 90 days for which they are remembered",
+    "provisioner/fractional_gpu/broker/seats/offers.py": "an administrator's opening hours are hours of the wall clock",
+    "provisioner/fractional_gpu/broker/seats/rules.py": "as above",
+    "provisioner/fractional_gpu/broker/seats/seats.py": "as above, and dates of seats",
+    "provisioner/fractional_gpu/broker/api/lease_service.py": "dates of leases",
+    "provisioner/fractional_gpu/broker/monitoring/watchdog.py": "the date of a line of the log",
+    "provisioner/fractional_gpu/commands/audit.py": "what to show",
+    "provisioner/fractional_gpu/commands/leases/explain.py": "what to show",
+    "provisioner/fractional_gpu/gpu/simulated/monitor.py": "no date: a file's time of change holds the time since boot",
+    "provisioner/fractional_gpu/host/clock.py": "turns a driver's stamps into the time since boot, and notices when the clock was set",
+    "provisioner/fractional_gpu/jupyter/kernel_command.py": "no date: whether an interpreter is the same file as before",
+    "provisioner/fractional_gpu/ledger/ledger.py": "a date in the name of a file that is set aside",
+    "kernelext/fractional_gpu_kernel/display/chart.py": "what to show",
+    "kernelext/fractional_gpu_kernel/cells/gpu_libraries.py": "no date: whether a library is the same file as before",
+    "kernelext/fractional_gpu_kernel/display/views.py": "what to show",
 }
 
 

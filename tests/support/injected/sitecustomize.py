@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "provisioner.provisioning": (
+    "fractional_gpu.jupyter.provisioner": (
         "server",
         (
             "FractionalGPUProvisioner.pre_launch",
@@ -24,7 +24,7 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "FractionalGPUProvisioner.cleanup",
         ),
     ),
-    "provisioner.kernel_lease": (
+    "fractional_gpu.jupyter.kernel_lease": (
         "server",
         (
             "take_lease",
@@ -35,11 +35,11 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "KernelLease.release",
         ),
     ),
-    "provisioner.kept": ("server", ("KeptRecord.write", "KeptRecord.remove")),
-    "provisioner.client": ("kernel", ("BrokerClient.answer",)),
-    "kernelext.link": ("kernel", ("Link._listen", "Link._obey")),
-    "kernelext.acquisition": ("kernel", ("Acquirer._ask",)),
-    "kernelext.gate": ("kernel", ("Gate.open", "Gate.close", "Gate.enter", "Gate.leave")),
+    "fractional_gpu.jupyter.kernel_record": ("server", ("KeptRecord.write", "KeptRecord.remove")),
+    "fractional_gpu.client.client": ("kernel", ("BrokerClient.answer",)),
+    "fractional_gpu_kernel.cells.broker_channel": ("kernel", ("Link._listen", "Link._obey")),
+    "fractional_gpu_kernel.cells.acquire": ("kernel", ("Acquirer._ask",)),
+    "fractional_gpu_kernel.cells.gate": ("kernel", ("Gate.open", "Gate.close", "Gate.enter", "Gate.leave")),
 }
 
 
@@ -71,7 +71,7 @@ class _Loader(importlib.abc.Loader):
 
 def _between(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function between two points."""
-    from provisioner.host.failpoints import reach  # noqa: PLC0415 - not before a module of ours is wanted
+    from fractional_gpu.host.failpoints import reach  # noqa: PLC0415 - not before a module of ours is wanted
 
     if inspect.iscoroutinefunction(function):
 

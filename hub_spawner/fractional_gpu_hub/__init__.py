@@ -1,0 +1,5 @@
+"""Fractions of GPUs for JupyterHub: the mixin, ready spawners, and `configure` for `jupyterhub_config.py`."""
+
+from fractional_gpu_hub.configuration import configure
+
+__all__ = ["configure"]

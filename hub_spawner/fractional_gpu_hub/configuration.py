@@ -1,0 +1,172 @@
+"""One call in `jupyterhub_config.py` sets a hub up: pools, the broker as a managed service, the spawner.
+
+    from fractional_gpu_hub import configure
+    configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "oversubscription": 6}})
+
+Everything is checked here, while the hub reads its configuration: what is wrong stops the hub at its start, with the key, the value
+and the allowed form. A hub that runs as root serves every user of the machine on `/run/jupyter-gpu/broker.sock` and keeps its ledger
+in `/var/lib/jupyter-gpu`; any other hub keeps both in its user's Jupyter folders. Where a broker of the system serves already, that one
+is used, and pools belong into its own file.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jupyter_core.paths import jupyter_data_dir
+from traitlets.config import Config
+from traitlets.log import get_logger
+
+from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_file, runtime_dir
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.state_folder import SERVICE_STATE, is_network
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu_hub.reconciling import BROKER_SERVICE, begin_with_the_hub
+
+__all__ = ["SPAWNERS", "configure"]
+
+SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-systemd", "fractional-gpu-docker")
+_WHERE = "jupyterhub_config.py"
+_LONGEST_PATH = 100  # bytes, as for every socket of the broker
+_ROOT_AND_SIMPLE = (
+    f"{_WHERE}: spawner = 'fractional-gpu-simple': this hub runs as root, and so would its users' servers. Each of them could administer "
+    "the GPU broker and the machine, and Jupyter refuses to start them unless they are told that it may. Set "
+    "spawner='fractional-gpu-local', which runs servers as the machine's users; or run the hub as another user; or, to try it out "
+    "alone, set c.Spawner.args = ['--allow-root']"
+)
+
+
+def configure(
+    c: Config,
+    *,
+    spawner: str | type = "fractional-gpu-local",
+    pools: Mapping[str, Any] | None = None,
+    broker: str = "auto",
+    socket: str | None = None,
+    config_file: str | None = None,
+    simulate: str | None = None,
+    **settings: Any,  # noqa: ANN401 - every setting has its own type
+) -> None:
+    """Set the hub up.
+
+    `spawner` is one of `SPAWNERS` or a class with the mixin; `pools` and other `settings` are those of the broker (as in
+    `jupyter_gpu_config.py`, whose values they replace); `broker` is `managed` (the hub runs it), `system` (it runs already) or
+    `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
+    """
+    if isinstance(spawner, str) and spawner not in SPAWNERS:
+        raise ConfigError(
+            f"{_WHERE}: spawner = {spawner!r}: allowed: {', '.join(SPAWNERS)}, or a class with FractionalGPUMixin"
+        )
+    if broker not in {"auto", "managed", "system"}:
+        raise ConfigError(f"{_WHERE}: broker = {broker!r}: allowed: 'auto', 'managed' or 'system'")
+    path = socket or _socket(broker)
+    if broker == "system" or (broker == "auto" and socket is None and _is_system_service(path)):
+        _check_system(path, pools, settings)
+    else:
+        given = {**settings, **({"pools": dict(pools)} if pools is not None else {})}
+        _add_service(c, path, given, config_file=config_file, simulate=simulate)
+    if spawner == "fractional-gpu-simple" and _is_root():
+        get_logger().warning(_ROOT_AND_SIMPLE)
+    begin_with_the_hub(path)
+    c.FractionalGPUMixin.gpu_socket = path
+    c.JupyterHub.spawner_class = spawner
+
+
+def _socket(broker: str) -> str:
+    """Return where the broker serves: for everybody if we are root, or if it is the system's."""
+    if broker == "system" or _is_root():
+        return SYSTEM_SOCKET
+    try:
+        return (
+            str(runtime_dir() / "hub" / "broker.sock")
+            if broker == "managed" or not _answers(SYSTEM_SOCKET)
+            else SYSTEM_SOCKET
+        )
+    except FractionalGPUError as error:
+        raise ConfigError(f"{_WHERE}: {error}") from error
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
+
+
+def _answers(path: str) -> bool:
+    try:
+        with SeatClient(path, timeout_s=5) as client:
+            client.ping()
+    except FractionalGPUError:
+        return False
+    return True
+
+
+def _is_system_service(path: str) -> bool:
+    """Whether somebody other than an earlier run of this hub serves there."""
+    if path != SYSTEM_SOCKET or not _answers(path):
+        return False
+    try:
+        argument = json.loads(json.loads(restart_file(path).read_text())["argv"][-1])
+    except (OSError, ValueError, LookupError, TypeError):
+        return True  # not ours to read, or not written by a hub
+    return not (isinstance(argument, dict) and argument.get("settings"))
+
+
+def _check_system(path: str, pools: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> None:
+    if pools is not None or settings:
+        named = ", ".join(["pools"] * (pools is not None) + sorted(settings))
+        raise ConfigError(
+            f"{_WHERE}: {named} was given, but a broker of the system serves on {path}, and its settings are in its own file, "
+            "/etc/jupyter/jupyter_gpu_config.py; move them there, or stop that service and pass broker='managed'"
+        )
+    try:
+        with SeatClient(path, timeout_s=5) as client:
+            notes = [pool.note for pool in client.pools().pools if pool.note]
+    except FractionalGPUError as error:
+        raise ConfigError(f"{_WHERE}: the system's GPU broker on {path} cannot be used: {error}") from error
+    for note in notes:  # a broker that the hub runs logs them itself
+        get_logger().warning(note)
+
+
+def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: str | None, simulate: str | None) -> None:
+    """Add the broker to the hub's managed services."""
+    root = _is_root()
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(
+            f"{_WHERE}: socket = {path!r}: longer than {_LONGEST_PATH} bytes; pass a shorter path as socket"
+        )
+    given.setdefault("seats_required", True)
+    given.setdefault("idle_exit", "never")
+    if root and path == SYSTEM_SOCKET:
+        given.setdefault("state_dir", str(SERVICE_STATE))
+    elif path == SYSTEM_SOCKET:
+        raise ConfigError(
+            f"{_WHERE}: socket = {path!r}: only a hub that runs as root can serve there; leave socket out"
+        )
+    else:
+        folder = Path(jupyter_data_dir()) / "gpu-hub"
+        if not is_network(folder):  # else the broker's own choice, which is on a local disk
+            given.setdefault("state_dir", str(folder))
+    try:
+        load(config_file, given, origin=_WHERE)
+    except ConfigError as error:
+        raise ConfigError(str(error)) from None  # the hub prints the whole traceback: keep it short
+    try:
+        text = json.dumps(given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_WHERE}: the settings of the broker must be plain values: {error}") from error
+    command = [sys.executable, "-P", str(Path(__file__).with_name("attendant.py"))]
+    command += [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", path, "--stand-by"]
+    command += ["--settings", text]
+    if config_file is not None:
+        command += ["--config", str(Path(config_file).absolute())]
+    if simulate is not None:
+        command += ["--simulate", simulate]
+    kept = {
+        name: os.environ[name]
+        for name in os.environ
+        if name.startswith("JUPYTER_") and name.endswith(("_DIR", "_PATH"))
+    }
+    c.JupyterHub.services.append({"name": BROKER_SERVICE, "command": command, "environment": kept})

@@ -1,0 +1,116 @@
+"""Servers as Docker containers of this machine: the ready combination with `dockerspawner`, which is installed beside this package.
+
+- Each user's containers run with a uid of their own (`gpu_first_uid` and the hub's number of the user): uids are what keeps users
+  from each other's leases, and root in a container that shares the machine's processes would be the machine's administrator.
+- The broker must see the kernels' processes and hear them on the loopback interface: the containers share the machine's processes
+  and network (`pid_mode`, `network_mode`), as servers without containers do. Their files are their own.
+- Into a container go the broker's socket and the seat's file, read-only, and the GPUs.
+- A container lives as long as its server: one that is used again would have the environment of an earlier seat.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from dockerspawner import DockerSpawner
+from jupyterhub.utils import random_port
+from traitlets import Int, Unicode, default
+
+from fractional_gpu_hub.errors import spawn_error
+from fractional_gpu_hub.mixin import FractionalGPUMixin
+
+__all__ = ["FractionalGPUDockerSpawner"]
+
+_SEAT = "/run/secrets/jupyter-gpu-seat.json"
+_USERS = 100  # the group of that name, as in Jupyter's own images
+
+
+class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ignore[misc] # untyped
+    """Servers in containers, each user with a uid of their own. The hub runs as root, and its images have this package."""
+
+    extra_create_kwargs: Any
+    extra_host_config: Any
+    read_only_volumes: Any
+    host_ip: str
+    port: int
+
+    gpu_first_uid: Int[int, int] = Int(
+        200_000,
+        config=True,
+        min=1000,
+        max=2**31 - 2**24,
+        help="""The users' containers run with this uid plus the hub's number of the user: choose a range that nobody else has.
+
+        Example: c.FractionalGPUDockerSpawner.gpu_first_uid = 500000
+        """,
+    )
+    gpu_device_request: Unicode[str, str | bytes] = Unicode(
+        "nvidia",
+        config=True,
+        help="""The container runtime's driver for GPUs; empty: no GPU is passed in.
+
+        Example: c.FractionalGPUDockerSpawner.gpu_device_request = ""
+        """,
+    )
+
+    @default("network_name")
+    def _gpu_network_name_default(self) -> str:
+        return "host"
+
+    @default("use_internal_ip")
+    def _gpu_use_internal_ip_default(self) -> bool:
+        return True  # there is nothing to map: the container listens on the machine's own loopback interface
+
+    @default("ip")
+    def _gpu_ip_default(self) -> str:
+        return "127.0.0.1"
+
+    @default("remove")
+    def _gpu_remove_default(self) -> bool:
+        return True
+
+    def gpu_user_ids(self) -> tuple[int, int]:
+        """Return the ids of this user's containers."""
+        return self.gpu_first_uid + int(self.user.id), _USERS
+
+    def gpu_seat_path(self, file: Path) -> str:
+        """Return the file's path in the container."""
+        del file
+        return _SEAT
+
+    async def gpu_prepare(self) -> None:
+        """Give the container its uid, the socket, the seat and the GPUs. Raises the error that stops the spawn."""
+        create, host = await self._evaluated(self.extra_create_kwargs), await self._evaluated(self.extra_host_config)
+        user = str(create.get("user", "x")).partition(":")[0]
+        if user in {"", "0", "root"} or host.get("privileged"):
+            raise spawn_error(
+                "this hub's Docker settings make containers run as root or privileged, which would make every user an "
+                "administrator of the GPU broker; leave user and privileged out of extra_create_kwargs and extra_host_config",
+                reason="configuration",
+            )
+        uid, gid = self.gpu_user_ids()
+        self.extra_create_kwargs = {"user": f"{uid}:{gid}", **create}
+        folder = str(Path(self.gpu_socket).parent)
+        binds = {source: target for source, target in self.read_only_volumes.items() if target != _SEAT}
+        binds[folder] = folder
+        host = {"pid_mode": "host", "network_mode": "host", **host}
+        if self._gpu_seat is not None:
+            binds[self._gpu_seat["file"]] = _SEAT
+            if self.gpu_device_request:
+                request = {"Driver": self.gpu_device_request, "Count": -1, "Capabilities": [["gpu"]]}
+                host.setdefault("device_requests", [request])
+        self.read_only_volumes = binds
+        self.extra_host_config = host
+        if host["network_mode"] == "host":
+            self.port = random_port()  # all containers share the machine's ports
+
+    async def _evaluated(self, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or what returns one
+        found = value(self) if callable(value) else value
+        return dict(await found if inspect.isawaitable(found) else found)
+
+    async def get_ip_and_port(self) -> tuple[str, int]:
+        """Return where the server listens."""
+        if self.extra_host_config.get("network_mode") == "host":
+            return self.host_ip, self.port
+        found: tuple[str, int] = await super().get_ip_and_port()
+        return found

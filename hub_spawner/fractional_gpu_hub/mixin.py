@@ -1,0 +1,468 @@
+"""The folder of the servers' seat files: created where it is missing, and otherwise left as its administrator set it up.
+
+Fractions of a GPU for any JupyterHub spawner: `class S(FractionalGPUMixin, AnySpawner): ...`.
+
+Rules:
+
+- A server with a GPU has a seat at the broker before its process is started, and gives it back when it has ended, however it ended.
+- A seat that was taken lives for a short while unless it is confirmed, and it is confirmed once the hub's database holds it: a hub that
+  dies in between leaves nothing behind. After a restart of the hub the seat comes back with the spawner's state.
+- What the server itself gets is a private file with the seat's token, by its path: never the token in the environment.
+- What users send (`user_options`) is checked here for sense, and by the broker for what they may have.
+- No GPU is visible to the server's processes but through a lease: `CUDA_VISIBLE_DEVICES` is empty until a kernel has one.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import os
+import stat
+import time
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import Any
+
+from traitlets import Bool, Float, Unicode, default
+
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, write_seat
+from fractional_gpu.core.units import format_duration, format_fraction
+from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError
+from fractional_gpu.protocol.seats import OfferRequest, Offers, ProgressKind, SeatProgress, SeatRequest
+from fractional_gpu_hub.broker_link import BrokerLink
+from fractional_gpu_hub.errors import spawn_error, spawn_error_of
+from fractional_gpu_hub.form import gpu_form
+from fractional_gpu_hub.metrics import SEAT_WAIT, spawn_ended, spawn_failed
+from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, options_of_form, parse_options
+from fractional_gpu_hub.progress import ProgressLog
+from fractional_gpu_hub.reconciling import begin as begin_reconciling
+from fractional_gpu_hub.spawner_protocol import Below
+
+__all__ = ["FractionalGPUMixin", "prepare_seat_folder"]
+
+
+def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
+    """Create the folder if it does not exist. `shared`: users with a uid of their own pass through it to their file.
+
+    The mode of a folder that exists is never changed. Raises OSError, and the error that stops the spawn where users cannot pass
+    through.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if shared and not mode & stat.S_IXOTH:
+            raise spawn_error(
+                f"users cannot pass through the hub's folder of seat files, {folder} (mode {mode:04o}); ask your administrator "
+                f"to run `chmod o+x {folder}`, or to set c.FractionalGPUMixin.gpu_seat_dir to another folder",
+                reason="seat-file",
+            ) from None
+    else:
+        folder.chmod(0o711)  # pass through, not list; `mkdir` alone is subject to the umask
+
+
+_STATE = "gpu_seat"
+_SERVER_START_S = 60  # what the server itself may need after it has its seat
+_RELEASE_S = 5.0  # a broker that does not answer is tried so long when a server ends; what is left is given back later
+_TTL_MS = 600_000  # beyond the start: until the hub has saved its state
+_SPEC_MANAGER = "fractional_gpu.jupyter.seat_kernelspecs.SeatKernelSpecManager"
+
+
+class FractionalGPUMixin(Below):
+    """Adds a choice of GPU, a seat and its file to a spawner. Put it before the spawner's class."""
+
+    gpu_socket: Unicode[str, str | bytes] = Unicode(
+        config=True,
+        help="""The broker's socket. Default: $JUPYTER_GPU_SOCKET, else the machine's broker, else the hub's own.
+
+        Example: c.FractionalGPUMixin.gpu_socket = "/run/jupyter-gpu/broker.sock"
+        """,
+    )
+    gpu_seat_dir: Unicode[str, str | bytes] = Unicode(
+        config=True,
+        help="""Where the servers' seat files are written, each readable by its user only. Default: beside the socket.
+
+        Example: c.FractionalGPUMixin.gpu_seat_dir = "/run/jupyter-gpu/seats"
+        """,
+    )
+    gpu_wait: Float[float, int | float] = Float(
+        300.0,
+        config=True,
+        help="""How long a server waits for a place in a pool that is full and lets wait, seconds. The default of
+        `start_timeout` is a minute longer.
+
+        Example: c.FractionalGPUMixin.gpu_wait = 900
+        """,
+    )
+    gpu_broker_patience: Float[float, int | float] = Float(
+        30.0,
+        config=True,
+        help="""How long a broker that does not answer (it may be restarting) is tried again, seconds.
+
+        Example: c.FractionalGPUMixin.gpu_broker_patience = 60
+        """,
+    )
+    gpu_allow_without: Bool[bool, bool | int] = Bool(
+        default_value=True,
+        config=True,
+        help="""Whether servers may be started without a GPU.
+
+        Example: c.FractionalGPUMixin.gpu_allow_without = False
+        """,
+    )
+    gpu_filter_kernels: Bool[bool, bool | int] = Bool(
+        default_value=True,
+        config=True,
+        help="""Whether the launcher shows only those kernels that the server's GPU suffices for.
+
+        Example: c.FractionalGPUMixin.gpu_filter_kernels = False
+        """,
+    )
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
+        super().__init__(**kwargs)
+        self._gpu_seat: dict[str, Any] | None = None
+        self._gpu_confirmed = False
+        self._gpu_over: list[dict[str, Any]] = []  # seats that are to be given back
+        self._gpu_progress = ProgressLog()
+
+    @default("gpu_socket")
+    def _gpu_socket_default(self) -> str:
+        return socket_path()
+
+    @default("gpu_seat_dir")
+    def _gpu_seat_dir_default(self) -> str:
+        return str(Path(self.gpu_socket).parent / "seats")
+
+    @default("start_timeout")
+    def _gpu_start_timeout_default(self) -> int:
+        return int(self.gpu_wait) + _SERVER_START_S
+
+    @default("apply_user_options")
+    def _gpu_apply_user_options_default(self) -> Any:  # noqa: ANN401 - a hook of JupyterHub's
+        return check_options
+
+    # -- what the spawners for each engine say -------------------------------------------------------------------------------
+
+    def gpu_user_ids(self) -> tuple[int, int] | None:
+        """Return uid and gid of the server's processes, None where they are the hub's own."""
+        return None
+
+    def gpu_seat_path(self, file: Path) -> str:
+        """Return the path of the seat file as the server sees it."""
+        return str(file)
+
+    def gpu_socket_path(self) -> str:
+        """Return the path of the broker's socket as the server sees it."""
+        return self.gpu_socket
+
+    def gpu_seat_uid(self) -> int | None:
+        """Return the only user of the machine who may draw on the seat; None: whoever has its token."""
+        ids = self.gpu_user_ids()
+        return os.getuid() if ids is None else ids[0]
+
+    async def gpu_prepare(self) -> None:
+        """Fit the spawner's settings to the seat (or to none): called right before the server is started."""
+
+    # -- options -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def gpu_seat(self) -> Mapping[str, Any] | None:
+        """The seat of the server that runs: its id, pool, fraction and file; None: it has none."""
+        return self._gpu_seat
+
+    @property
+    def _gpu_link(self) -> BrokerLink:
+        return BrokerLink(self.gpu_socket, patience_s=self.gpu_broker_patience)
+
+    def _gpu_groups(self) -> list[str]:
+        return sorted(group.name for group in self.user.groups)
+
+    def gpu_choice(self, options: object) -> Choice:
+        """Return what was chosen. Raises the error that stops the spawn, and logs who sent what."""
+        # Options of the spawner below are its own: those that it has a form or a hook for.
+        hook = getattr(self, "apply_user_options", None)  # new in JupyterHub 5.3
+        theirs = bool(self.options_form) or hook not in {None, check_options}
+        try:
+            choice = parse_options(options, others=None if theirs else ())
+        except OptionsError as error:
+            self.log.warning("User options of %s were refused: %s", self._log_name, error)
+            raise spawn_error(str(error), reason="gpu-options") from None
+        if choice.without and not self.gpu_allow_without:
+            raise spawn_error(
+                "a server without a GPU was asked for, which this hub does not offer", reason="gpu-options"
+            )
+        return choice
+
+    async def get_options_form(self) -> str:
+        """Return the form of the spawner below, if it has one, and the choice of a GPU."""
+        below = await super().get_options_form() or ""
+        last = self.orm_spawner.user_options if self.orm_spawner is not None else None
+        chosen, without = None, False
+        with contextlib.suppress(OptionsError):
+            choice = parse_options(last or {}, others=None)
+            without = choice.without
+            if choice.pool is not None and choice.fraction_milli is not None:
+                chosen = (choice.pool, choice.fraction_milli)
+        offers, problem = None, ""
+        try:
+            offers = await self._gpu_offers()
+        except FractionalGPUError as error:
+            self.log.warning("The spawn page has no GPUs to offer: %s", error)
+            problem = "GPUs cannot be had now: the GPU broker does not answer. Try again in a moment."
+        form = gpu_form(offers, chosen=chosen, without=without, allow_without=self.gpu_allow_without, problem=problem)
+        return f"{below}\n{form}" if below else form
+
+    async def _gpu_offers(self) -> Offers:
+        return await self._gpu_link.offers(self._gpu_asker())
+
+    def _gpu_asker(self) -> OfferRequest:
+        return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name)
+
+    def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Read our field of the form; the rest is the spawner's below."""
+        rest = {name: values for name, values in form_data.items() if name not in {FIELD, "_xsrf"}}
+        below = super().run_options_from_form(rest) if rest else {}
+        return {**below, **self._gpu_options_of(form_data)}
+
+    def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Read our part of a link such as `/hub/spawn?opt-gpu=default/250`."""
+        rest = {name: values for name, values in query_data.items() if name not in {FIELD, *KEYS}}
+        below = super().options_from_query(rest) if rest else {}
+        return {**below, **self._gpu_options_of(query_data)}
+
+    def _gpu_options_of(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
+        try:
+            return options_of_form(form_data)
+        except OptionsError as error:
+            self.log.warning("The form of %s was refused: %s", self._log_name, error)
+            raise spawn_error(str(error), reason="gpu-options") from None
+
+    # -- the seat ------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Any:  # noqa: ANN401 - whatever the spawner returns
+        """Take a seat, then start the server. Cancelled or failed, the seat is given back when the hub cleans up."""
+        try:
+            choice = self.gpu_choice(self.user_options)
+            if not choice.without:
+                await self._gpu_take(choice)
+            await self.gpu_prepare()
+            self._gpu_progress.add(80, "Starting the server")
+            started = await super().start()
+        except BaseException as error:
+            spawn_failed(error)
+            raise
+        else:
+            spawn_ended("without" if choice.without else "gpu")
+            return started
+        finally:
+            self._gpu_progress.close()
+
+    async def _gpu_take(self, choice: Choice) -> None:
+        request = await self._gpu_request(choice)
+        wanted = f"{format_fraction(request.fraction_milli)} GPU of pool {request.pool}"
+        self._gpu_progress.add(5, f"Asking for {wanted}")
+        asked_s = time.monotonic()
+        waited = False
+        try:
+            async with contextlib.aclosing(self._gpu_link.take(request)) as lines:
+                async for line in lines:
+                    if line.kind == ProgressKind.REFUSED:
+                        raise spawn_error(line.sentence, reason=line.reason, hint=await self._gpu_hint())
+                    if line.kind == ProgressKind.GRANTED:
+                        wait_s = time.monotonic() - asked_s
+                        SEAT_WAIT.labels(pool=request.pool).observe(wait_s)
+                        if waited:
+                            self.log.info("%s waited %.0f s for %s", self._log_name, wait_s, wanted)
+                        self._gpu_keep(request, line)
+                        self._gpu_progress.add(70, f"Your server has {wanted}")
+                        return
+                    if not waited:
+                        self.log.info("%s waits for %s: %s", self._log_name, wanted, _waiting(line))
+                        waited = True
+                    self._gpu_progress.add(min(60, 10 + self._gpu_progress.count), _waiting(line))
+        except FractionalGPUError as error:
+            self.log.warning("%s got no seat: %s", self._log_name, error)
+            raise spawn_error_of(error) from error
+        raise spawn_error("the GPU broker ended the conversation without an answer; try again", reason="broker")
+
+    async def _gpu_request(self, choice: Choice) -> SeatRequest:
+        pool, milli = choice.pool, choice.fraction_milli
+        if pool is None or milli is None:
+            try:
+                offers = await self._gpu_offers()
+            except FractionalGPUError as error:
+                raise spawn_error_of(error) from error
+            pool, milli = pool or offers.default_pool, milli or offers.default_fraction_milli
+            if not pool:
+                why = "; ".join(offer.why_not for offer in offers.pools) or "there is no pool of GPUs for you"
+                raise spawn_error(f"{why}; choose a server without a GPU (fraction 'none')", reason="no-pool")
+        patience_s = max(0.0, min(self.gpu_wait, self.start_timeout - _SERVER_START_S / 2))
+        return SeatRequest(
+            owner=self.user.name,
+            pool=pool,
+            fraction_milli=milli,
+            memory_mib=choice.memory_mib,
+            groups=self._gpu_groups(),
+            server=self.name,
+            uid=self.gpu_seat_uid(),
+            hub=str(getattr(self.hub, "api_url", "")),
+            ttl_ms=int(self.start_timeout + self.http_timeout) * 1000 + _TTL_MS,
+            wait_ms=int(patience_s * 1000),
+        )
+
+    async def _gpu_hint(self) -> str:
+        """Return what can be had instead."""
+        try:
+            offers = await BrokerLink(self.gpu_socket, patience_s=0).offers(self._gpu_asker())
+        except FractionalGPUError:
+            return ""
+        free = [
+            f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
+            for pool in offers.pools
+            if not pool.why_not
+            for one in pool.fractions
+            if one.free
+        ]
+        return f"What you can have now: {', '.join(free)}." if free else ""
+
+    def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
+        """Write the seat's file for the server."""
+        folder = Path(self.gpu_seat_dir)
+        # One server, one file: what a hub left that died is replaced.
+        name = hashlib.sha256(f"{self.user.name}/{self.name}".encode()).hexdigest()[:24]
+        file = folder / f"{name}.json"
+        self._gpu_seat = {
+            "seat_id": granted.seat_id,
+            "pool": request.pool,
+            "fraction_milli": request.fraction_milli,
+            "file": str(file),
+        }
+        self._gpu_confirmed = False
+        seat = Seat(
+            seat_id=granted.seat_id,
+            token=granted.token,
+            pool=request.pool,
+            fraction_milli=request.fraction_milli,
+            memory_mib=granted.memory_mib,
+        )
+        ids = self.gpu_user_ids()
+        try:
+            prepare_seat_folder(folder, shared=ids is not None)
+            write_seat(seat, file, uid=ids[0] if ids else None, gid=ids[1] if ids else None)
+        except OSError as error:
+            raise spawn_error(
+                f"the hub cannot write {file}: {error.strerror}; ask your administrator", reason="seat-file"
+            ) from error
+
+    async def poll(self) -> int | None:
+        """Poll the server, and confirm its seat once the hub has saved it. Raises nothing of the broker's: a later poll tries again."""
+        status: int | None = await super().poll()
+        if status is None and self._gpu_seat is not None and not self._gpu_confirmed and self._gpu_is_saved():
+            await self._gpu_confirm()
+        return status
+
+    def _gpu_is_saved(self) -> bool:
+        state = self.orm_spawner.state if self.orm_spawner is not None else None
+        saved = (state or {}).get(_STATE)
+        return isinstance(saved, Mapping) and saved.get("seat_id") == (self._gpu_seat or {}).get("seat_id")
+
+    async def _gpu_confirm(self) -> None:
+        seat_id = (self._gpu_seat or {}).get("seat_id", "")
+        try:
+            await BrokerLink(self.gpu_socket, patience_s=0).confirm(seat_id)
+        except NotFoundError:
+            self.log.warning(
+                "The seat of %s is gone at the broker: its kernels get no GPU until it is restarted", self._log_name
+            )
+            self._gpu_confirmed = True
+        except FractionalGPUError as error:  # a hub that starts takes a poll that raises for a server that has ended
+            self.log.warning("The seat of %s will be confirmed later: %s", self._log_name, error)
+        else:
+            self._gpu_confirmed = True
+
+    async def run_post_stop_hook(self) -> None:
+        """Give the seat back, however the server ended, then run the configured hook."""
+        over = [*self._gpu_over, *([self._gpu_seat] if self._gpu_seat is not None else [])]
+        self._gpu_over, self._gpu_seat = [], None
+        for seat in over:
+            _remove(seat["file"])
+            try:
+                await BrokerLink(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience)).release(
+                    seat["seat_id"]
+                )
+            except FractionalGPUError as error:
+                self.log.warning("The seat of %s is given back when the broker answers: %s", self._log_name, error)
+                begin_reconciling(self.gpu_socket)
+        hook = super().run_post_stop_hook()
+        if inspect.isawaitable(hook):
+            await hook
+
+    # -- state, environment, progress ------------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what must outlive the hub."""
+        state: dict[str, Any] = super().get_state()
+        if self._gpu_seat is not None:
+            state[_STATE] = dict(self._gpu_seat)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what an earlier hub saved. It may have died before it confirmed the seat."""
+        super().load_state(state)
+        seat = state.get(_STATE)
+        if isinstance(seat, dict) and isinstance(seat.get("seat_id"), str) and isinstance(seat.get("file"), str):
+            self._gpu_seat, self._gpu_confirmed = dict(seat), False
+
+    def clear_state(self) -> None:
+        """Forget the seat: it is given back in the hook after the stop. (Spawners clear their state as soon as they see the end.)"""
+        super().clear_state()
+        if self._gpu_seat is not None:
+            self._gpu_over.append(self._gpu_seat)
+        self._gpu_seat, self._gpu_confirmed = None, False
+        self._gpu_progress.begin()  # the hub clears the state before it starts a server
+
+    def get_env(self) -> dict[str, str]:
+        """Return the server's environment, with the way to its seat and without a way past it."""
+        environment: dict[str, str] = super().get_env()
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment["JUPYTER_GPU_SOCKET"] = self.gpu_socket_path()
+        if self._gpu_seat is not None:
+            environment[SEAT_FILE_VARIABLE] = self.gpu_seat_path(Path(self._gpu_seat["file"]))
+            environment["JUPYTER_GPU_DEFAULT_POOL"] = self._gpu_seat["pool"]
+            environment["JUPYTER_GPU_DEFAULT_FRACTION"] = f"{self._gpu_seat['fraction_milli']}m"
+        return environment
+
+    def get_args(self) -> list[str]:
+        """Return the server's arguments: its launcher shows what its seat suffices for."""
+        arguments: list[str] = list(super().get_args())
+        if self.gpu_filter_kernels:
+            arguments.append(f"--ServerApp.kernel_spec_manager_class={_SPEC_MANAGER}")
+        return arguments
+
+    async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield our events from the beginning, to every viewer, then the spawner's own."""
+        async with contextlib.aclosing(self._gpu_progress.follow()) as events:
+            async for event in events:
+                yield event
+        async with contextlib.aclosing(super().progress()) as events:
+            async for event in events:
+                yield event
+
+
+def _waiting(line: SeatProgress) -> str:
+    words = f"{line.sentence[:1].upper()}{line.sentence[1:]}."
+    if line.position is not None:
+        words += f" You are number {line.position} in the queue"
+        words += f", about {format_duration(line.expected_ms)} to wait." if line.expected_ms is not None else "."
+    return words
+
+
+def check_options(spawner: FractionalGPUMixin, options: object) -> None:
+    """JupyterHub's hook for user options: raises the error that stops the spawn."""
+    spawner.gpu_choice(options)
+
+
+def _remove(file: str) -> None:
+    with contextlib.suppress(OSError):
+        Path(file).unlink()

@@ -1,0 +1,12 @@
+"""The hub's page about its GPUs: devices, servers, kernels, who waits and why, live; and what may be done about them.
+
+    from fractional_gpu_hub.service import add_page
+    add_page(c, admins=["grace"])                 # after `configure`, and after `c.JupyterHub.load_roles` where a site sets that
+
+`python -m fractional_gpu_hub.service` is the process that the hub then runs.
+"""
+
+from fractional_gpu_hub.service.configuration import add_page
+from fractional_gpu_hub.service.scopes import ADMIN_SCOPE, READ_SCOPE
+
+__all__ = ["ADMIN_SCOPE", "READ_SCOPE", "add_page"]

@@ -1,0 +1,201 @@
+"""What may be asked of the broker through the page, and by whom.
+
+- Every act is checked here, by the hub's word on who asks; the broker, for which this process is an administrator, is told on whose
+  behalf (`acting_for`), and writes that down.
+- A kernel that is not the user's is unknown to them, whatever they ask about it: whether it exists is nobody's business.
+- An act takes its time (a resume waits in the queue): each has a thread and a connection of its own, a user has `MOST_AT_ONCE` at most, and
+  a page that goes away takes its acts back where the broker can.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.protocol.errors import (
+    BadRequestError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+)
+from fractional_gpu.protocol.messages import (
+    DrainRequest,
+    EvictRequest,
+    LeaseStatus,
+    MoveRequest,
+    PinRequest,
+)
+from fractional_gpu_hub.service.views import Viewer, is_own
+
+__all__ = ["MOST_AT_ONCE", "Acts"]
+
+MOST_AT_ONCE = 8  # acts of one user
+_THREADS = 128
+_LONGEST_PIN_MIN = 60 * 24 * 7
+_ADMIN_ONLY = frozenset({"move", "evict"})
+T = TypeVar("T")
+Body = Mapping[str, Any]
+
+
+class Acts:
+    """Does what pages ask for. One per service; everything runs on its loop, the calls in threads."""
+
+    def __init__(self, socket: str) -> None:
+        self._socket = socket
+        self._running: Counter[str] = Counter()
+        self._clients: set[SeatClient] = set()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="act")
+
+    def close(self) -> None:
+        """Give up whatever is under way."""
+        for client in list(self._clients):
+            client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def lease(self, viewer: Viewer, lease_id: str, act: str, body: Body) -> Any:  # noqa: ANN401 - JSON
+        """Do something with a kernel, and return what the broker answers. Raises FractionalGPUError.
+
+        Cancelled: the connection is closed, which withdraws what only waits.
+        """
+        call = _LEASE_ACTS.get(act)
+        if call is None:
+            raise NotFoundError(f"there is no act {act[:40]!r}; acts: {', '.join(_LEASE_ACTS)}", reason="unknown-route")
+        work = partial(call, body=_checked(body, _LEASE_KEYS.get(act, {})))
+
+        def on_own(client: SeatClient) -> Any:  # noqa: ANN401
+            if not viewer.admin:
+                _find_own(client, viewer, lease_id)
+                if act in _ADMIN_ONLY:
+                    raise _not_admin()
+            return work(client, lease_id)
+
+        return await self._do(viewer, on_own)
+
+    async def device(self, viewer: Viewer, device_id: str, act: str, body: Body) -> Any:  # noqa: ANN401
+        """Empty a device, or end that. For administrators. Raises FractionalGPUError."""
+        if not viewer.admin:
+            raise _not_admin()
+        if act == "drain":
+            busy = bool(_checked(body, {"evict_busy": bool}).get("evict_busy", False))
+            return await self._do(viewer, lambda client: asdict(client.drain(device_id, DrainRequest(evict_busy=busy))))
+        _checked(body, {})
+        return await self._do(viewer, lambda client: asdict(client.undrain(device_id)))
+
+    async def pool(self, viewer: Viewer, pool: str, body: Body) -> Any:  # noqa: ANN401
+        """Change keys of a pool. For administrators. Raises FractionalGPUError."""
+        if not viewer.admin:
+            raise _not_admin()
+        keys = _checked(body, {"keys": dict}).get("keys")
+        if not keys:
+            raise BadRequestError(
+                'nothing to change was sent; allowed: {"keys": {"idle_after": "2m"}} or more keys of the pool'
+            )
+        return await self._do(viewer, lambda client: asdict(client.change_pool(pool, keys)))
+
+    async def release_seat(self, viewer: Viewer, seat_id: str, body: Body) -> Any:  # noqa: ANN401
+        """End a seat. For administrators. Raises FractionalGPUError."""
+        if not viewer.admin:
+            raise _not_admin()
+        if not _checked(body, {"confirm": bool}).get("confirm"):
+            raise BadRequestError(
+                "releasing a seat takes the GPU from its server's kernels, which keep their variables; send confirm = true if that is "
+                "meant",
+                reason="not-confirmed",
+            )
+
+        def release(client: SeatClient) -> Any:  # noqa: ANN401
+            client.release_seat(seat_id)
+            return {"ok": True}
+
+        return await self._do(viewer, release)
+
+    async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
+        if self._running[viewer.name] >= MOST_AT_ONCE:
+            raise ConflictError(
+                f"{MOST_AT_ONCE} things that you asked for are under way; wait until one is done", reason="too-many"
+            )
+        client = SeatClient(self._socket, acting_for=viewer.name)
+        self._running[viewer.name] += 1
+        self._clients.add(client)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, client)
+        finally:
+            client.close()  # wakes the thread where nobody waits for it any more
+            self._clients.discard(client)
+            self._running[viewer.name] -= 1
+            if not self._running[viewer.name]:
+                del self._running[viewer.name]
+
+
+def _find_own(client: SeatClient, viewer: Viewer, lease_id: str) -> None:
+    """Raise NotFoundError unless the lease is the viewer's."""
+    try:
+        own = is_own(client.lease(lease_id), viewer)
+    except NotFoundError:
+        own = False
+    if not own:
+        raise NotFoundError(f"there is no kernel {lease_id[:40]!r} of yours", reason="unknown-lease")
+
+
+def _not_admin() -> ForbiddenError:
+    return ForbiddenError(
+        "this is for administrators of the GPUs: whoever runs the hub gives the scope custom:fractional-gpu:admin",
+        reason="not-admin",
+    )
+
+
+def _checked(body: Body, allowed: Mapping[str, type]) -> Body:
+    """Return the body if it has no other keys and types. Raises BadRequestError."""
+    for key, value in body.items():
+        if key not in allowed:
+            names = ", ".join(allowed) or "none"
+            raise BadRequestError(f"{key[:40]!r} was sent; allowed here: {names}", reason="unknown-field")
+        if value is not None and (
+            not isinstance(value, allowed[key]) or isinstance(value, bool) is not (allowed[key] is bool)
+        ):
+            raise BadRequestError(f"{key} is {str(value)[:40]!r}; allowed: {_KINDS[allowed[key]]}", reason="bad-field")
+    return body
+
+
+_KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a text", dict: "an object"}
+
+
+def _told(lease: LeaseStatus) -> dict[str, Any]:
+    """What is said of a kernel after an act: of its neighbours nothing."""
+    return {"lease_id": lease.lease_id, "state": lease.state, "device_id": lease.device_id, "sentence": lease.sentence}
+
+
+def _pin(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
+    minutes = body.get("minutes")
+    if minutes is None or not 1 <= minutes <= _LONGEST_PIN_MIN:
+        raise BadRequestError(f"minutes is {minutes}; allowed: 1 to {_LONGEST_PIN_MIN}", reason="bad-field")
+    return _told(client.pin(lease_id, PinRequest(duration_ms=minutes * 60_000)))
+
+
+def _move(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
+    return _told(client.move(lease_id, MoveRequest(device=body.get("device"))))
+
+
+def _evict(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
+    client.evict(lease_id, EvictRequest(confirm=bool(body.get("confirm")), why=str(body.get("why", ""))))
+    return {"ok": True}
+
+
+_LEASE_ACTS: dict[str, Callable[..., Any]] = {
+    "suspend": lambda client, lease_id, body: _told(client.suspend(lease_id)),  # noqa: ARG005
+    "resume": lambda client, lease_id, body: _told(client.resume(lease_id)),  # noqa: ARG005
+    "pin": _pin,
+    "unpin": lambda client, lease_id, body: _told(client.unpin(lease_id)),  # noqa: ARG005
+    "move": _move,
+    "evict": _evict,
+    "story": lambda client, lease_id, body: asdict(client.story(lease_id)),  # noqa: ARG005
+}
+_LEASE_KEYS: dict[str, dict[str, type]] = {
+    "pin": {"minutes": int},
+    "move": {"device": str},
+    "evict": {"confirm": bool, "why": str},
+}

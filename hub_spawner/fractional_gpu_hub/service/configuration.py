@@ -1,0 +1,95 @@
+"""One call in `jupyterhub_config.py` adds the page: a managed service, two scopes of its own, and the roles that hold them.
+
+Who has `custom:fractional-gpu:read` sees the machine's sizes and their own kernels, and suspends, resumes and pins these; every user
+has it unless `everybody` is False. Who has `custom:fractional-gpu:admin` sees and steers all; nobody has it but those who are named,
+administrators of the hub included: give it to them by name or by group.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from traitlets.config import Config
+
+from fractional_gpu.client.discovery import SYSTEM_SOCKET
+from fractional_gpu.config import ConfigError
+from fractional_gpu_hub.service.scopes import ADMIN_SCOPE, READ_SCOPE
+
+__all__ = ["ADMIN_SCOPE", "READ_SCOPE", "add_page"]
+
+_WHERE = "jupyterhub_config.py"
+_SCOPES = {
+    READ_SCOPE: {"description": "See the GPUs and one's own kernels on them, and suspend, resume and pin these"},
+    ADMIN_SCOPE: {
+        "description": "See and steer everybody's kernels, the GPUs and their pools",
+        "subscopes": [READ_SCOPE],
+    },
+}
+
+
+def add_page(
+    c: Config,
+    *,
+    admins: Sequence[str] = (),
+    admin_groups: Sequence[str] = (),
+    everybody: bool = True,
+    socket: str | None = None,
+    name: str = "gpu",
+    port: int = 10190,
+) -> None:
+    """Add the page at `/services/NAME/`.
+
+    `admins` and `admin_groups` (users and groups of the hub) steer everything; `everybody`: all users see what is theirs; `socket` is
+    the broker's (default: the one that `configure` chose); `port` is where the service listens on the loopback. Raises ConfigError.
+    """
+    for key, value in (("admins", admins), ("admin_groups", admin_groups)):
+        if isinstance(value, str):
+            raise ConfigError(f"{_WHERE}: add_page({key}={value!r}): allowed: a list of names, such as [{value!r}]")
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"{_WHERE}: add_page(port={port}): allowed: 1 to 65535; choose one that nothing listens on")
+    access = f"access:services!service={name}"
+    c.JupyterHub.services.append(_service(name, port, socket or _socket(c)))
+    c.JupyterHub.custom_scopes.update(_SCOPES)
+    roles: list[dict[str, Any]] = [
+        {
+            "name": f"{name}-admin",
+            "description": "Steers the GPUs, and everybody's kernels on them",
+            "scopes": [ADMIN_SCOPE, access],
+            "users": list(admins),
+            "groups": list(admin_groups),
+        }
+    ]
+    if everybody:
+        roles += _for_everybody(c, access)
+    for role in roles:
+        c.JupyterHub.load_roles.append(role)
+
+
+def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
+    """Give all users their scopes; return the roles that this takes beside the others."""
+    # Here and not above: the service's own process, which the hub waits for, needs nothing of the hub's application.
+    from jupyterhub.app import JupyterHub  # noqa: PLC0415
+    from jupyterhub.roles import get_default_roles  # noqa: PLC0415
+
+    if hasattr(JupyterHub, "extra_user_scopes"):
+        c.JupyterHub.extra_user_scopes.update({READ_SCOPE, access})
+        return []
+    # JupyterHub 5: the role that all users have is named anew, with what it holds anyway
+    (user,) = [role for role in get_default_roles() if role["name"] == "user"]
+    return [{"name": "user", "scopes": [*user["scopes"], READ_SCOPE, access]}]
+
+
+def _service(name: str, port: int, socket: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "url": f"http://127.0.0.1:{port}",
+        "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", "--socket", socket],
+        "oauth_client_allowed_scopes": [READ_SCOPE, ADMIN_SCOPE],
+        "oauth_no_confirm": True,  # it is part of the hub, and asks for nothing but who somebody is
+        "display": True,
+    }
+
+
+def _socket(c: Config) -> str:
+    chosen = c.FractionalGPUMixin.get("gpu_socket")
+    return chosen if isinstance(chosen, str) and chosen else SYSTEM_SOCKET

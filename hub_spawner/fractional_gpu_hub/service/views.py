@@ -1,0 +1,268 @@
+"""What somebody may see, as the page and the API show it: sizes in words, reasons as sentences. Pure functions.
+
+A user sees their own seats and kernels, and of everybody else's only sums per device. A kernel is somebody's if it draws on a seat of
+theirs: the broker takes a seat's owner from the hub, while the owner of a kernel without a seat is a user of the machine, who may have
+the name of another one of the hub. Administrators see all.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
+from fractional_gpu.protocol.seats import PoolKeys, SeatStatus
+from fractional_gpu_hub.service.watch import Picture
+
+__all__ = ["Viewer", "is_own", "view_of"]
+
+_MOST_PERCENT = 100
+_STATES = {
+    "unattached": "no process",
+    "unarmed": "has not used the GPU",
+    "suspending": "going to host memory",
+    "suspended": "suspended",
+    "resuming": "coming back",
+    "quarantined": "under examination",
+    "ended": "ended",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Viewer:
+    """Who looks: a user of the hub."""
+
+    name: str
+    admin: bool
+
+
+def is_own(lease: LeaseStatus, viewer: Viewer) -> bool:
+    """Whether the lease is a kernel of the viewer's."""
+    return bool(lease.seat) and lease.owner == viewer.name
+
+
+def view_of(picture: Picture, viewer: Viewer) -> dict[str, Any]:
+    """Return everything that the viewer's page shows, ready to be encoded as JSON."""
+    status = picture.status
+    leases = status.leases if status is not None else []
+    shown = [lease for lease in leases if viewer.admin or is_own(lease, viewer)]
+    servers = {seat.seat_id: seat.server for seat in picture.seats.seats}
+    seats = [seat for seat in picture.seats.seats if viewer.admin or seat.owner == viewer.name]
+    names = {device.device_id: _device_name(device) for device in (status.devices if status is not None else [])}
+    return {
+        "you": {"name": viewer.name, "admin": viewer.admin},
+        "problem": picture.problem or picture.refused,
+        "simulated": status is not None and status.simulated,
+        "summary": _summary(status, shown, viewer) if status is not None else "",
+        "devices": [_device(one, leases, viewer) for one in status.devices] if status is not None else [],
+        "kernels": [_kernel(lease, servers, names, viewer) for lease in sorted(shown, key=_order)],
+        "seats": [_seat(seat, names, viewer) for seat in seats],
+        "pools": _pools(picture, viewer),
+    }
+
+
+def _summary(status: HostStatus, shown: list[LeaseStatus], viewer: Viewer) -> str:
+    waiting = sum(lease.position is not None for lease in shown)
+    suspended = sum(lease.state == "suspended" for lease in shown)
+    whose = "kernels" if viewer.admin else "kernels of yours"
+    parts = [
+        f"{len(shown)} {whose}",
+        f"{waiting} waiting",
+        f"{suspended} suspended",
+        f"{format_memory(status.host_saved_mib)} of {format_memory(status.host_budget_mib)} host memory hold suspended state",
+    ]
+    return ", ".join(parts)
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------------------
+
+
+def _device_name(device: DeviceStatus) -> str:
+    return f"GPU {device.index}"
+
+
+def _device(device: DeviceStatus, leases: Iterable[LeaseStatus], viewer: Viewer) -> dict[str, Any]:
+    there = [lease for lease in leases if device.device_id in lease.device_ids]
+    return {
+        "id": device.device_id,
+        "name": _device_name(device),
+        "model": device.name,
+        "pool": device.pool or "none",
+        "memory": f"{format_memory(device.reserved_mib)} of {format_memory(device.leasable_mib)} reserved",
+        "memory_note": f"{format_memory(device.used_mib)} in use now",
+        "level": min(_MOST_PERCENT, _MOST_PERCENT * device.reserved_mib // max(1, device.leasable_mib)),
+        "kernels": _kernels_there([lease for lease in there if lease.reserved_mib], viewer),
+        "state": _device_state(device),
+        "note": "; ".join(_device_notes(device, viewer)),
+        "draining": device.draining,
+        "actions": _device_actions(device) if viewer.admin else [],
+    }
+
+
+def _kernels_there(there: list[LeaseStatus], viewer: Viewer) -> str:
+    """How many hold how much there; of others' nothing but the sum is said."""
+    own = [lease for lease in there if viewer.admin or is_own(lease, viewer)]
+    others = len(there) - len(own)
+    parts = []
+    if own or not others:
+        parts.append(f"{len(own)} {'' if viewer.admin else 'of yours'}".strip())
+    if others:
+        held = sum(lease.reserved_mib for lease in there) - sum(lease.reserved_mib for lease in own)
+        parts.append(f"{others} of others with {format_memory(held)}")
+    return ", ".join(parts)
+
+
+def _device_state(device: DeviceStatus) -> str:
+    if device.lost:
+        return "lost"
+    if device.draining:
+        return "emptied" if not device.reserved_mib else "being emptied"
+    return "over-committed" if device.over_committed else "in service"
+
+
+def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
+    notes = []
+    if device.lost:
+        notes.append("it answers nothing and admits nobody until it does")
+    if device.stranger_mib:
+        who = {one.user for one in device.strangers} if viewer.admin else set()
+        by = f" ({', '.join(sorted(who))})" if who else ""
+        notes.append(f"other programs hold {format_memory(device.stranger_mib)}{by}")
+    if device.why_not:
+        notes.append(f"kernels there stay on it: {device.why_not}")
+    told = [(device.busy_percent, "% busy", 1), (device.temperature_c, " °C", 1), (device.power_mw, " W", 1000)]
+    if sensors := [f"{round(value / per)}{unit}" for value, unit, per in told if value is not None]:
+        notes.append(", ".join(sensors))
+    return notes
+
+
+def _device_actions(device: DeviceStatus) -> list[str]:
+    return ["undrain"] if device.draining else ["drain"]
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------------------
+
+
+def _order(lease: LeaseStatus) -> tuple[int, int, str, str]:
+    """Who waits comes first, in their order."""
+    return (lease.position is None, lease.position or 0, lease.owner, lease.lease_id)
+
+
+def _kernel(lease: LeaseStatus, servers: dict[str, str], names: dict[str, str], viewer: Viewer) -> dict[str, Any]:
+    return {
+        "id": lease.lease_id,
+        "name": lease.label or lease.lease_id[:8],
+        "short": lease.lease_id[:8],
+        "owner": lease.owner if lease.seat else f"{lease.owner} (not of a server)",
+        "server": servers.get(lease.seat, "") or ("default server" if lease.seat else ""),
+        "share": f"{format_fraction(lease.fraction_milli)} GPU"
+        + (f" x {len(lease.device_ids)}" if len(lease.device_ids) > 1 else ""),
+        "pool": lease.pool,
+        "state": _state(lease),
+        "note": _why(lease),
+        "memory": _memory(lease),
+        "where": _where(lease, names),
+        "waits": lease.position is not None,
+        "phase": lease.state,
+        "actions": _kernel_actions(lease, viewer),
+    }
+
+
+def _state(lease: LeaseStatus) -> str:
+    if lease.position is not None:
+        return f"waits, place {lease.position}"
+    if lease.state == "resident":
+        words = "in use" if lease.busy else "idle on the GPU"
+        words = "works in the background" if lease.working else words
+    else:
+        words = _STATES.get(lease.state, lease.state)
+    return words + (f", pinned for {format_duration(_whole(lease.pinned_ms))}" if lease.pinned_ms else "")
+
+
+def _why(lease: LeaseStatus) -> str:
+    """Return why it is as it is, as a sentence, and how long that will last if that is known."""
+    sentence = lease.sentence[:1].upper() + lease.sentence[1:] if lease.sentence else ""
+    parts = [sentence] if sentence else []
+    if lease.position is not None and None not in (lease.expected_ms, lease.low_ms, lease.high_ms):
+        expected, low, high = (
+            format_duration(_whole(ms or 0)) for ms in (lease.expected_ms, lease.low_ms, lease.high_ms)
+        )
+        parts.append(f"About {expected} more ({low} to {high})")
+    if lease.stays:
+        parts.append(f"Cannot be suspended: {lease.stays}")
+    return ". ".join(part.rstrip(".") for part in parts) + ("." if parts else "")
+
+
+def _whole(ms: int) -> int:
+    """Whole seconds, upwards."""
+    return max(1, -(-ms // 1000)) * 1000
+
+
+def _memory(lease: LeaseStatus) -> str:
+    if lease.state in {"suspended", "resuming"} and lease.saved_mib:
+        return f"{format_memory(lease.saved_mib)} in host memory"
+    if lease.reserved_mib:
+        return f"{format_memory(lease.used_mib)} of {format_memory(lease.reserve_mib)} on the GPU"
+    return f"none of {format_memory(lease.reserve_mib)}"
+
+
+def _where(lease: LeaseStatus, names: dict[str, str]) -> str:
+    if lease.state == "suspended":
+        return "host memory" if lease.saved_mib else "none"
+    there = [names.get(device_id, device_id[:12]) for device_id in lease.device_ids]
+    return ", ".join(there) or "none"
+
+
+def _kernel_actions(lease: LeaseStatus, viewer: Viewer) -> list[str]:
+    actions = []
+    if lease.state == "resident":
+        actions += ["suspend", "unpin" if lease.pinned_ms else "pin"]
+    elif lease.state == "suspended":
+        actions.append("resume")
+    if viewer.admin:
+        actions += ["move"] if lease.state == "resident" and len(lease.device_ids) == 1 else []
+        actions.append("evict")
+    return [*actions, "story"]
+
+
+# -- seats and pools --------------------------------------------------------------------------------------------------------------
+
+
+def _seat(seat: SeatStatus, names: dict[str, str], viewer: Viewer) -> dict[str, Any]:
+    kernels = "no kernel" if not seat.kernels else f"{seat.kernels} kernel{'s' if seat.kernels > 1 else ''}"
+    return {
+        "id": seat.seat_id,
+        "owner": seat.owner,
+        "server": seat.server or "default server",
+        "pool": seat.pool,
+        "group": seat.group,
+        "share": f"{format_fraction(seat.fraction_milli)} GPU, {format_memory(seat.memory_mib)}",
+        "use": f"{kernels} with {format_fraction(seat.used_milli)} GPU" if seat.used_milli else kernels,
+        "where": names.get(seat.device_id or "", "any"),
+        "name": f"the seat of {seat.server or 'the default server'}",
+        "actions": ["release"] if viewer.admin else [],
+    }
+
+
+def _pools(picture: Picture, viewer: Viewer) -> list[dict[str, Any]]:
+    if picture.status is None:
+        return []
+    keys = {pool.pool: pool for pool in picture.pools.pools}
+    return [_pool(name, milli, keys.get(name), picture, viewer) for name, milli in sorted(picture.status.pools.items())]
+
+
+def _pool(name: str, milli: list[int], keys: PoolKeys | None, picture: Picture, viewer: Viewer) -> dict[str, Any]:
+    waiting = picture.seats.waiting.get(name, 0)
+    shown: dict[str, Any] = {
+        "id": name,
+        "name": name,
+        "fractions": ", ".join(format_fraction(one) for one in milli) or "any",
+        "devices": len([one for one in picture.status.devices if one.pool == name]) if picture.status else 0,
+        "waiting": f"{waiting} server{'' if waiting == 1 else 's'} wait{'s' if waiting == 1 else ''} for a place"
+        if waiting
+        else "none",
+        "actions": [],
+    }
+    if viewer.admin and keys is not None:
+        shown |= {"keys": keys.keys, "changed": ", ".join(keys.changed) or "nothing", "actions": ["edit"]}
+    return shown

@@ -1,0 +1,51 @@
+"""The IPython extension: gate, magics, memory limits, displays.
+
+Loaded in the kernel by `--IPKernelApp.extra_extensions=fractional_gpu_kernel`. Rules of this room:
+
+- It must not be felt: loading costs a few milliseconds (whatever is not needed at once is imported later, in a thread), a cell on an
+  open gate costs microseconds, and without a lease there is nothing but a `%gpu` that says so.
+- A kernel on the GPU works without a broker; a kernel that needs the GPU and has no broker starts one.
+- A forked child of the kernel inherits memory, not the lease: there the gate is inert.
+"""
+
+import os
+from typing import Any
+
+from fractional_gpu_kernel.settings import NOTICE, Settings
+
+__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
+__distribution__ = "jupyter-fractional-gpu"  # by which this package is told from another module of its name
+
+_loaded: dict[int, Any] = {}  # what was loaded into which shell, by id
+
+
+def _after_fork_in_child() -> None:
+    for extension in _loaded.values():
+        extension.become_inert()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def load_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - IPython is untyped
+    """IPython calls this once in each shell; a second call changes nothing."""
+    if id(ipython) in _loaded:
+        return
+    settings = Settings.from_environment(os.environ)
+    if settings is None:
+        from fractional_gpu_kernel.no_lease import Bystander as Extension  # noqa: PLC0415 - only one of the two is ever needed
+
+        _loaded[id(ipython)] = Extension(ipython, os.environ.get(NOTICE, ""))
+    else:
+        from fractional_gpu_kernel.extension import LeasedKernel  # noqa: PLC0415 - as above
+
+        _loaded[id(ipython)] = LeasedKernel(ipython, settings, os.environ.get(NOTICE, ""))
+    _loaded[id(ipython)].load()
+
+
+def unload_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - as above
+    """Leave the shell as it was. The lease stays: its broker sees an ordinary kernel without an extension."""
+    extension = _loaded.pop(id(ipython), None)
+    if extension is not None:
+        extension.unload()

@@ -1,0 +1,1 @@
+"""Cells and the GPU: the gate, the wait before a cell, and the kernel's connection to the broker."""

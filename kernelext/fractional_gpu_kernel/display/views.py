@@ -1,0 +1,296 @@
+"""What `%gpu`'s commands show: this kernel, the machine, the story. Each once as HTML and once as plain text that says the same."""
+
+import time
+from collections.abc import Sequence
+from datetime import datetime
+
+from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.protocol.messages import (
+    DeviceStatus,
+    HostStatus,
+    LeaseStatus,
+    Neighbour,
+    Story,
+)
+from fractional_gpu_kernel.display.display import Bundle
+from fractional_gpu_kernel.display.html import (
+    OTHERS,
+    USED,
+    bar,
+    box,
+    escape,
+    table,
+    text_bar,
+)
+from fractional_gpu_kernel.display.wait_line import rough
+
+__all__ = ["StatusView", "StoryView", "TopView", "moment"]
+
+_STATES = {
+    "unattached": "the broker does not know this kernel's process yet",
+    "unarmed": "not on a GPU; the next cell waits for one if it has to",
+    "resident": "on the GPU",
+    "suspending": "being saved to host memory",
+    "suspended": "saved in host memory; the next cell brings it back",
+    "resuming": "on its way back to the GPU",
+    "quarantined": "unclear: the broker does not know what is true on the GPU and is looking; nothing of it is touched meanwhile",
+    "ended": "over; a new share takes a restart of the kernel, which loses its variables",
+}
+_HOLDING = frozenset({"resident", "suspending", "resuming", "quarantined"})
+_SHORT = {
+    "unattached": "not started",
+    "unarmed": "not on a GPU",
+    "resident": "on the GPU",
+    "suspending": "being saved",
+    "suspended": "saved in host memory",
+    "resuming": "coming back",
+    "quarantined": "unclear",
+    "ended": "over",
+}
+
+
+def moment(at_ms: int, now_ms: int) -> str:
+    """Return a time of this clock's day, with the date if that is not today's."""
+    at, now = (datetime.fromtimestamp(ms / 1000).astimezone() for ms in (at_ms, now_ms))
+    return f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
+
+
+class StatusView:
+    """This kernel's share as `%gpu` shows it."""
+
+    def __init__(self, status: LeaseStatus) -> None:
+        self._status = status
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what there is to say, as (name, sentence)."""
+        status = self._status
+        rows = [
+            ("share", _share(status)),
+            ("state", f"{_STATES.get(status.state, status.state)} (for {format_duration(status.age_ms)})"),
+            ("device", _device(status)),
+            ("memory", f"{format_memory(status.used_mib)} of {format_memory(status.reserve_mib)} used"),
+        ]
+        if status.stays:
+            rows.append(("stays", f"it is not suspended: {status.stays}"))
+        if status.saved_mib:
+            rows.append(("saved", f"{format_memory(status.saved_mib)} held in host memory"))
+        if status.resume_ms is not None:
+            rows.append(("resume", f"takes {_about(status.resume_ms)} once there is room"))
+        if status.position is not None:
+            rows.append(("queue", f"place {status.position}" + _expected(status)))
+        if status.pinned_ms:
+            rows.append(("pinned", f"for {rough(status.pinned_ms)} more; %gpu unpin ends it"))
+        if status.suspends or status.resumes:
+            rows.append(("so far", f"suspended {_times(status.suspends)}, resumed {_times(status.resumes)}"))
+        if status.neighbours:
+            rows.append(("beside", "; ".join(_neighbour(each) for each in status.neighbours)))
+        if status.sentence:
+            rows.append(("last", status.sentence))
+        return rows
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        status = self._status
+        picture = text_bar([(status.used_mib, "#")], status.reserve_mib)
+        return "\n".join(f"{name:<{width}}  {f'{picture} ' if name == 'memory' else ''}{text}" for name, text in rows)
+
+    def bundle(self) -> Bundle:
+        """Return text and HTML."""
+        status = self._status
+        cells = []
+        for name, text in self.rows():
+            shown = escape(text)
+            if name == "memory":
+                shown = f"{bar([(status.used_mib, USED)], status.reserve_mib, text)} {shown}"
+            cells.append((escape(name), shown))
+        return {"text/plain": repr(self), "text/html": box(_title(status), table(cells))}
+
+
+class TopView:
+    """The devices of the machine, and who is on them: leases of one's own by name, the others as one sum."""
+
+    def __init__(self, host: HostStatus, own: str) -> None:
+        self._host = host
+        self._own = own
+
+    def tenants(self, device: DeviceStatus) -> list[tuple[str, str, str]]:
+        """Return (share, who, what) of a device, the others as one sum last."""
+        mine = [lease for lease in self._host.leases if lease.state in _HOLDING and device.device_id in _devices(lease)]
+        rows = [
+            (
+                f"{format_fraction(lease.fraction_milli)} GPU, {format_memory(lease.reserved_mib)}",
+                self._name(lease),
+                self._doing(lease),
+            )
+            for lease in mine
+        ]
+        others_mib = device.reserved_mib - sum(lease.reserved_mib for lease in mine)
+        if others_mib > 0:
+            rows.append((format_memory(others_mib), "others", "reserved for kernels of other users"))
+        if device.stranger_mib > 0:
+            rows.append((format_memory(device.stranger_mib), "strangers", "used by processes that hold no share"))
+        return rows
+
+    def elsewhere(self) -> list[tuple[str, str, str]]:
+        """Return (share, who, what) of one's own leases that are on no device."""
+        return [
+            (f"{format_fraction(lease.fraction_milli)} GPU", self._name(lease), self._doing(lease))
+            for lease in self._host.leases
+            if lease.state not in _HOLDING
+        ]
+
+    def __repr__(self) -> str:
+        lines = []
+        for device in self._host.devices:
+            picture = text_bar(
+                [(device.used_mib, "#"), (device.reserved_mib - device.used_mib, "+")], device.memory_mib
+            )
+            lines.append(f"{self._heading(device)}\n  {picture} {_sums(device)}")
+            lines += _columns(self.tenants(device))
+        if rest := self.elsewhere():
+            lines += ["on no GPU", *_columns(rest)]
+        return "\n".join([*lines, _LEGEND if self._host.devices else _NO_DEVICES])
+
+    def bundle(self) -> Bundle:
+        """Return text and HTML."""
+        parts = []
+        for device in self._host.devices:
+            picture = bar(
+                [(device.used_mib, USED), (device.reserved_mib - device.used_mib, OTHERS)],
+                device.memory_mib,
+                _sums(device),
+            )
+            rows = [[escape(cell) for cell in row] for row in self.tenants(device)]
+            inner = table(rows, ("share", "who", "state")) if rows else ""
+            head = f'<div style="margin-top:6px"><b>{escape(self._heading(device))}</b> {picture} {escape(_sums(device))}</div>'
+            parts.append(head + inner)
+        if rest := self.elsewhere():
+            inner = table([[escape(cell) for cell in row] for row in rest], ("share", "who", "state"))
+            parts.append(f'<div style="margin-top:6px"><b>On no GPU</b></div>{inner}')
+        note = _LEGEND_HTML if self._host.devices else _NO_DEVICES
+        return {"text/plain": repr(self), "text/html": box("GPUs of this machine", *parts, note=note)}
+
+    def _heading(self, device: DeviceStatus) -> str:
+        marks = [
+            name
+            for name, is_so in (
+                ("simulated", self._host.simulated),
+                ("draining", device.draining),
+                ("lost", device.lost),
+                ("over-committed", device.over_committed),
+            )
+            if is_so
+        ]
+        marked = f" ({', '.join(marks)})" if marks else ""
+        pool = f", pool {device.pool}" if device.pool else ""
+        return f"GPU {device.index}: {device.name}{marked}{pool}"
+
+    def _doing(self, lease: LeaseStatus) -> str:
+        return _doing(lease, is_own=lease.lease_id == self._own)
+
+    def _name(self, lease: LeaseStatus) -> str:
+        return "this kernel" if lease.lease_id == self._own else lease.label or f"your kernel {lease.lease_id[:8]}"
+
+
+_LEGEND = "In the bars: used by anybody (#), reserved beyond that (+), free (-)."
+_LEGEND_HTML = "In the bars, from the left: used by anybody, reserved beyond that, free."
+_NO_DEVICES = "This machine's broker manages no GPU."
+
+
+class StoryView:
+    """Why everything happened to this kernel's share, newest last."""
+
+    def __init__(self, story: Story, lines: int, now_ms: int | None = None) -> None:
+        self._lines = story.lines[-lines:]
+        self._omitted = story.omitted + len(story.lines) - len(self._lines)
+        self._now_ms = int(time.time() * 1000) if now_ms is None else now_ms
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (time, sentence)."""
+        return [(moment(line.at_ms, self._now_ms), line.sentence) for line in self._lines]
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        width = max((len(at) for at, _ in rows), default=0)
+        return "\n".join([*(f"{at:>{width}}  {sentence}" for at, sentence in rows), *filter(None, [self._note()])])
+
+    def bundle(self) -> Bundle:
+        """Return text and HTML."""
+        rows = [(escape(at), escape(sentence)) for at, sentence in self.rows()]
+        return {
+            "text/plain": repr(self),
+            "text/html": box("What happened to this kernel's share", table(rows), note=self._note()),
+        }
+
+    def _note(self) -> str:
+        if not self._lines:
+            return "Nothing has happened to this kernel's share yet."
+        return f"{self._omitted} older lines are left out; %gpu explain --lines N shows more." if self._omitted else ""
+
+
+def _title(status: LeaseStatus) -> str:
+    simulated = " on a simulated GPU" if status.simulated else ""
+    return f"{format_fraction(status.fraction_milli)} GPU{simulated}: {_SHORT.get(status.state, status.state)}"
+
+
+def _share(status: LeaseStatus) -> str:
+    each = f" on each of {len(status.device_ids)} devices" if len(status.device_ids) > 1 else ""
+    memory = f"{format_memory(status.reserve_mib)} of device memory{each}"
+    return f"{format_fraction(status.fraction_milli)} GPU, {memory}, pool {status.pool}"
+
+
+def _device(status: LeaseStatus) -> str:
+    return (status.device_name or "none yet") + (" (simulated)" if status.simulated else "")
+
+
+def _devices(lease: LeaseStatus) -> Sequence[str]:
+    return lease.device_ids or ([lease.device_id] if lease.device_id else [])
+
+
+def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
+    words = [_SHORT.get(lease.state, lease.state)]
+    if lease.working:
+        words.append("works in the background")
+    elif lease.busy and not is_own:  # this kernel is busy with the very question
+        words.append("runs a cell")
+    if lease.position is not None:
+        words.append(f"waits at place {lease.position}" + _expected(lease))
+    if lease.pinned_ms:
+        words.append(f"pinned for {rough(lease.pinned_ms)}")
+    return ", ".join(words)
+
+
+def _neighbour(neighbour: Neighbour) -> str:
+    name = f" “{neighbour.label}” (yours)" if neighbour.label else ""
+    doing = "runs a cell" if neighbour.busy else _SHORT.get(neighbour.state, neighbour.state)
+    if not neighbour.busy and neighbour.state == "resident":
+        doing = "idle"
+    return f"{format_fraction(neighbour.fraction_milli)} GPU{name}, {format_memory(neighbour.reserved_mib)}, {doing}"
+
+
+def _expected(status: LeaseStatus) -> str:
+    if status.expected_ms is None:
+        return ""
+    span = ""
+    if status.low_ms is not None and status.high_ms is not None:
+        span = f", likely {rough(status.low_ms)} to {rough(status.high_ms)}"
+    return f" ({_about(status.expected_ms)} more{span})"
+
+
+def _about(ms: int) -> str:
+    text = rough(ms)
+    return text if text.startswith("under") else f"about {text}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _sums(device: DeviceStatus) -> str:
+    return f"{format_memory(device.used_mib)} used, {format_memory(device.reserved_mib)} reserved of {format_memory(device.memory_mib)}"
+
+
+def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    widths = [max((len(row[index]) for row in rows), default=0) for index in range(2)]
+    return [f"  {share:<{widths[0]}}  {who:<{widths[1]}}  {what}" for share, who, what in rows]

@@ -1,0 +1,1 @@
+"""`%gpu`, `%%gpu` and `%%cpu`: their commands, arguments, completion and actions."""

@@ -1,0 +1,160 @@
+"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. What they do is imported when the first one is used (`actions`, `bursts`).
+
+A cell made of `%gpu` lines never waits for the GPU and is never marked as running, so the gate can be shut beneath it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.completer import SimpleCompletion, context_matcher
+
+from fractional_gpu_kernel.cells.acquire import Acquirer, explain
+from fractional_gpu_kernel.cells.gate import Gate
+from fractional_gpu_kernel.cells.wait import RefusedError
+from fractional_gpu_kernel.display.display import rendered
+from fractional_gpu_kernel.memory.limits import MemoryLimits
+from fractional_gpu_kernel.registrations import Registrations
+from fractional_gpu_kernel.settings import Settings
+
+if TYPE_CHECKING:
+    from fractional_gpu_kernel.magics.actions import Actions
+    from fractional_gpu_kernel.magics.bursts import CellBursts
+    from fractional_gpu_kernel.magics.completion import Completer
+    from fractional_gpu_kernel.magics.resize import Sizes
+
+__all__ = ["Magics"]
+
+
+class GPURequestError(Exception):
+    """What `%gpu` was asked to do was understood and not done: a pool's policy, or the broker, says no."""
+
+
+class Magics:
+    """The magics of a kernel that has a lease. `say` takes a sentence to show at the next opportunity."""
+
+    def __init__(
+        self,
+        shell: Any,  # noqa: ANN401 - IPython is untyped
+        settings: Settings,
+        gate: Gate,
+        acquirer: Acquirer,
+        *,
+        limits: MemoryLimits,
+        say: Callable[[str], None],
+    ) -> None:
+        self._shell = shell
+        self._registrations = Registrations(shell)
+        self._settings = settings
+        self._gate = gate
+        self._acquirer = acquirer
+        self._limits = limits
+        self._say = say
+        self._sizes: Sizes | None = None
+        self._actions: Actions | None = None
+        self._completer: Completer | None = None
+
+    def install(self) -> None:
+        """Register the magics and their completion."""
+        self._registrations.magic(self.gpu, "line", "gpu")
+        self._registrations.magic(self.burst, "cell", "gpu")
+        self._registrations.magic(self.cpu, "cell", "cpu")
+        self._registrations.item(self._shell.Completer.custom_matchers, self.complete)
+
+    def uninstall(self) -> None:
+        """Leave the shell as it was."""
+        self._registrations.undo()
+        if self._actions is not None:
+            self._actions.stop()
+
+    def gpu(self, line: str) -> None:
+        """Show and steer this kernel's share of a GPU.
+
+        %gpu                     this kernel's share: memory, state, neighbours
+        %gpu resize 1/2          another share, without a restart (request: and wait for the GPU)
+        %gpu suspend | resume    free the GPU and keep every variable | come back
+        %gpu pin 30m | unpin     stay on the GPU for a while | no longer
+        %gpu top                 the GPUs of this machine, and who is on them
+        %gpu history | explain   memory over time | why everything happened
+        %gpu help                all commands; %gpu COMMAND --help says more about one
+        """
+        from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - as above
+        from fractional_gpu_kernel.magics.arguments import ArgumentsError, HelpAsked, parse  # noqa: PLC0415 - off the kernel's start
+
+        if self._gate.is_inert:
+            raise _usage_error(
+                "This is a forked child of the kernel: the GPU share is the parent's. Use %gpu in the notebook."
+            )
+        try:
+            self._made_actions().run(parse(line))
+        except HelpAsked as text:
+            print(text)  # noqa: T201 - a magic prints
+        except ArgumentsError as error:
+            raise _usage_error(str(error)) from None
+        except RefusedError as error:
+            raise rendered(GPURequestError(str(error))) from None
+        except FractionalGPUError as error:
+            raise rendered(GPURequestError(explain(error))) from None
+
+    def burst(self, line: str, cell: str) -> None:
+        """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].
+
+        The cell waits until its share is there, as for the GPU. The share is given back also if the cell fails or is interrupted.
+
+        A notebook's `%%gpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
+        """
+        self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
+
+    def cpu(self, line: str, cell: str) -> None:
+        """Run this cell without waiting for the GPU (it must not use it).
+
+        A notebook's `%%cpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
+        """
+        if line.strip():
+            raise _usage_error(f"%%cpu takes no arguments; given: {line.strip()[:100]}")
+        self._shell.run_cell("%%cpu\n" + cell).raise_error()
+
+    @context_matcher(identifier="gpu_magic")  # type: ignore[untyped-decorator]
+    def complete(self, context: Any) -> Any:  # noqa: ANN401 - IPython's completion context and result
+        """Complete what stands behind `%gpu` and `%%gpu`."""
+        if "%gpu" not in context.text_until_cursor:
+            return {"completions": [], "suppress": False}
+        if self._completer is None:
+            from fractional_gpu_kernel.magics.completion import Completer  # noqa: PLC0415 - off the kernel's start
+
+            self._completer = Completer(self._settings)
+        found = self._completer.complete(context.text_until_cursor)
+        if found is None:
+            return {"completions": [], "suppress": False}
+        texts = [SimpleCompletion(text=text, type="magic") for text in found.texts]
+        return {"completions": texts, "suppress": True, "matched_fragment": found.fragment}
+
+    def bursts(self) -> "CellBursts":
+        """Return what serves `%%gpu`."""
+        from fractional_gpu_kernel.magics.bursts import CellBursts  # noqa: PLC0415 - off the kernel's start
+
+        return CellBursts(self._shell, self._made_sizes())
+
+    def _made_sizes(self) -> "Sizes":
+        if self._sizes is None:
+            from fractional_gpu_kernel.magics.resize import Sizes  # noqa: PLC0415 - off the kernel's start
+
+            self._sizes = Sizes(self._settings, self._gate, self._limits)
+        return self._sizes
+
+    def _made_actions(self) -> "Actions":
+        if self._actions is None:
+            from fractional_gpu_kernel.magics.actions import Actions  # noqa: PLC0415 - off the kernel's start
+            from fractional_gpu_kernel.magics.pins import StandingPin  # noqa: PLC0415 - as above
+
+            pins = StandingPin(self._settings, self._say)
+            self._actions = Actions(
+                self._shell, self._settings, self._gate, self._acquirer, sizes=self._made_sizes(), pins=pins
+            )
+        return self._actions
+
+
+def _usage_error(message: str) -> Exception:
+    from IPython.core.error import UsageError  # noqa: PLC0415 - loaded already whenever this runs
+
+    error: Exception = UsageError(message)
+    return error

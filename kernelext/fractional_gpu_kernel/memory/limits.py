@@ -1,0 +1,164 @@
+"""Telling frameworks their memory limit, without importing any of them.
+
+A lease's cap is everything that is charged to its process tree, the CUDA context included. A framework limits only what its own
+allocator takes, so it is told the cap less the context: what the broker has measured on devices of this name and hands over with each
+grant, `CONTEXT_MIB` until then. These limits keep honest programs within their share and give them a framework's own out-of-memory
+error; what allocates past them is seen by the broker.
+
+- JAX and CuPy read environment variables when they are imported: set at load and at each grant, where the user has not set them.
+- TensorFlow has no variable for a limit, only one for growing as needed. Its call for a limit has to come before TensorFlow starts
+  CUDA, excludes `set_memory_growth`, which many notebooks call, and renames devices: it is left to the user.
+- torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA. It is handed to torch's own queue of
+  things to do when CUDA is first initialised, right after torch is imported (see `imports`, and `frameworks` for several devices).
+- A limit that changes (a resize, another figure for the context) reaches torch and CuPy where they are loaded already: on the kernel's
+  main loop while no cell runs, or before the next cell. JAX reads its own once: there a changed limit needs a restart of the kernel.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from types import ModuleType
+from typing import Any
+
+from fractional_gpu_kernel.memory.frameworks import TorchLimits
+from fractional_gpu_kernel.memory.imports import ImportHooks, is_half_imported
+
+__all__ = ["CONTEXT_MIB", "MemoryLimits", "framework_mib"]
+
+MEMORY = "JUPYTER_GPU_MEMORY_MIB"
+DEVICE = "JUPYTER_GPU_DEVICE_MIB"
+CONTEXT = "JUPYTER_GPU_CONTEXT_MIB"
+CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+
+CONTEXT_MIB = 512
+"""What a CUDA context with the kernels of a framework and cuBLAS's workspace takes, until the broker has measured more."""
+
+
+def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
+    """Return what a framework's allocator may take of a cap, MiB: the cap less the context.
+
+    At least half of the cap; at least a quarter where the context was measured to be larger than `CONTEXT_MIB`.
+    """
+    least = cap_mib // 2 if context_mib <= CONTEXT_MIB else cap_mib // 4
+    return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
+
+
+class MemoryLimits:
+    """The limits of this process. Not thread-safe by itself: the gate calls `bind` under its lock."""
+
+    def __init__(self, environment: MutableMapping[str, str] = os.environ, hooks: ImportHooks | None = None) -> None:
+        self._environment = environment
+        self._hooks = hooks or ImportHooks()
+        self._torch = TorchLimits()
+        self._ours: dict[str, str] = {}  # what we set, so that a resize may change it and a user's own setting stays
+        self._cap_mib: int | None = None
+        self._limit_mib: int | None = None  # what a framework may take of the cap
+        self._read()
+        # What frameworks that are loaded work with; 0: torch has to be looked at.
+        self._told_mib: int | None = self._limit_mib
+
+    def install(self) -> None:
+        """Set what can be set now, and watch for torch."""
+        self._hint()
+        self._hooks.after("torch", self.torch_imported)
+
+    def uninstall(self) -> None:
+        """Stop watching imports, for all who share the hooks; limits that were set stay."""
+        self._hooks.close()
+
+    def bind(self, environment: Mapping[str, str]) -> None:
+        """Take the variables that come with a grant, then renew the hints. Values that an environment cannot hold are left out."""
+        for name, value in environment.items():
+            if name and "=" not in name and "\0" not in name + value:
+                self._environment[name] = value
+        self._read()
+        self._hint()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether loaded frameworks work with another limit than the present one, or torch uses a device that has none yet."""
+        return self._told_mib != self._limit_mib or self._torch.is_stale()
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether loaded frameworks work with a larger limit than the present one."""
+        limit = self._limit_mib
+        return bool(limit and ((self._told_mib and self._told_mib > limit) or self._torch.is_stale()))
+
+    @property
+    def cap_mib(self) -> int | None:
+        """The cap of the process tree, MiB; None: no cap."""
+        return self._cap_mib
+
+    def torch_imported(self, torch: ModuleType) -> None:
+        """Torch is complete: limit it when it initialises CUDA (at once if it has)."""
+        cuda = getattr(torch, "cuda", None)
+        when_initialised = getattr(cuda, "_lazy_call", None)
+        if cuda is None:
+            return
+        if when_initialised is not None:
+            when_initialised(lambda: self._limit(torch))
+        elif cuda.is_initialized():
+            self._limit(torch)
+        else:
+            self._told_mib = 0  # stale: looked at again before each cell
+
+    def refresh(self) -> None:
+        """Apply a changed limit to what is loaded. For the thread that runs cells, when `is_stale` says so.
+
+        Raises nothing of CUDA's (a device-side assert spoils the context for good): cells go on, and `is_stale` stays.
+        """
+        try:
+            is_told = self._tell_loaded()
+        except (RuntimeError, AttributeError):  # CUDA's errors; a module that is still being imported
+            return
+        if is_told:
+            self._told_mib = self._limit_mib
+
+    def _read(self) -> None:
+        self._cap_mib = cap = _positive(self._environment.get(MEMORY))
+        context_mib = _positive(self._environment.get(CONTEXT)) or CONTEXT_MIB
+        self._limit_mib = None if cap is None else framework_mib(cap, context_mib)
+
+    def _tell_loaded(self) -> bool:
+        """Return whether everything that is loaded has been told, or will be. Raises what CUDA raises."""
+        torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+        if torch is not None and not is_half_imported(torch):
+            if torch.cuda.is_initialized():
+                self._limit(torch)
+            elif not hasattr(torch.cuda, "_lazy_call"):
+                return False  # there is nothing that would limit it later: look again before the next cell
+        if cupy is not None and self._told_mib and not is_half_imported(cupy):
+            self._limit_cupy(cupy)
+        return True
+
+    def _limit(self, torch: ModuleType) -> None:
+        limit = self._limit_mib
+        if limit is not None:
+            self._torch.apply(torch, limit)
+
+    def _limit_cupy(self, cupy: Any) -> None:  # noqa: ANN401 - CuPy is not ours to import
+        """CuPy read its limit from the environment when it was imported; a user's own limit there stays."""
+        limit = self._limit_mib
+        if limit is not None and self._environment.get(CUPY_LIMIT) == self._ours.get(CUPY_LIMIT):
+            cupy.get_default_memory_pool().set_limit(size=limit * 2**20)
+
+    def _hint(self) -> None:
+        mib = self._limit_mib
+        if mib is None:
+            return
+        hints = {
+            CUPY_LIMIT: str(mib * 2**20),  # bytes
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+        }
+        device_mib = _positive(self._environment.get(DEVICE))
+        if device_mib is not None:
+            hints["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(1.0, mib / device_mib):.4f}"
+        for name, value in hints.items():
+            if self._environment.get(name) == self._ours.get(name):  # absent, or as we left it
+                self._environment[name] = self._ours[name] = value
+
+
+def _positive(text: str | None) -> int | None:
+    return int(text) if text and text.isascii() and text.isdigit() and int(text) > 0 else None

@@ -1,0 +1,160 @@
+"""Can the process be checkpointed at all? Not with managed (unified) memory, nor with a profiler attached: the broker must know first.
+
+Nothing is imported for this. What can be seen:
+
+- Functions that allocate managed memory: CuPy, numba, torch's `_use_uvm`, bitsandbytes (paged optimizers), PyCUDA, NVIDIA's bindings
+  (`cuda.bindings`, `cuda.cuda`), rmm's choice of a memory resource (which cuDF and Polars' GPU engine make for their users). They are
+  wrapped when their package is imported, and the broker is told at the first call.
+- Profilers, in the same way (see `profilers`).
+- Before a suspend: the chain of rmm's current memory resource, torch with a pluggable allocator (which may do anything), fbgemm_gpu's
+  operators for tensors in managed memory, and variables that make a framework use it.
+
+What calls the driver or the runtime directly (ctypes, an extension module) is not seen.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fractional_gpu_kernel.memory.imports import Call, ImportHooks, note_calls
+from fractional_gpu_kernel.memory.profilers import PROFILERS, injected
+
+__all__ = ["ManagedMemory"]
+
+_MOST_RESOURCES = 20  # of a chain of rmm's
+
+
+def _sentence(what: str) -> str:
+    return f"it uses {what}, which the driver cannot save"
+
+
+def _sets_managed_resource(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of rmm's `set_current_device_resource(mr)` or `set_per_device_resource(device, mr)` sets a managed one."""
+    return _is_managed(kwargs.get("mr", args[-1] if args else None))
+
+
+def _reinitializes_managed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `rmm.reinitialize(pool_allocator, managed_memory, ...)` asks for managed memory."""
+    return bool(kwargs.get("managed_memory", args[1] if len(args) > 1 else False))
+
+
+def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of torch's `MemPool.__init__(self, allocator=None, ...)` has an allocator of its own."""
+    return kwargs.get("allocator", args[1] if len(args) > 1 else None) is not None
+
+
+_RMM = _sentence("managed memory through rmm")
+_BINDINGS = _sentence("managed memory through NVIDIA's Python bindings")
+_PLUGGED = "torch uses an allocator that was plugged in, and whether the driver can save what that hands out is unknown"
+
+_CALLS = (
+    Call("cupy", ("cupy.cuda", "cupy.cuda.memory"), "malloc_managed", _sentence("CuPy's managed memory")),
+    Call("cupy", ("cupy_backends.cuda.api.runtime",), "mallocManaged", _sentence("CuPy's managed memory")),
+    Call("numba.cuda", ("numba.cuda", "numba.cuda.api"), "managed_array", _sentence("numba's managed arrays")),
+    Call(
+        "bitsandbytes.functional",
+        ("bitsandbytes.functional",),
+        "get_paged",
+        _sentence("bitsandbytes' paged optimizers (managed memory)"),
+    ),
+    Call("pycuda.driver", ("pycuda.driver",), "managed_empty", _sentence("PyCUDA's managed arrays")),
+    Call("cuda.bindings.driver", ("cuda.bindings.driver",), "cuMemAllocManaged", _BINDINGS),
+    Call("cuda.bindings.runtime", ("cuda.bindings.runtime",), "cudaMallocManaged", _BINDINGS),
+    Call("cuda.cuda", ("cuda.cuda",), "cuMemAllocManaged", _BINDINGS),  # their names before 12.8
+    Call("cuda.cudart", ("cuda.cudart",), "cudaMallocManaged", _BINDINGS),
+    Call("rmm.mr", ("rmm.mr",), "set_current_device_resource", _RMM, _sets_managed_resource),
+    Call("rmm.mr", ("rmm.mr",), "set_per_device_resource", _RMM, _sets_managed_resource),
+    Call("rmm", ("rmm", "rmm.rmm"), "reinitialize", _RMM, _reinitializes_managed),
+    Call("torch.cuda.memory", ("torch.cuda.memory", "torch.cuda"), "_use_uvm", _sentence("torch's managed memory")),
+    Call("torch.cuda.memory", ("torch.cuda.memory",), "MemPool.__init__", _PLUGGED, _plugs_allocator),
+)
+
+_FBGEMM_OPERATORS = frozenset(
+    {"new_managed_tensor", "new_managed_tensor_meta", "new_unified_tensor", "new_vanilla_managed_tensor"}
+)
+_VARIABLES = (  # that make a package use managed memory: the values that say so (none: any), and the packages that obey
+    ("TF_FORCE_UNIFIED_MEMORY", ("1", "true"), ("tensorflow", "jax")),
+    ("GGML_CUDA_ENABLE_UNIFIED_MEMORY", (), ("llama_cpp",)),
+    ("FLAGS_use_cuda_managed_memory", ("1", "true", "yes", "on", "t", "y"), ("paddle",)),
+)
+
+
+class ManagedMemory:
+    """Watches one process for what makes it impossible to save. `tell` takes a sentence, once, from whatever thread allocates."""
+
+    def __init__(self, tell: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
+        self._tell = tell
+        self._hooks = hooks or ImportHooks()
+        self.seen = ""  # what was seen first, a sentence
+
+    def install(self) -> None:
+        """Watch from now on."""
+        for call in (*_CALLS, *PROFILERS):
+            self._hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
+
+    def uninstall(self) -> None:
+        """Stop watching imports, for all who share the hooks; what is wrapped stays."""
+        self._hooks.close()
+
+    def reason(self) -> str:
+        """Return why the process should not be checkpointed, a sentence, or "". For the kernel's idle main loop: it asks the frameworks."""
+        if self.seen:
+            return self.seen
+        for look in (_rmm, _torch, _fbgemm, _unified, injected):
+            try:
+                found = look()
+            except (
+                RuntimeError,
+                AttributeError,
+                OSError,
+            ):  # CUDA's errors; a module that is still being imported, or is another version; a /proc that cannot be read
+                continue
+            if found:
+                return found
+        return ""
+
+    def _note(self, sentence: str) -> None:
+        if not self.seen:
+            self.seen = sentence
+            self._tell(sentence)
+
+
+def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - one of rmm's memory resources
+    """Whether a memory resource of rmm, or one that it gets its memory from, allocates managed memory."""
+    for _ in range(_MOST_RESOURCES):
+        if resource is None:
+            return False
+        if "Managed" in type(resource).__name__:
+            return True
+        resource = getattr(resource, "upstream_mr", None)
+    return False
+
+
+def _rmm() -> str:
+    rmm = sys.modules.get("rmm")
+    return _RMM if rmm is not None and _is_managed(rmm.mr.get_current_device_resource()) else ""
+
+
+def _torch() -> str:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "pluggable":
+        return ""
+    return _PLUGGED
+
+
+def _fbgemm() -> str:
+    """An operator that was called from Python is an attribute of its namespace from then on (torch's `_OpNamespace`)."""
+    torch = sys.modules.get("torch")
+    if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
+        return ""
+    return _sentence("fbgemm_gpu's tensors in managed memory")
+
+
+def _unified() -> str:
+    for variable, values, packages in _VARIABLES:
+        value = os.environ.get(variable)
+        loaded = [name for name in packages if name in sys.modules]
+        if value is not None and loaded and (not values or value.lower() in values):
+            return f"{variable} makes {loaded[0]} use managed memory, which the driver cannot save"
+    return ""

@@ -1,0 +1,69 @@
+"""The extension of a kernel without a lease: a `%gpu` that says so, and the sentence why, once.
+
+A notebook that was written for a kernel with a share runs here from its first to its last cell: `%gpu` lines print why they do nothing,
+and cells under `%%gpu` and `%%cpu` run as if that line were a comment.
+"""
+
+from typing import Any
+
+from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
+
+from fractional_gpu_kernel.cells.needs_gpu import make_cell_transform
+from fractional_gpu_kernel.display.display import Sentence, publish
+from fractional_gpu_kernel.display.notices import Notices
+from fractional_gpu_kernel.registrations import Registrations
+
+__all__ = ["Bystander"]
+
+NO_LEASE = (
+    "This kernel has no share of a GPU. Pick a kernel with one, such as “Python 3 · 1/4 GPU”, in the launcher or the kernel menu; "
+    "`jupyter gpu kernels install` makes them."
+)
+BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."
+
+
+class Bystander:
+    """What is loaded where there is no lease."""
+
+    def __init__(self, shell: Any, notice: str) -> None:  # noqa: ANN401 - as above
+        self._shell = shell
+        self._registrations = Registrations(shell)
+        self._notice = notice
+        self._notices = Notices(shell, notice)
+        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
+
+    def load(self) -> None:
+        """Register the magic and the notice."""
+        self._registrations.magic(self.gpu, "line", "gpu")
+        self._registrations.magic(self.burst, "cell", "gpu")
+        self._registrations.magic(self.cpu, "cell", "cpu")
+        self._registrations.item(self._shell.input_transformers_cleanup, self._cell_transform)
+        self._registrations.callback("pre_run_cell", self._before_cell)
+        self._notices.install()
+
+    def unload(self) -> None:
+        """Leave the shell as it was."""
+        self._notices.uninstall()
+        self._registrations.undo()
+
+    def become_inert(self) -> None:
+        """A forked child needs nothing undone."""
+
+    def gpu(self, line: str) -> None:
+        """Say why there is no GPU share here."""
+        del line  # whatever was asked, the answer is the same
+        print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
+
+    def burst(self, line: str, cell: str) -> None:
+        """Run the cell; a notebook's `%%gpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`."""
+        self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
+
+    def cpu(self, line: str, cell: str) -> None:
+        """Run the cell: without a lease no cell waits for a GPU. As `burst`, this serves `run_cell_magic`."""
+        del line
+        self._shell.run_cell(f"%%cpu\n{cell}").raise_error()
+
+    def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
+        first = info.raw_cell.lstrip().partition("\n")[0].split() if isinstance(info.raw_cell, str) else []
+        if first[:1] == ["%%gpu"]:
+            publish(self._shell, Sentence(f"{BURST_RUNS} {NO_LEASE}"))

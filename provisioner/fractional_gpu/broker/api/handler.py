@@ -1,0 +1,226 @@
+"""What the routes share: who asks, the body decoded strictly, one shape of error, and streams that end when the peer hangs up."""
+
+import asyncio
+import http
+import logging
+import time
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+from tornado import iostream, web
+
+from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.rate_limit import Limiter
+from fractional_gpu.broker.api.server import is_admin
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.request_validation import Peer, user_name
+from fractional_gpu.broker.persistence.audit import Act, is_anothers
+from fractional_gpu.host import failpoints
+from fractional_gpu.host.peers import peer_credentials
+from fractional_gpu.ledger.records import LedgerError
+from fractional_gpu.protocol import versions
+from fractional_gpu.protocol.acting import ACTING_FOR, from_header
+from fractional_gpu.protocol.decode import as_json, decode, printable
+from fractional_gpu.protocol.errors import (
+    BadRequestError,
+    ForbiddenError,
+    FractionalGPUError,
+    InternalBrokerError,
+    NotFoundError,
+    TooManyRequestsError,
+    UnauthorizedError,
+)
+from fractional_gpu.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
+
+__all__ = ["Handler", "Stream"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Handler(web.RequestHandler):
+    """What all routes share."""
+
+    peer: Peer
+    answers_any_version = False  # to whoever speaks another protocol, too
+
+    def initialize(self, service: Service, socket_path: str) -> None:
+        """Take what tornado passes to every handler."""
+        self.service = service
+        self.socket_path = socket_path
+
+    def prepare(self) -> None:
+        """Find out who asks."""
+        self.service.broker.last_use_s = time.monotonic()
+        connection: Any = self.request.connection
+        if connection.stream.socket is None:
+            raise iostream.StreamClosedError  # hung up meanwhile
+        credentials = peer_credentials(connection.stream.socket)
+        admin = is_admin(connection.stream.socket, credentials, self.service.admin_gid)
+        authorization = self.request.headers.get("Authorization")
+        scheme, _, token = (authorization or "").partition(" ")
+        self.peer = Peer(credentials=credentials, token=token if scheme == "Bearer" and token else None, admin=admin)
+        self.limiter.admit(self.peer, self.request.path)  # first: what is refused for another reason counts, too
+        if authorization is not None and self.peer.token is None:
+            raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
+        self.peer = replace(self.peer, acting_for=self._acting_for(admin=admin))
+        if not self.answers_any_version:
+            self._check_version()
+
+    @property
+    def wants_fresh(self) -> bool:
+        """Whether the answer is to tell what is in use now, not what the last sample saw (`?fresh=1`)."""
+        return self.get_query_argument("fresh", "") == "1"
+
+    def set_default_headers(self) -> None:
+        """Say which version answers."""
+        self.set_header("Server", "jupyter-fractional-gpu")
+        self.set_header(VERSION_HEADER, versions.OWN.to_header())
+
+    @property
+    def limiter(self) -> Limiter:
+        """Who may ask how often."""
+        limiter: Limiter = self.settings["limiter"]
+        return limiter
+
+    def _check_version(self) -> None:
+        client = versions.from_header(self.request.headers.get(VERSION_HEADER))
+        if client is not None and (why := versions.refusal(client=client, broker=versions.OWN)):
+            raise BadRequestError(why, reason="version")
+
+    def _acting_for(self, *, admin: bool) -> str | None:
+        values = self.request.headers.get_list(ACTING_FOR)
+        if values and not admin:
+            raise ForbiddenError(
+                f"only an administrator (root, the user who runs the broker, or a member of its admin_group) may send {ACTING_FOR}; "
+                "leave it out",
+                reason="not-admin",
+            )
+        return from_header(values)
+
+    def audited(self, act: str, target: str, **parameters: object) -> AbstractAsyncContextManager[Act | None]:
+        """Return a block in which an administrator's act is done, and written into the audit log; anybody else's is not there.
+
+        Take the body before it, and reply after it: by then the outcome is on the disk. Raises as `AuditLog.act`.
+        """
+        if not self.peer.admin:
+            return nullcontext()
+        return self.service.audit.act(act, target, self.peer, parameters)
+
+    def steered(
+        self, act: str, kernel: Kernel, *, even_own: bool = False, **parameters: object
+    ) -> AbstractAsyncContextManager[Act | None]:
+        """Return the same for something that is done to a lease: what people do to their own is nobody's business, mostly."""
+        view = self.service.broker.arbiter.lease(kernel.lease_id)
+        if view is None or not (even_own or is_anothers(self.peer, kernel, view)):
+            return nullcontext()
+        return self.audited(act, kernel.lease_id, owner=view.spec.owner, **parameters)
+
+    def actor(self, kernel: Kernel) -> str:
+        """Return who steers the lease, as its story tells its user: the user, or an administrator by name."""
+        view = self.service.broker.arbiter.lease(kernel.lease_id)
+        name = self.peer.acting_for
+        if view is None or name == view.spec.owner or not is_anothers(self.peer, kernel, view):
+            return "its user"
+        return f"administrator {name or user_name(self.peer.credentials.uid)}"
+
+    def take(self, kind: type[T]) -> T:
+        """Decode the body."""
+        return decode(self.request.body, kind)
+
+    def reply(self, message: object) -> None:
+        """Answer with a message."""
+        self.reply_with(msgspec.json.encode(message), "application/json")
+
+    def reply_with(self, body: bytes, content_type: str) -> None:
+        """Answer with something else than JSON."""
+        self._reach("reply")
+        self.set_header("Content-Type", content_type)
+        taken = self.finish(body)
+        patience = asyncio.get_running_loop().call_later(TAKEN_S, self._give_up, taken)
+        taken.add_done_callback(lambda _: patience.cancel())
+
+    def _give_up(self, taken: "asyncio.Future[None]") -> None:
+        """Close the connection of a peer that has not taken its reply: it would be kept for ever."""
+        if not taken.done():
+            connection: Any = self.request.connection
+            connection.stream.close()
+
+    async def line(self, message: object) -> None:
+        """Write one line of a stream. Raises StreamClosedError when the peer hung up or does not read it in time."""
+        self._reach("line")
+        self.write(msgspec.json.encode(message) + b"\n")
+        try:
+            async with asyncio.timeout(TAKEN_S):
+                await self.flush()
+        except TimeoutError:
+            connection: Any = self.request.connection
+            connection.stream.close()
+            raise iostream.StreamClosedError from None
+
+    def _reach(self, moment: str) -> None:
+        if failpoints.enabled():
+            failpoints.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.{moment}")
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Turn any failure into the one JSON shape."""
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        if isinstance(error, LedgerError):
+            error = InternalBrokerError(str(error), reason="ledger")
+        elif not isinstance(error, FractionalGPUError):
+            error = _error_for(status_code)
+        self.set_status(error.status)
+        if isinstance(error, TooManyRequestsError):
+            self.set_header("Retry-After", str(round(error.retry_s)))
+        self.reply(as_json(error))
+
+    def _may_log(self) -> bool:
+        peer = getattr(self, "peer", None)
+        return peer is None or self.limiter.may_log(peer.credentials.uid)
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        """Log what is our fault with its traceback, and what is the peer's in a line."""
+        if isinstance(value, FractionalGPUError | web.HTTPError):
+            if self._may_log():
+                target = printable(self.request.path[:MAX_NAME])
+                log.info("%s %s refused: %s", self.request.method, target, printable(str(value))[:500])
+        elif not isinstance(value, iostream.StreamClosedError):
+            log.error("%s %s failed", self.request.method, self.request.path, exc_info=(typ, value, tb))
+
+
+def _error_for(status: int) -> FractionalGPUError:
+    if status == http.HTTPStatus.NOT_FOUND:
+        return NotFoundError(
+            "there is no such route; the routes are in provisioner/fractional_gpu/protocol/messages.py",
+            reason="unknown-route",
+        )
+    if status == http.HTTPStatus.METHOD_NOT_ALLOWED:
+        return BadRequestError("this route does not take that method", reason="bad-method")
+    if 400 <= status < 500:
+        return BadRequestError("the request is malformed")
+    return InternalBrokerError("the broker failed; its log says why")
+
+
+class Stream(Handler):
+    """A route whose work ends when the peer hangs up."""
+
+    def on_connection_close(self) -> None:
+        """Stop what is done for a peer that hung up."""
+        if self._work is not None:
+            self._work.cancel()
+
+    _work: asyncio.Task[None] | None = None
+
+    async def run(self, work: "asyncio.Task[None]") -> None:
+        """Run until done or hung up."""
+        self._work = work
+        try:
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.result()
+        except iostream.StreamClosedError:
+            pass
+        finally:
+            work.cancel()

@@ -1,0 +1,253 @@
+"""HTTP on the UNIX socket: decode strictly, ask the service, encode. Every failure is one JSON error with a stable code."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from tornado import httputil, web
+
+from fractional_gpu.broker.api.admin_routes import POLICY_ROUTES
+from fractional_gpu.broker.api.handler import Handler, Stream
+from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, add_view
+from fractional_gpu.broker.api.rate_limit import Limiter
+from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
+from fractional_gpu.broker.services.status import host_status
+from fractional_gpu.broker.services.status_stream import Feed
+from fractional_gpu.host.peers import tells_unread, unread
+from fractional_gpu.protocol.errors import NotFoundError
+from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
+from fractional_gpu.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    Done,
+    GateAnswer,
+    GateCommand,
+    GateHello,
+    LeaseRequest,
+)
+
+__all__ = ["make_server"]
+
+log = logging.getLogger(__name__)
+_LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
+_KEEP_ALIVE = msgspec.json.encode(GateCommand()) + b"\n"
+
+
+class _Missing(Handler):
+    def prepare(self) -> None:
+        super().prepare()
+        raise NotFoundError(
+            "there is no such route; the routes are in provisioner/fractional_gpu/protocol/messages.py",
+            reason="unknown-route",
+        )
+
+
+class _Ping(Handler):
+    answers_any_version = True
+
+    def get(self) -> None:
+        self.reply(self.service.ping())
+
+
+class _Status(Handler):
+    async def get(self) -> None:
+        if self.wants_fresh:
+            await self.service.measure_now()
+        uid = None if self.peer.admin else self.peer.credentials.uid
+        seats = self.service.seats
+        seat = seats.of_token(self.peer.token)
+        status = replace(
+            host_status(self.service.broker, self.socket_path, uid, seat=seat, owner=seats.owner_of(seat)),
+            seats=seats.seen_by(uid, seat),
+            seat_queue=seats.queue_seen_by(uid, seat),
+        )
+        self.reply(replace(status, audit_file=str(self.service.audit.path)) if self.peer.admin else status)
+
+
+class _Leases(Handler):
+    async def post(self) -> None:
+        self.reply(await self.service.create(self.peer, self.take(LeaseRequest)))
+
+
+class _Lease(Handler):
+    async def get(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id)
+        if self.wants_fresh:
+            await self.service.measure_now()
+        self.reply(self.service.status_of(kernel))
+
+    async def delete(self, lease_id: str) -> None:
+        try:
+            kernel = self.service.find(self.peer, lease_id)
+        except NotFoundError:
+            pass  # released before: a second release is no error
+        else:
+            async with self.steered("release", kernel):
+                await self.service.release(kernel)
+        self.reply(Done())
+
+
+class _Attach(Handler):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id, own=True)
+        self.reply(await self.service.attach(self.peer, kernel, self.take(AttachRequest)))
+
+
+class _Detach(Handler):
+    async def post(self, lease_id: str) -> None:
+        await self.service.detach(self.service.find(self.peer, lease_id, own=True))
+        self.reply(Done())
+
+
+class _Suspend(Stream):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id)
+
+        async def work() -> None:
+            async with self.steered("suspend", kernel):
+                status = await self.service.suspend(kernel, self.actor(kernel))
+            self.reply(status)
+
+        await self.run(asyncio.create_task(work()))
+
+
+class _Events(Stream):
+    async def get(self) -> None:
+        uid = None if self.peer.admin else self.peer.credentials.uid
+        seat = self.service.seats.of_token(self.peer.token)
+
+        async def work() -> None:
+            owner = self.service.seats.owner_of(seat)
+            async with aclosing(self.settings["feed"].follow(uid, seat, owner)) as news:
+                async for status in news:
+                    await self.line({} if status is None else status)
+
+        await self.run(asyncio.create_task(work()))
+
+
+class _Resume(Stream):
+    async def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id)
+
+        async def work() -> None:
+            async with self.steered("resume", kernel):
+                status = await self.service.resume(kernel)
+            self.reply(status)
+
+        await self.run(asyncio.create_task(work()))
+
+
+class _Acquire(Stream):
+    async def post(self, lease_id: str) -> None:
+        kernel = await self.service.find_own(self.peer, lease_id)
+        request = self.take(AcquireRequest)
+
+        async def work() -> None:
+            async with aclosing(self.service.acquire(kernel, request)) as stream:
+                async for progress in stream:
+                    await self.line(progress)
+
+        await self.run(asyncio.create_task(work()))
+
+
+class _Gate(Stream):
+    _writes = False
+
+    async def post(self, lease_id: str) -> None:
+        kernel = await self.service.find_own(self.peer, lease_id)
+        link = self.service.connect_gate(kernel, self.take(GateHello))
+
+        async def work() -> None:
+            # The extension learns at once that it is connected, and whether it has to pulse.
+            await self.line(GateCommand(hears=self.settings["hears"]))
+            link.stream = self
+            while (command := await link.next()) is not None:
+                await self.line(command)
+
+        try:
+            await self.run(asyncio.create_task(work()))
+        finally:
+            self.service.disconnect_gate(kernel, link)
+
+    async def line(self, message: object) -> None:
+        """Write one line, and nothing between it and its end. Raises as `Stream.line`."""
+        self._writes = True
+        try:
+            await super().line(message)
+        finally:
+            self._writes = False
+
+    def keep_alive(self) -> bool:
+        """Write an empty command if nothing else is being written: that line would never learn that it is taken."""
+        connection: Any = self.request.connection
+        if self._writes or connection.stream.closed() or connection.stream.writing():
+            return False
+        self.write(_KEEP_ALIVE)
+        self.flush()
+        return True
+
+    def is_read(self) -> bool | None:
+        """Whether the extension has read all that was written; None where the system does not tell."""
+        connection: Any = self.request.connection
+        if not self.settings["hears"] or connection.stream.socket is None:
+            return None
+        return not (connection.stream.writing() or unread(connection.stream.socket))
+
+
+class _Answer(Handler):
+    def post(self, lease_id: str) -> None:
+        kernel = self.service.find(self.peer, lease_id, own=True)
+        self.service.answer(kernel, self.take(GateAnswer))
+        self.reply(Done())
+
+
+def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str, type[Handler]]] = ()) -> Server:
+    """Return the server, not yet listening; `more` are routes beside those of leases."""
+    shared = {"service": service, "socket_path": socket_path}
+    application = web.Application(
+        [
+            ("/v1/ping", _Ping, shared),
+            ("/v1/status", _Status, shared),
+            ("/v1/events", _Events, shared),
+            ("/v1/leases", _Leases, shared),
+            (_LEASE, _Lease, shared),
+            (_LEASE + "/attach", _Attach, shared),
+            (_LEASE + "/detach", _Detach, shared),
+            (_LEASE + "/acquire", _Acquire, shared),
+            (_LEASE + "/suspend", _Suspend, shared),
+            (_LEASE + "/resume", _Resume, shared),
+            (_LEASE + "/gate", _Gate, shared),
+            (_LEASE + "/answer", _Answer, shared),
+            *((pattern, handler, shared) for pattern, handler in more),
+            *((pattern, handler, shared) for pattern, handler in (*POLICY_ROUTES, *METRICS_ROUTES)),
+        ],
+        default_handler_class=_Missing,
+        default_handler_args=shared,
+        feed=Feed(service.broker, socket_path),
+        limiter=Limiter(service.broker),
+        hears=tells_unread(),
+        log_function=_log_request,
+    )
+    server = Server(
+        application,
+        max_header_size=DISCARDED_HEADER_BYTES,
+        max_body_size=DISCARDED_BYTES,
+        max_buffer_size=MAX_BODY_BYTES * 2,
+        idle_connection_timeout=IDLE_S,
+        body_timeout=BODY_S,
+        admin_gid=service.admin_gid,
+    )
+    add_view(service, server)
+    return server
+
+
+def _log_request(handler: web.RequestHandler) -> None:
+    request: httputil.HTTPServerRequest = handler.request
+    log.debug(
+        "%s %s -> %d in %.1f ms", request.method, request.path, handler.get_status(), request.request_time() * 1000
+    )

@@ -1,0 +1,618 @@
+"""The broker: one arbiter, and the hands that do what it decides.
+
+Everything that happens becomes an event for `Arbiter.handle`; every effect it returns is carried out here. The broker decides nothing
+about who holds a GPU. It owns what the arbiter does not know: processes, IOPub, extensions, tokens, the ledger, the worker.
+
+All methods run on one event loop. Effects that take time (suspend, resume, looking again) run as tasks and come back as events.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import zmq.asyncio
+
+from fractional_gpu.broker.clock import now_ms, time_of_day, wall_ms
+from fractional_gpu.broker.kernels.iopub import IOPubWatch, connection_from_json
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import stopped_sentence
+from fractional_gpu.broker.kernels.sharing import remove_books, sharing_environment
+from fractional_gpu.broker.metrics import Metrics
+from fractional_gpu.broker.persistence.deadlines import DeadlineClock
+from fractional_gpu.broker.persistence.history import History
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.persistence.token_files import TokenFiles
+from fractional_gpu.broker.supervision.context_learner import ContextLearner
+from fractional_gpu.broker.supervision.enforcement import Backstop
+from fractional_gpu.broker.supervision.gpu_activity import IdleCounters
+from fractional_gpu.broker.supervision.oom_kills import OomKills
+from fractional_gpu.broker.supervision.survivors import Survivors
+from fractional_gpu.broker.swap.operations import Operations
+from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    CapBreached,
+    CloseGate,
+    Declined,
+    Effect,
+    EndProcesses,
+    Granted,
+    LeaseAdmitted,
+    LeaseEnded,
+    LeaseRefused,
+    LookAgain,
+    Pinned,
+    Recorded,
+    Resized,
+    Resume,
+    Shrink,
+    StateChanged,
+    Suspend,
+    SuspendAnnounced,
+    TicketsChanged,
+    WakeAt,
+)
+from fractional_gpu.core.events import (
+    BusyChanged,
+    Checkpointable,
+    Event,
+    LeaseMeasured,
+    ProcessExited,
+    Tick,
+    Unwanted,
+    Wanted,
+)
+from fractional_gpu.core.model import (
+    HOLDING,
+    LeaseState,
+    LeaseView,
+    ReserveBy,
+    TicketView,
+)
+from fractional_gpu.core.units import format_duration, format_memory
+from fractional_gpu.gpu.interface import DeviceInfo, DeviceSensors, Monitor
+from fractional_gpu.host import failpoints
+from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.ledger.records import LeaseRecord
+from fractional_gpu.protocol.messages import GateVerb
+
+__all__ = ["Broker", "devices_of", "now_ms", "token_digest", "wall_ms"]
+
+log = logging.getLogger(__name__)
+
+_WRITE_AGAIN_S = 1.0
+_TICKETS_MS = 1000
+_MAY_BE_SAVED = frozenset({LeaseState.SUSPENDING, LeaseState.QUARANTINED})
+_MOST_MEMBERS = 256  # of a kernel's processes that the ledger remembers
+
+
+class Broker:
+    """Carries the arbiter's decisions out."""
+
+    def __init__(self, arbiter: Arbiter, monitor: Monitor, swaps: Swaps, writer: LedgerWriter) -> None:
+        self.arbiter = arbiter
+        arbiter.moment = time_of_day
+        self.monitor = monitor
+        self.writer = writer
+        self.deadlines = DeadlineClock.of(writer.ledger)
+        self.metrics = Metrics(arbiter)
+        writer.wrote = self.metrics.wrote
+        self.kernels: dict[str, Kernel] = {}
+        self.devices: dict[str, DeviceInfo] = {}
+        self.queue_changed = asyncio.Event()
+        self.stirred = asyncio.Event()  # anything at all may have changed; take it before looking, then wait for it
+        self.last_use_s = time.monotonic()
+        self.stopping = False
+        self.used_mib: dict[str, int] = {}  # by device, as last measured
+        self.changes = 0  # state changes so far: a measurement that one overtook is stale
+        self.history = History(writer)
+        self.files: LeaseFiles | None = None  # the second records
+        self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease; set by whoever serves seats
+        writer.trouble_changed = self._trouble_changed
+        self._swaps = swaps
+        self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
+        self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
+        self.counters = IdleCounters(self)
+        swaps.is_quiet = self.counters.is_quiet
+        self.backstop = Backstop(self)
+        self.oom_kills = OomKills()
+        self.contexts = ContextLearner(self)
+        self.survivors = Survivors(self, swaps)
+        self.token_files = TokenFiles()
+        swaps.roots = self.roots
+        self._zmq = zmq.asyncio.Context()
+        self._zmq.set(zmq.MAX_SOCKETS, 8192)
+        self._alarm: asyncio.TimerHandle | None = None
+        self._operations = Operations(
+            arbiter=arbiter,
+            swaps=swaps,
+            writer=writer,
+            kernels=lambda: self.kernels,
+            dispatch=self.dispatch,
+            stepped=self._stepped,
+            finished=self._suspend_finished,
+        )
+
+    # -- events in, effects out ----------------------------------------------------------------------------------------------
+
+    def dispatch(self, event: Event) -> list[Effect]:
+        """Hand an event to the arbiter and carry out what it answers. Returns the effects, for callers that wait for one."""
+        point = self._failpoint(event) if failpoints.enabled() else ""
+        failpoints.reach(f"{point}.before")
+        effects = self.arbiter.handle(event)
+        self.metrics.saw(event, effects)
+        self._tickets = None
+        for effect in effects:
+            self._carry_out(effect)
+        self.arbiter.reflect()
+        if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
+            self.history.note(view)
+        failpoints.reach(f"{point}.after")
+        self.stirred.set()
+        self.stirred = asyncio.Event()
+        return effects
+
+    def _failpoint(self, event: Event) -> str:
+        """Name the event and the state of the lease it is about."""
+        lease = self.arbiter.lease(getattr(event, "lease_id", ""))
+        return f"event.{type(event).__name__}" + (f"@{lease.state}" if lease is not None else "")
+
+    def _carry_out(self, effect: Effect) -> None:  # noqa: C901, PLR0912 - one case per effect
+        match effect:
+            case Recorded(lease_id=lease_id, reason=reason, sentence=sentence):
+                log.info("lease %s: %s (%s)", lease_id[:8], sentence, reason)
+                self.record_line(lease_id, reason, sentence)
+            case StateChanged(lease_id=lease_id, new=new):
+                self.changes += 1
+                self._state_changed(effect)
+                if new is not LeaseState.ENDED and lease_id in self.kernels:
+                    self.save(self.kernels[lease_id])
+            case Granted():
+                self._granted(effect)
+            case CloseGate(lease_id=lease_id):
+                self._close_gate(lease_id)
+            case Suspend() | Resume() | LookAgain() | Shrink():
+                if not self.stopping:  # else the next broker finds out what is true and decides anew
+                    self._operations.start(effect)
+            case Declined():
+                self._declined(effect)
+            case Resized() | Pinned() | SuspendAnnounced():
+                self._told(effect)
+            case CapBreached():
+                self._breached(effect)
+            case EndProcesses(lease_id=lease_id):
+                if not self.stopping:
+                    self.end_processes(lease_id)
+            case LeaseEnded(lease_id=lease_id, reason=reason):
+                self._ended(lease_id, reason)
+            case TicketsChanged():
+                self._wake_queue()
+            case WakeAt(at_ms=at_ms):
+                self._set_alarm(at_ms)
+            case LeaseAdmitted() | LeaseRefused():
+                pass  # read by the caller from dispatch's result
+            case _:
+                raise TypeError(f"the arbiter asked for {type(effect).__name__}, which the broker does not know")
+
+    def _state_changed(self, change: StateChanged) -> None:
+        kernel = self.kernels.get(change.lease_id)
+        if kernel is None:
+            return
+        kernel.changes += 1
+        if change.new is LeaseState.SUSPENDED and change.old is LeaseState.SUSPENDING:
+            kernel.suspends += 1
+        elif change.new is LeaseState.RESIDENT and change.old is LeaseState.RESUMING:
+            kernel.resumes += 1
+        view = self.arbiter.lease(change.lease_id)
+        if view is not None:
+            if change.new is LeaseState.RESIDENT:
+                kernel.homes = devices_of(view)
+            self.history.note(view)
+        kernel.notify()
+
+    def _granted(self, grant: Granted) -> None:
+        kernel = self.kernels.get(grant.lease_id)
+        if kernel is None:
+            return
+        kernel.wanted_by_broker = False
+        if self.may_use(kernel):
+            self.open_gate(kernel)
+        kernel.notify()
+
+    def _declined(self, refusal: Declined) -> None:
+        kernel = self.kernels.get(refusal.lease_id)
+        if kernel is None or refusal.about in {"pin", "move"}:
+            return  # whoever pins or moves reads the answer from `dispatch`
+        if refusal.about != "resize":
+            # The arbiter merges all requests to suspend one lease: its answer is the answer to each of them.
+            for request in kernel.suspend_requests:
+                request.declined = (refusal.reason, refusal.sentence)
+        elif kernel.resizing is not None:
+            kernel.resizing.declined = (refusal.reason, refusal.sentence)
+        kernel.notify()
+
+    def _told(self, effect: Resized | Pinned | SuspendAnnounced) -> None:
+        """Pass on what changes for a kernel that stays where it is."""
+        kernel = self.kernels.get(effect.lease_id)
+        if kernel is None:
+            return
+        match effect:
+            case Resized():
+                self.save(kernel, limit=True)
+            case Pinned():
+                self.save(kernel)
+            case SuspendAnnounced(at_ms=at_ms):
+                self._announce(kernel, at_ms)
+        kernel.notify()
+
+    @staticmethod
+    def _announce(kernel: Kernel, at_ms: int) -> None:
+        if kernel.link is not None:
+            left = format_duration(max(0, at_ms - now_ms()))
+            sentence = (
+                f"This kernel is idle: its GPU memory moves to host memory in {left}, and comes back with the next cell. "
+                "Run a cell, or `%gpu pin 30m`, to keep it on the GPU."
+            )
+            kernel.link.send(GateVerb.NOTICE, sentence=sentence)
+
+    def may_use(self, kernel: Kernel) -> tuple[str, ...]:
+        """Return the devices that the kernel may use now: it is resident, and the ledger knows. None may be.
+
+        A reservation that a kernel was told of and the ledger was not would be given away once more by the next broker.
+        """
+        view = self.arbiter.lease(kernel.lease_id)
+        if view is None or view.state is not LeaseState.RESIDENT or devices_of(view) != kernel.reserved_on_disk:
+            return ()
+        return kernel.reserved_on_disk
+
+    def open_gate(self, kernel: Kernel) -> None:
+        """Let the kernel's cells run if it may use its devices, and none of them has to ask first."""
+        device_ids, view = self.may_use(kernel), self.arbiter.lease(kernel.lease_id)
+        if device_ids and kernel.link is not None and view is not None and not view.yields:
+            kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
+
+    def _close_gate(self, lease_id: str) -> None:
+        """Have the kernel's next cell ask. Where no extension is connected, IOPub says when one begins (`look_at_use`)."""
+        kernel = self.kernels.get(lease_id)
+        if kernel is not None and kernel.link is not None:
+            kernel.link.send(GateVerb.PREEMPT)
+
+    def _cell_began(self, kernel: Kernel) -> None:
+        """A cell began though the gate is closed: nothing guards the cells, or the command came too late, or a grant undid it."""
+        if kernel.link is not None:
+            kernel.link.send(GateVerb.PREEMPT)
+        elif kernel.waiting == 0:
+            kernel.wanted_by_broker = True
+            self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
+
+    def _breached(self, breach: CapBreached) -> None:
+        self.backstop.breached(breach)
+        if (kernel := self.kernels.get(breach.lease_id)) is not None and not self.stopping:
+            self.contexts.breached(kernel)
+
+    def _stepped(self, lease_id: str) -> None:
+        """What an operation is about to save is known: have it in the second record, too."""
+        if (kernel := self.kernels.get(lease_id)) is not None:
+            self.noted(kernel)
+
+    def _suspend_finished(self, kernel: Kernel) -> None:
+        self.contexts.suspended(kernel)
+        view = self.arbiter.lease(kernel.lease_id)
+        if (
+            view is not None
+            and view.state is LeaseState.SUSPENDED
+            and kernel.executing
+            and self.ticket(kernel.lease_id) is not None
+        ):
+            # Preempted: the arbiter has filed its ticket. Should its cell end without the GPU, nobody needs that any more.
+            kernel.wanted_by_broker = kernel.waiting == 0
+        self.look_at_use(kernel)
+
+    def _ended(self, lease_id: str, reason: str) -> None:
+        kernel = self.kernels.pop(lease_id, None)
+        self.history.forget(lease_id)
+        remove_books(lease_id)
+        if kernel is not None:
+            kernel.forget_process()
+            kernel.notify()
+            self.token_files.remove(lease_id, kernel.token_file, kernel.uid)
+        if self.files is not None:
+            self.files.drop(lease_id)
+        self.writer.submit(partial(self.writer.ledger.end_lease, lease_id, wall_ms(), reason))
+        self.last_use_s = time.monotonic()
+
+    def _trouble_changed(self) -> None:
+        """Tell all who wait or follow that the ledger can, or cannot, be written."""
+        self._wake_queue()
+        self.stirred.set()
+        self.stirred = asyncio.Event()
+
+    def _wake_queue(self) -> None:
+        self.queue_changed.set()
+        self.queue_changed = asyncio.Event()
+
+    def _set_alarm(self, at_ms: int | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if at_ms is not None:
+            delay_s = max(0, at_ms - now_ms()) / 1000
+            self._alarm = asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(Tick(at_ms=now_ms())))
+
+    # -- kernels ---------------------------------------------------------------------------------------------------------------
+
+    def environment(self, lease_id: str, device_ids: Sequence[str]) -> dict[str, str]:
+        """Return what binds a kernel to its devices and its cap; without devices, what it needs before it has any."""
+        environment = self.monitor.kernel_environment(device_ids[0] if device_ids else None)
+        for device_id in device_ids[1:]:
+            for name, value in self.monitor.kernel_environment(device_id).items():
+                if value != environment[name]:
+                    environment[name] += f",{value}"
+        view = self.arbiter.lease(lease_id)
+        if view is not None:
+            environment["JUPYTER_GPU_MEMORY_MIB"] = str(self._limit_mib(view))
+            if (pool := self.arbiter.pools().get(view.spec.pool)) is not None:
+                held = [device for device in self.arbiter.devices() if device.device_id in device_ids]
+                environment |= sharing_environment(pool, view.spec, self._limit_mib(view), held)
+        if device_ids and device_ids[0] in self.devices:
+            environment["JUPYTER_GPU_DEVICE_MIB"] = str(self.devices[device_ids[0]].memory_mib)
+            environment["JUPYTER_GPU_CONTEXT_MIB"] = str(self.contexts.context_mib(lease_id, device_ids))
+        return environment
+
+    def _limit_mib(self, view: LeaseView) -> int:
+        """Return what the kernel may use on each of its devices now: never more than is reserved for it."""
+        by_use = self.reserves_by_use(view.spec.pool)
+        return view.reserved_mib if by_use and view.reserved_mib else view.spec.reserve_mib
+
+    def reserves_by_use(self, pool: str) -> bool:
+        """Whether reservations in the pool follow what kernels use."""
+        policy = self.arbiter.pools().get(pool)
+        return policy is not None and policy.reserve_by is ReserveBy.USE
+
+    def follow(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
+        """Watch the kernel's process and its IOPub. Raises ProcessLookupError if it is gone, ValueError for a bad connection."""
+        checked = connection_from_json(json.loads(connection))
+        kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
+        self.oom_kills.follow(identity.pid, time.monotonic())
+        kernel.connection = connection
+        kernel.watch = IOPubWatch(
+            self._zmq, checked, ipykernel=kernel.ipykernel, changed=partial(self.look_at_use, kernel)
+        )
+        self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
+
+    def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
+        """The kernel's process ended or is about to be replaced: what it held is free as soon as it left nothing behind."""
+        if kernel.identity != identity:
+            return
+        log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
+        if full := self.oom_kills.account_for(identity):
+            self._ended_by_oom(kernel, full)
+        kernel.forget_process()
+        kernel.needs_driver = False
+        self.survivors.kernel_ended(kernel, identity)
+
+    def exited(self, kernel: Kernel) -> None:
+        """Nothing of the kernel's process is left: whatever it held is free."""
+        self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
+        if kernel.own_size is not None:  # it ended within a burst, which nobody else would give back
+            own_size, kernel.own_size = kernel.own_size, None
+            self.dispatch(replace(own_size, at_ms=now_ms()))
+        kernel.notify()
+
+    def _ended_by_oom(self, kernel: Kernel, full: str) -> None:
+        """Tell the kernel that comes after this one, and its story, why it ended."""
+        view = self.arbiter.lease(kernel.lease_id)
+        saved = (
+            f", with the {format_memory(view.saved_mib)} that were saved from the GPU"
+            if view and view.saved_mib
+            else ""
+        )
+        sentence = (
+            "Host memory ran out, and the system's out-of-memory killer ended this kernel, as far as can be seen. "
+            f"What was full: {full}. Its variables are lost{saved}. Keep less in memory at once, or ask for a higher limit."
+        )
+        log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
+        kernel.notices.append(sentence)
+        self.record_line(kernel.lease_id, "process.out-of-memory", sentence)
+
+    def record_line(self, lease_id: str, reason: str, sentence: str) -> None:
+        """Add a line to the lease's story."""
+        self.writer.submit(partial(self.writer.ledger.record, lease_id, wall_ms(), reason, sentence))
+
+    def look_at_use(self, kernel: Kernel) -> None:
+        """Tell the arbiter whether the kernel is busy, and want the GPU for one that nobody else speaks for."""
+        view = self.arbiter.lease(kernel.lease_id)
+        if view is None or view.state in (LeaseState.UNATTACHED, LeaseState.ENDED):
+            return
+        self.counters.see(kernel, view)
+        if view.busy != kernel.busy:
+            self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
+            kernel.notify()
+        executing = kernel.executing
+        if not executing:
+            kernel.executing_since_s = None
+            if kernel.wanted_by_broker and kernel.waiting == 0:
+                kernel.wanted_by_broker = False
+                self.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
+        elif kernel.executing_since_s is None:
+            kernel.executing_since_s = time.monotonic()
+            if view.yields and not view.at_gate:
+                self._cell_began(kernel)
+        if executing and kernel.link is None and not view.spec.gated:
+            self.want_for(kernel)
+
+    def note_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
+        """A signal or a debugger stopped the process, or it goes on. While stopped it stays on its device, and its neighbours hear why."""
+        identity = kernel.identity
+        if identity is None or stopped == bool(kernel.stopped):
+            return
+        kernel.stopped = stopped_sentence(identity.pid) if stopped else ""
+        sentence = kernel.stopped or f"process {identity.pid} goes on"
+        log.info("lease %s: %s", kernel.lease_id[:8], sentence)
+        self.record_line(kernel.lease_id, "process.stopped" if stopped else "process.goes-on", sentence)
+        why_not = kernel.stopped or kernel.unsaveable
+        self.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=why_not))
+
+    async def measure(self, kernel: Kernel) -> None:
+        """Tell the arbiter what the kernel uses at this moment. Raises GPUError."""
+        used_mib = await self._swaps.used_mib(kernel)
+        view = self.arbiter.lease(kernel.lease_id)
+        if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.UNARMED):
+            measured = LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib, armed=used_mib > 0)
+            self.dispatch(measured)
+
+    def want_for(self, kernel: Kernel) -> None:
+        """File a ticket on behalf of a kernel that cannot or did not ask."""
+        view = self.arbiter.lease(kernel.lease_id)
+        if view is None or view.revoked or kernel.wanted_by_broker:
+            return
+        if view.state not in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNARMED):
+            return
+        kernel.wanted_by_broker = True
+        self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
+
+    def driver_started(self) -> None:
+        """The driver can be asked from now on: examine at once what only it knows."""
+        self._operations.look_now()
+
+    def end_operation(self, lease_id: str, operation_id: int, outcome: str) -> None:
+        """Write down how an earlier broker's operation ended. What cannot be written now is before the lease's next operation."""
+        self._operations.end(lease_id, operation_id, outcome)
+
+    def save(self, kernel: Kernel, *, limit: bool = False) -> None:
+        """Write the lease as it stands; with `limit`, tell the kernel its memory limit once that is on the disk."""
+        kernel.save_due = False
+        record = self.noted(kernel)
+        if record is None:
+            return
+        device_ids = _reserved(record)
+        if not device_ids:
+            kernel.reserved_on_disk = ()
+            kernel.unreserved_saves += 1
+        done = self.writer.submit(partial(self.writer.ledger.save_lease, record))
+        done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.unreserved_saves, limit))
+
+    def _saved(
+        self,
+        kernel: Kernel,
+        device_ids: tuple[str, ...],
+        unreserved_saves: int,
+        limit: bool,
+        done: asyncio.Future[None],
+    ) -> None:
+        if done.cancelled() or self.kernels.get(kernel.lease_id) is not kernel:
+            return
+        if done.exception() is not None:
+            if not self.stopping and not kernel.save_due:  # its cell may be waiting for this
+                kernel.save_due = True
+                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, partial(self.save, kernel, limit=True))
+            return
+        if device_ids and device_ids != kernel.reserved_on_disk and unreserved_saves == kernel.unreserved_saves:
+            kernel.reserved_on_disk = device_ids
+            self.open_gate(kernel)
+            kernel.notify()
+        elif limit and kernel.link is not None and (device_ids := self.may_use(kernel)):
+            kernel.link.send(GateVerb.LIMIT, environment=self.environment(kernel.lease_id, device_ids))
+
+    def noted(self, kernel: Kernel) -> LeaseRecord | None:
+        """Return what `record` returns, once it is on its way to the second records."""
+        record = self.record(kernel)
+        if record is not None and self.files is not None:
+            self.files.put(record)
+        return record
+
+    def record(self, kernel: Kernel) -> LeaseRecord | None:
+        """Return the lease as the ledger keeps it, or None if the arbiter does not know it."""
+        view = self.arbiter.lease(kernel.lease_id)
+        if view is None:
+            return None
+        identity = kernel.identity
+        return LeaseRecord(
+            spec=view.spec,
+            state=view.state,
+            generation=view.generation,
+            device_id=view.device_id,
+            saved_mib=max(view.saved_mib, kernel.checkpointed_mib if view.state in _MAY_BE_SAVED else 0),
+            uid=kernel.uid,
+            kernel_id=kernel.kernel_id,
+            token_sha256=kernel.token_sha256,
+            boot_id=identity.boot_id if identity else "",
+            pid=identity.pid if identity else None,
+            start_time=identity.start_time if identity else None,
+            connection=kernel.connection,
+            language=kernel.language,
+            ipykernel=kernel.ipykernel,
+            created_ms=kernel.created_ms,
+            suspends=kernel.suspends,
+            resumes=kernel.resumes,
+            home_device_id=kernel.home,
+            device_ids=view.device_ids if len(view.device_ids) > 1 else (),
+            home_device_ids=kernel.homes if len(kernel.homes) > 1 else (),
+            members=tuple(one.to_text() for one in sorted(kernel.members)[:_MOST_MEMBERS]),
+            released=kernel.released,
+            server=kernel.server.to_text() if kernel.server is not None else "",
+            token_file=kernel.token_file,
+            pinned_until_ms=self._pinned_until_ms(view),
+        )
+
+    def _pinned_until_ms(self, view: LeaseView) -> int:
+        left_ms = view.pinned_until_ms - now_ms()
+        return self.deadlines.now_ms() + left_ms if left_ms > 0 else 0
+
+    def ticket(self, lease_id: str) -> TicketView | None:
+        """Return the lease's place in the queue. The queue is looked at once for all who ask between two events, or for a second."""
+        at_ms = now_ms()
+        if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
+            pools = self.arbiter.pools()
+            self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool, at_ms)}
+        return self._tickets[1].get(lease_id)
+
+    def roots(self) -> list[ProcessIdentity]:
+        """Return the kernel processes of all leases."""
+        return [kernel.identity for kernel in self.kernels.values() if kernel.identity is not None]
+
+    def views(self) -> list[tuple[Kernel, LeaseView]]:
+        """Return every living lease with its kernel."""
+        return [
+            (self.kernels[view.spec.lease_id], view)
+            for view in self.arbiter.leases()
+            if view.spec.lease_id in self.kernels
+        ]
+
+    async def close(self) -> None:
+        """Stop everything that runs on the loop. Kernels are left as they are; an operation in hand is finished first."""
+        self.stopping = True
+        await self._operations.close()
+        await self.survivors.close()
+        await self.contexts.close()
+        self._set_alarm(None)
+        for kernel in self.kernels.values():
+            kernel.forget_process()
+        self._zmq.destroy(linger=0)
+        if self.files is not None:
+            await self.files.close()
+        await self.token_files.close()
+        await self.writer.close()
+
+
+def devices_of(view: LeaseView) -> tuple[str, ...]:
+    """Return all devices of a lease, its first one first."""
+    return view.device_ids or ((view.device_id,) if view.device_id is not None else ())
+
+
+def _reserved(record: LeaseRecord) -> tuple[str, ...]:
+    """Return the devices on which the ledger says that the lease holds a reservation."""
+    if record.state not in HOLDING or record.device_id is None:
+        return ()
+    return record.device_ids or (record.device_id,)
+
+
+def token_digest(token: str) -> str:
+    """Return what is kept of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()

@@ -1,0 +1,270 @@
+"""What is true of kernels right now, as the operating system, the driver and the devices tell it.
+
+One `Scene` is one pass over /proc and one reading of each device concerned: several questions about one kernel, or about several, take
+one scene. What happened after it was taken is not in it: certainty needs a new one.
+
+- A CUDA process that no device counts (it only initialised the driver, or the device does not list it) has at most what the devices hold
+  beyond what they charge to processes. That is taken for its size, once the devices are known to count processes by the pids that are
+  seen here; where they do not (a container with pids of its own), its size is unknown.
+- A process that forked from a CUDA process and runs no program of its own inherited a context that it cannot use. What the driver says of
+  it, errors included, says nothing about the kernel.
+- A stopped process may not answer the driver, and the driver has no time limit for that: it is not asked.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.gpu.interface import (
+    DeviceUse,
+    GPUError,
+    GPUErrorCode,
+    Monitor,
+    ProcessState,
+)
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.mappings import holds_open
+from fractional_gpu.host.process import ProcessIdentity, identify
+from fractional_gpu.host.tree import Snapshot, scan
+
+__all__ = [
+    "ENDED",
+    "LEASE_VARIABLE",
+    "NOMINAL_MIB",
+    "Scene",
+    "Sight",
+    "is_device_file",
+    "members_of",
+    "stopped_sentence",
+]
+
+LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
+ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
+NOMINAL_MIB = 64
+"""The least that a CUDA process counts for that no device counts, MiB."""
+
+# A worker that fails says nothing about the process that it was asked about.
+_WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
+_NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """The machine at about one moment: the processes, and the devices that were read."""
+
+    snapshot: Snapshot
+    uses: Mapping[str, DeviceUse]
+
+    def used_mib(self, pid: int) -> int:
+        """Return the memory that the process has on all devices; 0 where none counts it."""
+        return sum(one.used_mib for use in self.uses.values() for one in use.processes if one.pid == pid)
+
+    def free_mib(self, device_id: str) -> int:
+        """Return what is free on the device. Raises GPUError if there is no such device."""
+        if device_id not in self.uses:
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"device {device_id} is not there")
+        return self.uses[device_id].memory_mib - self.uses[device_id].used_mib
+
+    def uncounted_mib(self) -> int:
+        """Return what the devices hold beyond what they charge to processes."""
+        return sum(max(0, use.used_mib - sum(one.used_mib for one in use.processes)) for use in self.uses.values())
+
+    def is_alone(self, pids: Collection[int], device_id: str) -> bool:
+        """Return whether no process but these uses the device. Raises GPUError if there is no such device."""
+        self.free_mib(device_id)
+        return all(one.pid in pids for one in self.uses[device_id].processes)
+
+    def homes(self, pids: Collection[int]) -> tuple[str, ...]:
+        """Return the devices that hold memory of these processes, the one that holds most first."""
+        mine = {
+            device_id: sum(one.used_mib for one in use.processes if one.pid in pids)
+            for device_id, use in self.uses.items()
+        }
+        return tuple(sorted((device for device, mib in mine.items() if mib), key=lambda device: -mine[device]))
+
+
+class Sight:
+    """Looks. `roots` returns the processes of all kernels: one that was started by another has a lease of its own."""
+
+    def __init__(self, monitor: Monitor, worker: WorkerLink) -> None:
+        self._monitor = monitor
+        self._worker = worker
+        self.roots: Callable[[], list[ProcessIdentity]] = list
+        self._own = identify(os.getpid())
+        self.off = ""  # why the driver cannot be asked, a sentence: what the devices say is what there is
+        self.counts_processes = False  # a CUDA process was seen to be counted by a device under its pid here
+
+    async def snapshot(self) -> Snapshot:
+        """Look at the processes. Raises GPUError where the system is short of what a look takes."""
+        with _short():
+            return await asyncio.to_thread(scan, LEASE_VARIABLE)
+
+    async def scene(self, device_ids: Sequence[str] | None = None, snapshot: Snapshot | None = None) -> Scene:
+        """Look at the machine and at these devices (None: all there are). A snapshot that was taken a moment ago saves one.
+
+        Raises GPUError, also where the system is short of what a look takes.
+        """
+        with _short():
+            looking = asyncio.to_thread(self._uses, device_ids)
+            if snapshot is not None:
+                return Scene(snapshot=snapshot, uses=await looking)
+            # Both wait, for the system and for the driver: side by side.
+            seen, uses = await asyncio.gather(asyncio.to_thread(scan, LEASE_VARIABLE), looking)
+            return Scene(snapshot=seen, uses=uses)
+
+    def _uses(self, device_ids: Sequence[str] | None) -> dict[str, DeviceUse]:
+        if device_ids is None:
+            device_ids = [device.device_id for device in self._monitor.devices()]
+        uses: dict[str, DeviceUse] = {}
+        for device_id in device_ids:
+            try:
+                uses[device_id] = self._monitor.use(device_id)
+            except GPUError as error:
+                if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
+                    raise  # of a lost device nothing is known: what needs it finds it missing
+        return uses
+
+    def tree(self, kernel: Kernel, scene: Scene) -> list[ProcessIdentity]:
+        """Return the kernel's processes, and remember them."""
+        if kernel.identity is None:
+            return []
+        return self.tree_below(kernel, kernel.identity, scene.snapshot)
+
+    def tree_below(self, kernel: Kernel, root: ProcessIdentity | None, snapshot: Snapshot) -> list[ProcessIdentity]:
+        """Return what belongs to the kernel if this is, or was, its process (None: nobody knows which), and remember it."""
+        # A kernel that starts a broker is above it until it serves. Its checkpoint worker is a CUDA process, and none of the kernel's.
+        return members_of(kernel, root, snapshot, [*self.roots(), self._own])
+
+    async def with_memory(
+        self, kernel: Kernel, root: ProcessIdentity | None, scene: Scene, *, saved: bool
+    ) -> list[ProcessIdentity]:
+        """Return the processes in the scene that have device memory and belong to the kernel whose process this was.
+
+        `saved`: the driver is asked, too, for what lies on the host. Raises GPUError.
+        """
+        found = []
+        for identity in self.tree_below(kernel, root, scene.snapshot):
+            if scene.used_mib(identity.pid):
+                has_memory = True
+            elif saved and not self.off:
+                has_memory = await self._has_cuda(scene, identity)
+            elif not self.counts_processes:  # then a device file that is open is all there is to see
+                own = scene.snapshot.runs_own_program(identity)
+                has_memory = own and await asyncio.to_thread(holds_open, identity.pid, is_device_file)
+            else:
+                has_memory = False
+            if has_memory:
+                found.append(identity)
+        return found
+
+    async def _has_cuda(self, scene: Scene, identity: ProcessIdentity) -> bool:
+        """Ask the driver whether the process has CUDA state; one that is stopped would not answer, and may have. Raises GPUError."""
+        if scene.snapshot.held_up(identity):
+            return True
+        try:
+            return await self._worker.state(identity) not in _NO_CUDA
+        except GPUError as error:
+            if error.code in ENDED:
+                return False
+            raise
+
+    async def states(self, kernel: Kernel, scene: Scene) -> dict[ProcessIdentity, ProcessState]:
+        """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
+        return (await self._states(kernel, scene))[0]
+
+    async def use(self, kernel: Kernel, scene: Scene) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
+        """Return the device memory, MiB, of every CUDA process of the kernel, and the processes that inherited a context.
+
+        The size is 0 where it is unknown. Raises GPUError, also for a process whose memory is not on a device.
+        """
+        states, heirs = await self._states(kernel, scene)
+        for identity, state in states.items():
+            if state not in (ProcessState.RUNNING, ProcessState.LOCKED):
+                raise GPUError(GPUErrorCode.ILLEGAL_STATE, f"process {identity.pid} is {state} already")
+        use = {identity: scene.used_mib(identity.pid) for identity in states}
+        self.counts_processes |= any(use.values())
+        if self.counts_processes:
+            at_most_mib = max(NOMINAL_MIB, scene.uncounted_mib())
+            use = {identity: mib or at_most_mib for identity, mib in use.items()}
+        return use, heirs
+
+    async def _states(
+        self, kernel: Kernel, scene: Scene
+    ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
+        """Return the states of the processes that have one of their own, and the processes that inherited a context."""
+        tree = self.tree(kernel, scene)
+        if self.off:
+            return {one: ProcessState.RUNNING for one in tree if scene.used_mib(one.pid)}, []
+        told: dict[ProcessIdentity, ProcessState] = {}
+        failed: dict[ProcessIdentity, GPUError] = {}
+        for identity in tree:
+            if scene.snapshot.held_up(identity) and self._may_use_cuda(kernel, scene, identity):
+                raise GPUError(GPUErrorCode.TARGET_STOPPED, stopped_sentence(identity.pid))
+            try:
+                told[identity] = await self._worker.state(identity)
+            except GPUError as error:
+                if error.code in _WORKERS:
+                    raise
+                if error.code not in ENDED:  # else it ended while we looked
+                    failed[identity] = error
+        cuda = {identity for identity, state in told.items() if state not in _NO_CUDA}
+        # What is saved, locked or half-way is certainly a process's own.
+        doubtful = [one for one, state in told.items() if state in (ProcessState.RUNNING, ProcessState.NO_CONTEXT)]
+        heirs = [
+            one
+            for one in (*doubtful, *failed)
+            if one not in kernel.checkpointed and self._is_heir(scene, one, cuda, asked=one not in failed)
+        ]
+        for identity, failure in failed.items():
+            if identity not in heirs:
+                raise failure
+        states = {one: state for one, state in told.items() if one in cuda and one not in heirs}
+        return states, heirs
+
+    @staticmethod
+    def _may_use_cuda(kernel: Kernel, scene: Scene, identity: ProcessIdentity) -> bool:
+        """Return whether a process that cannot be asked may have CUDA state."""
+        known = identity in kernel.checkpointed or scene.used_mib(identity.pid) > 0
+        return known or holds_open(identity.pid, is_device_file)
+
+    @staticmethod
+    def _is_heir(scene: Scene, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, asked: bool) -> bool:
+        """Return whether the process inherited the context of a CUDA process and has none of its own."""
+        if scene.used_mib(identity.pid) or not any(one in cuda for one in scene.snapshot.forked_from(identity)):
+            return False
+        return identity in cuda or not asked or holds_open(identity.pid, is_device_file)
+
+
+def members_of(
+    kernel: Kernel, root: ProcessIdentity | None, snapshot: Snapshot, apart: Collection[ProcessIdentity]
+) -> list[ProcessIdentity]:
+    """Return the kernel's processes in the snapshot, and remember them: what was seen in its tree once stays its own."""
+    marker = (LEASE_VARIABLE, kernel.lease_id)
+    tree = snapshot.tree(root, marker, uid=kernel.uid, apart=apart, also=kernel.members)
+    kernel.members = frozenset(tree) - {root}
+    return tree
+
+
+@contextmanager
+def _short() -> Iterator[None]:
+    """Let what a look lacks (descriptors, memory, threads) be a step that failed, with its way back: GPUError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        sentence = f"the machine could not be looked at: {error}"
+        raise GPUError(GPUErrorCode.OPERATING_SYSTEM, sentence) from error
+
+
+def stopped_sentence(pid: int) -> str:
+    """Return what is said of a stopped process, and what to do."""
+    return (
+        f"process {pid} is stopped and cannot answer the driver: `kill -CONT {pid}` lets it go on (or end its debugger)"
+    )
+
+
+def is_device_file(path: str) -> bool:
+    """Return whether this is a device file of NVIDIA's driver, which a process with a CUDA context holds open."""
+    return path.startswith("/dev/nvidia")

@@ -1,0 +1,250 @@
+"""What clients say of themselves, checked: the wish for a lease against the pools, and the process behind one against /proc."""
+
+import asyncio
+import grp
+import os
+import pwd
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.model import LeaseSpec, PoolSpec, ReserveBy
+from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.host.peers import PeerCredentials
+from fractional_gpu.host.process import (
+    ProcessIdentity,
+    boot_id,
+    environment_value,
+    identify,
+    owner_uid,
+)
+from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.errors import (
+    BadRequestError,
+    ForbiddenError,
+    NoRoomError,
+    RequestTooLargeError,
+)
+from fractional_gpu.protocol.limits import MAX_NAME
+from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
+
+__all__ = [
+    "Peer",
+    "cap_mib",
+    "fraction_for",
+    "guaranteed_mib",
+    "lease_spec",
+    "server_of",
+    "token_file_of",
+    "user_group",
+    "user_name",
+    "verified_process",
+]
+
+_TOKEN_VARIABLE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - a variable's name
+_LONGEST_PATH = 1024
+_EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Who asks: credentials from the socket, the token if one was sent, and on whose behalf an administrator says to ask."""
+
+    credentials: PeerCredentials
+    token: str | None = field(repr=False)
+    admin: bool
+    acting_for: str | None = None
+
+
+def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec:
+    """Check the request against the pools. Raises BadRequestError that names the field, the value and what is allowed."""
+    pools = arbiter.pools()
+    pool = pools.get(request.pool)
+    if pool is None:
+        names = ", ".join(sorted(pools)) or "none: this broker manages no devices"
+        raise BadRequestError(f"there is no pool {request.pool[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
+    if not 1 <= request.fraction_milli <= 1000:
+        raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
+    _check_devices(pool, request)
+    _check_priority(pool, peer, request.priority)
+    for name in ("kernel_id", "label"):
+        if len(getattr(request, name)) > MAX_NAME:
+            raise RequestTooLargeError(f"{name} has {len(getattr(request, name))} characters; allowed: {MAX_NAME}")
+    reserve_mib = cap_mib(arbiter, pool, request.fraction_milli, request.memory_mib)
+    return LeaseSpec(
+        lease_id=secrets.token_hex(12),
+        pool=pool.name,
+        owner=user_name(peer.credentials.uid),
+        fraction_milli=request.fraction_milli,
+        reserve_mib=reserve_mib,
+        request_mib=guaranteed_mib(arbiter, pool, request.fraction_milli, reserve_mib, request.request_mib),
+        devices=request.devices,
+        priority=request.priority,
+        group=user_group(peer.credentials.uid, pool),
+        gated=request.gated,
+        label=printable(request.label or request.kernel_id),
+    )
+
+
+def _check_devices(pool: PoolSpec, request: LeaseRequest) -> None:
+    most = min(pool.max_devices, len(pool.devices))
+    if request.devices != 1 and not 1 <= request.devices <= most:
+        raise BadRequestError(
+            f"devices is {request.devices}; allowed: 1 to {most} (pool {pool.name!r} has {len(pool.devices)}, and gives one kernel "
+            f"{pool.max_devices} at most)",
+            reason="bad-devices",
+        )
+    if request.devices > 1 and request.fraction_milli != 1000:
+        raise BadRequestError(
+            f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}; several devices are whole "
+            "ones: ask for the fraction 1, or for one device",
+            reason="bad-devices",
+        )
+
+
+def _check_priority(pool: PoolSpec, peer: Peer, priority: int) -> None:
+    if not -1000 <= priority <= 1000:
+        raise BadRequestError(f"priority is {priority}; allowed: -1000 to 1000", reason="bad-priority")
+    if priority > pool.max_priority and not peer.admin:
+        raise ForbiddenError(
+            f"priority {priority} was asked, but in pool {pool.name!r} users may ask for {pool.max_priority} at most; ask for that "
+            "or less, or have an administrator raise the pool's max_priority",
+            reason="priority-too-high",
+        )
+
+
+def user_group(uid: int, pool: PoolSpec) -> str:
+    """Return the first group of the pool's limits that the user is a member of, or ""."""
+    if not pool.group_limits:
+        return ""
+    try:
+        user = pwd.getpwuid(uid)
+    except KeyError:
+        return ""
+    groups = set(os.getgrouplist(user.pw_name, user.pw_gid))
+    names = {entry.gr_name for entry in grp.getgrall() if entry.gr_gid in groups}
+    return next((name for name, _ in pool.group_limits if name in names), "")
+
+
+def _sizes(arbiter: Arbiter, pool: PoolSpec) -> list[int]:
+    """Return what each device of the pool can give, MiB."""
+    sizes = [device.leasable_mib for device in arbiter.devices() if device.device_id in pool.devices]
+    if not sizes:
+        raise NoRoomError(
+            f"pool {pool.name!r} has no device now; `jupyter gpu status` shows the devices", reason="no-device"
+        )
+    return sizes
+
+
+def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: int | None) -> int:
+    """Return the memory that a kernel may use: what it asked for, or the fraction's share. Raises BadRequestError, NoRoomError."""
+    sizes = _sizes(arbiter, pool)
+    if memory_mib is None:
+        return max(1, min(sizes) * fraction_milli // 1000)
+    if memory_mib < 1:
+        raise BadRequestError(f"memory_mib is {memory_mib}; allowed: 1 or more", reason="bad-memory")
+    if memory_mib > max(sizes):
+        raise BadRequestError(
+            f"memory of {format_memory(memory_mib)} was asked, but the largest device of pool {pool.name!r} "
+            f"can give {format_memory(max(sizes))}; ask for that or less",
+            reason="larger-than-device",
+        )
+    return memory_mib
+
+
+def fraction_for(arbiter: Arbiter, pool: PoolSpec, used_mib: int) -> tuple[int, int]:
+    """Return the smallest fraction that the pool offers whose share holds so much memory, and that share, MiB. Raises NoRoomError."""
+    leasable_mib = min(_sizes(arbiter, pool))
+    for milli in sorted({*pool.fractions_milli, 1000}):
+        if leasable_mib * milli // 1000 >= max(1, used_mib):
+            return milli, leasable_mib * milli // 1000
+    return 1000, max(leasable_mib, used_mib)
+
+
+def guaranteed_mib(
+    arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, reserve_mib: int, request_mib: int | None
+) -> int | None:
+    """Return the memory that is guaranteed, where a pool reserves by use: what was asked, or the fraction's share of a device.
+
+    None: all of the cap. Raises BadRequestError.
+    """
+    if pool.reserve_by is ReserveBy.CAP:
+        if request_mib is not None:
+            raise BadRequestError(
+                f"request_mib is {request_mib}, but pool {pool.name!r} reserves all that a kernel may use; leave request_mib out",
+                reason="bad-request-mib",
+            )
+        return None
+    if request_mib is None:
+        return min(reserve_mib, max(1, min(_sizes(arbiter, pool)) * fraction_milli // 1000))
+    if not 1 <= request_mib <= reserve_mib:
+        raise BadRequestError(
+            f"request_mib is {request_mib}; allowed: 1 to {reserve_mib}, what the kernel may use",
+            reason="bad-request-mib",
+        )
+    return request_mib
+
+
+async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
+    """Return the process that the request states, if it is what it is said to be. Raises BadRequestError or ForbiddenError."""
+    try:
+        identity = identify(request.pid)
+        uid = owner_uid(request.pid)
+        lease_id = await _environment_soon(request.pid, LEASE_VARIABLE, kernel.lease_id)
+    except (ProcessLookupError, ValueError) as error:
+        raise BadRequestError(
+            f"pid {request.pid} is not a process that can hold a lease: {error}", reason="no-process"
+        ) from None
+    except PermissionError:
+        raise ForbiddenError(f"the broker may not look at process {request.pid}", reason="no-permission") from None
+    stated = ProcessIdentity(request.boot_id, request.pid, request.start_time)
+    if identity != stated or request.boot_id != boot_id():
+        raise BadRequestError(
+            f"pid {request.pid} is another process than the one stated (start time differs)",
+            reason="wrong-identity",
+        )
+    if uid != kernel.uid or (uid != peer.credentials.uid and not peer.admin):
+        raise ForbiddenError(f"process {request.pid} belongs to another user", reason="wrong-uid")
+    if lease_id != kernel.lease_id:
+        raise ForbiddenError(f"process {request.pid} was not started for this lease", reason="wrong-lease")
+    return identity
+
+
+def server_of(peer: Peer) -> ProcessIdentity | None:
+    """Return the process that asks, which starts the kernel of the lease; None where it cannot be seen (another pid namespace)."""
+    try:
+        return identify(peer.credentials.pid) if peer.credentials.pid > 0 else None
+    except (ProcessLookupError, PermissionError):
+        return None
+
+
+def token_file_of(identity: ProcessIdentity) -> str:
+    """Return the path of the token's file as the process's environment names it, "" if it names none that could be used."""
+    try:
+        path = environment_value(identity.pid, _TOKEN_VARIABLE) or ""
+    except (ProcessLookupError, PermissionError):
+        return ""
+    return path if path.startswith("/") and len(path) <= _LONGEST_PATH and path.isprintable() else ""
+
+
+async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
+    """Return the variable once it is what is expected, or what it is after a moment.
+
+    Whoever starts a process hears that it worked when the old program's descriptors are closed; only after that does Linux
+    put the new environment in place, and until then an empty one is read. Raises as `environment_value`.
+    """
+    end_s = time.monotonic() + _EXEC_PATIENCE_S
+    while (value := environment_value(pid, name)) != expected and time.monotonic() < end_s:  # noqa: ASYNC110 - nothing signals it
+        await asyncio.sleep(0.01)
+    return value
+
+
+def user_name(uid: int) -> str:
+    """Return the user's name, or its number where it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"

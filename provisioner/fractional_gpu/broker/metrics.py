@@ -1,0 +1,218 @@
+"""What is counted for Prometheus as it happens, in one place: every event and effect of the arbiter passes here, and nothing else is asked.
+
+- The table `COUNTED` names every metric here, `metrics_view.SEEN` those that are read off the books when somebody asks. docs/metrics.md
+  is written from both.
+- Base units: seconds and bytes. No label is a user, a lease, a kernel or a path; labels come from the configuration (pools, devices) and
+  from sets in the code, and what should ever exceed `_MOST_VALUES` values is `other`.
+- A wait lasts from the first wish for the GPU to the grant; a kernel that is on its device waits 0 s, which is counted, too. Times are
+  the broker's own clock: what an earlier broker began is not in them.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    CapBreached,
+    Declined,
+    Effect,
+    Granted,
+    LeaseAdmitted,
+    LeaseEnded,
+    LeaseRefused,
+    Resume,
+    StateChanged,
+    Suspend,
+)
+from fractional_gpu.core.events import (
+    Event,
+    ProcessExited,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    Unwanted,
+    Wanted,
+)
+from fractional_gpu.core.model import LeaseState
+
+__all__ = ["COUNTED", "PREFIX", "Metric", "Metrics"]
+
+PREFIX = "jupyter_gpu_"
+_MIB = 2**20
+_MOST_VALUES = 64
+_LOOK_S = 2.0
+_WAITS_S = (0.0, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+_SWAPS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_WRITES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_LAGS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric as it is documented. `name` is without the prefix, and of a counter without `_total`."""
+
+    kind: str  # counter, gauge or histogram
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+COUNTED = (
+    Metric("counter", "leases_admitted", "Leases that were given", ("pool",)),
+    Metric("counter", "leases_refused", "Leases that were refused, by the reason's code", ("reason",)),
+    Metric("counter", "leases_ended", "Leases that ended, by the reason's code; evicted: by an administrator", ("reason",)),
+    Metric("counter", "grants", "Times a kernel was let onto its GPU", ("pool",)),
+    Metric("counter", "declined", "Requests about leases that were declined: what was asked, and why", ("about", "reason")),
+    Metric("histogram", "wait_seconds", "From the wish for the GPU to the grant; 0 where nothing was in the way", ("pool",), _WAITS_S),
+    Metric("counter", "waits_abandoned", "Waits that were given up before the grant", ("pool",)),
+    Metric("histogram", "swap_seconds", "Suspends, resumes and moves (resumes on another device) that were done", ("kind",), _SWAPS_S),
+    Metric("counter", "swap_bytes", "Device memory that they moved", ("kind",)),
+    Metric("counter", "swap_failures", "Suspends and resumes that came to something else", ("kind", "outcome")),
+    Metric("counter", "preemptions", "Suspends of busy kernels for others", ("pool",)),
+    Metric("counter", "quarantines", "Times the state of a kernel's GPU memory was unknown", ("pool",)),
+    Metric("counter", "cap_breaches", "Times a kernel was found over its memory cap, by what was done", ("action",)),
+    Metric("histogram", "ledger_write_seconds", "Transactions of the ledger, with the wait for its disk", (), _WRITES_S),
+    Metric("histogram", "loop_lag_seconds", "How late the broker's event loop was, looked at every two seconds", (), _LAGS_S),
+)  # fmt: skip
+
+
+class Metrics:
+    """The counters of one broker, and the registry that they are in. Everything runs on the broker's loop."""
+
+    def __init__(self, arbiter: Arbiter) -> None:
+        self.registry = CollectorRegistry()
+        self._arbiter = arbiter
+        self._metrics: dict[str, Any] = {metric.name: self._made(metric) for metric in COUNTED}
+        self._values: dict[tuple[str, str], set[str]] = {}
+        self._children: dict[tuple[str, ...], Any] = {}  # by metric and labels: found once
+        self._pools: dict[str, str] = {}  # by lease
+        self._wanted_s: dict[str, float] = {}  # by lease: since when it waits
+        self._swaps: dict[int, tuple[float, str, int]] = {}  # by operation: when it began, its kind, MiB
+        self._effects: dict[type[Effect], Callable[[Any, float], None]] = {
+            LeaseAdmitted: self._admitted,
+            LeaseRefused: lambda effect, _: self._count("leases_refused", reason=effect.reason),
+            LeaseEnded: self._ended,
+            Granted: self._granted,
+            Declined: lambda effect, _: self._count("declined", about=effect.about or "suspend", reason=effect.reason),
+            Suspend: self._suspends,
+            Resume: self._resumes,
+            StateChanged: self._state_changed,
+            CapBreached: lambda effect, _: self._count("cap_breaches", action=effect.action.value),
+        }
+
+    def saw(self, event: Event, effects: Sequence[Effect]) -> None:
+        """Count an event and what the arbiter answered. Costs a look into a dictionary for each."""
+        now_s = time.monotonic()
+        match event:
+            case Wanted(lease_id=lease_id):
+                self._wanted_s.setdefault(lease_id, now_s)
+            case Unwanted(lease_id=lease_id) | ProcessExited(lease_id=lease_id):
+                self._abandoned(lease_id)
+            case SuspendFinished():
+                self._finished(
+                    event.operation_id, event.outcome, event.outcome is SuspendOutcome.SAVED, event.saved_mib, now_s
+                )
+            case ResumeFinished():
+                self._finished(event.operation_id, event.outcome, event.outcome is ResumeOutcome.RESTORED, None, now_s)
+            case _:
+                pass
+        for effect in effects:
+            if (count := self._effects.get(type(effect))) is not None:
+                count(effect, now_s)
+
+    def wrote(self, took_s: float) -> None:
+        """Count a transaction of the ledger."""
+        self._metrics["ledger_write_seconds"].observe(took_s)
+
+    async def watch_loop(self) -> None:
+        """Measure how late the loop is, until cancelled."""
+        while True:
+            due_s = time.monotonic() + _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+            self._metrics["loop_lag_seconds"].observe(max(0.0, time.monotonic() - due_s))
+
+    def _made(self, metric: Metric) -> Counter | Histogram:
+        name = PREFIX + metric.name
+        if metric.kind == "counter":
+            return Counter(name, metric.help, metric.labels, registry=self.registry)
+        return Histogram(name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
+
+    def _of(self, metric: str, **labels: str) -> Any:  # noqa: ANN401 - a Counter or a Histogram
+        key = (metric, *labels.values())
+        if (child := self._children.get(key)) is not None:
+            return child
+        bounded = {name: self._bounded(metric, name, one) for name, one in labels.items()}
+        child = self._metrics[metric].labels(**bounded)
+        if bounded == labels:  # what is `other` is not kept: there may be any number of them
+            self._children[key] = child
+        return child
+
+    def _count(self, metric: str, amount: float = 1.0, **labels: str) -> None:
+        self._of(metric, **labels).inc(amount)
+
+    def _bounded(self, metric: str, label: str, value: str) -> str:
+        known = self._values.setdefault((metric, label), set())
+        if value not in known:
+            if len(known) >= _MOST_VALUES:
+                return "other"
+            known.add(value)
+        return value
+
+    def _pool_of(self, lease_id: str) -> str:
+        pool = self._pools.get(lease_id)
+        if pool is None:  # new, or an earlier broker's
+            view = self._arbiter.lease(lease_id)
+            pool = self._pools[lease_id] = view.spec.pool if view is not None else ""
+        return pool
+
+    # -- effects -------------------------------------------------------------------------------------------------------------
+
+    def _admitted(self, effect: LeaseAdmitted, _now_s: float) -> None:
+        self._count("leases_admitted", pool=self._pool_of(effect.lease_id))
+
+    def _ended(self, effect: LeaseEnded, _now_s: float) -> None:
+        self._count("leases_ended", reason=effect.reason)
+        self._abandoned(effect.lease_id)
+        self._pools.pop(effect.lease_id, None)
+
+    def _granted(self, effect: Granted, now_s: float) -> None:
+        pool = self._pool_of(effect.lease_id)
+        self._count("grants", pool=pool)
+        since_s = self._wanted_s.pop(effect.lease_id, None)
+        if since_s is not None:
+            self._of("wait_seconds", pool=pool).observe(now_s - since_s)
+
+    def _abandoned(self, lease_id: str) -> None:
+        if self._wanted_s.pop(lease_id, None) is not None:
+            self._count("waits_abandoned", pool=self._pool_of(lease_id))
+
+    def _suspends(self, effect: Suspend, now_s: float) -> None:
+        self._swaps[effect.operation_id] = (now_s, "suspend", 0)
+        if effect.preempt:
+            self._count("preemptions", pool=self._pool_of(effect.lease_id))
+
+    def _resumes(self, effect: Resume, now_s: float) -> None:
+        moved = effect.from_device_id is not None and effect.from_device_id != effect.device_id
+        view = self._arbiter.lease(effect.lease_id)
+        self._swaps[effect.operation_id] = (now_s, "move" if moved else "resume", view.saved_mib if view else 0)
+
+    def _finished(self, operation_id: int, outcome: str, well: bool, saved_mib: int | None, now_s: float) -> None:
+        begun_s, kind, mib = self._swaps.pop(operation_id, (now_s, "", 0))
+        if not kind:
+            return  # begun by an earlier broker
+        if not well:
+            self._count("swap_failures", kind=kind, outcome=str(outcome))
+            return
+        self._of("swap_seconds", kind=kind).observe(now_s - begun_s)
+        self._count("swap_bytes", (mib if saved_mib is None else saved_mib) * _MIB, kind=kind)
+
+    def _state_changed(self, effect: StateChanged, _now_s: float) -> None:
+        if effect.new is LeaseState.QUARANTINED:
+            self._count("quarantines", pool=self._pool_of(effect.lease_id))

@@ -1,0 +1,344 @@
+"""The broker's eyes: who uses which device, how much host memory is left, and which kernels wait in silence."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from fractional_gpu.broker.broker import Broker, devices_of, now_ms
+from fractional_gpu.broker.kernels.gate import OPEN_LINE_S
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
+from fractional_gpu.broker.monitoring.host_memory import Pressure
+from fractional_gpu.broker.supervision.enforcement import Owner
+from fractional_gpu.broker.supervision.oom_kills import KillsSeen
+from fractional_gpu.core.events import (
+    DeviceLost,
+    DeviceSeen,
+    HostMemorySeen,
+    HostPressureSeen,
+    LeaseMeasured,
+)
+from fractional_gpu.core.model import (
+    HOLDING,
+    DeviceSpec,
+    LeaseState,
+    LeaseView,
+)
+from fractional_gpu.gpu.interface import (
+    DeviceSensors,
+    DeviceUse,
+    GPUError,
+    GPUErrorCode,
+)
+from fractional_gpu.host.process import ProcessIdentity, read_stat
+from fractional_gpu.host.tree import Snapshot, scan
+from fractional_gpu.protocol.limits import PULSE_S
+
+__all__ = ["Watcher"]
+
+log = logging.getLogger(__name__)
+
+_BUSY_INTERVAL_S = 2.0
+_QUIET_INTERVAL_S = 10.0
+_STEP_S = 0.5
+_REFRESH_PAUSE_S = 0.25  # between two samples that readers ask for
+_LOOKS = 3  # for one sample, while changes overtake them
+_MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
+_LONG_MOMENT_S = 10.0  # the same for one without a context whose extension is connected, and asks by itself as a rule
+_SILENCE_S = 2.5 * PULSE_S  # an extension that has not been heard of for this long: its Python does not run
+_LOOK_S = 5.0  # from one look at the lines to the next; what is more than that (a driver that answers late) is no silence of theirs
+_HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    uses: dict[str, DeviceUse | None]  # None: lost
+    snapshot: Snapshot | None
+    pressed: set[str]  # leases
+    sensors: dict[str, DeviceSensors]
+    kills: KillsSeen
+
+
+class Watcher:
+    """Samples until cancelled. `host_budget(saved_mib)` returns what suspended state may take in all, MiB."""
+
+    def __init__(self, broker: Broker, devices: dict[str, DeviceSpec], host_budget: Callable[[int], int]) -> None:
+        self._broker = broker
+        self._devices = devices
+        self._host_budget = host_budget
+        self._strangers: dict[str, int | None] = {}
+        self._pressure = Pressure()
+        self._pressed: set[str] = set()
+        self._budget_mib: int | None = None
+        self._looked_s = time.monotonic()  # at the lines
+        self._sampling = asyncio.Lock()
+        self._begun_s = -math.inf  # the last sample
+
+    async def run(self) -> None:
+        """Sample for ever."""
+        sampled_s = -math.inf
+        while True:
+            stirred = self._broker.stirred
+            interval_s = _BUSY_INTERVAL_S if self._broker.kernels else _QUIET_INTERVAL_S
+            if time.monotonic() - sampled_s >= interval_s:
+                async with self._sampling:
+                    await self._sample_if_possible()
+                sampled_s = time.monotonic()
+            self.look_at_lines()
+            self.relieve_silent()
+            self.look_at_stopped()
+            await self._pause(stirred)
+
+    async def _pause(self, stirred: asyncio.Event) -> None:
+        """Until the next look: a moment while anything happens, for somebody may soon need a voice; at rest until the next sample."""
+        if not any(kernel.executing_since_s is not None for kernel in self._broker.kernels.values()):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_BUSY_INTERVAL_S):
+                    await stirred.wait()
+            if not stirred.is_set():
+                return
+        await asyncio.sleep(_STEP_S)
+
+    async def refresh(self) -> None:
+        """Sample for a reader who wants to see what is true now. Cancelled: there is no new sample.
+
+        Requests that come together share one sample, and one follows another after a pause: readers cannot keep the broker busy.
+        """
+        asked_s = time.monotonic()
+        async with self._sampling:
+            if self._begun_s < asked_s:
+                await asyncio.sleep(max(0.0, self._begun_s + _REFRESH_PAUSE_S - time.monotonic()))
+                await self._sample_if_possible()
+
+    async def _sample_if_possible(self) -> None:
+        """Look once. A machine that is short of descriptors or memory is looked at the next time: leases must not suffer for it."""
+        self._begun_s = time.monotonic()
+        try:
+            await self.sample()
+        except OSError as error:
+            log.error("the devices and the machine could not be looked at: %s", error)  # noqa: TRY400 - the sentence says it
+
+    async def sample(self) -> None:
+        """Look once and tell the arbiter what changed. A look that a state change overtook is thrown away, but no three running.
+
+        Whoever changes a lease of theirs without end would blind the broker. The third look is told but for the use of the leases that
+        changed during it; what they have given back since counts as a stranger's until the next sample, so nobody is let in too early.
+        """
+        self._tell_host_budget()
+        for left in reversed(range(_LOOKS)):
+            before = self._broker.changes
+            seen = {kernel: kernel.changes for kernel in self._broker.kernels.values()}
+            known = {identity.pid for _, identity in self._live()}
+            sample = await asyncio.to_thread(self._look, known, self._saved())
+            if self._broker.changes == before or not left:
+                self._tell(sample, {kernel for kernel, changes in seen.items() if kernel.changes == changes})
+                return
+
+    def _live(self) -> list[tuple[Kernel, ProcessIdentity]]:
+        return [(kernel, kernel.identity) for kernel in self._broker.kernels.values() if kernel.identity is not None]
+
+    def _saved(self) -> dict[str, int]:
+        """Return the pids of the kernels whose state lies in host memory, by lease."""
+        views = self._broker.views()
+        return {
+            kernel.lease_id: kernel.identity.pid
+            for kernel, view in views
+            if view.state is LeaseState.SUSPENDED and kernel.identity is not None
+        }
+
+    def _look(self, known: set[int], saved: dict[str, int]) -> _Sample:
+        """In a thread: read every device; scan /proc only if a process other than a kernel itself uses one."""
+        uses: dict[str, DeviceUse | None] = {}
+        for device_id in self._devices:
+            try:
+                uses[device_id] = self._broker.monitor.use(device_id)
+            except GPUError as error:
+                if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
+                    log.warning("device %s could not be read: %s", device_id, error)
+                uses[device_id] = None
+        others = any(process.pid not in known for use in uses.values() if use for process in use.processes)
+        return _Sample(
+            uses=uses,
+            snapshot=scan(LEASE_VARIABLE) if others else None,
+            pressed=self._pressure(saved, time.monotonic()),
+            sensors={device_id: self._sensors(device_id) for device_id, use in uses.items() if use is not None},
+            kills=self._broker.oom_kills.look(known, time.monotonic()),
+        )
+
+    def _sensors(self, device_id: str) -> DeviceSensors:
+        try:
+            return self._broker.monitor.sensors(device_id)
+        except GPUError as error:  # whether it is lost is seen where its memory is read
+            log.debug("the sensors of device %s could not be read: %s", device_id, error)
+            return DeviceSensors()
+
+    def _tell(self, sample: _Sample, unchanged: set[Kernel]) -> None:
+        broker = self._broker
+        owners = self._owners(sample.snapshot)
+        broker.backstop.see(sample.uses, owners)
+        broker.sensors = sample.sensors
+        broker.oom_kills.see(sample.kills)
+        on_device: dict[tuple[str, str], int] = {}
+        for device_id, use in sample.uses.items():
+            if use is None:
+                self._tell_stranger(device_id, None)
+                continue
+            broker.used_mib[device_id] = use.used_mib
+            for process in use.processes:
+                owner = owners.get(process.pid)
+                key = ("" if owner is None else owner[0], device_id)
+                on_device[key] = on_device.get(key, 0) + process.used_mib
+        used: dict[str, dict[str, int]] = {}
+        for (lease_id, device_id), mib in on_device.items():
+            used.setdefault(lease_id, {})[device_id] = mib
+        for kernel in [one for one in broker.kernels.values() if one in unchanged]:
+            self._tell_lease(kernel, used.get(kernel.lease_id, {}))
+        self._note_processes(sample.uses, owners)
+        for device_id, use in sample.uses.items():
+            if use is not None:
+                charged = sum(process.used_mib for process in use.processes)
+                charged += broker.survivors.unfreed_mib(device_id, use)
+                self._tell_stranger(device_id, charged - self._covered(device_id, on_device))
+        broker.survivors.was_sampled()
+        self._tell_pressure(sample.pressed)
+
+    def _owners(self, snapshot: Snapshot | None) -> dict[int, Owner]:
+        owners: dict[int, Owner] = {}
+        roots = self._broker.roots()
+        for kernel, identity in self._live():
+            if snapshot is not None:
+                for member in members_of(kernel, identity, snapshot, roots):
+                    owners[member.pid] = kernel.lease_id, member
+            owners[identity.pid] = kernel.lease_id, identity
+        return owners
+
+    def _note_processes(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
+        """Have the ledger remember processes of kernels that use a device, and look at those that ended kernels left behind."""
+        used_mib: dict[str, dict[int, int]] = {}
+        for use in uses.values():
+            for process in use.processes if use is not None else ():
+                if process.pid in owners:
+                    mine = used_mib.setdefault(owners[process.pid][0], {})
+                    mine[process.pid] = mine.get(process.pid, 0) + process.used_mib
+        for kernel in list(self._broker.kernels.values()):
+            mine = used_mib.get(kernel.lease_id, {})
+            users = frozenset(one for one in kernel.members if one.pid in mine)
+            if not users <= kernel.users_on_disk:
+                kernel.users_on_disk = users
+                self._broker.save(kernel)
+            if kernel.left:
+                self._broker.survivors.refresh(kernel, mine)
+
+    def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
+        """What leases use within their reservations; what goes past one counts as a stranger's, because nothing else covers it."""
+        covered = 0
+        for (lease_id, device), mib in on_device.items():
+            view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
+            if view is not None and view.state in HOLDING and device_id in devices_of(view):
+                covered += min(mib, view.reserved_mib)
+        return covered
+
+    def _tell_lease(self, kernel: Kernel, used: dict[str, int]) -> None:
+        kernel.seen_on = frozenset(used)
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.UNARMED):
+            kernel.measured, kernel.grew = None, False
+            return
+        measured = (sum(used.values()), bool(used))
+        # What the arbiter knew of a process that has ended is forgotten there, and may come again unchanged.
+        changed = kernel.measured != measured or view.used_mib != measured[0]
+        grows = measured[0] > view.used_mib
+        # Where its reservation follows its use the arbiter counts on more growth, until it hears that there was none.
+        if changed or kernel.grew:
+            kernel.measured, kernel.grew = measured, grows and self._broker.reserves_by_use(view.spec.pool)
+            self._broker.dispatch(
+                LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured[0], armed=measured[1])
+            )
+
+    def _tell_pressure(self, pressed: set[str]) -> None:
+        """Tell whose control group is short of memory, and for whom that is over."""
+        for lease_id in sorted(pressed ^ self._pressed):
+            now = lease_id in pressed
+            self._broker.dispatch(HostPressureSeen(at_ms=now_ms(), lease_id=lease_id, pressed=now))
+        self._pressed = pressed
+
+    def _tell_stranger(self, device_id: str, stranger_mib: int | None) -> None:
+        if device_id in self._strangers and self._strangers[device_id] == stranger_mib:
+            return
+        self._strangers[device_id] = stranger_mib
+        if stranger_mib is None:
+            log.error("device %s is lost", device_id)
+            self._broker.dispatch(DeviceLost(at_ms=now_ms(), device_id=device_id))
+        else:
+            seen = DeviceSeen(at_ms=now_ms(), device=self._devices[device_id], stranger_mib=stranger_mib)
+            self._broker.dispatch(seen)
+
+    def _tell_host_budget(self) -> None:
+        budget_mib = max(0, self._host_budget(self._broker.arbiter.host_saved_mib))
+        if self._budget_mib is None or abs(budget_mib - self._budget_mib) >= _HOST_STEP_MIB:
+            self._budget_mib = budget_mib
+            self._broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=budget_mib))
+
+    def look_at_lines(self) -> None:
+        """Find out whose Python runs."""
+        now_s = time.monotonic()
+        unseen_s = now_s - self._looked_s - _LOOK_S
+        self._looked_s = now_s
+        for kernel in self._broker.kernels.values():
+            if kernel.link is not None:
+                if unseen_s > 0:
+                    kernel.link.forgive(unseen_s, now_s)
+                view = self._broker.arbiter.lease(kernel.lease_id)
+                is_open = view is not None and view.state is LeaseState.RESIDENT
+                kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
+
+    def look_at_stopped(self) -> None:
+        """Find kernels on a device that are stopped, while others wait: they cannot make room before they go on."""
+        waited_for = any(kernel.waiting or kernel.wanted_by_broker for kernel in self._broker.kernels.values())
+        for kernel, view in self._broker.views():
+            if kernel.stopped or (waited_for and view.state is LeaseState.RESIDENT):
+                self._broker.note_stopped(kernel, stopped=_is_held_up(kernel))
+
+    def relieve_silent(self) -> None:
+        """A kernel that needs the GPU and cannot say so gets a ticket: nobody is left blocked, or without a reservation, for ever."""
+        now_s = time.monotonic()
+        for kernel in list(self._broker.kernels.values()):
+            link, since_s = kernel.link, kernel.executing_since_s
+            silent = link is not None and now_s - link.last_pulse_s > _SILENCE_S
+            if kernel.waiting or (since_s is None and not silent):
+                continue  # almost everybody, almost always
+            view = self._broker.arbiter.lease(kernel.lease_id)
+            if view is None:
+                continue
+            if silent and link is not None and view.state is LeaseState.SUSPENDED and _is_held_up(kernel):
+                link.forgive(now_s - link.last_pulse_s, now_s)
+                silent = False
+            busy_s = 0.0 if since_s is None else now_s - since_s
+            if self._needs_voice(kernel, view, busy_s, silent=silent):
+                self._broker.want_for(kernel)
+
+    @staticmethod
+    def _needs_voice(kernel: Kernel, view: LeaseView, busy_s: float, *, silent: bool) -> bool:
+        link = kernel.link
+        if view.state is LeaseState.UNARMED:
+            # The extension that should have asked never came (it may have failed to load), or cannot reach the broker any more.
+            if link is None or link.mute:
+                return busy_s > _MOMENT_S
+            return busy_s > _LONG_MOMENT_S and not link.exempt
+        if view.state is not LeaseState.SUSPENDED:
+            return False
+        if link is None:
+            return busy_s > _MOMENT_S
+        return silent or (busy_s > _MOMENT_S and not link.exempt)
+
+
+def _is_held_up(kernel: Kernel) -> bool:
+    """Whether somebody stopped the process or debugs it: it is not stuck, and needs no GPU before it goes on."""
+    try:
+        return kernel.identity is not None and read_stat(kernel.identity.pid).held_up
+    except OSError:  # it ended, or this cannot be seen
+        return False

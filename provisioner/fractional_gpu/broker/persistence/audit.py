@@ -1,0 +1,259 @@
+"""The audit log: what administrators did, who they were, and what came of it.
+
+- A line of JSON when an act is asked for, and one with its outcome before the answer: both are on the disk (fsync) by then. What is not
+  written down is not done: a log that cannot be written refuses the act (reason `audit-log`), unless `audit_required` is off. If only
+  the outcome cannot be written, the act is done, the answer is that error and says so, and the first line stands for it.
+- Only administrators' acts are in it. What others try is refused and is in the broker's log: nobody else can fill this one.
+- Every line is ASCII: JSON escapes whatever would end a line or steer a terminal. It is bounded; no token is ever a parameter.
+- The file is the broker's alone (0600). A full one, or an old one, is renamed to its name and the time; files beyond the number or the
+  age that is kept are removed. It is opened for each line, so somebody else's rotation does no harm. A line that a full disk cut short
+  is taken back.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tornado.iostream import StreamClosedError
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.request_validation import Peer, user_name
+from fractional_gpu.config.settings import Settings
+from fractional_gpu.core.model import LeaseView
+from fractional_gpu.host.files import open_own
+from fractional_gpu.ledger.records import LedgerError
+from fractional_gpu.protocol.errors import FractionalGPUError, InternalBrokerError
+
+__all__ = ["FILE_NAME", "Act", "AuditLog", "finished_files", "is_anothers"]
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "audit.jsonl"
+_FINISHED = re.compile(r"\.\d{8}T\d{6}\.\d{6}Z")  # after the name of the log
+_LONGEST_LINE = 16 * 1024
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
+
+
+@dataclass(slots=True, kw_only=True)
+class Act:
+    """One act while it is under way. Whoever carries it out may say more of its outcome than that it was done."""
+
+    what: str
+    target: str
+    peer: Peer
+    parameters: Mapping[str, Any]
+    act_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    outcome: str = "done"
+    reason: str = ""
+    sentence: str = ""
+
+    def refused(self, reason: str, sentence: str) -> None:
+        """Say that it was not done, and why."""
+        self.outcome, self.reason, self.sentence = "refused", reason, sentence
+
+    def line(self, outcome: str) -> bytes:
+        """Return the line for this outcome, as it is written."""
+        who = self.peer.credentials
+        entry = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "id": self.act_id,
+            "act": self.what,
+            "object": self.target,
+            "uid": who.uid,
+            "user": user_name(who.uid),
+            "acting_for": self.peer.acting_for,
+            "pid": who.pid,
+            "parameters": self.parameters,
+            "outcome": outcome,
+            "reason": "" if outcome == "asked" else self.reason,
+            "sentence": "" if outcome == "asked" else self.sentence[: _LONGEST_LINE // 8],
+        }
+        line = json.dumps(entry, separators=(",", ":")).encode("ascii") + b"\n"
+        if len(line) > _LONGEST_LINE:
+            size = len(json.dumps(self.parameters))
+            line = json.dumps({**entry, "parameters": {"omitted_bytes": size}}, separators=(",", ":")).encode() + b"\n"
+        return line
+
+
+def is_anothers(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
+    """Whether an administrator who steers this lease steers somebody else's. A seat's is, for who has no token of it."""
+    if peer.acting_for is not None or peer.credentials.uid != kernel.uid:
+        return peer.admin
+    return peer.admin and peer.token is None and bool(view.spec.seat)
+
+
+class AuditLog:
+    """The audit log of one broker. `act` is for the broker's loop; the disk is waited for in a thread of its own."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.path = settings.audit_file or folder / FILE_NAME
+        self._most_bytes = settings.audit_max_mib * 2**20
+        self._files = settings.audit_files
+        self._keep_s = None if settings.audit_keep_ms is None else settings.audit_keep_ms / 1000
+        self._required = settings.audit_required
+        self._closed = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="audit")
+
+    @asynccontextmanager
+    async def act(self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]) -> AsyncIterator[Act]:
+        """Write down what is done within the block: that it is asked for, and how it ended.
+
+        Raises InternalBrokerError when the log cannot be written: before the block, which then does not run, or after it. What the
+        block raises goes on. Cancelled (or the peer hung up), its outcome is `withdrawn`, and what was begun is written all the same.
+        """
+        act = Act(what=what, target=target, peer=peer, parameters=parameters)
+        await self._tell(act, "asked", f"{what} was not done")
+        try:
+            yield act
+        except (FractionalGPUError, LedgerError) as error:
+            act.refused(error.reason if isinstance(error, FractionalGPUError) else "ledger", str(error))
+            await self._noted(act, act.outcome)
+            raise
+        except (asyncio.CancelledError, StreamClosedError):
+            await self._noted(act, "withdrawn")
+            raise
+        except BaseException as error:
+            act.refused("failed", type(error).__name__)
+            await self._noted(act, "failed")
+            raise
+        await self._tell(act, act.outcome, f"{what} was answered ({act.outcome})")
+
+    async def check(self) -> None:
+        """Say in the broker's log if the audit log cannot be written now."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, b"")
+        except OSError as error:
+            refused = (
+                "administrators' acts are refused" if self._required else "administrators' acts are not written down"
+            )
+            log.warning("the audit log %s cannot be written (%s): %s until it can", self.path, error, refused)
+
+    async def prune(self) -> None:
+        """Remove what is older than what is kept. What cannot be removed stays, and the broker's log says so."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._prune)
+        except OSError as error:
+            log.warning("old files of the audit log %s could not be removed: %s", self.path, error)
+
+    def close(self) -> None:
+        """Wait for what is being written. What ends after this is written all the same, and the loop waits for it."""
+        self._closed = True
+        self._thread.shutdown()
+
+    async def _noted(self, act: Act, outcome: str) -> None:
+        """Write an outcome that is an error already: a second one is only logged."""
+        try:
+            await self._tell(act, outcome, f"{act.what} ended ({outcome})")
+        except InternalBrokerError as error:
+            log.error("%s", error)  # noqa: TRY400 - a full disk is no defect of ours
+
+    async def _tell(self, act: Act, outcome: str, what_is: str) -> None:
+        try:
+            if self._closed:  # the broker is ending, and this act with it
+                self._write(act.line(outcome))
+            else:
+                loop = asyncio.get_running_loop()
+                await asyncio.shield(loop.run_in_executor(self._thread, self._write, act.line(outcome)))
+        except OSError as error:
+            line = act.line(outcome).decode().strip()
+            if not self._required:
+                log.warning("the audit log %s cannot be written (%s); missing there: %s", self.path, error, line)
+                return
+            log.error("the audit log %s cannot be written (%s): %s", self.path, error, line)  # noqa: TRY400
+            raise InternalBrokerError(
+                f"{what_is}, but the audit log {self.path} cannot be written ({error.strerror or error}); make room for it, or set "
+                "c.GPUBroker.audit_required = False",
+                reason="audit-log",
+            ) from error
+
+    # -- in the thread -------------------------------------------------------------------------------------------------------
+
+    def _write(self, line: bytes) -> None:
+        """Append a line and see it on the disk; an empty one only finds out whether that is possible. Raises OSError."""
+        self._rotate(len(line))
+        new = not self.path.exists()
+        descriptor = open_own(self.path, _FLAGS)
+        try:
+            status = os.fstat(descriptor)
+            if stat.S_IMODE(status.st_mode) != 0o600:
+                os.fchmod(descriptor, 0o600)
+            cut = status.st_size > 0 and os.pread(descriptor, 1, status.st_size - 1) != b"\n"
+            try:
+                _write_all(descriptor, (b"\n" if cut and line else b"") + line)
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, status.st_size)  # half a line says nothing
+                raise
+        finally:
+            os.close(descriptor)
+        if new:
+            _sync_folder(self.path.parent)
+
+    def _rotate(self, more_bytes: int) -> None:
+        """Begin a new file where the line would make this one too large, or where this one is old."""
+        try:
+            status = self.path.lstat()
+        except FileNotFoundError:
+            return
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode) or size == 0:
+            return
+        old = self._keep_s is not None and time.time() - _begun_s(self.path) > self._keep_s / 4
+        if size + more_bytes > self._most_bytes or old:
+            name = f"{self.path.name}.{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
+            self.path.rename(self.path.with_name(name))
+            self._prune()
+
+    def _prune(self) -> None:
+        finished = finished_files(self.path)
+        now_s = time.time()
+        for number, file in enumerate(reversed(finished)):  # the newest first
+            if number >= self._files or (self._keep_s is not None and now_s - file.stat().st_mtime > self._keep_s):
+                file.unlink()
+
+
+def finished_files(path: Path) -> list[Path]:
+    """Return the log's finished files, oldest first. Raises OSError."""
+    try:
+        beside = list(path.parent.iterdir())
+    except FileNotFoundError:
+        return []
+    named = (
+        one for one in beside if one.name.startswith(path.name) and _FINISHED.fullmatch(one.name[len(path.name) :])
+    )
+    return sorted(named)
+
+
+def _begun_s(path: Path) -> float:
+    """Return when the file's first line was written, seconds since 1970; where that cannot be told, when the last one was."""
+    with path.open("rb") as file:
+        first = file.readline(_LONGEST_LINE)
+    try:
+        return datetime.fromisoformat(json.loads(first)["time"]).timestamp()
+    except (ValueError, TypeError, KeyError):
+        return path.stat().st_mtime
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

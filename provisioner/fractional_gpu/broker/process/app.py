@@ -1,0 +1,219 @@
+"""The broker as a process: one per socket, found or started by whoever needs it.
+
+A file lock beside the socket makes two starters end up with one broker; claims on the devices make two brokers of different sockets
+(or users) keep off each other's devices. `broker.json` beside the socket says how to start this broker again after a crash.
+`detaching` starts one in the background; that process begins with `run_detached`.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import resource
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from fractional_gpu.broker.monitoring.oom_protection import protect_this_process
+from fractional_gpu.broker.persistence.ledger_move import move_ledger
+from fractional_gpu.broker.process.backend import BackendError, open_backend
+from fractional_gpu.broker.process.detaching import cannot_run, make_socket_folder, resolved
+from fractional_gpu.broker.process.logs import set_up_logging
+from fractional_gpu.broker.process.own_files import BrokerLock
+from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
+from fractional_gpu.broker.process.run import Run, device_specs, is_service_socket
+from fractional_gpu.client.broker_process import claim_address, claim_holder
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.state_folder import ledger_name, make_state_folder, old_folder
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu.gpu.interface import GPUError
+from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError, NameClaim
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+
+__all__ = ["BrokerOptions", "run_broker", "run_detached"]
+
+log = logging.getLogger("fractional_gpu.broker")
+
+_OTHER_PATIENCE_S = 30.0
+_LETTING_GO_S = 1.0
+_RETRY_S = 0.05
+_OPEN_FILES = 65536
+
+
+def run_broker(options: BrokerOptions) -> int:
+    """Serve until told to stop. Returns the exit status; failures go to stderr. (`detaching` starts one in the background.)"""
+    options = resolved(options)
+    socket = options.socket or socket_path()
+    try:
+        make_socket_folder(socket)  # before anything is written there: logs, locks and what starts the next broker
+    except FractionalGPUError as error:
+        sentence = str(error)
+    except OSError as error:
+        sentence = cannot_run(socket, error)
+    else:
+        sentence = _serve(options, socket, ready=None)
+    if sentence:
+        sys.stderr.write(f"jupyter gpu broker: {sentence}\n")
+        return 1
+    return 0
+
+
+def run_detached(argument: str) -> int:
+    """Entry of the process that `detach` starts: JSON of the options and the descriptor to report to."""
+    given = json.loads(argument)
+    report = os.fdopen(int(given.pop("ready_fd")), "w")
+    options = BrokerOptions(**given)
+    socket = options.socket or socket_path()
+    sentence = _serve(options, socket, ready=report)
+    if sentence:
+        log.error("%s", sentence)
+        if not report.closed:
+            report.write(sentence)
+    if not report.closed:
+        report.close()
+    return 1 if sentence else 0
+
+
+def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
+    """Return "" after an orderly end, else the sentence that says why there is no broker."""
+    with ExitStack() as stack:
+        try:
+            lock = BrokerLock(socket)
+            stack.callback(lock.close)
+            if options.stand_by:
+                lock.take(wait=True)
+            turn = _take_turn(lock, socket, ready, patience_s=math.inf if options.stand_by else _OTHER_PATIENCE_S)
+            if isinstance(turn, str):
+                return turn
+            claims: list[NameClaim] = [] if turn is None else [stack.enter_context(turn)]
+            _allow_many_files()
+            settings = load(options.config_file, _overrides(options))
+            set_up_logging(settings.log_level, socket, to_file=ready is not None)
+            protect_this_process()
+            # A service may start before the driver is loaded. Where somebody waits for this start, the reason is what they need.
+            patient = ready is None and is_service_socket(socket)
+            backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient))
+            specs = device_specs(settings, backend)
+            claims += [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
+            folder = make_state_folder(socket, settings.state_dir)
+            ledger = _opened(folder / ledger_name(simulated=backend.simulated), old_folder(socket))
+            restart = RestartFiles(replace(options, state_dir=str(folder)), socket)
+            restart.write()
+            run = Run(
+                settings=settings,
+                backend=backend,
+                specs=specs,
+                claims=claims,
+                ledger=ledger,
+                socket=socket,
+                ready=ready,
+                lock=lock,
+                restart=restart,
+            )
+            leases_live = asyncio.run(run.main())
+            if not leases_live:
+                backend.remove_if_unused()
+                restart.remove()
+        except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
+            return str(error)
+        except OSError as error:
+            return cannot_run(socket, error)
+    return ""
+
+
+def _allow_many_files() -> None:
+    """Raise the soft limit of open files as far as it goes: each kernel takes about eight, and the usual limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _claimed(device_id: str) -> DeviceClaim:
+    """Claim the device. A broker that was killed a moment ago lets go of one thing after the other, its lock first."""
+    deadline = time.monotonic() + _LETTING_GO_S
+    while True:
+        try:
+            return DeviceClaim.claim(device_id)
+        except DeviceClaimedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _opened(path: Path, before: Path) -> Ledger:
+    """Open the ledger, with the same patience, after taking along what an earlier version left in its folder."""
+    deadline = time.monotonic() + _LETTING_GO_S
+    while True:
+        try:
+            move_ledger(before / path.name, path)
+            return Ledger.open(path)
+        except LedgerInUseError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY_S)
+
+
+def _overrides(options: BrokerOptions) -> dict[str, object]:
+    given = {"idle_exit": options.idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
+    named = _named_settings(options.settings) if options.settings is not None else {}
+    return {**named, **{name: value for name, value in given.items() if value is not None}}
+
+
+def _named_settings(text: str) -> dict[str, object]:
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--settings is not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError('--settings is not of the form {"idle_exit": "never", "pools": {"default": {}}}')
+    return settings
+
+
+def _take_turn(lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float) -> NameClaim | str | None:
+    """Return the claim of the socket's name when it is ours to serve, "" when another broker serves (the starter is told).
+
+    None: it is ours to serve, but another user's process holds the claim. Else return why no broker serves.
+    Whoever holds the lock, or the claim, is about to serve, serves, or is stopping: then it is ours after all. A broker that has the
+    claim and not the lock has lost its files: it puts them back, and needs the lock for that.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        if lock.take():
+            claim = NameClaim.take(claim_address(socket))
+            if isinstance(claim, NameClaim):
+                return claim
+            pid, uid = claim
+            if uid not in (None, 0, os.geteuid()):
+                log.warning(
+                    "the name of %s is claimed by process %s of user id %s, which is no broker of ours",
+                    socket,
+                    pid,
+                    uid,
+                )
+                return None
+            lock.give_up()
+        try:
+            with closing(BrokerClient(socket, timeout_s=5)) as client:
+                pong = client.ping()
+        except BrokerUnavailableError as error:
+            if time.monotonic() > deadline:
+                holder = claim_holder(socket)
+                who = "another broker" if holder is None else f"another broker, process {holder},"
+                return f"{who} holds {socket}.lock but does not answer: {error}; `jupyter gpu broker --restart` ends it and starts another"
+            time.sleep(_RETRY_S)
+            continue
+        if ready is None:
+            if patience_s == math.inf:
+                time.sleep(_LETTING_GO_S)
+                continue
+            return f"a broker (process {pong.pid}) serves on {socket} already; stop that one first, or choose another --socket"
+        ready.write("ready")
+        return ""

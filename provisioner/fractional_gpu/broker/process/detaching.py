@@ -1,0 +1,122 @@
+"""Starts a broker in the background and reports whether one serves. A kernel's first start waits for this, so it imports little.
+
+The broker is a fresh process in a session of its own, with nothing of the starter's lease in its environment (the starter may be a kernel).
+The starter learns through a pipe whether a broker serves or what went wrong.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from fractional_gpu.broker.process.restarting import NOT_INHERITED, BrokerOptions
+from fractional_gpu.client.broker_process import is_service_socket
+from fractional_gpu.client.discovery import check_above, check_folder, socket_path
+from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
+from fractional_gpu.host.files import open_own
+from fractional_gpu.protocol.errors import FractionalGPUError
+
+__all__ = [
+    "cannot_run",
+    "make_socket_folder",
+    "resolved",
+    "start_detached",
+    "without_share",
+]
+
+_OF_A_SHARE = (
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "CUDA_DEVICE_MEMORY_LIMIT",
+    "CUDA_DEVICE_SM_LIMIT",
+    "CUDA_DEVICE_MEMORY_SHARED_CACHE",
+    PRELOADED_FOR_US,
+)
+
+
+def resolved(options: BrokerOptions) -> BrokerOptions:
+    """Return the options with what depends on this process's folder and environment. Raises BrokerUnavailableError."""
+    config_file = str(Path(options.config_file).absolute()) if options.config_file else None  # brokers change folders
+    return replace(
+        options,
+        config_file=config_file,
+        socket=options.socket or socket_path(),
+        simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
+    )
+
+
+def start_detached(options: BrokerOptions) -> int:
+    """Start a broker and return 0 once one serves on the socket; else 1, and stderr says why there is none."""
+    socket = options.socket or socket_path()
+    try:
+        make_socket_folder(socket)  # before anything is written there
+        said, process = _started(replace(resolved(options), detach=False), socket)
+    except FractionalGPUError as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(cannot_run(socket, error))
+    if said == "ready":
+        process.returncode = 0  # it lives on by itself; nobody here waits for it
+        return 0
+    process.wait()
+    where = Path(socket).with_name("broker.err")
+    return _failed(said or f"the broker ended at once; {where} may say why")
+
+
+def make_socket_folder(socket: str) -> None:
+    """Make the folder of the socket if need be, and check that no other user could put anything there.
+
+    Raises BrokerUnavailableError or OSError.
+    """
+    # A system service is everybody's; what else is in its folder is private by itself.
+    if not is_service_socket(socket):
+        check_above(Path(socket).absolute().parent)
+    mode = 0o755 if os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu") else 0o700
+    Path(socket).parent.mkdir(mode=mode, parents=True, exist_ok=True)
+    check_folder(socket)
+
+
+def cannot_run(socket: str, error: OSError) -> str:
+    """Return the sentence about a system call that failed."""
+    return f"the broker cannot run on {socket}: {error}; mend that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
+
+
+def without_share(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a kernel's environment without what binds it to its share: HAMi-core would show whoever inherits that a smaller device."""
+    others = {name: value for name, value in environment.items() if name not in _OF_A_SHARE}
+    ours, preloaded = environment.get(PRELOADED_FOR_US), others.pop(PRELOAD, "")
+    kept = [library for library in preloaded.split(":") if library and library != ours]
+    return {**others, PRELOAD: ":".join(kept)} if kept else others
+
+
+def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start the process and return what it reports: "ready", or a sentence. Raises OSError."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as report:
+        try:
+            log_file = open_own(Path(socket).with_name("broker.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                argument = json.dumps({**asdict(options), "ready_fd": writer})
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "fractional_gpu.broker", argument],
+                    env={name: value for name, value in without_share(os.environ).items() if name not in NOT_INHERITED},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    pass_fds=(writer,),
+                    start_new_session=True,
+                    cwd="/",
+                )
+            finally:
+                os.close(log_file)
+        finally:
+            os.close(writer)
+        return report.read().strip(), process
+
+
+def _failed(sentence: str) -> int:
+    sys.stderr.write(f"jupyter gpu broker: {sentence}\n")
+    return 1

@@ -1,0 +1,298 @@
+"""The last resort: suspended kernels are brought back without any broker.
+
+- It takes the broker's place for the time: the same lock, the same claims on the devices, the same turn of the checkpoint worker.
+- The driver says what is true, as in a recovery; what was half done is undone first.
+- A restore without room kills its process. What the ledger, or a lease's second record, says was saved must be free; where neither
+  says so, the device must be empty, and all devices where it is not known which one it was.
+- What cannot be brought back now stays as it is: saved, and there for another try.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fractional_gpu.broker.broker import wall_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.persistence.lease_files import lease_folder
+from fractional_gpu.broker.process.backend import Backend, open_backend, simulated_folder
+from fractional_gpu.broker.process.detaching import make_socket_folder
+from fractional_gpu.broker.process.own_files import BrokerLock
+from fractional_gpu.broker.process.restarting import BrokerOptions
+from fractional_gpu.broker.recovery.lost_leases import living_records
+from fractional_gpu.broker.recovery.lost_processes import Carrier, carriers
+from fractional_gpu.broker.recovery.recovery import kernel_of
+from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
+from fractional_gpu.client.broker_process import claim_address, claim_holder
+from fractional_gpu.client.discovery import restart_command, socket_path
+from fractional_gpu.client.state_folder import find_ledger
+from fractional_gpu.config import Settings, load
+from fractional_gpu.core.effects import Resume
+from fractional_gpu.core.events import ResumeOutcome
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.units import format_memory
+from fractional_gpu.gpu.worker_claim import WorkerClaim
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.claims import DeviceClaim, NameClaim
+from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.ledger import opening
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LedgerError
+from fractional_gpu.protocol.errors import ConflictError
+
+__all__ = ["Rescue", "Rescued", "rescue"]
+
+_ORPHAN_PATIENCE_S = 60.0  # an operation that a killed broker's worker has begun is let finish
+_TOLD = ("config_file", "simulate", "state_dir")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescued:
+    """What became of one kernel. `outcome`: restored, running (nothing to do), no-room, failed or unknown. Memory in MiB."""
+
+    lease_id: str
+    label: str
+    pid: int | None
+    outcome: str
+    saved_mib: int | None  # None: nobody knows
+    sentence: str
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the kernel's memory is on the device."""
+        return self.outcome in ("restored", "running")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescue:
+    """What was done. `problem`: why the ledger could not help, or ""."""
+
+    ledger: str
+    problem: str
+    kernels: list[Rescued]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Found:
+    kernel: Kernel
+    label: str
+    device_id: str | None
+    saved_mib: int | None
+
+
+def rescue(options: BrokerOptions) -> Rescue:
+    """Bring back what can be. Blocks.
+
+    Raises ConflictError if a broker serves, BrokerUnavailableError, ConfigError, BackendError, DeviceClaimedError, GPUError, OSError.
+    """
+    socket = options.socket or socket_path()
+    options = _as_told_last(replace(options, socket=socket))
+    with ExitStack() as stack:
+        _take_place(socket, stack)
+        settings = load(options.config_file, {"state_dir": options.state_dir} if options.state_dir else {})
+        simulate = options.simulate
+        if simulate is None and simulated_folder(socket).exists():
+            raise ConflictError(f"the broker on {socket} had simulated devices: say which, with --simulate")
+        backend = stack.enter_context(open_backend(simulate, socket))
+        for device in backend.devices:
+            stack.enter_context(DeviceClaim.claim(device.device_id))
+        path = find_ledger(socket, settings.state_dir, simulated=backend.simulated)
+        ledger, problem = _opened(path)
+        if ledger is not None:
+            stack.enter_context(closing(ledger))
+        files = lease_folder(socket, simulated=backend.simulated)
+        found = _everything(ledger, files, socket)
+        kernels = asyncio.run(_rescue_all(settings, backend, socket, found, ledger))
+    return Rescue(ledger=str(path), problem=problem, kernels=kernels)
+
+
+def _as_told_last(options: BrokerOptions) -> BrokerOptions:
+    """Fill in what the last broker on the socket was told and this command was not."""
+    command = restart_command(options.socket or "")
+    if command is None:
+        return options
+    try:
+        told = json.loads(command[0][-1])
+        said = {name: str(told[name]) for name in _TOLD if name in told}
+    except (ValueError, TypeError):
+        return options  # started by something else than our own broker
+    return replace(
+        options,
+        config_file=options.config_file or said.get("config_file"),
+        simulate=options.simulate or said.get("simulate"),
+        state_dir=options.state_dir or said.get("state_dir"),
+    )
+
+
+def _take_place(socket: str, stack: ExitStack) -> None:
+    """Hold what a broker on this socket holds while it serves, until the stack ends. Raises ConflictError if one does."""
+    make_socket_folder(socket)
+    lock = BrokerLock(socket)
+    stack.callback(lock.close)
+    claim = NameClaim.take(claim_address(socket)) if lock.take() else None
+    if isinstance(claim, NameClaim):
+        stack.enter_context(claim)
+        return
+    if claim is not None and claim[1] not in (None, 0, os.geteuid()):
+        return  # another user's process has the name, and is no broker of ours
+    holder = claim_holder(socket)
+    process = "" if holder is None else f" (process {holder})"
+    raise ConflictError(
+        f"a broker serves on {socket}{process}: use `jupyter gpu resume --all`; if it does not work any more, end it first, "
+        "with `jupyter gpu broker --stop`"
+    )
+
+
+def _opened(path: Path) -> tuple[Ledger | None, str]:
+    if not opening.exists(path):
+        return None, f"there is no ledger at {path}"
+    try:
+        return Ledger.open(path), ""
+    except LedgerError as error:
+        return None, str(error)
+
+
+def _in_ledger(ledger: Ledger) -> list[_Found]:
+    saving = {operation.lease_id: operation.saved_mib for operation in ledger.open_operations()}
+    return [
+        _Found(
+            kernel=kernel_of(record),
+            label=record.spec.label,
+            device_id=record.home_device_id or record.device_id,
+            saved_mib=max(record.saved_mib, saving.get(record.spec.lease_id, 0)),
+        )
+        for record in ledger.live_leases()
+    ]
+
+
+def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]:
+    """Find the kernels that the ledger knows, those that have a second record, and the rest by their environment."""
+    found = _in_ledger(ledger) if ledger is not None else []
+    for record in living_records(files, ledger):
+        found.append(
+            _Found(
+                kernel=kernel_of(record),
+                label=record.spec.label,
+                device_id=record.home_device_id or record.device_id,
+                saved_mib=record.saved_mib,
+            )
+        )
+    known = {one.kernel.lease_id for one in found}
+    rest = [one for one in _in_proc(socket) if one.kernel.lease_id not in known]
+    return found + [one for one in rest if ledger is None or not ledger.has_lease(one.kernel.lease_id)]
+
+
+def _in_proc(socket: str) -> list[_Found]:
+    """Find this broker's kernels by their environment: of every user for root, else our own."""
+    return [
+        _Found(kernel=_kernel(one), label="", device_id=None, saved_mib=None)
+        for one in sorted(carriers(None if os.getuid() == 0 else os.getuid(), socket), key=lambda one: one.lease_id)
+    ]
+
+
+def _kernel(one: Carrier) -> Kernel:
+    kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="")
+    kernel.identity = one.identity
+    return kernel
+
+
+async def _rescue_all(
+    settings: Settings, backend: Backend, socket: str, found: list[_Found], ledger: Ledger | None
+) -> list[Rescued]:
+    turn = WorkerClaim.open(Path(f"{socket}.worker"))
+    worker = WorkerLink(backend.name, claim=turn)
+    times = SwapTimes(
+        gate_s=0, lock_s=settings.lock_timeout_ms / 1000, checkpoint_s=settings.checkpoint_deadline_ms / 1000
+    )
+    swaps = Swaps(backend.monitor, worker, times)
+    swaps.roots = lambda: [one.kernel.identity for one in found if one.kernel.identity is not None]
+    try:
+        async with asyncio.timeout(_ORPHAN_PATIENCE_S):
+            await worker.until_alone()
+        done: list[Rescued] = []
+        for one in found:
+            rescued = await _rescue_one(swaps, backend, one)
+            if rescued is not None:
+                done.append(rescued)
+                if ledger is not None and rescued.outcome != "running":
+                    ledger.record(one.kernel.lease_id, wall_ms(), f"rescue.{rescued.outcome}", rescued.sentence)
+    except TimeoutError:
+        raise ConflictError(
+            f"the checkpoint worker of the broker before ({turn.holder()}) is still at work; try again when it has ended"
+        ) from None
+    else:
+        return done
+    finally:
+        await worker.close()
+        turn.close()
+
+
+async def _rescue_one(swaps: Swaps, backend: Backend, one: _Found) -> Rescued | None:
+    """Bring one kernel back; None if it has no process any more."""
+    kernel = one.kernel
+    truth = await swaps.truth(kernel, one.device_id, one.saved_mib or 0)
+    if truth is None:
+        outcome, sentence = "unknown", "the driver does not say what it is; try again in a moment"
+    elif truth.state is LeaseState.UNATTACHED:
+        return None
+    elif truth.state is LeaseState.QUARANTINED:
+        outcome, sentence = "failed", truth.sentence
+    elif truth.state is LeaseState.SUSPENDED:
+        outcome, sentence = await _bring_back(swaps, backend, one)
+    else:
+        outcome, sentence = "running", "it was not suspended"
+    return Rescued(
+        lease_id=kernel.lease_id,
+        label=one.label,
+        pid=kernel.identity.pid if kernel.identity is not None else None,
+        outcome=outcome,
+        saved_mib=one.saved_mib,
+        sentence=sentence,
+    )
+
+
+async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str, str]:
+    """Restore a suspended kernel if that is safe; return the outcome and a sentence."""
+    device_id = one.device_id or _safe_device(backend)
+    if device_id is None:
+        return (
+            "no-room",
+            "on which of the devices it was is not known, so all of them must be empty: shut other kernels down and try again",
+        )
+    if not one.saved_mib and backend.monitor.use(device_id).processes:
+        return (
+            "no-room",
+            "how much it needs is not known, so its device must be empty: shut other kernels down and try again",
+        )
+    effect = Resume(
+        lease_id=one.kernel.lease_id,
+        operation_id=0,
+        generation=0,
+        device_id=device_id,
+        from_device_id=one.device_id,
+        reserve_mib=one.saved_mib or 0,
+    )
+    outcome, sentence = await swaps.resume(one.kernel, effect, one.saved_mib or 0, _no_journal)
+    match outcome:
+        case ResumeOutcome.RESTORED:
+            size = format_memory(one.saved_mib) if one.saved_mib else "its memory"
+            return "restored", f"{size} is on the device again"
+        case ResumeOutcome.NOT_STARTED:
+            return "no-room", sentence
+        case ResumeOutcome.UNKNOWN:
+            return "failed", sentence
+
+
+def _safe_device(backend: Backend) -> str | None:
+    """Return a device for a kernel of which nobody knows where it was: the only one, or, where all are empty, any; it finds its own."""
+    devices = backend.devices
+    if len(devices) == 1 or not any(backend.monitor.use(device.device_id).processes for device in devices):
+        return devices[0].device_id
+    return None
+
+
+async def _no_journal(_phase: str, _identities: Iterable[ProcessIdentity], _mib: int) -> None:
+    """Nothing to write down: what comes after asks the driver."""

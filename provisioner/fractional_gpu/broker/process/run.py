@@ -1,0 +1,288 @@
+"""One life of a broker, from an open ledger to an orderly end."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket as socket_module
+import time
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from tornado.netutil import bind_unix_socket
+
+from fractional_gpu.broker.api.lease_routes import make_server
+from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.listener import PatientListener, keep_drained
+from fractional_gpu.broker.api.metrics_routes import listen
+from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
+from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
+from fractional_gpu.broker.kernels.sharing import check_pools
+from fractional_gpu.broker.monitoring.host_memory import HostBudget
+from fractional_gpu.broker.monitoring.oom_protection import OomProtection
+from fractional_gpu.broker.monitoring.sampler import Watcher
+from fractional_gpu.broker.monitoring.watchdog import Watchdog
+from fractional_gpu.broker.persistence.audit import AuditLog
+from fractional_gpu.broker.persistence.forecast_store import (
+    keep_learning,
+    keep_learnt,
+    learnt,
+    learnt_contexts,
+)
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles, lease_folder
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.process.backend import Backend
+from fractional_gpu.broker.process.driver_start import DriverStart
+from fractional_gpu.broker.process.own_files import BrokerLock, OwnFiles
+from fractional_gpu.broker.process.restarting import RestartFiles
+from fractional_gpu.broker.recovery.lost_leases import LostLeases
+from fractional_gpu.broker.recovery.recovery import recover
+from fractional_gpu.broker.supervision.abandoned import Abandoned
+from fractional_gpu.broker.swap.checkpointability import Screen
+from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
+from fractional_gpu.config import Settings
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.events import (
+    DeviceDrained,
+    DeviceSeen,
+    HostMemorySeen,
+    PoolConfigured,
+)
+from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.core.units import format_memory
+from fractional_gpu.gpu.worker_claim import WorkerClaim
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.claims import NameClaim
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+
+__all__ = ["Run", "device_specs", "is_service_socket"]
+
+log = logging.getLogger(__name__)
+
+_DAY_S = 24 * 3600
+_HISTORY_MS = 90 * _DAY_S * 1000  # what is over is remembered so long
+_SOCKET_MODE_OWN = 0o600
+_SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
+
+
+def is_service_socket(socket: str) -> bool:
+    """Whether a broker on this socket serves every user of the machine, not only its own."""
+    return os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu")
+
+
+def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
+    """Return the devices that this broker manages. Raises ConfigError for what is configured and the machine does not have."""
+    everything = [
+        DeviceSpec(
+            device_id=one.device_id,
+            name=one.name,
+            memory_mib=one.memory_mib,
+            overhead_mib=settings.overhead_mib(one.memory_mib, simulated=backend.simulated),
+            why_not=one.why_not,
+        )
+        for one in backend.devices
+    ]
+    names = {spec.device_id: spec.name for spec in everything}
+    check_pools(settings.pool_specs(everything), names, simulated=backend.simulated)
+    return settings.managed(everything)
+
+
+class Run:
+    """Everything that lives as long as the broker serves."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        backend: Backend,
+        specs: tuple[DeviceSpec, ...],
+        claims: list[NameClaim],
+        ledger: Ledger,
+        socket: str,
+        ready: TextIO | None,
+        lock: BrokerLock,
+        restart: RestartFiles,
+    ) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._claims = claims
+        self._specs = {spec.device_id: spec for spec in specs}
+        total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+        self._host_total_mib = total_mib
+        self._host_budget_mib = settings.host_budget_mib(total_mib)
+        self._ledger = ledger
+        self._socket = socket
+        self._ready = ready
+        self._lock = lock
+        self._restart = restart
+        self._stop = asyncio.Event()
+
+    async def main(self) -> bool:
+        """Serve until SIGTERM, SIGINT or idle exit. Returns whether leases live on (their kernels do, too)."""
+        self._handle_signals()
+        for claim in self._claims:
+            keep_drained(claim)
+        turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
+        worker = WorkerLink(self._backend.name, claim=turn)
+        driver = DriverStart(worker, self._specs)
+        off = await driver.begin()
+        swaps = self._make_swaps(worker)
+        swaps.off = off
+        arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
+        swaps.screen = Screen(arbiter).refusal
+        broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
+        broker.contexts.sizes = learnt_contexts(self._ledger)
+        watcher = Watcher(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
+        self._introduce(broker)
+        self._drain_again(broker)
+        lost = await self._take_back(broker, swaps)
+        await watcher.sample()
+        service = Service(broker, self._settings, refresh=watcher.refresh)
+        service.lost = lost
+        service.seats.recover(self._ledger)
+        await service.audit.check()
+        server = make_server(service, self._socket, more=SEAT_ROUTES)
+        files = OwnFiles(
+            socket=self._socket,
+            lock=self._lock,
+            restart=self._restart,
+            broker=broker,
+            server=server,
+            bind=self._bind,
+            is_needed=lambda: self._settings.idle_exit_ms is None or self._has_leases(broker, service),
+            stop=self._stop.set,
+        )
+        files.serve()
+        by_tcp = self._settings.metrics_address and listen(broker.metrics.registry, self._settings.metrics_address)
+        self._say_ready()
+        abandoned = Abandoned(broker)
+        works = (
+            watcher.run(),
+            files.run(),
+            broker.counters.run(),
+            driver.run(broker, swaps),
+            OomProtection(broker, self._ledger.path.with_suffix(".oom.json")).run(),
+            service.seats.run(),
+            lost.files.run(),
+            lost.run(),
+            abandoned.run(),
+            self._stop_when_unused(broker),
+            self._forget_history(broker, service.audit),
+            keep_learning(arbiter, broker.contexts.sizes, broker.writer),
+            broker.metrics.watch_loop(),
+        )
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            with Watchdog.of(self._settings.hang_limit_ms):
+                await self._until_stopped(tasks)
+        finally:
+            server.stop()
+            if by_tcp:
+                by_tcp.stop()
+                await by_tcp.close_all_connections()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            files.remove_socket()
+            await server.close_all_connections()
+            leases_live = self._has_leases(broker, service)
+            keep_learnt(arbiter, broker.contexts.sizes, broker.writer)
+            await broker.close()
+            await worker.close()
+            turn.close()
+            service.audit.close()
+        log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
+        return leases_live
+
+    def _make_swaps(self, worker: WorkerLink) -> Swaps:
+        times = SwapTimes(
+            gate_s=self._settings.gate_timeout_ms / 1000,
+            lock_s=self._settings.lock_timeout_ms / 1000,
+            checkpoint_s=self._settings.checkpoint_deadline_ms / 1000,
+        )
+        overhead_mib = {name: spec.overhead_mib for name, spec in self._specs.items()}
+        return Swaps(self._backend.monitor, worker, times, overhead_mib)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started us may go
+
+    def _introduce(self, broker: Broker) -> None:
+        devices = self._backend.devices
+        broker.devices = {device.device_id: device for device in devices if device.device_id in self._specs}
+        for spec in self._specs.values():
+            broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))
+            log.info("device %s: %s, %s", spec.device_id, spec.name, format_memory(spec.memory_mib))
+        everything = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
+        for pool in self._settings.pool_specs(everything):
+            broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
+        # Until the first look at the host's memory; without it everything that is found saved would seem too much.
+        broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=self._host_budget_mib))
+
+    def _drain_again(self, broker: Broker) -> None:
+        """Go on emptying the devices that administrators said."""
+        for device_id, evict_busy in self._ledger.drained().items():
+            if device_id in self._specs:
+                broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
+
+    async def _take_back(self, broker: Broker, swaps: Swaps) -> LostLeases:
+        """Bring every lease that lives back into the arbiter, whether the ledger knows it or not."""
+        files = broker.files = LeaseFiles(lease_folder(self._socket, simulated=self._backend.simulated))
+        everyone = is_service_socket(self._socket)
+        lost = LostLeases(broker, swaps, self._ledger, files, socket=self._socket, everyone=everyone)
+        await recover(broker, swaps, self._ledger, await lost.find())
+        return lost
+
+    def _bind(self) -> socket_module.socket:
+        service = is_service_socket(self._socket)
+        try:
+            mode = _SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN
+            return PatientListener.of(bind_unix_socket(self._socket, mode=mode))
+        except ValueError as error:
+            raise BrokerUnavailableError(
+                f"{self._socket} is there and is not a socket; move it away, or choose another place with --socket"
+            ) from error
+
+    def _say_ready(self) -> None:
+        log.info("serving on %s", self._socket)
+        if self._ready is not None:
+            self._ready.write("ready")
+            self._ready.close()
+
+    async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Return when told to stop; raise what a task of ours raised, for a broker without eyes must not go on."""
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            stop.cancel()
+
+    @staticmethod
+    def _has_leases(broker: Broker, service: Service) -> bool:
+        """Whether any lease or seat needs this broker, or the next one."""
+        return bool(broker.kernels or service.seats.live())
+
+    @staticmethod
+    async def _forget_history(broker: Broker, audit: AuditLog) -> None:
+        """Keep the ledger and the audit log from growing for ever: now and once a day."""
+        while True:
+            await audit.prune()
+            broker.writer.submit(partial(broker.writer.ledger.prune, wall_ms() - _HISTORY_MS))
+            await asyncio.sleep(_DAY_S)
+
+    async def _stop_when_unused(self, broker: Broker) -> None:
+        limit_ms = self._settings.idle_exit_ms
+        if limit_ms is None:
+            await asyncio.Event().wait()
+            return
+        while broker.kernels or (time.monotonic() - broker.last_use_s) * 1000 < limit_ms:
+            left_s = limit_ms / 1000 - (time.monotonic() - broker.last_use_s)
+            await asyncio.sleep(max(0.2, min(left_s, 5.0)))
+        log.info("nobody needed the broker for a while: it stops")
+        self._stop.set()

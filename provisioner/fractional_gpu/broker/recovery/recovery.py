@@ -1,0 +1,223 @@
+"""What a broker does first: find out what has become of the leases of the one before it.
+
+Nothing is replayed. For each lease of the ledger, /proc says whether its process lives and the driver says what it is; half-done work
+is undone where that is safe, and what cannot be known is quarantined.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import Scene
+from fractional_gpu.broker.swap.swap import Swaps, Truth
+from fractional_gpu.core.events import LeaseRecovered
+from fractional_gpu.core.model import HOLDING, LeaseState
+from fractional_gpu.gpu.interface import GPUError
+from fractional_gpu.host.process import ProcessIdentity, is_alive
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
+
+__all__ = ["follow_found", "identity_of", "kernel_of", "recover", "take_over"]
+
+log = logging.getLogger(__name__)
+
+_WITH_MEMORY = HOLDING | {LeaseState.SUSPENDED}
+_IN_A_SWAP = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
+_HOMELESS = (
+    "its GPU memory is saved, and the record of the device that it came from was lost: `jupyter gpu broker --stop`, then `jupyter gpu "
+    "rescue`, bring it back while no other process uses the GPUs; the kernel keeps its variables meanwhile"
+)
+
+
+async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
+    """Bring every live lease of the ledger back into the arbiter, and those that it `lost`.
+
+    Pools and devices must be known to the arbiter already.
+    """
+    operations = {operation.lease_id: operation for operation in ledger.open_operations()}
+    begun_s = time.monotonic()
+    records = [*ledger.live_leases(), *lost]
+    await take_over(broker, swaps, records, operations)
+    log.info("found %d leases in %.3f s", len(records), time.monotonic() - begun_s)
+    for orphan in operations.values():
+        broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
+
+
+async def take_over(
+    broker: Broker,
+    swaps: Swaps,
+    records: Sequence[LeaseRecord],
+    operations: MutableMapping[str, OperationRecord] | None = None,
+) -> None:
+    """Bring these leases into the arbiter as what they really are. Their open operations are taken out of `operations`."""
+    operations = {} if operations is None else operations
+    broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
+    found: list[tuple[LeaseRecord, OperationRecord | None, Truth | None, int]] = []
+    scene = await _scene(swaps)
+    for record in records:
+        operation = operations.pop(record.spec.lease_id, None)
+        saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
+        kernel = broker.kernels[record.spec.lease_id]
+        await _find_left(broker, kernel, record, scene)
+        kernel.needs_driver = bool(swaps.off) and (operation is not None or record.state in _IN_A_SWAP)
+        truth = await _truth(swaps, kernel, record, saved_mib, scene)
+        found.append((record, operation, truth, saved_mib))
+    # All at once: an arbiter that knows of only some leases would give the room of the others away.
+    for record, operation, truth, host_mib in found:
+        kernel = broker.kernels[record.spec.lease_id]
+        state, device_id, saved_mib = _believe(record, truth, host_mib)
+        identity = kernel.identity if state is not LeaseState.UNATTACHED else None
+        left, kernel.identity, kernel.left = kernel.left, None, ()
+        log.info("lease %s: found %s (was %s)", kernel.lease_id[:8], state, record.state)
+        broker.dispatch(
+            LeaseRecovered(
+                at_ms=now_ms(),
+                spec=record.spec,
+                state=state,
+                generation=record.generation + 1,
+                device_id=device_id,
+                saved_mib=saved_mib,
+                busy=identity is not None,  # nobody has looked yet
+                device_ids=_all_devices(record, device_id),
+                sentence=_HOMELESS if state is LeaseState.SUSPENDED and device_id is None else "",
+                pinned_until_ms=_pinned_until_ms(broker, record),
+            )
+        )
+        if left and state is not LeaseState.UNATTACHED:
+            if not broker.survivors.keep(kernel, list(left)):
+                broker.survivors.kernel_ended(kernel, kernel.root)
+        elif identity is not None:
+            follow_found(broker, kernel, identity, record.connection)
+        elif kernel.released or state is not LeaseState.UNATTACHED:
+            broker.survivors.kernel_ended(kernel, kernel.root)
+        if operation is not None:
+            broker.end_operation(kernel.lease_id, operation.operation_id, f"found {state}")
+        broker.save(kernel)
+
+
+async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, scene: Scene | None) -> None:
+    """Find the processes with device memory that a kernel left behind which has ended: one of them stands for it from now on."""
+    if kernel.identity is not None or record.state not in _WITH_MEMORY or scene is None:
+        return
+    kernel.root = root = identity_of(record)
+    try:
+        left = await broker.survivors.find(kernel, root, scene, saved=record.state in _IN_A_SWAP)
+    except GPUError as error:
+        log.warning("lease %s: what its kernel left behind cannot be seen: %s", kernel.lease_id[:8], error)
+        return
+    kernel.left = tuple(left)
+    kernel.identity = left[0].identity if left else None
+
+
+async def _truth(
+    swaps: Swaps, kernel: Kernel, record: LeaseRecord, saved_mib: int, scene: Scene | None
+) -> Truth | None:
+    """Find out what the lease is; None if that cannot be known now.
+
+    While the driver cannot be asked, the devices' counters stand in for it. They count a locked process, or a tree of which a part is
+    saved, as one that runs: called resident, it would stay locked for good. What was in a swap waits for the driver.
+    """
+    if kernel.needs_driver and kernel.identity is not None:
+        return None
+    return await swaps.truth(kernel, record.device_id, saved_mib, scene)
+
+
+async def _scene(swaps: Swaps) -> Scene | None:
+    """Look at the machine once for all leases; None if that fails: then each is looked at by itself, and may be unknown."""
+    try:
+        return await swaps.scene()
+    except GPUError as error:
+        log.warning("the devices do not answer: %s", error)
+        return None
+
+
+def _all_devices(record: LeaseRecord, device_id: str | None) -> tuple[str, ...]:
+    """Return all devices of a lease of several, if it is where the ledger says."""
+    for known in (record.device_ids, record.home_device_ids):
+        if device_id is not None and known[:1] == (device_id,):
+            return known
+    return ()
+
+
+def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
+    """Watch a process that was found; one that cannot be heard is watched all the same, and one that is gone has ended."""
+    try:
+        try:
+            broker.follow(kernel, identity, connection)
+        except ValueError as error:  # written by a broker that took what this one does not
+            log.warning("lease %s: its kernel cannot be heard and counts as busy: %s", kernel.lease_id[:8], error)
+            kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
+            kernel.connection = connection
+    except ProcessLookupError:
+        kernel.identity = identity
+        broker.process_gone(kernel, identity)
+
+
+def identity_of(record: LeaseRecord) -> ProcessIdentity | None:
+    """Return the process that the record names, None if it names none."""
+    if record.pid is None or record.start_time is None:
+        return None
+    return ProcessIdentity(record.boot_id, record.pid, record.start_time)
+
+
+def kernel_of(record: LeaseRecord) -> Kernel:
+    """Return the lease as the ledger knows it, with its process if that lives."""
+    kernel = Kernel(
+        lease_id=record.spec.lease_id,
+        uid=record.uid,
+        token_sha256=record.token_sha256,
+        kernel_id=record.kernel_id,
+        created_ms=record.created_ms,
+        suspends=record.suspends,
+        resumes=record.resumes,
+        language=record.language,
+        ipykernel=record.ipykernel,
+        gated=record.spec.gated,
+        members=frozenset(_members(record)),
+        released=record.released,
+        server=_server_of(record),
+        had_process=record.pid is not None or record.state is not LeaseState.UNATTACHED,
+        token_file=record.token_file,
+        homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ()),
+    )
+    identity = identity_of(record)
+    if identity is not None:
+        kernel.identity = identity if is_alive(identity) and record.connection else None
+    return kernel
+
+
+def _server_of(record: LeaseRecord) -> ProcessIdentity | None:
+    try:
+        return ProcessIdentity.from_text(record.server) if record.server else None
+    except ValueError:  # of another version's making
+        return None
+
+
+def _members(record: LeaseRecord) -> Iterator[ProcessIdentity]:
+    for text in record.members:
+        with suppress(ValueError):  # of another version's making
+            yield ProcessIdentity.from_text(text)
+
+
+def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:
+    """Return state, device and saved MiB for the arbiter."""
+    if truth is None or truth.state is LeaseState.QUARANTINED:
+        # The ledger is told of a reservation before anybody makes use of it: what it does not know of is not there.
+        return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, saved_mib
+    if truth.state is LeaseState.UNARMED and record.state in HOLDING and record.device_id is not None:
+        # It had a reservation and its gate may be open, so it may create a context at any moment: the reservation stays.
+        return LeaseState.RESIDENT, record.device_id, 0
+    if truth.state is LeaseState.RESIDENT:
+        device_id = truth.device_id or record.device_id
+        return (LeaseState.RESIDENT, device_id, 0) if device_id else (LeaseState.QUARANTINED, None, saved_mib)
+    return truth.state, truth.device_id or record.device_id, truth.saved_mib
+
+
+def _pinned_until_ms(broker: Broker, record: LeaseRecord) -> int:
+    """Return until when the lease is pinned, by the arbiter's clock; 0: it is not."""
+    left_ms = record.pinned_until_ms - broker.deadlines.now_ms()
+    return now_ms() + left_ms if record.pinned_until_ms and left_ms > 0 else 0

@@ -1,0 +1,334 @@
+"""What can be expected of the pools: the forecast that seats are placed by, told to people before they choose.
+
+Learnt, per user and pool, from what the ledger has seen in the last four weeks; how long a full pool is waited for, from how long its
+last seats lasted.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from fractional_gpu.broker.broker import Broker, wall_ms
+from fractional_gpu.broker.seats.rules import (
+    Full,
+    check_limits,
+    check_terms,
+    counted_group,
+    guaranteed_full,
+    percent,
+)
+from fractional_gpu.config.hub import HubPool
+from fractional_gpu.config.pools import PoolSettings
+from fractional_gpu.config.settings import Settings
+from fractional_gpu.core.model import DeviceView, PoolSpec, ReserveBy
+from fractional_gpu.core.seat_packing import (
+    PRIOR,
+    Habits,
+    Load,
+    Place,
+    learnt,
+    place,
+    wait_chance_millionths,
+)
+from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.ledger.records import SeatRecord, UsageRecord
+from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError
+from fractional_gpu.protocol.seats import (
+    FractionOffer,
+    OfferRequest,
+    Offers,
+    PoolOffer,
+    SeatRequest,
+)
+
+__all__ = ["HISTORY_DAYS", "Forecasts"]
+
+HISTORY_DAYS = 28
+_NEVER_SHARED = 1000  # oversubscription: what there is, once
+_ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
+
+
+class Forecasts:
+    """What is known of users and pools. `usage` and `lasted_ms` are kept up to date by the meter."""
+
+    def __init__(self, broker: Broker, settings: Settings) -> None:
+        self._broker = broker
+        self._settings = settings
+        self._hubs = {pool.name: pool.hub for pool in settings.pools}
+        self._usage: dict[tuple[str, str], UsageRecord] = {}
+        self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted
+
+    def hub(self, pool: str) -> HubPool:
+        """Return the pool's terms for a hub's users."""
+        return self._hubs.get(pool) or HubPool()
+
+    def pool_changed(self, pool: PoolSettings) -> None:
+        """Take over the terms of a pool that was changed."""
+        self._hubs[pool.name] = pool.hub
+
+    def learn(self, usage: Sequence[UsageRecord]) -> None:
+        """Add to what is known of users."""
+        for one in usage:
+            known = self._usage.get((one.owner, one.pool))
+            self._usage[one.owner, one.pool] = one if known is None else _sum(known, one)
+
+    def habits(self, owner: str, pool: str) -> Habits:
+        """Return how the user uses the pool, as far as is known."""
+        known, prior = self._usage.get((owner, pool)), replace(PRIOR, duty_milli=self.hub(pool).expected_use_milli)
+        if known is None:
+            return prior
+        return learnt(live_ms=known.live_ms, busy_ms=known.busy_ms, busy_mib_ms=known.busy_mib_ms, prior=prior)
+
+    # -- room ----------------------------------------------------------------------------------------------------------------
+
+    def memory_mib(self, pool: PoolSpec, fraction_milli: int, asked_mib: int | None) -> int:
+        """Return what a seat of this size may have of a device. Raises NoRoomError if no device has so much."""
+        sizes = [device.leasable_mib for device in self._devices(pool)]
+        if not sizes:
+            raise NoRoomError(f"pool {pool.name!r} has no device now; ask your administrator", reason="no-device")
+        mib = max(1, min(sizes) * fraction_milli // 1000) if asked_mib is None else asked_mib
+        if not 1 <= mib <= max(sizes):
+            raise NoRoomError(
+                f"memory of {format_memory(mib)} was asked, but the largest device of pool {pool.name!r} can give "
+                f"{format_memory(max(sizes))}; ask for that or less",
+                reason="larger-than-device",
+            )
+        return mib
+
+    def full(
+        self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int, seats: Sequence[SeatRecord]
+    ) -> Full | str | None:
+        """Return where one more seat would be placed beside `seats`, or why the pool is full."""
+        devices = self._devices(pool)
+        promised = guaranteed_full(
+            pool, memory_mib, sum(seat.memory_mib for seat in seats), sum(device.leasable_mib for device in devices)
+        )
+        if promised is not None:
+            return promised
+        device_id, chance = place(
+            self.load(request.owner, pool, memory_mib),
+            self._places(pool, devices, seats),
+            target_ms=hub.wait_target_ms,
+            bound_milli=hub.wait_bound_milli,
+        )
+        if device_id is not None:
+            return device_id
+        there = f"{len(seats)} servers use it" if len(seats) != 1 else "1 server uses it"
+        return Full(
+            "pool-full",
+            f"pool {pool.name!r} is full: {there}, and with one more of {format_fraction(request.fraction_milli)} GPU "
+            f"{percent(-(-chance // 1000))} of the cells would wait longer than {format_duration(hub.wait_target_ms)} for the "
+            f"GPU ({percent(hub.wait_bound_milli)} are allowed)",
+        )
+
+    def check_ever(self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int) -> None:
+        """Refuse what would be too much for the empty pool. Raises NoRoomError."""
+        full = self.full(request, pool, hub, memory_mib, [])
+        if isinstance(full, Full):
+            raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
+
+    def unshared(self, pool: PoolSpec) -> str:
+        """Return that seats of the pool's largest fraction share no device with any other seat, a sentence; empty: they can.
+
+        Users of whom nothing is known are assumed. A pool that promises its capacity once is not meant to share, and has no sentence.
+        """
+        hub, devices = self.hub(pool.name), self._devices(pool)
+        if not devices or (pool.oversubscription_milli or _NEVER_SHARED + 1) <= _NEVER_SHARED:
+            return ""
+        fractions = pool.fractions_milli or _ANY_FRACTIONS
+        largest, smallest = (
+            self.load("", pool, self.memory_mib(pool, milli, None)) for milli in (max(fractions), min(fractions))
+        )
+        beside = [replace(empty, loads=(smallest,)) for empty in self._places(pool, devices, [])]
+        device_id, chance = place(largest, beside, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli)
+        if device_id is not None:
+            return ""
+        return (
+            f"pool {pool.name!r}: a seat of {format_fraction(max(fractions))} GPU never shares a device, not even with one of "
+            f"{format_fraction(min(fractions))}: {percent(-(-chance // 1000))} of their cells would wait longer than "
+            f"{format_duration(hub.wait_target_ms)} (wait_target), and {percent(hub.wait_bound_milli)} may (wait_bound), if users compute "
+            f"{percent(hub.expected_use_milli)} of the time (expected_use). Such a seat has a device to itself for as long as its server "
+            "runs; to let it share, raise wait_bound or wait_target, or leave that fraction out of fractions"
+        )
+
+    def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> Load:
+        """Return what a seat of this user with so much memory is expected to need of its device."""
+        habits = self.habits(owner, pool.name)
+        mib = memory_mib
+        if pool.reserve_by is ReserveBy.USE:
+            mib = min(memory_mib, habits.active_mib + pool.headroom_mib)
+        return Load(mib=mib, duty_milli=habits.duty_milli)
+
+    def _places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[Place]:
+        loads: dict[str, list[Load]] = {device.device_id: [] for device in devices}
+        for seat in seats:
+            # A seat of a device that is gone is on whichever has fewest.
+            home = (
+                seat.device_id if seat.device_id in loads else min(loads, key=lambda one: len(loads[one]), default=None)
+            )
+            if home is not None:
+                loads[home].append(self.load(seat.owner, pool, seat.memory_mib))
+        return [
+            Place(
+                device_id=device.device_id,
+                capacity_mib=max(0, device.leasable_mib - device.stranger_mib),
+                loads=tuple(loads[device.device_id]),
+            )
+            for device in devices
+        ]
+
+    def _devices(self, pool: PoolSpec) -> list[DeviceView]:
+        views = self._broker.arbiter.devices()
+        return [one for one in views if one.device_id in pool.devices and not one.lost and not one.draining]
+
+    # -- what people are told --------------------------------------------------------------------------------------------------
+
+    def expected_ms(self, pool: str, position: int, seats: int) -> int | None:
+        """Return how long a seat is waited for: as many must end as stand before, and they end at the pace of the last ones."""
+        lasted = self.lasted_ms.get(pool) or []
+        if not lasted or not seats:
+            return None
+        return position * (sum(lasted) // len(lasted)) // seats
+
+    def offers(
+        self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
+    ) -> Offers:
+        """Return every pool as this user would meet it; pools of other groups are left out.
+
+        `kept` are the pools that keep their room for a request in their line.
+        """
+        found = []
+        for name, pool in sorted(self._broker.arbiter.pools().items()):
+            hub = self.hub(name)
+            if hub.terms(request.groups) is None:
+                continue
+            there = [seat for seat in seats if seat.pool == name]
+            found.append(self._pool_offer(request, pool, hub, there, waiting.get(name, 0), kept=name in kept))
+        default_pool, default_milli = self._default(found)
+        return Offers(
+            pools=found,
+            default_pool=default_pool,
+            default_fraction_milli=default_milli,
+            simulated=self._broker.monitor.kind == "simulated",
+        )
+
+    def _pool_offer(
+        self,
+        request: OfferRequest,
+        pool: PoolSpec,
+        hub: HubPool,
+        seats: Sequence[SeatRecord],
+        waiting: int,
+        *,
+        kept: bool,
+    ) -> PoolOffer:
+        devices, why_not = self._devices(pool), ""
+        try:
+            check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
+            self.memory_mib(pool, 1, None)
+        except FractionalGPUError as error:
+            why_not = str(error)
+        fractions = () if not devices else pool.fractions_milli or _ANY_FRACTIONS
+        return PoolOffer(
+            pool=pool.name,
+            why_not=why_not,
+            hours=hub.hours.text if hub.hours is not None else "",
+            devices=len(devices),
+            free_mib=sum(max(0, one.leasable_mib - one.reserved_mib - one.stranger_mib) for one in devices),
+            capacity_mib=sum(one.leasable_mib for one in devices),
+            seats=len(seats),
+            waiting=waiting,
+            fractions=[
+                self._fraction_offer(
+                    SeatRequest(
+                        owner=request.owner,
+                        groups=request.groups,
+                        server=request.server,
+                        pool=pool.name,
+                        fraction_milli=milli,
+                    ),
+                    pool,
+                    seats,
+                    waiting,
+                    kept=kept,
+                )
+                for milli in fractions
+            ],
+        )
+
+    def _fraction_offer(
+        self, request: SeatRequest, pool: PoolSpec, seats: Sequence[SeatRecord], waiting: int, *, kept: bool
+    ) -> FractionOffer:
+        hub, milli = self.hub(pool.name), request.fraction_milli
+        memory_mib = self.memory_mib(pool, milli, None)
+        seats = [seat for seat in seats if (seat.owner, seat.server) != (request.owner, request.server)]
+        where = self.full(request, pool, hub, memory_mib, seats)
+        why_not = _over_limit(request, pool, hub, seats)
+        free = not isinstance(where, Full) and not kept and not why_not
+        expected_ms = None if free else self.expected_ms(pool.name, waiting + 1, len(seats))
+        offer = FractionOffer(
+            fraction_milli=milli,
+            memory_mib=memory_mib,
+            price=hub.price.of(milli) if hub.price is not None else "",
+            free=free,
+            sentence="",
+            why_not=why_not,
+            expected_ms=expected_ms,
+            at_once_milli=0
+            if isinstance(where, Full)
+            else self._at_once_milli(request, pool, memory_mib, seats, where),
+        )
+        return replace(offer, sentence=_expectation(offer, hub))
+
+    def _at_once_milli(
+        self, request: SeatRequest, pool: PoolSpec, memory_mib: int, seats: Sequence[SeatRecord], device_id: str | None
+    ) -> int:
+        """Return how many of a thousand cells would find room when they begin, on the device where the seat would be."""
+        load = self.load(request.owner, pool, memory_mib)
+        for one in self._places(pool, self._devices(pool), seats):
+            if one.device_id == device_id:
+                return 1000 - -(-wait_chance_millionths((*one.loads, load), one.capacity_mib) // 1000)
+        return 0
+
+    def _default(self, offers: Sequence[PoolOffer]) -> tuple[str, int]:
+        """Return the configured default where it can be had, else the first pool and its smallest fraction that can."""
+        usable = [offer for offer in offers if not offer.why_not and offer.fractions]
+        usable.sort(key=lambda offer: offer.pool != self._settings.default_pool)
+        for offer in usable:
+            usual = [one for one in offer.fractions if one.fraction_milli == self._settings.default_fraction_milli]
+            for one in (*usual, *offer.fractions):
+                if one.free:
+                    return offer.pool, one.fraction_milli
+        allowed = [(offer.pool, one.fraction_milli) for offer in usable for one in offer.fractions if not one.why_not]
+        return allowed[0] if allowed else ("", 0)
+
+
+def _over_limit(request: SeatRequest, pool: PoolSpec, hub: HubPool, seats: Sequence[SeatRecord]) -> str:
+    found = hub.terms(request.groups)
+    try:
+        group = counted_group(found[0] if found is not None else "", request.groups, pool)
+        check_limits(request, group, pool, seats)
+    except NoRoomError as error:
+        return str(error)
+    return ""
+
+
+def _sum(known: UsageRecord, more: UsageRecord) -> UsageRecord:
+    return replace(
+        known,
+        live_ms=known.live_ms + more.live_ms,
+        busy_ms=known.busy_ms + more.busy_ms,
+        busy_mib_ms=known.busy_mib_ms + more.busy_mib_ms,
+        peak_mib=max(known.peak_mib, more.peak_mib),
+    )
+
+
+def _expectation(offer: FractionOffer, hub: HubPool) -> str:
+    if offer.why_not:
+        return offer.why_not
+    if offer.free:
+        return f"free now; about {percent(offer.at_once_milli)} of the cells start at once"
+    if not hub.waits_when_full:
+        return "full now"
+    if offer.expected_ms is None:
+        return "full now; your server would wait for a place"
+    return f"full now; a place is expected in {format_duration(offer.expected_ms)}"

@@ -1,0 +1,172 @@
+"""Kernels whose seat has ended: revokes their leases, has the next seat of the same server take them over, and ends them in the end.
+
+- When a seat ends, every lease that draws on it is revoked (`core.revoked`): it is suspended and counts for its user. Leases without a
+  process end at once.
+- The next seat of the same user and server takes a revoked lease over if it has room for it beside what it gave already. A lease
+  that is larger than that, of another pool or group, or of a higher priority, stays revoked.
+- A lease that no seat has taken over within its pool's `revoked_ttl` has its processes ended, as by an eviction.
+- When each seat ended, and whose it was, is kept in the ledger for as long as it has leases. A lease whose seat is neither live nor known
+  from there (the ledger was lost, or an earlier version ended the seat) is revoked from now on, and any server of its user takes it over.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.services.admin import Administering
+from fractional_gpu.core.events import SeatEnded, SeatRenewed
+from fractional_gpu.core.model import LeaseView
+from fractional_gpu.core.units import format_duration
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import SeatRecord
+from fractional_gpu.protocol.errors import ConflictError, ForbiddenError, NoRoomError
+from fractional_gpu.protocol.messages import GateVerb
+
+__all__ = ["Revocations"]
+
+log = logging.getLogger(__name__)
+
+_NAME: Final = "ended-seats"  # kept in the ledger under this name
+
+
+class _Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """A seat that has ended and has leases still. `since_ms`: when, by the clock of deadlines; `server` None: not known."""
+
+    owner: str
+    server: str | None
+    since_ms: int
+
+
+class Revocations:
+    """The revoked leases of one broker; everything runs on its loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._ended: dict[str, _Ended] = {}
+        self._administering = Administering(broker)
+        self._tasks: set[asyncio.Task[None]] = set()
+        broker.end_processes = self._end_processes
+
+    def recover(self, ledger: Ledger, live: Collection[str]) -> None:
+        """Revoke the leases that an earlier broker left whose seats are not among the `live` ones."""
+        try:
+            self._ended = msgspec.json.decode(ledger.kept(_NAME) or "{}", type=dict[str, _Ended])
+        except msgspec.DecodeError as error:
+            log.warning(
+                "when seats ended cannot be read from the ledger, so their leases are revoked from now on: %s", error
+            )
+        for seat_id, leases in self._by_seat().items():
+            if seat_id not in live:
+                owner = leases[0][1].spec.owner
+                self._revoke(seat_id, _Ended(owner=owner, server=None, since_ms=self._broker.deadlines.now_ms()))
+
+    def seat_ended(self, seat: SeatRecord) -> None:
+        """Revoke what draws on the seat. The seat itself is over already."""
+        since_ms = self._broker.deadlines.now_ms()
+        self._revoke(seat.seat_id, _Ended(owner=seat.owner, server=seat.server, since_ms=since_ms))
+
+    def take_over(self, seat: SeatRecord, check: Callable[[Kernel, LeaseView], None]) -> None:
+        """Have a new seat take over the revoked leases of its server that it has room for, the oldest first.
+
+        `check` raises ForbiddenError or NoRoomError for a lease that the seat cannot have.
+        """
+        for kernel, view in self._broker.views():
+            ended = self._ended.get(view.spec.seat)
+            if (
+                not view.revoked
+                or ended is None
+                or ended.owner != seat.owner
+                or ended.server not in {None, seat.server}
+            ):
+                continue
+            try:
+                check(kernel, view)
+            except (ForbiddenError, NoRoomError) as error:
+                log.info("lease %s: seat %s does not take it over: %s", kernel.lease_id[:8], seat.seat_id[:8], error)
+                continue
+            self._broker.dispatch(SeatRenewed(at_ms=now_ms(), lease_id=kernel.lease_id, seat=seat.seat_id))
+            kernel.wanted_by_broker = False
+            self._broker.save(kernel)
+            self._broker.look_at_use(kernel)
+            kernel.notify()
+        self._forget()
+
+    def of_user(self, pool: str, owner: str, server: str) -> list[LeaseView]:
+        """Return the user's revoked leases in the pool, without those that a new seat of this server may take over."""
+        return [
+            view
+            for _, view in self._broker.views()
+            if view.revoked
+            and view.spec.pool == pool
+            and view.spec.owner == owner
+            and (ended := self._ended.get(view.spec.seat)) is not None
+            and ended.server not in {None, server}
+        ]
+
+    def _by_seat(self) -> dict[str, list[tuple[Kernel, LeaseView]]]:
+        found: dict[str, list[tuple[Kernel, LeaseView]]] = {}
+        for kernel, view in self._broker.views():
+            if view.spec.seat:
+                found.setdefault(view.spec.seat, []).append((kernel, view))
+        return found
+
+    def _revoke(self, seat_id: str, ended: _Ended) -> None:
+        leases = self._by_seat().get(seat_id, [])
+        if not leases:
+            return
+        ended = self._ended.setdefault(seat_id, ended)
+        ago_ms = max(0, self._broker.deadlines.now_ms() - ended.since_ms)
+        for kernel, view in leases:
+            event = SeatEnded(at_ms=now_ms(), lease_id=view.spec.lease_id, since_ms=now_ms() - ago_ms)
+            self._broker.dispatch(event)
+            self._tell(kernel)
+        self._forget()
+
+    def _tell(self, kernel: Kernel) -> None:
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is not None and view.ends_ms is not None and kernel.link is not None:
+            left = format_duration(max(0, view.ends_ms - now_ms()))
+            sentence = (
+                "The seat of this kernel's server has ended: the kernel keeps its variables and uses no GPU. It ends in "
+                f"{left} unless the server is started again with as large a share."
+            )
+            kernel.link.send(GateVerb.NOTICE, sentence=sentence)
+        kernel.notify()
+
+    def _forget(self) -> None:
+        """Write down which ended seats have leases still."""
+        there = {view.spec.seat for _, view in self._broker.views() if view.revoked}
+        self._ended = {seat_id: ended for seat_id, ended in self._ended.items() if seat_id in there}
+        text = msgspec.json.encode(self._ended).decode()
+        self._broker.writer.submit(partial(self._broker.writer.ledger.keep, _NAME, text))
+
+    # -- the end -------------------------------------------------------------------------------------------------------------
+
+    def _end_processes(self, lease_id: str) -> None:
+        kernel = self._broker.kernels.get(lease_id)
+        if kernel is not None and not kernel.evictions:
+            task = asyncio.get_running_loop().create_task(self._end(kernel))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, kernel: Kernel) -> None:
+        log.warning(
+            "lease %s: its seat ended and no other one took it over in time: its processes are ended",
+            kernel.lease_id[:8],
+        )
+        try:
+            await self._administering.end_kernel(kernel)
+        except ConflictError as error:  # it is tried again
+            log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
+
+    async def close(self) -> None:
+        """Stop; processes that were told to end do so."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""What users and administrators may do to leases and devices, and the status that shows them."""

@@ -1,0 +1,144 @@
+"""What an administrator does to somebody's lease: has it go to another device, or ends its kernel.
+
+- A move begins at once or is refused with the reason; only where another kernel's swap is in the way it is tried again for `PATIENCE_S`.
+- An eviction is the one act that loses a kernel's state on purpose, so it must say that it means it. Every process of the kernel's tree
+  is asked to end, and made to after a grace; each is known by its start time and signalled through its pidfd, and the tree is looked
+  at again until nobody is left. Only then is the lease over: what could not be ended keeps it.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from fractional_gpu.broker.broker import Broker, devices_of, now_ms
+from fractional_gpu.broker.kernels.evictions import EVICTED, Evictions
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_ending import end_processes
+from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
+from fractional_gpu.broker.kernels.request_validation import Peer
+from fractional_gpu.broker.services.status import lease_status
+from fractional_gpu.core.effects import Declined
+from fractional_gpu.core.events import MoveRequested
+from fractional_gpu.core.model import LeaseState, LeaseView
+from fractional_gpu.core.scheduler.migration import BUSY_CHANNEL
+from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.host.tree import scan
+from fractional_gpu.protocol.errors import BadRequestError, ConflictError, NotFoundError
+from fractional_gpu.protocol.messages import EvictRequest, LeaseStatus
+
+__all__ = ["PATIENCE_S", "Administering"]
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 30.0
+_IDLE_PATIENCE_S = 10.0  # as for a suspend: the kernel may be about to become idle
+_ON_THE_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING})
+
+
+class Administering:
+    """The routes' work. One per broker; everything runs on its loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.evictions = Evictions()
+
+    # -- move -------------------------------------------------------------------------------------------------------------------
+
+    async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
+        """Have an idle kernel go to the device (None: any other of its pool); returns when it is there.
+
+        Raises ConflictError with the reason if it stays. Cancelled: a move that has begun goes on.
+        """
+        kernel.suspend_wishes += 1  # whoever asks means it: only a running cell is in the way
+        try:
+            self._broker.look_at_use(kernel)
+            await self._until_idle(kernel)
+            before = devices_of(self._view(kernel))
+            await self._begin(kernel, device_id)
+            why_not: tuple[str, str] | None = None
+            while (view := self._view(kernel)).state in _ON_THE_WAY:
+                if view.reason == "resume.not-started":  # it may come back where it was: this says why
+                    why_not = view.reason, view.sentence
+                await kernel.change().wait()
+        finally:
+            kernel.suspend_wishes -= 1
+            self._broker.look_at_use(kernel)
+        if view.state is not LeaseState.RESIDENT or devices_of(view) == before:
+            reason, sentence = why_not or (view.reason, view.sentence)
+            raise ConflictError(f"the kernel was not moved: {sentence}", reason=reason)
+        return lease_status(self._broker, kernel, view)
+
+    async def _until_idle(self, kernel: Kernel) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_IDLE_PATIENCE_S):
+                while kernel.busy:
+                    await kernel.change().wait()
+
+    async def _begin(self, kernel: Kernel, device_id: str | None) -> None:
+        """Return when the arbiter has it go. Raises ConflictError."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            declined = self._ask(MoveRequested(at_ms=now_ms(), lease_id=kernel.lease_id, device_id=device_id))
+            if declined is None:
+                return
+            left_s = deadline_s - time.monotonic()
+            if declined.reason != BUSY_CHANNEL or left_s <= 0:
+                raise ConflictError(declined.sentence, reason=declined.reason)
+            stirred = self._broker.stirred  # a fresh one: our own question has stirred the one before
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await stirred.wait()
+
+    def _ask(self, event: MoveRequested) -> Declined | None:
+        for effect in self._broker.dispatch(event):
+            if isinstance(effect, Declined) and (effect.lease_id, effect.about) == (event.lease_id, "move"):
+                return effect
+        return None
+
+    # -- evict ------------------------------------------------------------------------------------------------------------------
+
+    async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
+        """End the kernel's processes and its lease. Raises BadRequestError without `confirm`, ConflictError for what cannot be ended.
+
+        Jupyter may start the kernel again before its last process has ended: from the beginning on that one gets another lease,
+        and is none of those that are ended. Cancelled: processes that were told to end do so, and the lease stays.
+        """
+        if not request.confirm:
+            raise BadRequestError(
+                "evicting ends the kernel, and all its variables are lost; send confirm = true if that is meant (suspend keeps them)",
+                reason="not-confirmed",
+            )
+        log.warning("lease %s: an administrator evicts it", kernel.lease_id[:8])
+        sentence = self.evictions.begin(kernel, peer, request.why)
+        try:
+            await self._end_tree(kernel)
+        except ConflictError:
+            self.evictions.failed(kernel)
+            raise
+        self._broker.record_line(kernel.lease_id, EVICTED, sentence)
+        await self._broker.survivors.release(kernel, EVICTED)
+
+    async def end_kernel(self, kernel: Kernel) -> None:
+        """End the processes and the lease of a kernel whose server has ended. Raises and is cancelled as `evict`."""
+        await self._end_tree(kernel)
+        await self._broker.survivors.release(kernel)
+
+    async def _end_tree(self, kernel: Kernel) -> None:
+        kernel.evictions += 1
+        try:
+            await end_processes(partial(self._tree, kernel, kernel.identity), "process {pid} of the kernel")
+        finally:
+            kernel.evictions -= 1
+
+    async def _tree(self, kernel: Kernel, root: ProcessIdentity | None) -> list[ProcessIdentity]:
+        snapshot = await asyncio.to_thread(scan, LEASE_VARIABLE)
+        return members_of(kernel, root, snapshot, self._broker.roots()) if root is not None else []
+
+    def _view(self, kernel: Kernel) -> LeaseView:
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None:
+            raise NotFoundError("the lease is over", reason="unknown-lease")
+        return view

@@ -1,0 +1,271 @@
+"""What people may change about leases that exist, and administrators about devices: each method is one route, with its checks."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.kernels.kernel import Kernel, Request
+from fractional_gpu.broker.kernels.request_validation import Peer, cap_mib, guaranteed_mib
+from fractional_gpu.broker.services.status import device_status, lease_status
+from fractional_gpu.core.effects import Declined
+from fractional_gpu.core.events import (
+    DeviceDrained,
+    DeviceUndrained,
+    PinRequested,
+    ResizeRequested,
+    UnpinRequested,
+)
+from fractional_gpu.core.model import LeaseState, LeaseView
+from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.gpu.interface import GPUError
+from fractional_gpu.protocol.errors import (
+    BadRequestError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+)
+from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
+from fractional_gpu.protocol.messages import (
+    DeviceStatus,
+    History,
+    LeaseStatus,
+    PinRequest,
+    ResizeRequest,
+    Story,
+    StoryLine,
+    UsagePoint,
+)
+
+__all__ = ["Steering"]
+
+_MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
+_LINES = 200
+_POINTS = 1000
+
+
+class Steering:
+    """The routes' work. One per broker."""
+
+    def __init__(self, broker: Broker, check: Callable[[Kernel, int, int], None]) -> None:
+        self._broker = broker
+        self._check = check  # raises for a size that the kernel may not have
+
+    # -- leases -------------------------------------------------------------------------------------------------------------
+
+    async def pin(self, kernel: Kernel, request: PinRequest) -> LeaseStatus:
+        """Keep the lease resident for a while; returns once that is on the disk. Raises BadRequestError or ConflictError."""
+        if request.duration_ms < 1:
+            raise BadRequestError(
+                f"duration_ms is {request.duration_ms}; allowed: 1 or more (unpinning is a route of its own)"
+            )
+        event = PinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, duration_ms=request.duration_ms)
+        for effect in self._broker.dispatch(event):
+            if isinstance(effect, Declined) and effect.lease_id == kernel.lease_id:
+                raise ConflictError(effect.sentence, reason=effect.reason)
+        await self._written()
+        return self._status(kernel)
+
+    async def unpin(self, kernel: Kernel, by: str) -> LeaseStatus:
+        """End the pin for `by`, as its story names them, if there is one; returns once that is on the disk."""
+        self._broker.dispatch(UnpinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
+        await self._written()
+        return self._status(kernel)
+
+    async def resize(self, kernel: Kernel, request: ResizeRequest) -> LeaseStatus:
+        """Give the lease another size, and wait for room if it grows.
+
+        Raises BadRequestError, or ConflictError if it stays as it was. Cancelled: it stays as it was, unless it has its size already.
+        """
+        event = self._wanted(kernel, request)
+        if self._has(kernel, event):
+            kernel.own_size = kernel.own_size if request.burst else None
+            return self._status(kernel)
+        self._check(kernel, event.fraction_milli, event.reserve_mib)
+        before = self._size_now(kernel)
+        if event.reserve_mib < self._view(kernel).spec.reserve_mib:
+            await self._measured(kernel)
+        if kernel.resizing is not None:  # only one can wait: the older one gives up
+            self._stay(kernel)
+        mine = kernel.resizing = Request()
+        wait_s = max(0.0, min(request.wait_ms / 1000, MAX_WAIT_S))
+        try:
+            self._broker.dispatch(event)
+            async with asyncio.timeout(wait_s):
+                await self._resized(kernel, event, mine)
+        except TimeoutError:
+            await self._until_still(kernel)
+            if not self._has(kernel, event):
+                ticket = self._broker.ticket(kernel.lease_id)
+                raise ConflictError(
+                    f"there was no room for {format_fraction(event.fraction_milli)} of a GPU and "
+                    f"{format_memory(event.reserve_mib)} within {format_duration(int(wait_s * 1000))}"
+                    f"{f' ({ticket.sentence})' if ticket is not None else ''}: the kernel stays as it was; "
+                    "try again later, or ask for less",
+                    reason="timeout",
+                ) from None
+        finally:
+            if kernel.resizing is mine:
+                kernel.resizing = None
+                waits = mine.declined is None and kernel.lease_id in self._broker.kernels
+                if waits and not self._has(kernel, event):
+                    self._stay(kernel)
+        kernel.own_size = (kernel.own_size or before) if request.burst else None
+        await self._written()
+        return self._status(kernel)
+
+    def _wanted(self, kernel: Kernel, request: ResizeRequest) -> ResizeRequested:
+        spec = self._view(kernel).spec
+        if spec.devices > 1:
+            raise BadRequestError(
+                f"this kernel has {spec.devices} whole devices, whose number cannot change while it runs; "
+                "start it again with another number"
+            )
+        fraction_milli = spec.fraction_milli if request.fraction_milli is None else request.fraction_milli
+        if not 1 <= fraction_milli <= 1000:
+            raise BadRequestError(f"fraction_milli is {fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
+        arbiter = self._broker.arbiter
+        pool = arbiter.pools()[spec.pool]
+        reserve_mib = spec.reserve_mib
+        if request.fraction_milli is not None or request.memory_mib is not None:
+            reserve_mib = cap_mib(arbiter, pool, fraction_milli, request.memory_mib)
+        return ResizeRequested(
+            at_ms=now_ms(),
+            lease_id=kernel.lease_id,
+            fraction_milli=fraction_milli,
+            reserve_mib=reserve_mib,
+            request_mib=guaranteed_mib(arbiter, pool, fraction_milli, reserve_mib, None),
+        )
+
+    async def _resized(self, kernel: Kernel, event: ResizeRequested, mine: Request) -> None:
+        """Return when the lease has its size. Raises ConflictError when it will not have it, NotFoundError when it is over."""
+        while True:
+            change = kernel.change()
+            if kernel.resizing is not mine:
+                raise ConflictError("a newer request for another size replaced this one", reason="replaced")
+            if self._has(kernel, event):
+                return
+            if mine.declined is not None:
+                reason, sentence = mine.declined
+                raise ConflictError(sentence, reason=reason)
+            await change.wait()
+
+    async def _measured(self, kernel: Kernel) -> None:
+        """Have the kernel's use looked at now: a smaller size must hold it. Raises ConflictError if it cannot be seen."""
+        try:
+            await self._broker.measure(kernel)
+        except GPUError as error:
+            raise ConflictError(
+                f"what the kernel uses cannot be seen just now ({error}); try again in a moment", reason="not-measured"
+            ) from error
+
+    async def _until_still(self, kernel: Kernel) -> None:
+        """Return when the kernel is not on its way to or from a device: it may be so to have its new size."""
+        while self._view(kernel).state in _MOVING:
+            await kernel.change().wait()
+
+    def _has(self, kernel: Kernel, event: ResizeRequested) -> bool:
+        spec = self._view(kernel).spec
+        return (spec.fraction_milli, spec.reserve_mib) == (event.fraction_milli, event.reserve_mib)
+
+    def _stay(self, kernel: Kernel) -> None:
+        """Withdraw a request that waits: the newest one counts, and this one is for what the lease has."""
+        kernel.resizing = None
+        self._broker.dispatch(self._size_now(kernel))
+        kernel.notify()
+
+    def _size_now(self, kernel: Kernel) -> ResizeRequested:
+        spec = self._view(kernel).spec
+        return ResizeRequested(
+            at_ms=now_ms(),
+            lease_id=kernel.lease_id,
+            fraction_milli=spec.fraction_milli,
+            reserve_mib=spec.reserve_mib,
+            request_mib=spec.request_mib,
+        )
+
+    async def story(self, kernel: Kernel) -> Story:
+        """Tell why everything happened to the lease. Raises LedgerError."""
+        ledger = self._broker.writer.ledger
+
+        def read() -> Story:
+            lines = ledger.story(kernel.lease_id, _LINES)
+            return Story(
+                lease_id=kernel.lease_id,
+                lines=[StoryLine(at_ms=line.at_ms, reason=line.reason, sentence=line.sentence) for line in lines],
+                omitted=ledger.story_length(kernel.lease_id) - len(lines),
+            )
+
+        return await self._broker.writer.read(read)
+
+    async def history(self, kernel: Kernel) -> History:
+        """Tell what the lease was over time. Raises LedgerError."""
+        view = self._view(kernel)
+        self._broker.history.note(view)
+        points = await self._broker.writer.read(partial(self._broker.writer.ledger.points, kernel.lease_id, _POINTS))
+        return History(
+            lease_id=kernel.lease_id,
+            cap_mib=view.spec.reserve_mib,
+            points=[
+                UsagePoint(at_ms=point.at_ms, state=point.state, used_mib=point.used_mib, saved_mib=point.saved_mib)
+                for point in points
+            ],
+        )
+
+    # -- devices ------------------------------------------------------------------------------------------------------------
+
+    async def drain(self, peer: Peer, device: str, *, evict_busy: bool) -> DeviceStatus:
+        """Begin to empty a device; it stays so, over restarts too, until `undrain`. Raises ForbiddenError or NotFoundError."""
+        device_id = self.device(peer, device)
+        ledger = self._broker.writer.ledger
+        await self._broker.writer.run(partial(ledger.set_drained, device_id, evict_busy=evict_busy))
+        self._broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
+        return device_status(self._broker, device_id)
+
+    async def undrain(self, peer: Peer, device: str) -> DeviceStatus:
+        """Let the device take part again. Raises ForbiddenError or NotFoundError."""
+        device_id = self.device(peer, device)
+        await self._broker.writer.run(partial(self._broker.writer.ledger.set_undrained, device_id))
+        self._broker.dispatch(DeviceUndrained(at_ms=now_ms(), device_id=device_id))
+        return device_status(self._broker, device_id)
+
+    @staticmethod
+    def must_administer(peer: Peer, what: str) -> None:
+        """Raise ForbiddenError unless the peer is an administrator; `what` completes "may ..."."""
+        if not peer.admin:
+            raise ForbiddenError(
+                f"only an administrator (root, the user who runs the broker, or a member of its admin_group) may {what}",
+                reason="not-admin",
+            )
+
+    def device(self, peer: Peer, device: str) -> str:
+        """Return the device that an administrator means by an id, the beginning of one, or a number.
+
+        Raises ForbiddenError or NotFoundError.
+        """
+        self.must_administer(peer, "empty devices")
+        devices = self._broker.devices
+        found = [name for name, info in devices.items() if device in (name, str(info.index))]
+        found = found or [name for name in devices if name.startswith(device)]
+        if len(found) == 1:
+            return found[0]
+        there = ", ".join(
+            f"{info.index} {name}" for name, info in sorted(devices.items(), key=lambda one: one[1].index)
+        )
+        problem = "fits more than one device" if found else "is no device of this broker"
+        raise NotFoundError(f"{device[:MAX_NAME]!r} {problem}; there are: {there}", reason="unknown-device")
+
+    # -- shared -------------------------------------------------------------------------------------------------------------
+
+    async def _written(self) -> None:
+        """Return when everything so far is on the disk. Raises LedgerError."""
+        await self._broker.writer.flushed()
+
+    def _status(self, kernel: Kernel) -> LeaseStatus:
+        return lease_status(self._broker, kernel, self._view(kernel))
+
+    def _view(self, kernel: Kernel) -> LeaseView:
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None:
+            raise NotFoundError("the lease is over", reason="unknown-lease")
+        return view

@@ -1,0 +1,166 @@
+"""The backstop behind every other limit: what the devices count per process is compared with what the broker allowed.
+
+- A lease over its cap (the arbiter decides when that is a breach): its notebook is told, and where the pool says `kill` those of its
+  processes that use a device are ended at once.
+- Processes on a managed device that belong to no lease are shown, and where the pool says `refuse` they are ended: asked to end when
+  they have been there for `PATIENCE_S`, made to after as long again. Programs that only draw, NVIDIA's own servers, and whatever
+  carries the id of a living lease are left alone.
+- Nobody is ended on the strength of a number alone: a process is known by its start time, and signalled through its pidfd.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
+from fractional_gpu.broker.kernels.request_validation import user_name
+from fractional_gpu.broker.runtime import Runtime
+from fractional_gpu.core.effects import CapBreached
+from fractional_gpu.core.model import Breach, Strangers
+from fractional_gpu.gpu.interface import DeviceUse, ProcessKind, ProcessUse
+from fractional_gpu.host.process import (
+    PROC,
+    ProcessIdentity,
+    environment_value,
+    identify,
+    is_alive,
+    open_pidfd,
+    owner_uid,
+)
+from fractional_gpu.protocol.messages import GateVerb, Stranger
+
+__all__ = ["PATIENCE_S", "Backstop", "Owner"]
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 5.0
+Owner = tuple[str, ProcessIdentity]
+"""The lease that a process belongs to, and which process it was when that was seen."""
+_SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
+
+
+class Backstop:
+    """Watches what leases and strangers really use. `clock` in seconds, for tests."""
+
+    def __init__(self, broker: Runtime, clock: Callable[[], float] = time.monotonic) -> None:
+        self.strangers: dict[str, list[Stranger]] = {}  # by device
+        self.ours: set[int] = set()  # pids of processes that the broker tries things on
+        self._broker = broker
+        self._clock = clock
+        self._users: dict[str, set[ProcessIdentity]] = {}  # by lease: its processes that use a device
+        self._unwanted: dict[ProcessIdentity, float] = {}  # strangers to be ended, and since when
+        self._asked: set[ProcessIdentity] = set()  # those that were asked to end
+        self._beyond: set[ProcessIdentity] = set()  # those that we may not end
+
+    def see(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
+        """Take in who uses which device, and by pid whose processes these are."""
+        self._users = {}
+        unwanted: dict[ProcessIdentity, float] = {}
+        for device_id, use in uses.items():
+            processes = use.processes if use is not None else ()
+            for process in processes:
+                if process.pid in owners:
+                    lease_id, identity = owners[process.pid]
+                    self._users.setdefault(lease_id, set()).add(identity)
+            strangers = [process for process in processes if process.pid not in owners]
+            self.strangers[device_id] = [_described(process) for process in strangers]
+            if strangers and self._refuses(device_id):
+                for identity in self._foreign(strangers):
+                    unwanted[identity] = self._unwanted.get(identity, self._clock())
+        self._unwanted = unwanted
+        self._asked &= set(unwanted)
+        self._beyond &= set(unwanted)
+        for identity, since_s in unwanted.items():
+            self._turn_out(identity, self._clock() - since_s)
+
+    def breached(self, breach: CapBreached) -> None:
+        """Tell the notebook; end the processes where the pool says so."""
+        kernel = self._broker.kernels.get(breach.lease_id)
+        if kernel is None:
+            return
+        sentence = breach.sentence
+        if breach.action is Breach.KILL:
+            alive = [one for one in self._users.get(breach.lease_id, set()) if not self._signal(one, signal.SIGKILL)]
+            if alive:
+                sentence += f" (the broker's user may not end process {alive[0].pid})"
+        self._tell(kernel, sentence, after_restart=breach.action is Breach.KILL)
+
+    @staticmethod
+    def _tell(kernel: Kernel, sentence: str, *, after_restart: bool) -> None:
+        if after_restart:
+            kernel.notices.append(sentence)  # whoever reads it is the kernel that comes after this one
+        elif kernel.link is not None:
+            kernel.link.send(GateVerb.NOTICE, sentence=sentence)
+
+    def _refuses(self, device_id: str) -> bool:
+        pools = self._broker.arbiter.pools().values()
+        return any(device_id in pool.devices and pool.strangers is Strangers.REFUSE for pool in pools)
+
+    def _foreign(self, strangers: Iterable[ProcessUse]) -> list[ProcessIdentity]:
+        """Return those that are not to be there."""
+        found = []
+        for process in strangers:
+            identity = _known(process.pid) if process.kind is not ProcessKind.GRAPHICS else None
+            if identity is not None and not self._is_spared(process.pid):
+                found.append(identity)
+        return found
+
+    def _is_spared(self, pid: int) -> bool:
+        try:
+            command = (PROC / str(pid) / "comm").read_text(errors="replace")
+            lease_id = environment_value(pid, LEASE_VARIABLE)
+        except (FileNotFoundError, ProcessLookupError):
+            return True  # it ended
+        except PermissionError:
+            lease_id = None
+        return pid in self.ours or command.startswith(_SERVERS) or lease_id in self._broker.kernels
+
+    def _turn_out(self, identity: ProcessIdentity, there_s: float) -> None:
+        if there_s < PATIENCE_S or identity in self._beyond:
+            return
+        number = signal.SIGKILL if there_s >= 2 * PATIENCE_S else signal.SIGTERM
+        if number is signal.SIGTERM and identity in self._asked:
+            return
+        self._asked.add(identity)
+        log.warning("process %d uses a device that is refused to strangers: %s", identity.pid, number.name)
+        if not self._signal(identity, number):
+            self._beyond.add(identity)
+
+    @staticmethod
+    def _signal(identity: ProcessIdentity, number: signal.Signals) -> bool:
+        """Signal exactly this process; return False if that is not allowed."""
+        try:
+            pidfd = open_pidfd(identity)
+        except ProcessLookupError:
+            return True  # it has ended
+        try:
+            signal.pidfd_send_signal(pidfd, number)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            log.error("process %d may not be ended by the broker's user", identity.pid)  # noqa: TRY400 - the sentence says it
+            return False
+        finally:
+            os.close(pidfd)
+        return True
+
+
+def _known(pid: int) -> ProcessIdentity | None:
+    """Return who has this pid, None if nobody whom we can see."""
+    try:
+        identity = identify(pid)
+        return identity if is_alive(identity) else None
+    except (ProcessLookupError, PermissionError, ValueError):
+        return None
+
+
+def _described(process: ProcessUse) -> Stranger:
+    try:
+        user = user_name(owner_uid(process.pid))
+    except (ProcessLookupError, PermissionError):
+        user = "somebody"
+    return Stranger(pid=process.pid, user=user, used_mib=process.used_mib)

@@ -1,0 +1,360 @@
+"""What is left of a kernel's processes when the kernel itself has ended, and the device memory that they hold.
+
+The rules:
+- A lease's room is not free because its kernel has ended. It is free when no process of the kernel's tree has device memory, on a device
+  or saved on the host, and the devices no longer count what the tree had: the driver frees memory after a process has ended.
+- While processes with device memory are left, the lease goes on: it holds what it held, counts for its owner as before, takes turns where
+  its pool preempts, and is brought back if it was suspended. A new kernel of the same lease takes it over as it is.
+- Processes that are about to end with their kernel get `_MOMENT_S` for it.
+- Memory that a device still counts after `FREED_S`, and charges to no process, is a stranger's from then on, until it is gone.
+- `after_kernel: "end"` ends what is left (see `ending`). A process is ended only if it is certain which one it is: its identity, its
+  user, and that it was seen in the tree. The kernel itself is left to whoever started it.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
+from fractional_gpu.broker.kernels.process_ending import end_processes
+from fractional_gpu.broker.kernels.process_inspector import Scene
+from fractional_gpu.broker.runtime import Runtime
+from fractional_gpu.broker.supervision.abandoned import ABANDONED, has_lost_server
+from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.core.events import LeaseReleased, LeftBehind
+from fractional_gpu.core.model import AfterKernel, LeaseState, LeaseView
+from fractional_gpu.gpu.interface import DeviceUse, GPUError
+from fractional_gpu.host.process import (
+    PROC,
+    ProcessIdentity,
+    is_alive,
+    open_pidfd,
+    owner_uid,
+)
+from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.errors import ConflictError
+
+__all__ = ["FREED_S", "Survivors", "described", "uncounted_mib"]
+
+log = logging.getLogger(__name__)
+
+FREED_S: Final = 5.0
+_MOMENT_S: Final = 0.5
+_AGAIN_S: Final = 0.05
+_SAMPLED_S: Final = 10.0  # the next sample of the devices comes before that
+_SLACK_MIB: Final = 16
+_LONGEST_COMMAND: Final = 200
+_IN_A_SWAP: Final = frozenset(
+    {LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED}
+)
+
+
+class Survivors:
+    """Follows leases whose kernels have ended. One per broker; everything runs on its loop."""
+
+    def __init__(self, broker: Runtime, swaps: Swaps) -> None:
+        self.uncounted_mib: dict[str, int] = {}  # by device: what it holds beyond what it charges to processes, at rest
+        self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
+        self.sampled = asyncio.Event()  # the devices were read and the arbiter was told; a new one for each sample
+        self._broker = broker
+        self._swaps = swaps
+        self._ends: set[asyncio.Task[None]] = set()
+
+    # -- the end of a kernel's process --------------------------------------------------------------------------------------
+
+    def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
+        """The kernel's process, which the broker follows no more, has ended or is replaced: free the room once it is free."""
+        if not kernel.left:
+            kernel.root = root
+        if kernel.ending is None:
+            if _holds(self._view(kernel)):
+                kernel.ending = asyncio.get_running_loop().create_task(self._settle(kernel, root))
+                kernel.ending.add_done_callback(_failed)
+            else:
+                self._gone(kernel)
+
+    async def release(self, kernel: Kernel, reason: str = "released") -> None:
+        """End the lease, at once or with what its kernel left behind; returns when it is known which. Cancelled: it goes on."""
+        if not kernel.released:
+            kernel.released, kernel.release_reason = True, reason
+        kernel.notify()
+        if kernel.ending is None:
+            root = kernel.identity
+            kernel.forget_process()
+            self.kernel_ended(kernel, root)
+        await self.settled(kernel)
+
+    async def settled(self, kernel: Kernel) -> None:
+        """Return when it is known what the last process of the kernel left behind. Cancellation stops the waiting only."""
+        while (ending := kernel.ending) is not None:
+            await asyncio.wait([ending])
+
+    def adopt(self, kernel: Kernel) -> None:
+        """A new process is the kernel of a lease whose last one left processes behind: they are its own from now on."""
+        if kernel.left:
+            kernel.forget_process()
+            kernel.left = ()
+
+    async def _settle(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
+        """Look until nothing is left and the room is free, or what is left is known."""
+        begun_s = time.monotonic()
+        try:
+            while _holds(self._view(kernel)):
+                left, unfreed = await self._look(kernel, root)
+                passed_s = time.monotonic() - begun_s
+                if left and passed_s < _MOMENT_S:
+                    await _ended([one.identity for one in left], _MOMENT_S - passed_s)
+                elif left:
+                    if self.keep(kernel, left):
+                        return
+                elif not unfreed:
+                    break
+                elif passed_s >= FREED_S:
+                    await self._give_up(kernel, unfreed)
+                    break
+                else:
+                    await asyncio.sleep(_AGAIN_S)
+        finally:
+            kernel.ending = None
+        self._gone(kernel)
+
+    async def _look(self, kernel: Kernel, root: ProcessIdentity | None) -> tuple[list[Survivor], list[str]]:
+        """Return what is left, and the devices that still count memory of what has ended. Unknown counts as not freed."""
+        view = self._view(kernel)
+        device_ids = list(view.device_ids or ((view.device_id,) if view.device_id else ())) if view is not None else []
+        try:
+            scene = await self._swaps.look_at(list(dict.fromkeys([*device_ids, *sorted(kernel.seen_on)])))
+            pids = {one.pid for one in kernel.members} | ({root.pid} if root is not None else set())
+            left = await self.find(kernel, root, scene, saved=view is None or view.state in _IN_A_SWAP)
+        except GPUError as error:
+            log.warning("lease %s: what its kernel left cannot be seen yet: %s", kernel.lease_id[:8], error)
+            return [], device_ids
+        return left, [device for device, use in scene.uses.items() if not self._is_freed(device, use, pids)]
+
+    async def find(self, kernel: Kernel, root: ProcessIdentity | None, scene: Scene, *, saved: bool) -> list[Survivor]:
+        """Return the processes of the kernel that have device memory, the largest first. Raises GPUError.
+
+        `saved`: some of it may be on the host, of which only the driver knows.
+        """
+        found = [
+            Survivor(identity=one, used_mib=scene.used_mib(one.pid), name=_name(one.pid), command=_command(one.pid))
+            for one in await self._swaps.with_memory(kernel, root, scene, saved=saved)
+        ]
+        return sorted(found, key=lambda one: (-one.used_mib, one.identity))
+
+    def _is_freed(self, device_id: str, use: DeviceUse, pids: set[int]) -> bool:
+        """Whether the device counts nothing any more of what has ended."""
+        if any(one.pid in pids for one in use.processes):
+            return False  # the processes have ended, or they would be left
+        known_mib = self.uncounted_mib.get(device_id)
+        return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
+
+    async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
+        """Count what the devices did not free as a stranger's, before the lease's room is given away."""
+        log.error(
+            "lease %s: %g s after its kernel ended, %s still counts its memory: it is counted as a stranger's until it is freed",
+            kernel.lease_id[:8],
+            FREED_S,
+            ", ".join(device_ids),
+        )
+        for device_id in device_ids:
+            self.unfreed.setdefault(device_id, self.uncounted_mib.get(device_id, 0))
+        sampled = self.sampled
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SAMPLED_S):
+                await sampled.wait()
+
+    def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
+        """Return what the device counts of processes that ended long ago; at rest, remember what is normal there."""
+        mib = uncounted_mib(use)
+        if device_id in self.unfreed:
+            beyond_mib = mib - self.unfreed[device_id]
+            if beyond_mib > _SLACK_MIB:
+                return beyond_mib
+            del self.unfreed[device_id]
+        if not any(kernel.ending is not None for kernel in self._broker.kernels.values()):
+            self.uncounted_mib[device_id] = mib
+        return 0
+
+    def was_sampled(self) -> None:
+        """The arbiter knows what the devices hold now."""
+        self.sampled.set()
+        self.sampled = asyncio.Event()
+
+    # -- what is left ---------------------------------------------------------------------------------------------------------
+
+    def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
+        """The lease goes on with what is left; returns False if the first of it has ended meanwhile."""
+        first = left[0].identity
+        try:
+            kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
+        except ProcessLookupError:
+            return False
+        kernel.left = tuple(left)
+        self._broker.dispatch(LeftBehind(at_ms=now_ms(), lease_id=kernel.lease_id, what=described(kernel.left)))
+        self._broker.save(kernel)
+        kernel.notify()
+        if self._policy(kernel) is AfterKernel.END:
+            task = asyncio.get_running_loop().create_task(self._end_by_policy(kernel))
+            self._ends.add(task)
+            task.add_done_callback(self._ends.discard)
+        return True
+
+    def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
+        """The devices were read: look again if other processes of an ended kernel have memory than those that are known."""
+        view = self._view(kernel)
+        if kernel.ending is not None or view is None or view.state is not LeaseState.RESIDENT:
+            return
+        known = {one.identity.pid for one in kernel.left if one.used_mib}
+        if known and known != set(used_mib):
+            self.kernel_ended(kernel, kernel.identity)
+        else:
+            kernel.left = tuple(replace(one, used_mib=used_mib.get(one.identity.pid, 0)) for one in kernel.left)
+
+    def _gone(self, kernel: Kernel) -> None:
+        """Nothing is left: what the lease held is free."""
+        kernel.forget_process()
+        kernel.left, kernel.members = (), frozenset()
+        if kernel.released:
+            ended = LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=kernel.release_reason)
+            self._broker.dispatch(ended)
+        elif has_lost_server(kernel):
+            self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=ABANDONED))
+        else:
+            self._broker.exited(kernel)
+
+    # -- ending it ------------------------------------------------------------------------------------------------------------
+
+    async def end(self, kernel: Kernel) -> None:
+        """End what the kernel left behind, and return when its room is free. Raises ConflictError. Cancelled: it goes on."""
+        await self.settled(kernel)
+        if not kernel.left:
+            raise ConflictError(
+                "the kernel of this lease left nothing behind: shut a running kernel down in Jupyter, or evict it",
+                reason="nothing-left",
+            )
+        await end_processes(partial(self._certain, kernel), "process {pid}, which the kernel left behind,")
+        while kernel.left or kernel.ending is not None:
+            change = kernel.change()
+            await self.settled(kernel)
+            others = tuple(
+                one for one in kernel.left if is_alive(one.identity) and not _is_of(one.identity.pid, kernel.uid)
+            )
+            if others:
+                raise ConflictError(
+                    f"{described(others)} belongs to another user than the lease, and is not ended; that user may end it",
+                    reason="not-certain",
+                )
+            if kernel.left:
+                await change.wait()
+
+    async def _end_by_policy(self, kernel: Kernel) -> None:
+        log.info("lease %s: its pool ends what its kernel left: %s", kernel.lease_id[:8], described(kernel.left))
+        try:
+            await end_processes(
+                partial(self._certain, kernel, spare_root=True), "process {pid}, which the kernel left behind,"
+            )
+        except ConflictError as error:
+            log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
+
+    async def _certain(self, kernel: Kernel, *, spare_root: bool = False) -> list[ProcessIdentity]:
+        """Return the processes with device memory that may be ended."""
+        if not kernel.left:
+            return []
+        try:
+            scene = await self._swaps.look_at(None)
+            left = await self.find(kernel, kernel.identity, scene, saved=True)
+        except GPUError:
+            left = list(kernel.left)
+        return [
+            one.identity
+            for one in left
+            if _is_of(one.identity.pid, kernel.uid) and not (spare_root and one.identity == kernel.root)
+        ]
+
+    async def close(self) -> None:
+        """Stop looking; the next broker looks by itself."""
+        tasks = [kernel.ending for kernel in self._broker.kernels.values() if kernel.ending is not None]
+        for task in (*tasks, *self._ends):
+            task.cancel()
+        await asyncio.gather(*tasks, *self._ends, return_exceptions=True)
+
+    def _view(self, kernel: Kernel) -> LeaseView | None:
+        return self._broker.arbiter.lease(kernel.lease_id)
+
+    def _policy(self, kernel: Kernel) -> AfterKernel:
+        view = self._view(kernel)
+        pool = self._broker.arbiter.pools().get(view.spec.pool) if view is not None else None
+        return pool.after_kernel if pool is not None else AfterKernel.KEEP
+
+
+def uncounted_mib(use: DeviceUse) -> int:
+    """Return what the device holds beyond what it charges to processes, MiB."""
+    return max(0, use.used_mib - sum(one.used_mib for one in use.processes))
+
+
+def described(left: tuple[Survivor, ...]) -> str:
+    """Name what is left, in a form that anybody may see."""
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return f"process {left[0].identity.pid} ({left[0].name}){more}"
+
+
+def _holds(view: LeaseView | None) -> bool:
+    return (
+        view is not None and view.state is not LeaseState.UNATTACHED and (view.reserved_mib > 0 or view.saved_mib > 0)
+    )
+
+
+def _is_of(pid: int, uid: int) -> bool:
+    try:
+        return owner_uid(pid) == uid
+    except (ProcessLookupError, PermissionError):
+        return False
+
+
+def _name(pid: int) -> str:
+    return printable(_read(pid, "comm").strip()) or "?"
+
+
+def _command(pid: int) -> str:
+    return printable(_read(pid, "cmdline").replace("\0", " ").strip())[:_LONGEST_COMMAND] or _name(pid)
+
+
+def _read(pid: int, name: str) -> str:
+    try:
+        return (PROC / str(pid) / name).read_text(errors="replace")
+    except OSError:  # it ended, or this may not be seen
+        return ""
+
+
+async def _ended(processes: list[ProcessIdentity], patience_s: float) -> None:
+    """Wait until one of the processes has ended, but not longer."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    pidfds: list[int] = []
+    try:
+        for identity in processes:
+            try:
+                pidfd = open_pidfd(identity)
+            except (ProcessLookupError, PermissionError):
+                return
+            pidfds.append(pidfd)
+            loop.add_reader(pidfd, ended.set)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await ended.wait()
+    finally:
+        for pidfd in pidfds:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+
+def _failed(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("what a kernel left behind could not be found out", exc_info=error)

@@ -1,0 +1,86 @@
+"""Is this kernel checkpointable at all? Asked once its gate is shut, before anything is locked.
+
+The driver promises nothing about a process whose checkpoint failed, so what is known not to work is not tried. Each refusal has its own
+reason, and the lease simply stays resident:
+
+- what the arbiter knows already: its device, its pool, what its extension or an earlier attempt said;
+- a process that is a client of the MPS server;
+- several CUDA processes that share memory of NCCL: checkpointing one member of a collective hangs the others. Communicators
+  within one machine map segments in /dev/shm, which is what is looked for. What cannot be seen: a collective with a process outside
+  of the kernel's tree (of another kernel, on another machine), and one without shared memory (`NCCL_SHM_DISABLE=1`);
+- a process into which a profiler or debugger of NVIDIA's was injected (Nsight Systems, Nsight Compute, nvprof, Compute Sanitizer):
+  checkpointing does not work with them. Their own libraries are looked for, and the variable that makes the driver load one.
+  `libcupti` itself says nothing: torch and JAX link it, used or not. Profilers that a kernel starts by itself are its extension's to see.
+"""
+
+import asyncio
+from collections.abc import Collection
+from contextlib import suppress
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import Scene
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.gpu.interface import ProcessKind
+from fractional_gpu.host.mappings import maps
+from fractional_gpu.host.process import ProcessIdentity, environment_value
+from fractional_gpu.protocol.decode import printable
+
+__all__ = ["Screen"]
+
+_NCCL_SEGMENT = "/dev/shm/nccl-"  # noqa: S108 - a name to look for
+_FEWEST_MEMBERS = 2  # of a collective
+_INJECTED = (  # how the libraries' names begin
+    "libToolsInjection",  # Nsight Systems
+    "libcuda-injection.so",  # Nsight Compute
+    "libInterceptorInjectionTarget.so",  # Nsight Compute, Compute Sanitizer
+    "libsanitizer-collection.so",
+    "libcudainj",  # nvprof
+)
+_INJECTION = "CUDA_INJECTION64_PATH"
+
+
+class Screen:
+    """Screens kernels before they are suspended."""
+
+    def __init__(self, arbiter: Arbiter) -> None:
+        self._arbiter = arbiter
+        self._without_tools: set[ProcessIdentity] = set()  # a tool is injected when CUDA starts, or never
+
+    async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], scene: Scene) -> str:
+        """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
+        view = self._arbiter.lease(kernel.lease_id)
+        if view is not None and view.stays:
+            return view.stays
+        pids = [process.pid for process in processes]
+        clients = {one.pid for use in scene.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
+        if of_ours := clients.intersection(pids):
+            return f"process {min(of_ours)} computes through the MPS server, whose clients the driver cannot checkpoint"
+        unknown = set(processes) - self._without_tools
+        if not unknown and len(pids) < _FEWEST_MEMBERS:
+            return ""  # reading what a process has mapped takes milliseconds
+        if why_not := await asyncio.to_thread(_look, pids, sorted(one.pid for one in unknown)):
+            return why_not
+        self._without_tools = {one for one in self._without_tools if one in scene.snapshot} | unknown
+        return ""
+
+
+def _look(pids: list[int], unknown: list[int]) -> str:
+    if len(pids) >= _FEWEST_MEMBERS:
+        members = [pid for pid in pids if maps(pid, lambda path: path.startswith(_NCCL_SEGMENT))]
+        if len(members) >= _FEWEST_MEMBERS:
+            return (
+                f"its processes {', '.join(map(str, sorted(members)))} share memory of NCCL: checkpointing one member of a collective "
+                "hangs the others"
+            )
+    return next((why_not for pid in unknown if (why_not := _injected(pid))), "")
+
+
+def _injected(pid: int) -> str:
+    """Return why a process with an injected profiler is left alone, "" if it has none that can be seen."""
+    library = ""
+    with suppress(ProcessLookupError, PermissionError):
+        library = environment_value(pid, _INJECTION) or ""
+    if not library and not maps(pid, lambda path: path.rpartition("/")[2].startswith(_INJECTED)):
+        return ""
+    named = f" ({_INJECTION}={printable(library)[:100]})" if library else ""
+    return f"a profiler or debugger is attached to process {pid}{named}: the driver cannot save a process with one"

@@ -1,0 +1,273 @@
+"""The arbiter's decisions that take time: suspends, resumes, and second looks at what is unknown.
+
+- Each begins with its intent in the ledger, and each is answered, whatever happens: an operation without an answer would hold the
+  swap channel for ever.
+- An end that could not be written down (a full disk) is written before the lease's next beginning: the ledger has one open operation
+  a lease, and an old one would be in its way for ever. That goes for an earlier broker's, too. What could not be begun has no end.
+- An operation in hand is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import count
+
+from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    LookAgain,
+    Resume,
+    Shrink,
+    Suspend,
+)
+from fractional_gpu.core.events import (
+    Event,
+    ResumeFinished,
+    ResumeOutcome,
+    Shrunk,
+    SuspendFinished,
+    SuspendOutcome,
+    TruthFound,
+)
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.ledger.records import LedgerError, OperationRecord, RecordError
+
+__all__ = ["Operations"]
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+_FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once; a driver that fails at once must not be hammered
+_BROKEN = "the broker failed in the middle of it; its log says why"
+
+
+class Operations:
+    """Carries effects that take time out as tasks. `dispatch` takes their answers, `finished` the kernel of each that is over.
+
+    `stepped` is called with the lease before each step of an operation.
+    """
+
+    def __init__(
+        self,
+        *,
+        arbiter: Arbiter,
+        swaps: Swaps,
+        writer: LedgerWriter,
+        kernels: Callable[[], Mapping[str, Kernel]],
+        dispatch: Callable[[Event], object],
+        finished: Callable[[Kernel], None],
+        stepped: Callable[[str], None] = lambda _lease_id: None,
+    ) -> None:
+        self._arbiter = arbiter
+        self._swaps = swaps
+        self._writer = writer
+        self._kernels = kernels
+        self._dispatch = dispatch
+        self._stepped = stepped
+        self._finished = finished
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: set[asyncio.Task[None]] = set()
+        self._look_now = asyncio.Event()
+        self._unwritten: dict[str, Callable[[], None]] = {}  # by lease: the end of its last operation
+
+    def start(self, effect: Suspend | Resume | LookAgain | Shrink) -> None:
+        """Begin to carry it out; returns at once."""
+        match effect:
+            case Suspend():
+                self._spawn(self._suspend(effect), self._tasks)
+            case Resume():
+                self._spawn(self._resume(effect), self._tasks)
+            case LookAgain():
+                self._spawn(self._look_again(effect), self._looking)
+            case Shrink():
+                self._spawn(self._shrink(effect), self._looking)
+
+    def end(self, lease_id: str, operation_id: int, outcome: str) -> None:
+        """Write down how an operation ended; what cannot be written now is before the lease's next one. Returns at once."""
+        end = partial(self._writer.ledger.finish, operation_id, outcome, wall_ms())
+
+        def keep() -> None:
+            kernels = self._kernels()
+            self._unwritten = {one: old for one, old in self._unwritten.items() if one in kernels}
+            self._unwritten[lease_id] = end
+
+        self._writer.submit(end, unwritten=keep)
+
+    def look_now(self) -> None:
+        """Have every quarantined lease looked at without waiting for its next turn."""
+        self._look_now.set()
+        self._look_now = asyncio.Event()
+
+    async def close(self) -> None:
+        """Finish what is in hand and drop the looks and shrinks. Nothing may be started any more."""
+        for task in self._looking:
+            task.cancel()
+        while self._tasks or self._looking:
+            await asyncio.gather(*self._tasks, *self._looking, return_exceptions=True)
+
+    @staticmethod
+    def _spawn(work: Coroutine[None, None, None], tasks: set[asyncio.Task[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(partial(_task_done, tasks))
+
+    async def _suspend(self, effect: Suspend) -> None:
+        outcome, mib, sentence = SuspendOutcome.UNKNOWN, 0, _BROKEN
+        written, begun_s = False, time.monotonic()
+        try:
+            kernel = self._kernels().get(effect.lease_id)
+            if kernel is None:
+                outcome, sentence = SuspendOutcome.ABORTED, "the lease is gone"
+                return
+            await self._begin(effect, "suspend", 0)
+            written = True
+            step = partial(self._step, effect)
+            outcome, mib, sentence = await self._swaps.suspend(kernel, effect, step)
+        except LedgerError as error:
+            outcome = SuspendOutcome.ABORTED
+            sentence = f"nothing was begun because it could not be written down: {error}"
+        finally:
+            log.info("lease %s: suspend took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
+            self._dispatch(
+                SuspendFinished(
+                    at_ms=now_ms(),
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=outcome,
+                    saved_mib=mib if outcome is SuspendOutcome.SAVED else 0,
+                    need_mib=0 if outcome is SuspendOutcome.SAVED else mib,
+                    sentence=sentence,
+                )
+            )
+            if written:
+                self.end(effect.lease_id, effect.operation_id, str(outcome))
+            if (kernel := self._kernels().get(effect.lease_id)) is not None:
+                self._finished(kernel)  # it may have become busy meanwhile
+
+    async def _shrink(self, effect: Shrink) -> None:
+        used_mib = None
+        try:
+            kernel = self._kernels().get(effect.lease_id)
+            if kernel is not None:
+                used_mib = await self._swaps.shrink(kernel)
+        finally:
+            self._dispatch(
+                Shrunk(at_ms=now_ms(), lease_id=effect.lease_id, generation=effect.generation, used_mib=used_mib)
+            )
+
+    async def _resume(self, effect: Resume) -> None:
+        outcome, sentence = ResumeOutcome.UNKNOWN, _BROKEN
+        written, begun_s = False, time.monotonic()
+        try:
+            kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
+            if kernel is None or view is None:
+                outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
+                return
+            # Looking changes nothing: it need not wait until the intent is written.
+            _, seen = await asyncio.gather(self._begin(effect, "resume", view.saved_mib), self._swaps.glance())
+            written = True
+            step = partial(self._step, effect)
+            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step, seen)
+            if outcome is ResumeOutcome.NOT_STARTED:
+                await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
+        except LedgerError as error:
+            outcome = ResumeOutcome.NOT_STARTED
+            sentence = f"nothing was begun because it could not be written down: {error}"
+            await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
+        finally:
+            log.info("lease %s: resume took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
+            self._dispatch(
+                ResumeFinished(
+                    at_ms=now_ms(),
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=outcome,
+                    sentence=sentence,
+                )
+            )
+            if written:
+                self.end(effect.lease_id, effect.operation_id, str(outcome))
+
+    async def _look_again(self, effect: LookAgain) -> None:
+        """Look until the truth is known or the lease has moved on. A failure of the driver is reported once, and looked at again."""
+        reported = ""
+        for attempt in count():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)]):
+                    await self._look_now.wait()
+            try:
+                await self._swaps.until_alone()
+                kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
+                if kernel is None or view is None or view.generation != effect.generation:
+                    return
+                if kernel.needs_driver and self._swaps.off:
+                    continue  # what the devices say is no answer for it
+                truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
+            except OSError as error:  # short of descriptors or memory: the next look may do better
+                log.error("lease %s could not be looked at: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says
+                continue
+            if truth is None or (truth.state is LeaseState.QUARANTINED and truth.sentence == reported):
+                continue
+            state, device_id = truth.state, truth.device_id
+            if state is LeaseState.UNARMED and view.device_id is not None:
+                # Nobody can say whether its gate is open: keep the reservation.
+                state, device_id = LeaseState.RESIDENT, view.device_id
+            self._dispatch(
+                TruthFound(
+                    at_ms=now_ms(),
+                    lease_id=effect.lease_id,
+                    generation=effect.generation,
+                    state=state,
+                    device_id=device_id,
+                    saved_mib=truth.saved_mib,
+                    sentence=truth.sentence,
+                )
+            )
+            if state is not LeaseState.QUARANTINED:
+                return
+            reported = truth.sentence
+
+    async def _begin(self, effect: Suspend | Resume, kind: str, saved_mib: int) -> None:
+        """Write the intent down, after the end of what was before. Raises LedgerError: then nothing was begun."""
+        record = OperationRecord(
+            operation_id=effect.operation_id,
+            lease_id=effect.lease_id,
+            generation=effect.generation,
+            kind=kind,
+            device_id=effect.device_id,
+            phase="intent",
+            begun_ms=wall_ms(),
+            pids="[]",
+            saved_mib=saved_mib,
+        )
+        if (end := self._unwritten.get(effect.lease_id)) is not None:
+            with suppress(RecordError):  # it is over already
+                await self._writer.run(end)
+            self._unwritten.pop(effect.lease_id, None)
+        await self._writer.run(partial(self._writer.ledger.begin, record))
+
+    async def _step(
+        self, effect: Suspend | Resume, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int
+    ) -> None:
+        self._stepped(effect.lease_id)
+        pids = json.dumps([identity.to_dict() for identity in identities])
+        step = partial(
+            self._writer.ledger.step, effect.operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib
+        )
+        await self._writer.run(step)
+
+
+def _task_done(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    tasks.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the broker failed while it carried out a decision", exc_info=error)

@@ -1,0 +1,430 @@
+"""Where the broker's socket is, and a broker on it if nobody serves there yet.
+
+Rules:
+
+- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if it exists, else one in the user's Jupyter runtime
+  folder.
+- Connection keys are handed to whoever serves the socket, so its folder must belong to this user or root and nobody
+  else may write to it.
+- A broker that is not there is started, except for a system service's socket, which its administrator starts. Two
+  starters at once are fine: the command ends well when *a* broker serves, whoever won.
+- The start command is what the last broker wrote into `broker.json` beside the socket, and again into its state
+  folder, so that a kernel in another environment starts the broker of the environment that installed it; else this interpreter's own.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import select
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from jupyter_core.paths import jupyter_runtime_dir
+
+from fractional_gpu.client.broker_process import claim_holder, is_service_socket
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.state_folder import state_folder
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.protocol.versions import OWN, Version, refusal
+
+__all__ = [
+    "SYSTEM_SOCKET",
+    "check_above",
+    "check_folder",
+    "ensure_broker",
+    "has_restart_file",
+    "restart_command",
+    "restart_file",
+    "runtime_dir",
+    "socket_path",
+    "spare_restart_file",
+    "unstarted_broker",
+]
+
+SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
+_LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
+_EVERY_UID = "4294967295"  # how many uids the map of the machine's own user namespace has
+_SIMULATE = "JUPYTER_GPU_SIMULATE"
+_PAUSE_S = 0.05
+_LOCK_PAUSE_S = 0.01
+_LONGEST_COMPLAINT = 2000  # bytes
+_LONGEST_SETTINGS = 64 * 1024  # bytes
+
+
+def runtime_dir() -> Path:
+    """Return the folder for sockets and token files, created with mode 0700.
+
+    Raises BrokerUnavailableError if it is somebody else's.
+    """
+    folder = Path(jupyter_runtime_dir()) / "gpu"
+    if _foreign_above(folder) is not None:  # a home folder of another user's: by sudo, or from a container's image
+        return Path(_short_path(str(folder / "broker.sock"))).parent
+    _make_private(folder)
+    return folder
+
+
+def socket_path() -> str:
+    """Return the path of the broker's socket, at most 100 bytes.
+
+    Raises BrokerUnavailableError with what is wrong with it.
+    """
+    named = os.environ.get("JUPYTER_GPU_SOCKET", "")
+    if named:
+        if len(os.fsencode(named)) > _LONGEST_PATH:
+            raise BrokerUnavailableError(
+                f"JUPYTER_GPU_SOCKET={named} is longer than {_LONGEST_PATH} bytes, which UNIX sockets do not allow; "
+                "choose a shorter path"
+            )
+        return named
+    if Path(SYSTEM_SOCKET).exists():
+        return SYSTEM_SOCKET
+    path = str(runtime_dir() / "broker.sock")
+    return path if len(os.fsencode(path)) <= _LONGEST_PATH else _short_path(path)
+
+
+def ensure_broker(
+    socket: str | None = None,
+    *,
+    token: str | None = None,
+    timeout_s: float = 30.0,
+    answer_s: float | None = None,
+    command: tuple[list[str], dict[str, str]] | None = None,
+    simulate: str | None = None,
+) -> BrokerClient:
+    """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if nobody answers there.
+
+    `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the
+    wait for the first answer of a broker that is there. `command` starts one, by default what `restart_command` returns.
+    `simulate`: the simulated devices of a first broker, where the environment names none.
+    Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError with what a person can do about it.
+    """
+    path = socket if socket is not None else socket_path()
+    _check_folder_if_there(path)
+    client = BrokerClient(path, token=token, timeout_s=timeout_s)
+    try:
+        if not _answers(client, timeout_s if answer_s is None else answer_s):
+            if not _came_back(client, timeout_s):
+                if simulate and command is None and not os.environ.get(_SIMULATE) and restart_command(path) is None:
+                    command = _start_command(path)[0], {_SIMULATE: simulate}
+                _start_once(client, timeout_s, command)
+            check_folder(path)
+            client.ping()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> BrokerClient:
+    """Return a client of the broker that serves on `socket_path()`, if one does: nothing is asked and none is started.
+
+    Raises BrokerUnavailableError for a socket that somebody else could have put there.
+    """
+    path = socket_path()
+    check_folder(path)
+    return BrokerClient(path, token=token, timeout_s=timeout_s)
+
+
+def _answers(client: BrokerClient, answer_s: float) -> bool:
+    """Whether a broker that this client understands serves.
+
+    Only "nobody there" is False; a broker that hangs or refuses us is an error.
+    """
+    try:
+        pong = client.ping(answer_s)
+    except BrokerUnavailableError as error:
+        if error.reason in {"no-broker", "hung-up"} and not isinstance(error.__cause__, PermissionError):
+            return False
+        raise
+    if why := refusal(client=OWN, broker=Version(pong.version, pong.protocol)):
+        raise BrokerUnavailableError(f"{why} (its socket is {client.socket_path})", reason="version")
+    return True
+
+
+def _check_folder_if_there(path: str) -> None:
+    """Check the socket's folder, which may have been deleted where a broker was: that one, or the next, makes it again."""
+    try:
+        check_folder(path)
+    except BrokerUnavailableError as error:
+        gone = isinstance(error.__cause__, FileNotFoundError)
+        if not gone or not (claim_holder(path) is not None or spare_restart_file(path).exists()):
+            raise
+
+
+def _came_back(client: BrokerClient, timeout_s: float) -> bool:
+    """Wait for a broker that runs and cannot be reached: it starts, ends, or puts its socket back, which was deleted.
+
+    Returns False when there is none (any more). Raises BrokerUnavailableError, with its process, for one that stays so.
+    """
+    path, deadline_s = client.socket_path, time.monotonic() + timeout_s
+    while (holder := claim_holder(path)) is not None:
+        if time.monotonic() > deadline_s:
+            raise BrokerUnavailableError(
+                f"the GPU broker at {path} runs (process {holder}), but its socket is gone, and it did not put it back within "
+                f"{timeout_s:g} s: its log says why; `jupyter gpu broker --restart --socket {path}` restarts it, which loses nothing of "
+                "any kernel"
+            )
+        time.sleep(_PAUSE_S)
+        if _answers(client, timeout_s):
+            return True
+    return False
+
+
+def _start_once(client: BrokerClient, timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
+    """Start a broker, unless another thread or process does so already: then wait for that one.
+
+    Of several brokers that are started at once one would serve, but each takes the processor from the others and from that one.
+    """
+    path, deadline_s = client.socket_path, time.monotonic() + timeout_s
+    try:
+        folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # it was deleted: the broker makes it anew
+        _start(path, timeout_s, command)
+        return
+    try:
+        while _is_locked(folder) and time.monotonic() < deadline_s:  # a starter that is stopped keeps the lock
+            time.sleep(_LOCK_PAUSE_S)
+        if not _answers(client, timeout_s):
+            _start(path, timeout_s, command)
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+        os.close(folder)
+
+
+def _is_locked(folder: int) -> bool:
+    """Lock the folder and return False, or return True if another starter has locked it. One that cannot be locked never is."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a filesystem without locks
+        return False
+    return False
+
+
+def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
+    """Run the start command until it says that a broker serves."""
+    if is_service_socket(path):
+        raise BrokerUnavailableError(
+            f"the GPU broker at {path} is a system service and does not run; "
+            "an administrator starts it (systemctl status jupyter-gpu)"
+        )
+    argv, environment = command or _start_command(path)
+    with tempfile.TemporaryFile() as complaint:  # not a pipe: the broker may keep its end open
+        try:
+            process = subprocess.Popen(
+                argv,
+                env={**os.environ, **environment, "JUPYTER_GPU_SOCKET": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=complaint,
+                start_new_session=True,  # a Ctrl-C in the notebook or the terminal is not meant for the broker
+            )
+        except OSError as error:
+            raise BrokerUnavailableError(
+                f"the GPU broker could not be started: {argv[0]}: {error.strerror}; if that environment was removed, "
+                f"delete {restart_file(path)}"
+            ) from error
+        try:
+            if not _has_ended(process, timeout_s):
+                raise BrokerUnavailableError(
+                    f"the GPU broker did not start to serve at {path} within {timeout_s:g} s; run `jupyter gpu broker` "
+                    "to see why"
+                )
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if code != 0:
+            raise BrokerUnavailableError(_last_sentence(complaint.fileno(), code))
+
+
+def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:
+    """Return at once when it ends, or False after the patience: `Popen.wait` with a timeout looks every 50 ms only."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except OSError:  # no descriptor is left
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+        return process.poll() is not None
+    try:
+        ready = select.poll()
+        ready.register(pidfd, select.POLLIN)
+        return bool(ready.poll(patience_s * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def _last_sentence(descriptor: int, code: int) -> str:
+    size = os.fstat(descriptor).st_size
+    text = os.pread(descriptor, _LONGEST_COMPLAINT, max(0, size - _LONGEST_COMPLAINT)).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if lines:
+        return lines[-1].removeprefix("jupyter gpu broker: ")
+    return f"the GPU broker could not be started (exit code {code}); run `jupyter gpu broker` to see why"
+
+
+def restart_file(path: str) -> Path:
+    """Return where the broker on this socket writes how to start it again; it is there while leases may live."""
+    return Path(path).with_name("broker.json")
+
+
+def spare_restart_file(path: str) -> Path:
+    """Return where the same is written a second time: a cleaner may empty the socket's folder."""
+    return state_folder(path) / "broker.json"
+
+
+def has_restart_file(path: str) -> bool:
+    """Whether a broker on this socket ended without being told to, or while leases lived."""
+    return restart_file(path).exists() or spare_restart_file(path).exists()
+
+
+def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
+    """Return argv and extra environment of the start command."""
+    default = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach", "--socket", path]
+    return restart_command(path) or (default, {})
+
+
+def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
+    """Return argv and extra environment that the last broker on this socket left behind, or None.
+
+    Raises BrokerUnavailableError for a file that others could have written, or that is none of ours.
+    """
+    command = _read_restart_file(restart_file(path))
+    return command if command is not None else _read_restart_file(spare_restart_file(path))
+
+
+def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | None:
+    try:
+        descriptor = os.open(settings, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise BrokerUnavailableError(
+            f"{settings} cannot be read ({error.strerror}); delete it and try again"
+        ) from error
+    try:
+        if not _is_trusted(os.fstat(descriptor)):
+            raise BrokerUnavailableError(
+                f"{settings} says how to start the GPU broker, but others could have written it: it must be a plain "
+                "file that belongs to you or root and that only its owner may write to; delete it or repair its mode"
+            )
+        text = os.read(descriptor, _LONGEST_SETTINGS)
+    finally:
+        os.close(descriptor)
+    try:
+        content = json.loads(text)
+        argv, environment = content["argv"], content.get("env", {})
+        sound = bool(argv) and all(
+            isinstance(word, str) for word in [*argv, *environment.keys(), *environment.values()]
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        sound = False
+    if not sound:
+        raise BrokerUnavailableError(
+            f'{settings} is not of the form {{"argv": ["..."], "env": {{"NAME": "value"}}}}; delete it and try again'
+        )
+    return list(argv), dict(environment)
+
+
+def _is_trusted(status: os.stat_result) -> bool:
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_uid in {os.geteuid(), 0}
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        and status.st_nlink <= 1  # 0: it is being replaced
+    )
+
+
+def check_folder(path: str) -> None:
+    """Refuse a socket where somebody else could have put it. Raises BrokerUnavailableError.
+
+    Root alone writes below /run, so service users may own folders there.
+    """
+    folder = Path(path).absolute().parent
+    if is_service_socket(path):
+        return
+    try:
+        link, status = folder.lstat(), folder.stat()
+    except OSError as error:
+        raise BrokerUnavailableError(
+            f"the folder of the GPU broker's socket, {folder}, cannot be used: {error.strerror}"
+        ) from error
+    foreign = next((one.st_uid for one in (link, status) if one.st_uid not in {os.geteuid(), 0}), None)
+    if foreign is not None:
+        raise BrokerUnavailableError(
+            f"the folder of the GPU broker's socket, {folder}, belongs to another user (uid {foreign}); "
+            "set JUPYTER_GPU_SOCKET to a path in a folder of your own, or under /run for a system service"
+        )
+    check_above(folder)
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BrokerUnavailableError(
+            f"others may write to the folder of the GPU broker's socket, {folder} (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}); "
+            "set JUPYTER_GPU_SOCKET to a path in a folder that only you can write to"
+        )
+
+
+def check_above(folder: Path) -> None:
+    """Refuse a folder that another user could replace, whether it exists or not. Raises BrokerUnavailableError."""
+    if (found := _foreign_above(folder)) is not None:
+        above, uid = found
+        raise BrokerUnavailableError(
+            f"the folder of the GPU broker's socket, {folder}, lies below {above}, which belongs to another user (uid {uid}), who could "
+            "put another folder in its place; set JUPYTER_GPU_SOCKET to a path below folders of yours or of root's"
+        )
+
+
+def _foreign_above(folder: Path) -> tuple[Path, int] | None:
+    """Return the first folder above this one, links resolved, that is neither ours nor root's, and its owner."""
+    trusted = {os.geteuid(), 0}
+    with contextlib.suppress(OSError, ValueError):
+        if _EVERY_UID not in Path("/proc/self/uid_map").read_text().split():
+            # A user namespace: the machine's root has no number here, and what it owns seems to belong to this one, which no user has.
+            trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    for one in Path(os.path.realpath(folder)).parents:
+        with contextlib.suppress(FileNotFoundError):
+            if (uid := one.stat().st_uid) not in trusted:
+                return one, uid
+    return None
+
+
+def _make_private(folder: Path) -> None:
+    """Create the folder with mode 0700; an existing one must be ours, and is made private."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            if stat.S_IMODE(status.st_mode) & 0o077:
+                folder.chmod(0o700)
+            return
+    except OSError as error:
+        raise BrokerUnavailableError(
+            f"the folder {folder} for the GPU broker cannot be made: {error.strerror}"
+        ) from error
+    raise BrokerUnavailableError(
+        f"{folder} is not a folder of this user (uid {os.geteuid()}), and so not a place for the GPU broker's socket "
+        "and tokens; "
+        "remove it, or set JUPYTER_RUNTIME_DIR to a folder of your own"
+    )
+
+
+def _short_path(path: str) -> str:
+    """Return a socket path in a short private folder derived from `path`, the same for everybody who derives it."""
+    name = f"jupyter-gpu-{os.geteuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+    for parent in (tempfile.gettempdir(), "/tmp"):  # noqa: S108 - the folder is checked to be ours and private
+        short = Path(parent) / name / "broker.sock"
+        if len(os.fsencode(str(short))) <= _LONGEST_PATH:
+            _make_private(short.parent)
+            return str(short)
+    raise AssertionError("a path in /tmp is short")

@@ -1,0 +1,205 @@
+"""Where the state of a broker lies: its ledger, the audit log, and how to start it again. Standard library only.
+
+Runtime folders are emptied by cleaners, and a home may be shared by several hosts over a network, where SQLite's write-ahead log does
+not work. So the state lies in a folder for each host and each broker's socket, on a local disk:
+
+- for a system service `/var/lib/jupyter-gpu`;
+- for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or, where that is on a network filesystem or cannot
+  be written, `/var/tmp/jupyter-gpu-UID/HOST/SOCKET`. HOST is derived from the machine's id, SOCKET from the path of the socket;
+- elsewhere, if the setting `state_dir` says so: then the folder is exactly that one.
+
+A folder that exists already wins over the other one, so that a changed mount leads no broker away from its ledger.
+The folder of an earlier version was the socket's: `find_ledger` looks there, too.
+"""
+
+import hashlib
+import os
+import re
+import socket as socket_module
+import stat
+from pathlib import Path
+
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+
+__all__ = [
+    "LEDGER_NAMES",
+    "SERVICE_STATE",
+    "filesystem_type",
+    "find_ledger",
+    "find_state_file",
+    "is_network",
+    "ledger_name",
+    "make_state_folder",
+    "old_folder",
+    "own_base",
+    "state_folder",
+]
+
+SERVICE_STATE = Path("/var/lib/jupyter-gpu")
+LEDGER_NAMES = ("ledger.sqlite", "ledger-simulated.sqlite")
+_SERVICE_FOLDER = Path("/run/jupyter-gpu")
+_VAR_TMP = Path("/var/tmp")  # noqa: S108 - the folder below it is checked to be ours and private
+_MACHINE_ID = Path("/etc/machine-id")
+_MOUNTS = Path("/proc/self/mountinfo")
+# fmt: off
+_NETWORK = frozenset({
+    "9p", "acfs", "afs", "afp", "beegfs", "ceph", "cifs", "coda", "davfs", "exfs", "fhgfs", "gfs", "gfs2",
+    "glusterfs", "gpfs", "kafs", "lustre", "mmfs", "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2",
+    "shfs", "smb2", "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs",
+})
+# fmt: on
+_LOCAL_FUSE = frozenset({"fuse.bindfs", "fuse.encfs", "fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.mergerfs"})
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+def ledger_name(*, simulated: bool) -> str:
+    """Return the name of the ledger's file."""
+    return LEDGER_NAMES[1] if simulated else LEDGER_NAMES[0]
+
+
+def state_folder(socket: str, configured: Path | None = None) -> Path:
+    """Return the folder of the broker on this socket, which need not exist; `configured`: what the setting `state_dir` says."""
+    if configured is not None:
+        return configured
+    if os.geteuid() == 0 and Path(socket).parent == _SERVICE_FOLDER:
+        return SERVICE_STATE
+    # Links are not followed: one that is put in the place of a deleted folder leads no broker away from its ledger.
+    tail = Path(_host(), hashlib.sha256(os.fsencode(Path(socket).absolute())).hexdigest()[:12])
+    bases = [base for base in (_state_home(), _spare_base()) if base is not None]
+    for base in bases:
+        if _is_ours(base) and (base / tail).is_dir():
+            return base / tail
+    suits = _is_writable(bases[0]) and not is_network(bases[0])
+    return (bases[0] if suits else bases[-1]) / tail
+
+
+def old_folder(socket: str) -> Path:
+    """Return where an earlier version kept its state: beside the socket."""
+    return Path(socket).parent
+
+
+def find_ledger(socket: str, configured: Path | None, *, simulated: bool) -> Path:
+    """Return the ledger of the broker on this socket: where it is, else where the next broker makes it."""
+    return find_state_file(socket, configured, ledger_name(simulated=simulated))
+
+
+def find_state_file(socket: str, configured: Path | None, name: str) -> Path:
+    """Return a file of the broker's state: where it is, in an earlier version's folder too, else where it will be."""
+    path = state_folder(socket, configured) / name
+    before = old_folder(socket) / name
+    return before if not os.path.lexists(path) and os.path.lexists(before) else path
+
+
+def make_state_folder(socket: str, configured: Path | None = None) -> Path:
+    """Return the broker's folder, which is made if need be: for its user alone.
+
+    Raises BrokerUnavailableError if it is another user's or a link, or cannot be made.
+    """
+    folder = state_folder(socket, configured)
+    base = own_base(folder)
+    try:
+        if base is None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # whose it is, the ledger looks at
+            return folder
+        base.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for one in (base, folder.parent, folder):
+            _make_private(one)
+    except OSError as error:
+        raise _unusable(folder, f"cannot be made: {error.strerror}") from error
+    return folder
+
+
+def own_base(folder: Path) -> Path | None:
+    """Return the folder above all state of this user, if `folder` is one that was chosen below it."""
+    base = folder.parent.parent
+    return base if base in (_state_home(), _spare_base()) else None
+
+
+def filesystem_type(path: Path) -> str:
+    """Return the type of the filesystem that has the path, or would have it; "" where the system does not say."""
+    try:
+        lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    real = Path(os.path.realpath(path))
+    found, depth = "", -1
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        fields = before.split(" ")
+        if len(fields) < 5 or not after:
+            continue
+        point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
+        if (
+            real.is_relative_to(point) and len(point.parts) >= depth
+        ):  # of two on the same point, the later one hides the other
+            found, depth = after.split(" ")[0], len(point.parts)
+    return found
+
+
+def is_network(path: Path) -> bool:
+    """Whether the path lies, or would lie, on a filesystem that several hosts may share. Unknown kinds in user space count as such."""
+    kind = filesystem_type(path)
+    return kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE)
+
+
+def _state_home() -> Path | None:
+    """Return the folder of ours in the user's state folder; None for a user without a home."""
+    named = os.environ.get("XDG_STATE_HOME", "")
+    if Path(named).is_absolute():  # the specification has relative ones ignored
+        return Path(named) / "jupyter-gpu"
+    try:
+        return Path.home() / ".local" / "state" / "jupyter-gpu"
+    except RuntimeError:
+        return None
+
+
+def _spare_base() -> Path:
+    return _VAR_TMP / f"jupyter-gpu-{os.geteuid()}"
+
+
+def _host() -> str:
+    """Return a name for this host: the same after a reboot, and another one for each host that shares the home."""
+    try:
+        identity = _MACHINE_ID.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        identity = ""
+    # The machine's id is to be hashed wherever it may be seen: machine-id(5).
+    return hashlib.sha256(f"jupyter-gpu {identity or socket_module.gethostname()}".encode()).hexdigest()[:12]
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        link, status = folder.lstat(), folder.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and {link.st_uid, status.st_uid} == {os.geteuid()}
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether the folder can be written, or made."""
+    for one in (folder, *folder.parents):
+        if os.path.lexists(one):
+            return os.access(one, os.W_OK | os.X_OK)
+    return False
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder with mode 0700; one that is there must be ours, and is made private. Raises OSError, BrokerUnavailableError."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        link, status = folder.lstat(), folder.stat()
+        if not stat.S_ISDIR(status.st_mode) or (stat.S_ISLNK(link.st_mode) and folder == _spare_base()):
+            raise _unusable(folder, "is a link or no folder") from None
+        foreign = next((one.st_uid for one in (link, status) if one.st_uid != os.geteuid()), None)
+        if foreign is not None:
+            raise _unusable(folder, f"belongs to another user (uid {foreign})") from None
+        if stat.S_IMODE(status.st_mode) & 0o077:
+            folder.chmod(0o700)
+
+
+def _unusable(folder: Path, wrong: str) -> BrokerUnavailableError:
+    return BrokerUnavailableError(
+        f"the folder {folder} for the GPU broker's ledger {wrong}; mend that, or choose another one with --state-dir or "
+        "c.GPUBroker.state_dir: an absolute path on a local disk"
+    )

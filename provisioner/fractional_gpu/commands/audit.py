@@ -1,0 +1,205 @@
+"""`jupyter gpu audit`: what administrators did to other people's kernels, to seats, pools and devices.
+
+It reads the broker's audit log itself, so it works without a broker too, and who may read is what the file's permissions say: root and
+the user who runs the broker. Lines that are none (a crash cut one short) are counted, never guessed at.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fractional_gpu.broker.persistence.audit import FILE_NAME, finished_files
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.state_folder import find_state_file
+from fractional_gpu.commands.leases.lease_calls import parsed
+from fractional_gpu.commands.terminal.connection import add_socket_argument
+from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+
+__all__ = ["configure", "follow", "outcomes", "run", "sentence"]
+
+INTERVAL_S = 0.5
+_LONGEST_LINE = 1 << 20
+EPILOG = """\
+examples:
+  jupyter gpu audit                     every act that is kept, oldest first
+  jupyter gpu audit --since 2h          those of the last two hours
+  jupyter gpu audit --json | jq 'select(.acting_for == "ada")'
+  jupyter gpu audit --follow            and go on with each new one (Ctrl-C ends it)
+
+For root and the user who runs the broker. docs/audit.md says what is written down, and how long it is kept.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show what administrators did: who, when, on whose behalf, and what came of it."
+    parser.epilog = EPILOG
+    parser.add_argument("--since", metavar="DURATION", help="only what was done in this time until now, such as 2h")
+    parser.add_argument("--json", action="store_true", help="print each act as a line of JSON")
+    parser.add_argument("--follow", action="store_true", help="go on with each act as it is done")
+    parser.add_argument("--file", metavar="PATH", help="the log itself (default: where the broker keeps it)")
+    add_socket_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the log. Raises CommandError if it may not be read."""
+    since_ms = None if options.since is None else parsed(parse_duration_ms, options.since)
+    path = Path(options.file) if options.file else _path(options.socket)
+    least = "" if since_ms is None else datetime.fromtimestamp(time.time() - since_ms / 1000, UTC).isoformat()
+    say: Callable[[dict[str, Any]], str] = json.dumps if options.json else sentence
+    torn = 0
+    try:
+        with closing(_Log(path)) as log:
+            entries = list(log.entries())
+            for entry in outcomes(entries):
+                if entry["time"] >= least:
+                    print(say(entry), flush=options.follow)
+            torn = log.torn
+            if options.follow:
+                for entry in follow(log):
+                    print(say(entry), flush=True)
+    except PermissionError as error:
+        raise CommandError(
+            f"you may not read the audit log {error.filename or path}: root and the user who runs the broker may; run this as one of them"
+        ) from None
+    except OSError as error:
+        raise CommandError(f"the audit log {path} cannot be read: {error.strerror or error}; check --file") from None
+    if not entries:
+        print(f"nothing was written to {path} yet", file=sys.stderr)
+    if torn:
+        print(
+            f"{torn} lines of {path} are no entries: a crash cut them short, or somebody changed them", file=sys.stderr
+        )
+    return 0
+
+
+def _path(socket: str | None) -> Path:
+    """Return where the log is: what the broker says, else what the configuration says."""
+    where = socket or socket_path()
+    try:
+        with BrokerClient(where) as client:
+            told = client.status().audit_file
+    except BrokerUnavailableError:
+        told = ""
+    if told:
+        return Path(told)
+    try:
+        settings = load()
+    except ConfigError as error:
+        raise CommandError(f"{error}; or name the log with --file") from None
+    return settings.audit_file or find_state_file(where, settings.state_dir, FILE_NAME)
+
+
+class _Log:
+    """The log's files, read from the oldest line on, and further as lines come. Raises OSError; a log that is not there yet is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._rest = b""
+        self.torn = 0
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Yield what has come since the last call, over rotations."""
+        if self._file is None:
+            for file in finished_files(self._path):
+                with file.open("rb") as finished:
+                    yield from self._read(finished)
+            self._open()
+        while self._file is not None:
+            yield from self._read(self._file)
+            if self._is_current(self._file):
+                return
+            yield from self._read(self._file)  # what came just before it was renamed
+            self.close()
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            self._file = self._path.open("rb")
+        except FileNotFoundError:
+            self._file = None
+
+    def _is_current(self, file: BinaryIO) -> bool:
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return True
+        return os.path.samestat(there, os.fstat(file.fileno()))
+
+    def _read(self, file: BinaryIO) -> Iterator[dict[str, Any]]:
+        while line := file.readline(_LONGEST_LINE):
+            self._rest += line
+            if not self._rest.endswith(b"\n") and len(self._rest) < _LONGEST_LINE:
+                return  # its end may still come
+            entry, self._rest = _entry(self._rest), b""
+            if entry is None:
+                self.torn += 1
+            else:
+                yield entry
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(entry, dict) and all(
+        isinstance(entry.get(key), str) for key in ("time", "id", "act", "object", "outcome")
+    )
+    return entry if whole else None
+
+
+def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one entry for each act: its outcome, or what was asked where there is none."""
+    ended = {entry["id"] for entry in entries if entry["outcome"] != "asked"}
+    return [entry for entry in entries if entry["outcome"] != "asked" or entry["id"] not in ended]
+
+
+def follow(log: _Log, pause: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
+    """Yield each further outcome as it comes, for ever."""
+    while True:
+        yield from (entry for entry in log.entries() if entry["outcome"] != "asked")
+        pause(INTERVAL_S)
+
+
+def sentence(entry: dict[str, Any]) -> str:
+    """Return an act as one line for people. What the log says is printed as JSON prints it: nothing in it can steer a terminal."""
+    try:
+        at = datetime.fromisoformat(entry["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        at = _plain(entry["time"])
+    acting_for = f" for {_plain(entry['acting_for'])}" if entry.get("acting_for") else ""
+    who = (
+        f"{_plain(entry.get('user'))} (uid {_plain(entry.get('uid'))}, process {_plain(entry.get('pid'))}){acting_for}"
+    )
+    outcome = _plain(entry["outcome"]) if entry["outcome"] != "asked" else "asked, and no outcome (yet)"
+    why = f" ({_plain(entry['reason'])}: {_plain(entry.get('sentence'))})" if entry.get("reason") else ""
+    given = entry.get("parameters")
+    parameters = (
+        "".join(f" {_plain(key)}={_plain(value)}" for key, value in given.items()) if isinstance(given, dict) else ""
+    )
+    return f"{at}  {_plain(entry['act'])} {_plain(entry['object'])}{parameters}: {outcome}{why}, by {who}"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, str) and value.isprintable():
+        return value
+    return json.dumps(value)

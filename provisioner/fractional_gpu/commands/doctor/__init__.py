@@ -1,0 +1,1 @@
+"""`jupyter gpu doctor`: one module for each part of the machine that it examines."""

@@ -1,0 +1,130 @@
+"""`jupyter gpu doctor`: one screen, each line a check with what was found and what to do.
+
+Rules: nothing is changed and no broker is started. Checkpointing is really tried, on a process of the doctor's own, where a device is there
+and no broker manages it. No GPU and no driver are a warning. A check that cannot be made says so; it does not end the others.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+from fractional_gpu.commands.doctor.broker import broker_pid, check_broker, check_ledgers
+from fractional_gpu.commands.doctor.bundle import write_bundle
+from fractional_gpu.commands.doctor.finding import (
+    Finding,
+    as_json,
+    exit_code,
+    problem,
+    render,
+)
+from fractional_gpu.commands.doctor.host import (
+    check_memory,
+    check_settings,
+    check_simulation,
+    check_versions,
+)
+from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelspecs
+from fractional_gpu.commands.doctor.memory import check_huge_pages
+from fractional_gpu.commands.doctor.nvidia import check_pools, look_at_nvidia
+from fractional_gpu.commands.doctor.oom import check_oom, check_swap
+from fractional_gpu.commands.doctor.probe import findings_of, try_checkpoint
+from fractional_gpu.commands.terminal.connection import add_socket_argument
+from fractional_gpu.gpu.interface import DeviceInfo
+from fractional_gpu.gpu.nvidia import NvidiaMonitor
+from fractional_gpu.gpu.simulated.host import create, destroy
+from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
+from fractional_gpu.gpu.simulated.store import SimulatedHostError
+
+__all__ = ["configure", "examine", "run"]
+
+EPILOG = """\
+examples:
+  jupyter gpu doctor
+  jupyter gpu doctor --json             one object: {"ok": ..., "worst": ..., "findings": [...]}
+  jupyter gpu doctor --no-try           do not try a checkpoint (it takes some seconds)
+  jupyter gpu doctor --bundle for-support.tar.gz
+  JUPYTER_GPU_SIMULATE=1x2GiB jupyter gpu doctor
+
+Exit code 0: it works, perhaps with warnings. 1: something cannot work.
+"""
+_PROBE_HOST = "1x256MiB"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Examine the machine, the driver, the broker and Jupyter, and say what to do. Changes nothing."
+    parser.epilog = EPILOG
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--no-try", action="store_true", help="do not try a checkpoint on a process of our own")
+    parser.add_argument(
+        "--bundle", metavar="FILE", type=Path, help="write what somebody who helps needs to see, without secrets"
+    )
+    add_socket_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine everything, print it, and return 1 if something cannot work."""
+    findings = list(examine(options.socket, try_it=not options.no_try))
+    sys.stdout.write(as_json(findings) if options.json else render(findings))
+    if options.bundle is not None:
+        names = write_bundle(options.bundle, findings, options.socket)
+        print(f"{options.bundle}: {', '.join(names)}. Read it before you send it.", file=sys.stderr)
+    return exit_code(findings)
+
+
+def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
+    """Make every check. `try_it`: also the one that takes seconds."""
+    yield from check_versions()
+    simulate = os.environ.get("JUPYTER_GPU_SIMULATE")
+    simulation = list(check_simulation(simulate))
+    yield from simulation
+    settings, said = check_settings()
+    yield from said
+    if simulate:
+        devices: tuple[DeviceInfo, ...] = ()
+        if exit_code(simulation) == 0:
+            yield from _try_simulated() if try_it else ()
+    else:
+        look = look_at_nvidia()
+        devices = look.devices
+        yield from look.findings
+        yield from _try_real(devices) if try_it and devices else ()
+    yield from check_memory(devices, settings)
+    yield from check_huge_pages()
+    yield from check_swap()
+    if not simulate:
+        yield from check_pools(settings, devices)
+    path, said = check_broker(socket)
+    yield from said
+    yield from check_oom(broker_pid(path))
+    if path is not None:
+        yield from check_ledgers(path, settings)
+    yield from check_kernelspecs(settings)
+    yield from check_cullers()
+
+
+def _try_real(devices: tuple[DeviceInfo, ...]) -> list[Finding]:
+    with closing(NvidiaMonitor()) as monitor:
+        return findings_of(try_checkpoint("nvidia", monitor, devices), kind=monitor.kind)
+
+
+def _try_simulated() -> list[Finding]:
+    """Try it on a simulated host of our own: a broker's is the broker's."""
+    with tempfile.TemporaryDirectory(prefix="jupyter-gpu-doctor-") as folder:
+        host = Path(folder, "host")
+        try:
+            create(host, _PROBE_HOST)
+        except SimulatedHostError as error:
+            return [
+                problem("checkpoint", f"no simulated device can be had: {error}", "make room in the temporary folder")
+            ]
+        try:
+            with closing(SimulatedMonitor(host)) as monitor:
+                return findings_of(try_checkpoint(f"simulated:{host}", monitor, monitor.devices()), kind=monitor.kind)
+        finally:
+            with suppress(SimulatedHostError):
+                destroy(host)

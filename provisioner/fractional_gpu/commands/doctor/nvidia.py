@@ -1,0 +1,239 @@
+"""The doctor's look at NVIDIA's driver and devices, through NVML: nothing is changed and no CUDA context is made.
+
+No driver and no device are a warning, not an error: everything but real GPUs works without them.
+"""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from fractional_gpu.commands.doctor.finding import (
+    Finding,
+    note,
+    ok,
+    problem,
+    warning,
+)
+from fractional_gpu.commands.doctor.memory import SYS, check_nodes, pci_address
+from fractional_gpu.config import Settings
+from fractional_gpu.core.model import Sharing
+from fractional_gpu.core.units import format_memory
+from fractional_gpu.gpu.interface import DeviceInfo, GPUError
+from fractional_gpu.gpu.nvidia import NvidiaMonitor
+from fractional_gpu.gpu.nvidia_support import (
+    MOVING_CUDA_VERSION,
+    driver_refusal,
+    driver_warnings,
+    why_no_bindings,
+)
+from fractional_gpu.host.process import PROC
+
+__all__ = ["NvidiaLook", "check_pools", "cuda_level", "look_at_nvidia", "mps_processes"]
+
+SIMULATE: Final = (
+    "install NVIDIA's driver; to try things out without a GPU: jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment of "
+    "the Jupyter server"
+)
+_MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
+_COMPUTE_MODES: Final[Mapping[int, str]] = {
+    1: "lets one thread use it only",
+    2: "lets no process compute on it",
+    3: "lets one process use it at a time",
+}
+
+
+# Newest first: old libraries lack one, and one may fail where another answers.
+_LEVEL_CALLS: Final = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
+_ASK_LEVEL: Final = """
+import ctypes
+level = ctypes.c_int()
+raise SystemExit(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(level)) or print(level.value))
+"""
+_ASK_S: Final = 20.0
+
+
+class NvidiaLook:
+    """The devices, and the findings about them and the driver."""
+
+    def __init__(self, devices: tuple[DeviceInfo, ...], findings: tuple[Finding, ...]) -> None:
+        self.devices = devices
+        self.findings = findings
+
+
+def cuda_level() -> int | None:
+    """Ask the driver's own library for the newest CUDA that it serves (13010: 13.1), in a process of its own; None if it does not tell."""
+    argv = [sys.executable, "-I", "-S", "-c", _ASK_LEVEL]
+    try:
+        asked = subprocess.run(argv, capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    level = asked.stdout.strip()
+    return int(level) if asked.returncode == 0 and level.isdigit() and int(level) else None
+
+
+def look_at_nvidia(
+    *,
+    nvml: ModuleType | None = None,
+    bindings: Callable[[], str] = why_no_bindings,
+    level: Callable[[], int | None] = cuda_level,
+    proc: Path = PROC,
+    sysfs: Path = SYS,
+) -> NvidiaLook:
+    """Return what there is.
+
+    `nvml` stands in for pynvml in tests, `bindings` for what tells whether checkpoints can be called, `level` for `cuda_level`.
+    """
+    library = importlib.import_module("pynvml") if nvml is None else nvml
+    monitor = NvidiaMonitor(nvml=library, bindings=bindings)
+    try:
+        try:
+            devices = tuple(monitor.devices())
+        except GPUError as error:
+            return NvidiaLook((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` tell more"),))
+        if not devices:
+            return NvidiaLook((), tuple(_none(monitor.why_none, bindings())))
+        findings = [
+            *_driver(library, level),
+            *_bindings(bindings()),
+            *(_device(device) for device in devices),
+            *(finding for device in devices for finding in _modes(library, device)),
+            *check_nodes(devices, {one.device_id: pci_address(library, one.device_id) for one in devices}, sysfs),
+            *_mps(proc),
+        ]
+        return NvidiaLook(devices, tuple(findings))
+    finally:
+        monitor.close()
+
+
+def mps_processes(proc: Path = PROC) -> list[int]:
+    """Return the pids of MPS's daemon and servers."""
+    found = []
+    for folder in proc.iterdir():
+        if folder.name.isdigit():
+            try:
+                command = (folder / "comm").read_text(errors="replace")
+            except OSError:  # it ended, or is hidden from this user
+                continue
+            if command.startswith(_MPS):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def _none(why: str, no_bindings: str) -> Iterator[Finding]:
+    yield warning("driver", f"no GPU was found: {why}; kernels with a share of a GPU do not start here", SIMULATE)
+    if no_bindings:
+        yield note("cuda-bindings", f"{no_bindings} (needed for real GPUs only)")
+
+
+def _driver(nvml: ModuleType, ask_level: Callable[[], int | None]) -> Iterator[Finding]:
+    version: str = nvml.nvmlSystemGetDriverVersion()
+    level = next((found for call in _LEVEL_CALLS if (found := _asked(nvml, call)[0])), None) or ask_level()
+    api = f", CUDA {level // 1000}.{level % 1000 // 10}" if level else ""
+    refusal = driver_refusal(version)
+    if refusal:
+        now = f" (now {version}{api})" if api else ""
+        yield problem("driver", f"{refusal}{now}", "kernels run, and are never suspended, until it is replaced")
+    else:
+        yield ok("driver", f"{version}{api}")
+    if level and level < MOVING_CUDA_VERSION:
+        yield note(
+            "moving",
+            f"driver {version} cannot bring a kernel's state back on another device than its own",
+            "leave may_move off, or install driver 580 or newer",
+        )
+    for sentence in driver_warnings(version):
+        yield warning("driver", sentence, "plan for another release, and try it before use")
+
+
+def _bindings(why_not: str) -> Iterator[Finding]:
+    if why_not:
+        what, _, command = why_not.partition(": ")
+        yield problem("cuda-bindings", f"{what}: kernels cannot be suspended", f"{command} (where the broker runs)")
+    else:
+        yield ok("cuda-bindings", "installed, and new enough for checkpoints")
+
+
+def _device(device: DeviceInfo) -> Finding:
+    what = f"{device.index}: {device.name}, {format_memory(device.memory_mib)}, {device.device_id}"
+    if device.checkpointable:
+        return ok("device", what)
+    advice = "its kernels stay on it until they end"
+    return warning("device", f"{what}; kernels on it cannot be suspended: {device.why_not}", advice)
+
+
+def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
+    handle = nvml.nvmlDeviceGetHandleByUUID(device.device_id)
+    persistent, _ = _asked(nvml, "nvmlDeviceGetPersistenceMode", handle)
+    if persistent == 0:
+        yield warning(
+            "persistence",
+            f"device {device.index} is not in persistence mode: the first kernel after a pause waits seconds for the driver",
+            f"as root: nvidia-smi -i {device.index} -pm 1, or enable nvidia-persistenced",
+        )
+    elif persistent == 1:
+        yield ok("persistence", f"device {device.index} is in persistence mode")
+    mode, _ = _asked(nvml, "nvmlDeviceGetComputeMode", handle)
+    if isinstance(mode, int) and mode in _COMPUTE_MODES:
+        yield problem(
+            "compute-mode",
+            f"device {device.index} {_COMPUTE_MODES[mode]}: it cannot be shared",
+            f"as root: nvidia-smi -i {device.index} -c DEFAULT",
+        )
+    mig, _ = _asked(nvml, "nvmlDeviceGetMigMode", handle)
+    if mig and mig[0] != mig[1]:
+        turn = "on" if mig[1] else "off"
+        yield warning(
+            "mig",
+            f"MIG is to be switched {turn} on device {device.index}",
+            "reset the device or reboot, then look again",
+        )
+
+
+def check_pools(settings: Settings | None, devices: Sequence[DeviceInfo], proc: Path = PROC) -> Iterator[Finding]:
+    """Return what pools need of the machine and do not find there."""
+    for pool in settings.pools if settings is not None else ():
+        policy = pool.policy
+        if policy["sharing"] is Sharing.MPS and not mps_processes(proc):
+            yield problem(
+                "mps-pool",
+                f"pool {pool.name!r} shares through MPS, and no MPS control daemon runs: its kernels would have no limit on compute",
+                "nvidia-cuda-mps-control -d, as the user of the kernels or as root",
+            )
+        if policy["sharing"] is Sharing.MIG and not any(device.device_id.startswith("MIG-") for device in devices):
+            yield problem(
+                "mig-pool",
+                f"pool {pool.name!r} hands out MIG instances, and there is none",
+                "as root: nvidia-smi -mig 1, then nvidia-smi mig -cgi PROFILE -C",
+            )
+        library = policy["hami_library"]
+        if library and not Path(library).is_file():
+            yield problem(
+                "hami", f"pool {pool.name!r} preloads {library}, and there is no such file", "install HAMi-core there"
+            )
+
+
+def _mps(proc: Path) -> Iterator[Finding]:
+    pids = mps_processes(proc)
+    if pids:
+        yield warning(
+            "mps",
+            f"MPS runs (process {pids[0]}): its clients cannot be checkpointed",
+            "echo quit | nvidia-cuda-mps-control, or keep kernels that are to be suspended away from it",
+        )
+    else:
+        yield ok("mps", "not running")
+
+
+def _asked(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
+    """Return the answer, or None and the reason: not every device and library knows every question."""
+    ask = getattr(nvml, call, None)
+    if ask is None:
+        return None, f"this nvidia-ml-py has no {call}"
+    try:
+        return ask(*arguments), ""
+    except nvml.NVMLError as error:
+        return None, str(error)

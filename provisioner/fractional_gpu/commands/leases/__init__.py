@@ -1,0 +1,1 @@
+"""Commands about one lease or one device: suspend, resume, pin, move, evict, drain, resize."""

@@ -1,0 +1,83 @@
+"""`jupyter gpu rescue`: bring suspended kernels back when no broker can run any more."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.commands.leases.lease_calls import patience
+from fractional_gpu.commands.terminal.connection import kernels_of
+from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.render import short_id
+
+__all__ = ["configure", "run"]
+
+EPILOG = """\
+examples:
+  jupyter gpu rescue                    after the broker could not be started any more
+  jupyter gpu rescue --json
+
+It takes the broker's place for a moment: if one serves, use `jupyter gpu resume --all` instead. Kernels that do not fit on their
+device now stay saved; shut others down and run it again.
+
+Without a broker a cell still waits for one. Begin it with %%cpu to run it all the same, and save what you need from there.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Bring suspended kernels back onto the GPU without any broker, and tell what was done."
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--socket", metavar="PATH", help="the broker's (default: $JUPYTER_GPU_SOCKET, else your own socket)"
+    )
+    parser.add_argument("--config", metavar="FILE", help="the broker's configuration file (default: its last one)")
+    parser.add_argument("--state-dir", metavar="DIR", help="where the ledger is (default: as the last broker had it)")
+    parser.add_argument(
+        "--simulate", metavar="COUNTxMEMORY", help="the simulated GPUs it had (default: as the last broker had them)"
+    )
+    parser.add_argument("--json", action="store_true", help='print {"ledger", "problem", "kernels": [...]}')
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rescue and tell. Exit code 1 if a kernel's memory is not on its device."""
+    from fractional_gpu.broker.process.app import BrokerOptions  # noqa: PLC0415 - heavy, and needed here only
+    from fractional_gpu.broker.process.backend import BackendError, NoDeviceError  # noqa: PLC0415 - as above
+    from fractional_gpu.broker.process.rescue import Rescue, rescue  # noqa: PLC0415 - as above
+    from fractional_gpu.config import ConfigError  # noqa: PLC0415 - as above
+    from fractional_gpu.gpu.interface import GPUError  # noqa: PLC0415 - as above
+    from fractional_gpu.host.claims import DeviceClaimedError  # noqa: PLC0415 - as above
+    from fractional_gpu.ledger.records import LedgerError  # noqa: PLC0415 - as above
+
+    def nothing(why: str) -> Rescue:
+        """Return that there is nothing to rescue. Raises CommandError if there is, which takes a device."""
+        socket = options.socket or socket_path()
+        if pids := kernels_of(socket):
+            raise CommandError(
+                f"no GPU was found: {why}; {len(pids)} kernel processes have state that comes back onto a device only: make the driver "
+                "work again (`jupyter gpu doctor` says what it finds), leave those processes alone, then run this again"
+            )
+        return Rescue(ledger="", problem="", kernels=[])
+
+    given = BrokerOptions(
+        socket=options.socket, config_file=options.config, simulate=options.simulate, state_dir=options.state_dir
+    )
+    try:
+        with patience("looking for kernels and bringing them back ...", sys.stderr):
+            result = rescue(given)
+    except NoDeviceError as error:
+        result = nothing(error.why)
+    except (ConfigError, BackendError, DeviceClaimedError, GPUError, LedgerError, OSError) as error:
+        raise CommandError(str(error)) from error
+    if options.json:
+        print(json.dumps(asdict(result)))
+    else:
+        if result.problem:
+            print(f"{result.problem}; the kernels were looked for in /proc", file=sys.stderr)
+        for one in result.kernels:
+            name = f"{one.label} ({short_id(one.lease_id)})" if one.label else short_id(one.lease_id)
+            print(f"{name}, process {one.pid}: {one.outcome}: {one.sentence}")
+        if not result.kernels:
+            print("There is no kernel to rescue.")
+    return 0 if all(one.is_well for one in result.kernels) else 1

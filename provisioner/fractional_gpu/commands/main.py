@@ -1,0 +1,174 @@
+"""The `jupyter gpu` command: finds the subcommand, imports only that one, and turns errors into one line and an exit code.
+
+Rules: exit 0 means done, 1 failed, 2 a wrong command line, 130 interrupted. A foreseeable error is one line on stderr, never a
+traceback; a traceback is a defect of ours. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+from fractional_gpu import __version__
+from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.protocol.errors import FractionalGPUError
+
+__all__ = ["main"]
+
+INTERRUPTED = 130
+FAILED = 1
+_COMPLETING = "_ARGCOMPLETE"
+
+
+class _Entry(NamedTuple):
+    """A line of the overview. `passes_on`: arguments that the subcommand does not know are for somebody else."""
+
+    module: str
+    summary: str
+    passes_on: bool = False
+
+
+class _Subcommand(Protocol):
+    """What a module of a subcommand offers."""
+
+    __doc__: str | None
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Describe the command and add its arguments."""
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Do it and return the exit code. Raises CommandError or FractionalGPUError."""
+
+
+COMMANDS: dict[str, _Entry] = {
+    "demo": _Entry(
+        "fractional_gpu.commands.notebooks.demo", "two notebooks take turns on one GPU, and nothing is lost"
+    ),
+    "lab": _Entry(
+        "fractional_gpu.commands.notebooks.lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True
+    ),
+    "status": _Entry("fractional_gpu.commands.status", "the GPUs, and who holds what or waits for it"),
+    "suspend": _Entry(
+        "fractional_gpu.commands.leases.suspend", "save a kernel's GPU memory on the host and free the GPU"
+    ),
+    "resume": _Entry("fractional_gpu.commands.leases.resume", "bring a suspended kernel back onto a GPU"),
+    "pin": _Entry("fractional_gpu.commands.leases.pin", "keep a kernel on its GPU for a while"),
+    "unpin": _Entry("fractional_gpu.commands.leases.unpin", "end a kernel's pin"),
+    "resize": _Entry("fractional_gpu.commands.leases.resize", "give a running kernel another share of a GPU"),
+    "explain": _Entry("fractional_gpu.commands.leases.explain", "why a kernel waited, was suspended, moved or refused"),
+    "drain": _Entry("fractional_gpu.commands.leases.drain", "empty a GPU (administrators)"),
+    "undrain": _Entry("fractional_gpu.commands.leases.undrain", "let a drained GPU take part again (administrators)"),
+    "move": _Entry("fractional_gpu.commands.leases.move", "have an idle kernel go to another GPU (administrators)"),
+    "evict": _Entry("fractional_gpu.commands.leases.evict", "end a kernel; its state is lost (administrators)"),
+    "end": _Entry("fractional_gpu.commands.leases.end", "end processes that a kernel left on a GPU when it ended"),
+    "audit": _Entry("fractional_gpu.commands.audit", "what administrators did, when, and for whom (administrators)"),
+    "seats": _Entry("fractional_gpu.commands.seats", "the seats of hub servers, and ending one (administrators)"),
+    "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),
+    "kernels": _Entry(
+        "fractional_gpu.commands.notebooks.kernels", "install, list and remove the kernels that the launcher offers"
+    ),
+    "doctor": _Entry(
+        "fractional_gpu.commands.doctor.doctor", "examine the machine, the driver, the broker and Jupyter"
+    ),
+    "simulate": _Entry(
+        "fractional_gpu.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
+    ),
+    "rescue": _Entry(
+        "fractional_gpu.commands.leases.rescue", "bring suspended kernels back when no broker can run any more"
+    ),
+    "completion": _Entry(
+        "fractional_gpu.commands.completion", "what bash, zsh or fish needs to complete `jupyter gpu`"
+    ),
+    "broker": _Entry("fractional_gpu.commands.broker", "run the broker (it starts by itself where it is needed)"),
+}
+
+EPILOG = """\
+start here:
+  jupyter gpu demo                       see it work, with or without a GPU
+  jupyter gpu kernels install            add "Python 3 · 1/4 GPU" and its like to the launcher
+  jupyter gpu status --watch             watch who is on the GPU
+
+`jupyter gpu COMMAND --help` explains a command.
+"""
+
+
+def _overview() -> argparse.ArgumentParser:
+    """Return the parser of the command without a subcommand; the subcommands are only listed."""
+    lines = "\n".join(f"  {name:<22} {entry.summary}" for name, entry in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="jupyter gpu",
+        usage="jupyter gpu [--help] [--version] COMMAND ...",
+        description=f"Jupyter kernels on fractions of a GPU.\n\ncommands:\n{lines}",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"jupyter-fractional-gpu {__version__}")
+    return parser
+
+
+def _unknown(name: str) -> str:
+    """Return the sentence about a command that does not exist, with the one that was probably meant."""
+    import difflib  # noqa: PLC0415 - for slips only
+
+    close = difflib.get_close_matches(name, COMMANDS, 1)
+    hint = f"did you mean `jupyter gpu {close[0]}`? " if close else ""
+    return f"there is no command {name[:80]!r}; {hint}choose from {', '.join(COMMANDS)}"
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    """Run the subcommand that the arguments name. Raises SystemExit for help and wrong usage, as argparse does."""
+    overview = _overview()
+    if not arguments:
+        overview.print_help()
+        return 2
+    name = arguments[0]
+    if name.startswith("-"):
+        overview.parse_args([name])
+    entry = COMMANDS.get(name)
+    if entry is None:
+        overview.error(_unknown(name))
+    module, parser = _subcommand(name)
+    if entry.passes_on:
+        options, others = parser.parse_known_args(arguments[1:])
+        options.passed_on = others
+    else:
+        options = parser.parse_args(arguments[1:])
+    return module.run(options)
+
+
+def _subcommand(name: str) -> tuple[_Subcommand, argparse.ArgumentParser]:
+    """Import a subcommand; return it and its parser."""
+    module = cast("_Subcommand", importlib.import_module(COMMANDS[name].module))
+    parser = argparse.ArgumentParser(
+        prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    module.configure(parser)
+    return module, parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (default: this process's) and return its exit code. Never raises a foreseeable error."""
+    if argv is None and _COMPLETING in os.environ:
+        from fractional_gpu.commands.terminal.completing import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
+
+        complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: _subcommand(name)[1])
+    try:
+        code = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+    except (CommandError, FractionalGPUError) as error:
+        print(f"jupyter gpu: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code if isinstance(error, CommandError) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`). Point stdout elsewhere, or the interpreter complains when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Commands that open notebooks or install kernels: kernels, lab, demo."""

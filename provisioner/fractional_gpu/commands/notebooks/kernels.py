@@ -1,0 +1,218 @@
+"""`jupyter gpu kernels`: what the launcher offers, such as "Python 3 · 1/4 GPU"."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fractional_gpu.client.discovery import ensure_broker
+from fractional_gpu.commands.notebooks.demo import checked_simulate
+from fractional_gpu.commands.notebooks.offers import ANY_OFFERS_MILLI, simulated_devices
+from fractional_gpu.commands.terminal.completers import (
+    FRACTIONS,
+    KERNELSPECS,
+    POOLS,
+    completed,
+)
+from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.commands.terminal.render import table
+from fractional_gpu.core.units import format_fraction, parse_fraction_milli
+from fractional_gpu.jupyter.kernelspecs import (
+    InstalledSpec,
+    install,
+    list_installed,
+    remove,
+)
+from fractional_gpu.protocol.messages import HostStatus
+
+__all__ = ["configure", "run"]
+
+EPILOG = """\
+examples:
+  jupyter gpu kernels install                                what every pool offers, for everybody in this environment
+  jupyter gpu kernels install --user --fraction 1/4 1/2      two of them, for yourself, without asking a broker
+  jupyter gpu kernels install --base ir --fraction 1/4       for R instead of Python, beside those for Python
+  jupyter gpu kernels list
+  jupyter gpu kernels remove --all
+"""
+
+INSTALL_EPILOG = """\
+examples:
+  jupyter gpu kernels install
+  jupyter gpu kernels install --pool teaching --fraction 1/8 1/4
+  jupyter gpu kernels install --simulate 1x2GiB --user
+  jupyter gpu kernels install --launcher --user              for VS Code and others that ignore kernel provisioners
+
+Without --fraction the broker is asked what its pools offer; it is started if none runs. With --fraction nobody is asked,
+which is what you want while building a container image.
+"""
+
+REMOVE_EPILOG = """\
+examples:
+  jupyter gpu kernels remove fractional-gpu-default-250
+  jupyter gpu kernels remove --all --user
+
+Kernels that run are not touched.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Install, list and remove kernels on fractions of a GPU."
+    parser.epilog = EPILOG
+    actions = parser.add_subparsers(dest="action", metavar="install|list|remove", required=True)
+    raw = argparse.RawDescriptionHelpFormatter
+    adding = actions.add_parser(
+        "install", help="add kernels to the launcher", epilog=INSTALL_EPILOG, formatter_class=raw, allow_abbrev=False
+    )
+    pool = adding.add_argument("--pool", help="only this pool (default: every pool; with --fraction: default)")
+    completed(pool, POOLS)
+    fraction = adding.add_argument(
+        "--fraction", nargs="+", metavar="F", help='only these fractions, as 1/4, 0.25 or "250m"'
+    )
+    completed(fraction, FRACTIONS)
+    adding.add_argument("--base", default="python3", help="the kernelspec to copy from (default: python3)")
+    adding.add_argument("--name", help="another name for the kernelspec (one fraction only)")
+    adding.add_argument("--display-name", metavar="TEXT", help="what the launcher shows (one fraction only)")
+    adding.add_argument(
+        "--simulate", metavar="COUNTxMEMORY", help="simulated GPUs; the kernels start a broker with them"
+    )
+    adding.add_argument(
+        "--launcher",
+        action="store_true",
+        help="kernels whose command takes the lease by itself, for VS Code and other programs that ignore kernel provisioners",
+    )
+    _add_place(adding, default="this environment")
+    listing = actions.add_parser(
+        "list", help="show the kernels that are installed", formatter_class=raw, allow_abbrev=False
+    )
+    listing.add_argument("--json", action="store_true", help='print {"kernels": [...]}')
+    _add_place(listing, default="wherever Jupyter looks")
+    removing = actions.add_parser(
+        "remove", help="take kernels off the launcher", epilog=REMOVE_EPILOG, formatter_class=raw, allow_abbrev=False
+    )
+    names = removing.add_argument(
+        "names", nargs="*", metavar="NAME", help="a kernelspec's name (see `jupyter gpu kernels list`)"
+    )
+    completed(names, KERNELSPECS)
+    removing.add_argument("--all", action="store_true", help="every kernel that this package installed")
+    _add_place(removing, default="wherever Jupyter looks")
+
+
+def _add_place(parser: argparse.ArgumentParser, default: str) -> None:
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--user", action="store_true", help=f"your own kernels (default: {default})")
+    place.add_argument("--sys-prefix", action="store_true", help="those of this Python environment")
+    place.add_argument("--prefix", metavar="DIR", help="those below DIR/share/jupyter/kernels")
+
+
+def _place(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the place as `fractional_gpu.jupyter.kernelspecs` takes it."""
+    return {"user": options.user, "prefix": sys.prefix if options.sys_prefix else options.prefix}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the action says."""
+    if options.action == "install":
+        return _install(options)
+    if options.action == "remove":
+        return _remove(options)
+    return _list(options)
+
+
+def _install(options: argparse.Namespace) -> int:
+    if options.simulate:
+        checked_simulate(options.simulate)
+        os.environ["JUPYTER_GPU_SIMULATE"] = options.simulate  # a broker that is started now reads it
+    if options.fraction:
+        offers: Mapping[str, Sequence[int]] = {options.pool or "default": _fractions(options.fraction)}
+        simulate = os.environ.get("JUPYTER_GPU_SIMULATE") or None
+        simulated = simulate is not None
+    else:
+        offers, status = _ask_broker(options.pool, must_simulate=bool(options.simulate))
+        simulate, simulated = simulated_devices(status), status.simulated
+    for pool, milli in offers.items():
+        wanted = milli or ANY_OFFERS_MILLI
+        how = {"base": options.base, "simulated": simulated, "simulate": simulate}
+        own = {"launcher": options.launcher, "name": options.name, "display_name": options.display_name}
+        for spec in install(pool, wanted, **how, **own, **_place(options)):
+            without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
+            print(f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}")
+            if spec.foreign:
+                print(f"note: {spec.foreign}")
+            if spec.shadowed_by is not None:
+                print(
+                    f"note: Jupyter does not show it: {spec.shadowed_by} has the same name and is found first; remove that one, or "
+                    "give this one another --name"
+                )
+    return 0
+
+
+def _fractions(texts: Sequence[str]) -> list[int]:
+    try:
+        return [parse_fraction_milli(text) for text in texts]
+    except ValueError as error:
+        raise UsageError(f"--fraction: {error}") from error
+
+
+def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, Sequence[int]], HostStatus]:
+    """Return what the pools offer, and the broker's status. Raises CommandError, or that there is no broker."""
+    with ensure_broker() as broker:
+        status = broker.status()
+    if must_simulate and not status.simulated:
+        raise CommandError(
+            f"the broker that runs (process {status.pid} on {status.socket}) has real GPUs; leave out --simulate, or name "
+            "another socket in JUPYTER_GPU_SOCKET"
+        )
+    if pool is None:
+        return status.pools, status
+    if pool not in status.pools:
+        raise CommandError(f"there is no pool {pool!r}; the broker has {', '.join(status.pools) or 'none'}")
+    return {pool: status.pools[pool]}, status
+
+
+def _remove(options: argparse.Namespace) -> int:
+    if bool(options.names) == bool(options.all):
+        raise UsageError("say which kernels to remove: their names, or --all (`jupyter gpu kernels list` shows them)")
+    removed = remove(None if options.all else options.names, **_place(options))
+    for spec in removed:
+        print(f"removed {spec.display_name}  {spec.folder}")
+    if not removed:
+        print("There is nothing to remove.")
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    specs = list_installed(**_place(options))
+    if options.json:
+        print(json.dumps({"kernels": [_as_json(spec) for spec in specs]}))
+    elif not specs:
+        print("No kernel is installed; `jupyter gpu kernels install` adds some.")
+    else:
+        rows = [
+            (spec.name, spec.display_name, spec.pool, format_fraction(spec.fraction_milli), _where(spec))
+            for spec in specs
+        ]
+        print("\n".join(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="")))
+    return 0
+
+
+def _where(spec: InstalledSpec) -> str:
+    return f"{spec.folder}" + (f"  (shadowed by {spec.shadowed_by})" if spec.shadowed_by is not None else "")
+
+
+def _as_json(spec: InstalledSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "display_name": spec.display_name,
+        "folder": str(spec.folder),
+        "pool": spec.pool,
+        "fraction_milli": spec.fraction_milli,
+        "gated": spec.gated,
+        "simulated": spec.simulated,
+        "launcher": spec.launcher,
+        "base": spec.base,
+        "shadowed_by": None if spec.shadowed_by is None else str(spec.shadowed_by),
+    }

@@ -1,0 +1,108 @@
+"""`jupyter gpu lab`: JupyterLab with kernels on fractions of a GPU, without installing anything anywhere.
+
+The kernelspecs are put into a private folder that only this JupyterLab looks into. With `--simulate`, the broker is one
+of its own too, so that trying things out never meets the broker of the real GPUs.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path
+from fractional_gpu.commands.notebooks.demo import checked_simulate, need_packages
+from fractional_gpu.commands.notebooks.offers import install_offers, simulated_devices
+from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.render import device_in_words
+from fractional_gpu.protocol.messages import HostStatus
+
+__all__ = ["configure", "lab_command", "lab_environment", "run"]
+
+_LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
+
+EPILOG = """\
+examples:
+  jupyter gpu lab                              on this machine's GPUs
+  jupyter gpu lab --simulate 1x2GiB            try it without a GPU
+  jupyter gpu lab --no-browser --port 9999     every other argument goes to JupyterLab
+
+Nothing is installed: the kernels are in a private folder that only this JupyterLab sees. To have them in every
+JupyterLab of this environment, run `jupyter gpu kernels install`.
+"""
+
+
+class _Place(NamedTuple):
+    """Where the kernelspecs are, and the socket of the broker."""
+
+    data: Path
+    socket: str
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.usage = "jupyter gpu lab [--help] [--simulate COUNTxMEMORY] [arguments of jupyter lab ...]"
+    parser.description = "Start JupyterLab with kernels on fractions of a GPU."
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--simulate", metavar="COUNTxMEMORY", help="simulated GPUs, such as 1x2GiB, with a broker of their own"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prepare everything and become JupyterLab; does not return."""
+    need_packages("jupyterlab")
+    simulate = checked_simulate(options.simulate)
+    place = _place(simulate)
+    if simulate:
+        os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # the broker that is started now reads it
+    with ensure_broker(place.socket) as broker:
+        status = broker.status()
+    specs = install_offers(
+        status.pools,
+        directory=str(place.data / "kernels"),
+        simulated=status.simulated,
+        simulate=simulated_devices(status),
+    )
+    for line in _announcement(status, [spec.display_name for spec in specs], place):
+        print(line, file=sys.stderr, flush=True)
+    command = lab_command(options.passed_on)
+    os.execve(command[0], command, lab_environment(os.environ, place.data, place.socket))  # noqa: S606 - no shell wanted
+
+
+def lab_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command that is JupyterLab. -P: a folder in the working directory must not shadow our packages."""
+    return [sys.executable, "-P", "-m", "jupyterlab", *arguments]
+
+
+def lab_environment(outside: Mapping[str, str], data: Path, socket: str) -> dict[str, str]:
+    """Return JupyterLab's environment: as outside, with our kernels in front and our broker named."""
+    path = os.pathsep.join(part for part in (str(data), outside.get("JUPYTER_PATH", "")) if part)
+    return {**outside, "JUPYTER_PATH": path, "JUPYTER_GPU_SOCKET": socket}
+
+
+def _place(simulate: str | None) -> _Place:
+    """Return where things are. Raises CommandError where a path is too long for a socket."""
+    if not simulate:
+        return _Place(runtime_dir() / "lab", socket_path())
+    folder = runtime_dir() / f"simulated-{re.sub('[^A-Za-z0-9]+', '-', simulate).lower()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    socket = str(folder / "broker.sock")
+    if len(os.fsencode(socket)) > _LONGEST_SOCKET:
+        raise CommandError(f"{socket} is too long a path for a socket; set JUPYTER_RUNTIME_DIR to a shorter folder")
+    return _Place(folder / "lab", socket)
+
+
+def _announcement(status: HostStatus, kernels: Sequence[str], place: _Place) -> list[str]:
+    devices = "; ".join(
+        device_in_words(device.name, device.memory_mib, simulated=status.simulated) for device in status.devices
+    )
+    kind = "GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"
+    watch = f"jupyter gpu status --watch --socket {place.socket}"
+    return [
+        f"{kind}: {devices or 'none'}; broker process {status.pid} on {place.socket}",
+        f"Kernels, for this JupyterLab only: {', '.join(kernels)}",
+        f"Starting JupyterLab; `{watch}` in a terminal shows who is on the GPU.",
+    ]

@@ -1,0 +1,201 @@
+"""A place of its own for the demonstration: folders, settings, a broker; and nothing of it is left when it ends.
+
+Rules: nothing of the user's Jupyter is read or written; a broker of the user's is neither used nor disturbed;
+whatever happened in between, kernels that are left are ended, then the broker, and then the folder is removed.
+"""
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from fractional_gpu.broker.process.backend import simulated_folder
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.commands.notebooks.example_paths import EXAMPLES, examples_dir
+from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.gpu.simulated.host import destroy
+from fractional_gpu.gpu.simulated.store import SimulatedHostError
+from fractional_gpu.jupyter.kernelspecs import install
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+
+__all__ = ["FRACTION_MILLI", "Sandbox", "ending_as_interrupt", "open_sandbox", "sandbox_environment"]
+
+FRACTION_MILLI = 750  # of which a device has room for one at a time
+_STOP_S = 30.0
+_START_S = 120.0
+_LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
+_IDLE_EXIT = "5m"  # should the demonstration be killed outright, its broker does not stay for ever
+_CONFIG = """\
+c.GPUBroker.devices = [{device!r}]
+c.GPUBroker.pools = {{"default": {{"fractions": ["3/4"], "idle_after": "on-demand"}}}}
+"""
+
+
+def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for everything in the sandbox: `outside` without what concerns another kernel or broker."""
+    environment = {name: value for name, value in outside.items() if not name.startswith("JUPYTER_GPU_")}
+    data = str(root / "data")
+    environment |= {
+        "JUPYTER_DATA_DIR": data,
+        "JUPYTER_PATH": data,  # before the environment's own folder, where kernels of the same names may be installed
+        "JUPYTER_RUNTIME_DIR": str(root / "runtime"),
+        "JUPYTER_CONFIG_DIR": str(root / "config"),
+        "IPYTHONDIR": str(root / "ipython"),
+        "JUPYTER_GPU_SOCKET": str(root / "broker.sock"),
+        "XDG_STATE_HOME": str(root / "state"),  # the broker's ledger
+    }
+    return environment
+
+
+class Sandbox:
+    """The folder, the notebooks copied into it, and the broker. Make one with `open_sandbox`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.socket = str(root / "broker.sock")
+        self.notebooks = root / "notebooks"
+
+    def copy_notebooks(self) -> None:
+        """Put fresh copies of the examples where the kernels will run, over what is there."""
+        self.notebooks.mkdir(exist_ok=True)
+        for name in EXAMPLES:
+            shutil.copyfile(examples_dir() / name, self.notebooks / name)
+
+    def install_kernels(self, *, simulated: bool) -> None:
+        """Install the kernelspec that the notebooks name, in the sandbox only."""
+        install("default", [FRACTION_MILLI], directory=str(self.root / "data" / "kernels"), simulated=simulated)
+
+    def start_broker(self, *, simulate: str | None, device: int | str) -> BrokerClient:
+        """Start a broker for one device (number or UUID) and return its client.
+
+        Raises CommandError with the broker's own words when it does not start.
+        """
+        config = self.root / "config" / "demo_config.py"
+        config.write_text(_CONFIG.format(device=device), encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach"]
+        command += ["--socket", self.socket, "--config", str(config), "--idle-exit", _IDLE_EXIT]
+        command += ["--simulate", simulate] if simulate else []
+        code, said = _run_quietly(command)
+        if code != 0:
+            last = (said.splitlines() or [f"the broker ended with exit code {code}"])[-1]
+            raise CommandError(last.removeprefix("jupyter gpu broker: ").removeprefix("jupyter gpu: "))
+        return BrokerClient(self.socket)
+
+    def close(self) -> None:
+        """End the kernels that are left, and the broker if one serves. Raises CommandError if a process does not end."""
+        with BrokerClient(self.socket) as client:
+            try:
+                broker = client.ping().pid
+                kernels = [lease.pid for lease in client.status().leases if lease.pid is not None]
+            except BrokerUnavailableError:
+                broker, kernels = None, []
+        for pid in kernels:
+            _end(pid, signal.SIGKILL)
+        if broker is not None:
+            _end(broker, signal.SIGTERM)
+        with suppress(SimulatedHostError):  # there is none: the broker has removed it
+            destroy(simulated_folder(self.socket))
+
+
+def _run_quietly(command: list[str]) -> tuple[int, str]:
+    """Run a command to its end and return its exit code and what it said. Raises CommandError if it takes too long.
+
+    An interrupt is raised only when the command has ended: a broker that is half started could not be found and stopped.
+    """
+    with tempfile.TemporaryFile() as said:  # not a pipe: what the command starts may keep its end open
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,  # Ctrl-C is for us: the kernels go first, then the broker
+        )
+        try:
+            code = process.wait(_START_S)
+        except subprocess.TimeoutExpired:
+            raise CommandError(
+                f"the broker did not start within {_START_S:g} s; run `jupyter gpu broker` to see why"
+            ) from None
+        except KeyboardInterrupt:
+            process.wait(_START_S)
+            raise
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        said.seek(0)
+        return code, said.read().decode(errors="replace").strip()
+
+
+def _end(pid: int, number: signal.Signals) -> None:
+    """Signal a process and return when it has ended. Raises CommandError if it does not."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        with suppress(ProcessLookupError):  # it ended by itself just now
+            signal.pidfd_send_signal(descriptor, number)
+        watched = select.poll()
+        watched.register(descriptor, select.POLLIN)
+        if not watched.poll(_STOP_S * 1000):
+            raise CommandError(f"process {pid} of the demonstration does not end; see `ps {pid}`")
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
+    """Make the folder, and the environment of this process the sandbox's, until the block ends; then tidy up.
+
+    `keep`: leave the folder where it is. Raises CommandError where the temporary folder's path is too long.
+    """
+    root = Path(tempfile.mkdtemp(prefix="jupyter-gpu-demo-"))
+    with ExitStack() as stack:
+        if not keep:
+            stack.callback(shutil.rmtree, root)
+        sandbox = Sandbox(root)
+        if len(os.fsencode(sandbox.socket)) > _LONGEST_SOCKET:
+            raise CommandError(
+                f"the temporary folder {root.parent} has too long a path for a socket; set TMPDIR to a shorter one"
+            )
+        stack.enter_context(_environment(sandbox_environment(root, os.environ)))
+        for name in ("data", "runtime", "config", "ipython"):
+            (root / name).mkdir(mode=0o700)
+        sandbox.copy_notebooks()
+        stack.callback(sandbox.close)
+        yield sandbox
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Replace this process's environment for a while: the libraries that start kernels read it there."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def ending_as_interrupt() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP like Ctrl-C for a while, so that being asked to end tidies up as well."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

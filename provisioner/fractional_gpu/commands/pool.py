@@ -1,0 +1,78 @@
+"""`jupyter gpu pool`: what a pool's keys are, and changing them while the broker runs."""
+
+import argparse
+import json
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any
+
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.commands.terminal.completers import POOLS, completed
+from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
+from fractional_gpu.commands.terminal.failure import UsageError
+from fractional_gpu.protocol.seats import PoolKeys
+
+__all__ = ["configure", "run"]
+
+NO_POOLS = f"and only a running one tells its pools or changes them; {RUN_ONE}. What it starts with is set in jupyter_gpu_config.py"
+
+EPILOG = """\
+examples:
+  jupyter gpu pool                                     every pool and its keys
+  jupyter gpu pool default idle_after=2m               suspend idle kernels after two minutes, from now on
+  jupyter gpu pool default 'user_limits={"leases": 2}' 'hours=Mon-Fri 08:00-18:00'
+  jupyter gpu pool default price=null                  a value in JSON; anything else is text
+
+A change holds at once, for kernels that run too, and until the broker is started again: what is to stay belongs into its
+configuration (`jupyter gpu broker --generate-config` explains every key). What exists keeps its size. For administrators.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show the keys of pools, or change them while the broker runs."
+    parser.epilog = EPILOG
+    pool = parser.add_argument("pool", nargs="?", metavar="POOL", help="a pool's name; all of them without it")
+    completed(pool, POOLS)
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="a key and its new value")
+    parser.add_argument("--json", action="store_true", help="print the keys as JSON")
+    add_socket_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show or change pools."""
+    keys = dict(_change(text) for text in options.changes)
+    running = running_broker(options.socket, without=NO_POOLS)
+    with running, closing(SeatClient(running.socket_path)) as client:
+        if keys:
+            pools = [client.change_pool(options.pool, keys)]
+        else:
+            pools = [one for one in client.pools().pools if options.pool in {None, one.pool}]
+    if not pools:
+        raise UsageError(f"there is no pool {options.pool!r}; `jupyter gpu pool` lists them")
+    if options.json:
+        print(json.dumps({"pools": [asdict(one) for one in pools]}))
+    else:
+        print("\n\n".join(_said(one) for one in pools))
+    return 0
+
+
+def _change(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UsageError(f"{text!r} is not of the form KEY=VALUE, such as idle_after=2m")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _said(pool: PoolKeys) -> str:
+    width = max(len(key) for key in pool.keys)
+    lines = [f"pool {pool.pool}, {len(pool.devices)} device{'s' if len(pool.devices) != 1 else ''}"]
+    for key, value in pool.keys.items():
+        mark = "  (changed since the broker was started)" if key in pool.changed else ""
+        lines.append(f"  {key:<{width}}  {json.dumps(value, ensure_ascii=False)}{mark}")
+    if pool.note:
+        lines.append(f"  note: {pool.note}")
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""`jupyter gpu seats`: the seats of a hub's servers, and ending one that should be over."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
+from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.protocol.messages import SeatStatus
+
+__all__ = ["configure", "find_seat", "run"]
+
+_FEWEST = 4  # characters of a seat's id
+EPILOG = """\
+examples:
+  jupyter gpu seats                     every seat: whose it is, its share, and what its kernels use of it
+  jupyter gpu seats release ada         end the seat of ada's default server
+  jupyter gpu seats release ada/big     the same for her server `big`; a seat's id, or the beginning of it, does too
+
+Release a seat whose server does not run: a hub gives such seats back by itself, one that is no more cannot. Where the server runs, it
+gets no further kernels with a GPU until it is started again. Kernels that run are suspended and keep their variables. For administrators.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show the seats of hub servers, or end one."
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "action", nargs="?", choices=("list", "release"), default="list", help="what to do (default: list)"
+    )
+    parser.add_argument("seat", nargs="?", metavar="SEAT", help="with release: USER, USER/SERVER or a seat's id")
+    parser.add_argument("--json", action="store_true", help="print the seats, or the seat that was released, as JSON")
+    add_socket_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """List the seats or end one. Raises UsageError, CommandError, or ForbiddenError for who is no administrator."""
+    if (options.action == "release") is not (options.seat is not None):
+        raise UsageError(
+            "say which seat: `jupyter gpu seats release SEAT`, where SEAT is USER, USER/SERVER or a seat's id"
+        )
+    with running_broker(options.socket) as running, closing(SeatClient(running.socket_path)) as client:
+        listing = client.seats()
+        if options.seat is None:
+            print(json.dumps(asdict(listing)) if options.json else _listed(listing.seats, listing.waiting))
+            return 0
+        seat = find_seat(options.seat, listing.seats)
+        client.release_seat(seat.seat_id)
+    if options.json:
+        print(json.dumps({"released": asdict(seat)}))
+        return 0
+    kept = f"; its {_kernels(seat)} suspended, with all variables" if seat.kernels else ""
+    print(f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}")
+    return 0
+
+
+def find_seat(word: str, seats: Sequence[SeatStatus]) -> SeatStatus:
+    """Return the seat that is meant. Raises CommandError if that is none, or not clear."""
+    named = [seat for seat in seats if _name(seat) == word]
+    found = named or [seat for seat in seats if len(word) >= _FEWEST and seat.seat_id.startswith(word)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        there = ", ".join(_name(seat) for seat in seats) or "none"
+        raise CommandError(f"there is no seat {word!r}; seats: {there} (`jupyter gpu seats` lists them)")
+    ids = ", ".join(seat.seat_id for seat in found)
+    raise CommandError(f"{word!r} fits {len(found)} seats; name one by its id: {ids}")
+
+
+def _name(seat: SeatStatus) -> str:
+    return f"{seat.owner}/{seat.server}" if seat.server else seat.owner
+
+
+def _share(seat: SeatStatus) -> str:
+    return f"{format_fraction(seat.fraction_milli)} GPU, {format_memory(seat.memory_mib)}, of pool {seat.pool}"
+
+
+def _kernels(seat: SeatStatus) -> str:
+    return "kernel is" if seat.kernels == 1 else f"{seat.kernels} kernels are"
+
+
+def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int]) -> str:
+    lines = [
+        f"{seat.seat_id[:8]}  {_name(seat)}: {_share(seat)}; {seat.kernels} kernel{'s' * (seat.kernels != 1)} with "
+        f"{seat.used_milli / 1000:g} GPU; for {format_duration(seat.age_ms // 1000 * 1000)}"
+        + ("" if seat.confirmed else "; not confirmed by the hub yet")
+        for seat in seats
+    ]
+    lines += [
+        f"pool {pool}: {count} server{'s wait' if count > 1 else ' waits'} for a seat"
+        for pool, count in waiting.items()
+    ]
+    return "\n".join(lines or ["no server has a seat"])

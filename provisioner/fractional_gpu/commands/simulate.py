@@ -1,0 +1,344 @@
+"""`jupyter gpu simulate`: how many devices a group of notebook users needs, and how long they would wait, before anybody buys one."""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from fractional_gpu.commands.placement import configure_placement, run_placement
+from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.config import ConfigError, Settings, load
+from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
+from fractional_gpu.simulator.baselines import BASELINES, WAITING, run_baseline
+from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator.log import EventLog, replay
+from fractional_gpu.simulator.machine import Host, SwapSpeed
+from fractional_gpu.simulator.picture import picture
+from fractional_gpu.simulator.policies import POLICIES
+from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.search import fewest_devices
+from fractional_gpu.simulator.simulation import simulate
+from fractional_gpu.simulator.synthetic import synthetic_sessions
+from fractional_gpu.simulator.traces import Session, read_sessions, write_sessions
+
+__all__ = ["configure", "run"]
+
+_QUIET_S = 2.0
+MOST_DEVICES = 8192
+_DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
+
+EPILOG = """\
+examples:
+  jupyter gpu simulate --users 50 --devices 8x80GiB
+  jupyter gpu simulate --users 50 --find-devices --p95-wait 3s --baseline reservation --picture run.html
+  jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
+  jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
+  jupyter gpu simulate --placement --nodes nodes.csv --pods pods.csv --policy fgd --seeds 42-51 --json
+
+The arbiter is the one that the broker runs; only time is virtual. What is assumed is in docs/simulator.md.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Run notebook sessions against the broker's arbiter in virtual time."
+    parser.epilog = EPILOG
+    who = parser.add_argument_group("sessions, from files or made up")
+    who.add_argument("--sessions", type=Path, metavar="FILE", help="CSV of sessions (with --cells)")
+    who.add_argument("--cells", type=Path, metavar="FILE", help="CSV of executed cells (with --sessions)")
+    who.add_argument("--users", type=_positive, metavar="N", help="so many synthetic build-phase users")
+    who.add_argument("--days", type=_positive, default=1, metavar="D", help="for so many days (default: 1)")
+    who.add_argument("--seed", type=int, default=1, metavar="S", help="which of the synthetic traces (default: 1)")
+    who.add_argument(
+        "--urgent-users", type=_percent, default=0, metavar="PERCENT", help="of the synthetic users, with priority 1"
+    )
+    who.add_argument("--one-gpu-only", action="store_true", help="leave sessions out that use several GPUs at once")
+    who.add_argument(
+        "--write-trace", type=Path, nargs=2, metavar=("SESSIONS", "CELLS"), help="write the sessions there"
+    )
+    host = parser.add_argument_group("the machine")
+    host.add_argument("--devices", default="8x80GiB", metavar="NxSIZE", help="the GPUs (default: 8x80GiB)")
+    host.add_argument("--host-memory", metavar="SIZE", help="for suspended state (default: the policy's size, or 1TiB)")
+    host.add_argument("--swap-fixed", default="300ms", metavar="TIME", help="of every swap (default: 300ms)")
+    host.add_argument("--save-speed", default="1800MiB", metavar="SIZE", help="saved a second (default: 1800MiB)")
+    host.add_argument("--restore-speed", default="4000MiB", metavar="SIZE", help="restored a second (default: 4000MiB)")
+    host.add_argument("--parallel-swaps", type=_positive, default=1, metavar="N", help="swaps at a time (default: 1)")
+    host.add_argument("--no-slowdown", action="store_true", help="busy cells on one device do not slow each other down")
+    host.add_argument("--every-cell-asks", action="store_true", help="cells that touch no GPU wait for it, too")
+    host.add_argument(
+        "--request",
+        type=_percent,
+        default=100,
+        metavar="PERCENT",
+        help="of its cap that a session is guaranteed, where the policy reserves by use (default: 100)",
+    )
+    host.add_argument(
+        "--growth-patience",
+        default="1m",
+        metavar="TIME",
+        help="a cell whose reservation does not grow for so long is out of memory; 0: at once (default: 1m)",
+    )
+    host.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="a broker's configuration file (default: suspend only when somebody needs the room, resume on any device); "
+        "with --placement the name of a placement policy",
+    )
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument("--find-devices", action="store_true", help="find the fewest devices with short enough waits")
+    asked.add_argument(
+        "--p95-wait", default="3s", metavar="TIME", help="short enough for 95 %% of GPU cells (default: 3s)"
+    )
+    asked.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
+    asked.add_argument("--record", type=Path, metavar="FILE", help="write every event and what followed from it")
+    asked.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
+    asked.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
+    asked.add_argument("--json", action="store_true", help="print JSON; baselines come under `baselines`")
+    configure_placement(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate, replay or place, and print what came of it."""
+    try:
+        if options.placement:
+            return run_placement(options)
+        if options.replay is not None:
+            events, effects = replay(options.replay)
+            print(f"{events} events gave the same {effects} effects as when they were recorded")
+            return 0
+        return _run(options)
+    except (SimulationError, ConfigError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _run(options: argparse.Namespace) -> int:
+    sizes = _devices(options.devices)
+    trace = _trace(options)
+    if options.write_trace:
+        _writing(options.write_trace[0], lambda: write_sessions(trace, *options.write_trace))
+    if options.find_devices:
+        wanted_ms = _parsed("--p95-wait", parse_duration_ms, options.p95_wait)
+        if options.record is not None:
+            raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
+        result = fewest_devices(
+            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None), wanted_ms, _most(trace)
+        )
+        sizes = [sizes[0]] * result.devices
+    else:
+        result = _simulate(_host(options, sizes), trace, options.record)
+    baselines = [_baseline(name, trace, sizes, options) for name in dict.fromkeys(options.baseline)]
+    if options.picture is not None:
+        page = picture([result, *baselines])
+        _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
+    if options.json:
+        shown = result.as_json()
+        if baselines:
+            shown["baselines"] = {baseline.name: baseline.as_json() for baseline in baselines}
+        print(json.dumps(shown))
+    else:
+        sys.stdout.write(_table([result, *baselines]))
+    return 0
+
+
+def _baseline(name: str, trace: Sequence[Session], sizes: Sequence[int], options: argparse.Namespace) -> Result:
+    """Run a baseline; with `--find-devices` on its own fewest devices, if it makes anybody wait at all."""
+    began = time.perf_counter()
+
+    def on(devices: Sequence[int]) -> Result:
+        return run_baseline(name, trace, devices, slowdown=not options.no_slowdown)
+
+    if options.find_devices and name in WAITING:
+        wanted_ms = _parsed("--p95-wait", parse_duration_ms, options.p95_wait)
+        least = max(session.gpus for session in trace)
+        result = fewest_devices(lambda count: on([sizes[0]] * count), wanted_ms, _most(trace), least=max(1, least))
+    else:
+        result = on(sizes)
+    result.wall_s = time.perf_counter() - began
+    return result
+
+
+def _most(trace: Sequence[Session]) -> int:
+    """Return a number of devices past which more of them cannot help: everybody has their own."""
+    return min(MOST_DEVICES, max(1, sum(max(1, session.gpus) for session in trace)))
+
+
+def _simulate(host: Host, trace: Sequence[Session], record: Path | None) -> Result:
+    began = spoke = time.perf_counter()
+
+    def progress(ended: int, sessions: int) -> None:
+        nonlocal spoke
+        now = time.perf_counter()
+        if now - spoke >= _QUIET_S:
+            spoke = now
+            devices = len(host.devices)
+            print(f"{devices} devices: {ended} of {sessions} sessions after {now - began:.0f} s", file=sys.stderr)
+
+    with ExitStack() as stack:
+        log = stack.enter_context(EventLog(record, parallel_swaps=host.parallel_swaps)) if record is not None else None
+        result = simulate(host, trace, watch=log.watch if log is not None else None, progress=progress)
+    result.wall_s = time.perf_counter() - began
+    return result
+
+
+# -- reading the options ----------------------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 1 to 1000000 is")
+    return int(text)
+
+
+def _percent(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 0 to 100 is")
+    return int(text)
+
+
+def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _devices(text: str) -> list[int]:
+    """Return the MiB of each device from `8x80GiB` or `6x80GiB,2x40GiB`."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        match = _DEVICES.fullmatch(part.strip())
+        count = int(match[1]) if match else 0
+        if match is None or not 0 < count <= MOST_DEVICES - len(sizes):
+            raise UsageError(
+                f"--devices {text[:60]!r} is not allowed; COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB is, at most "
+                f"{MOST_DEVICES} in all"
+            )
+        sizes += [_parsed("--devices", parse_memory_mib, match[2])] * count
+    return sizes
+
+
+def _trace(options: argparse.Namespace) -> list[Session]:
+    if (options.sessions is None) != (options.cells is None):
+        raise UsageError(
+            "--sessions and --cells belong together: one file says when sessions were open, one what ran in them"
+        )
+    if (options.users is None) == (options.sessions is None):
+        raise UsageError("say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE")
+    if options.users is not None:
+        return synthetic_sessions(options.users, options.days, options.seed, urgent_percent=options.urgent_users)
+    trace = read_sessions(options.sessions, options.cells)
+    if not options.one_gpu_only:
+        return trace
+    kept = [session for session in trace if session.most_gpus <= 1]
+    if len(kept) < len(trace):
+        print(f"{len(trace) - len(kept)} sessions that use several GPUs at once are left out", file=sys.stderr)
+    if not kept:
+        raise CommandError(
+            f"every session of {options.sessions} uses several GPUs at once; nothing is left to simulate"
+        )
+    return kept
+
+
+def _policy(path: str) -> Settings:
+    """Read the broker's configuration file. Raises UsageError for the name of a placement policy, ConfigError."""
+    if path in POLICIES and not Path(path).exists():
+        raise UsageError(
+            f"--policy {path} is a placement policy, for --placement with --nodes and --pods; for sessions, name a broker's configuration "
+            "file (`jupyter gpu broker --generate-config` prints one)"
+        )
+    try:
+        return load(path)
+    except ConfigError as error:
+        raise ConfigError(f"--policy: {error}") from error
+
+
+def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
+    settings = _policy(options.policy) if options.policy is not None else None
+    devices = tuple(
+        DeviceSpec(
+            device_id=f"simulated-{number}",
+            name=f"simulated-{mib}",
+            memory_mib=mib,
+            overhead_mib=settings.overhead_mib(mib, simulated=True) if settings is not None else 0,
+        )
+        for number, mib in enumerate(sizes)
+    )
+    names = tuple(device.device_id for device in devices)
+    pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=names, idle_after_ms=None, may_move=True),)
+    budget_mib = 1 << 20
+    if settings is not None:
+        first = settings.default_pool
+        pools = tuple(sorted(settings.pool_specs(devices), key=lambda pool: pool.name != first))
+        budget_mib = settings.host_memory_mib if settings.host_memory_mib is not None else budget_mib
+    if options.host_memory is not None:
+        budget_mib = _parsed("--host-memory", parse_memory_mib, options.host_memory)
+    return Host(
+        devices=devices,
+        pools=pools,
+        host_memory_mib=budget_mib,
+        swap=SwapSpeed(
+            fixed_ms=_parsed("--swap-fixed", parse_duration_ms, options.swap_fixed),
+            save_mib_per_s=_parsed("--save-speed", parse_memory_mib, options.save_speed),
+            restore_mib_per_s=_parsed("--restore-speed", parse_memory_mib, options.restore_speed),
+        ),
+        parallel_swaps=options.parallel_swaps,
+        slowdown=not options.no_slowdown,
+        every_cell_asks=options.every_cell_asks,
+        request_percent=options.request,
+        patience_ms=_parsed("--growth-patience", parse_duration_ms, options.growth_patience),
+    )
+
+
+def _writing(path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise CommandError(f"{error.filename or path} cannot be written: {error.strerror}") from error
+
+
+# -- printing ---------------------------------------------------------------------------------------------------------
+
+
+def _table(results: Sequence[Result]) -> str:
+    """Return the figures side by side, a run a column."""
+    rows: list[list[str]] = [["", *(result.name for result in results)]]
+    for key, value in results[0].as_json().items():
+        if key == "forecast_error":
+            rows += _errors(results)
+        elif isinstance(value, dict):
+            rows.extend([f"{key} {part}", *(_shown(_part(one, key, part)) for one in results)] for part in value)
+        else:
+            rows.append([key, *(_shown(one.as_json()[key]) for one in results)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        + "\n"
+        for row in rows
+    )
+
+
+def _errors(results: Sequence[Result]) -> list[list[str]]:
+    """Return the rows about forecasts; baselines make none."""
+    rows = []
+    for what in results[0].forecast_error:
+        for figure, words in (("median_relative", "forecast off by"), ("within_bounds", "forecasts within bounds")):
+            errors = [result.forecast_error.get(what) for result in results]
+            shown = [f"{100 * error[figure]:.0f} %" if error and error["count"] else "-" for error in errors]
+            rows.append([f"{what} {words}", *shown])
+    return rows
+
+
+def _part(result: Result, key: str, part: str) -> object:
+    value = result.as_json()[key]
+    return value[part] if isinstance(value, dict) else value
+
+
+def _shown(value: object) -> str:
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"

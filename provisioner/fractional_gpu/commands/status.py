@@ -1,0 +1,100 @@
+"""`jupyter gpu status`: a look at the broker. Never starts one: looking must not change what is seen."""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Never, TextIO
+
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
+from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.protocol.messages import HostStatus
+
+__all__ = ["configure", "run", "show"]
+
+INTERVAL_S = 2.0
+_CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
+
+EPILOG = """\
+examples:
+  jupyter gpu status
+  jupyter gpu status --watch            a new picture every 2 seconds
+  jupyter gpu status --json             one object; {"running": false} where no broker runs
+  jupyter gpu status --watch --json     one such object a line, every 2 seconds
+
+You see your own kernels and your server's seat, administrators all of them and who waits for a seat; the sums of a device count
+everybody's.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show the GPUs, and who holds what or waits for it. Does not start a broker."
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON; the fields are those of GET /v1/status, and `running`"
+    )
+    parser.add_argument("--watch", action="store_true", help="go on until Ctrl-C, with a new picture every 2 seconds")
+    add_socket_argument(parser)
+
+
+def show(status: HostStatus | None, *, as_json: bool, socket: str, width: int | None = None) -> str:
+    """Return the status as text (of that `width`, in characters) or as one line of JSON, ending in a newline.
+
+    None: no broker runs on the socket.
+    """
+    if as_json:
+        return json.dumps({"running": False} if status is None else {"running": True, **asdict(status)}) + "\n"
+    if status is None:
+        return f"No broker is running on {socket}; it starts with the first kernel that wants a GPU.\n"
+    return render_status(status, width)
+
+
+def terminal_width(out: TextIO) -> int | None:
+    """Return the width of the terminal that is written to, in characters; None where the text goes elsewhere, such as to `grep`."""
+    return shutil.get_terminal_size().columns if out.isatty() else None
+
+
+def watch(
+    look: Callable[[], HostStatus | None],
+    out: TextIO,
+    *,
+    as_json: bool,
+    socket: str,
+    pause: Callable[[float], None] = time.sleep,
+) -> Never:
+    """Show the status again and again; ends only with an exception of `look`, `out` or `pause`."""
+    redraw = out.isatty() and not as_json
+    separator = "" if as_json else "\n"
+    while True:
+        text = show(look(), as_json=as_json, socket=socket, width=terminal_width(out))
+        out.write(_CLEAR + text + "\nCtrl-C ends this.\n" if redraw else text + separator)
+        out.flush()
+        pause(INTERVAL_S)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the status once or until Ctrl-C."""
+    as_json: bool = options.json
+    socket: str = options.socket or socket_path()
+
+    def look() -> HostStatus | None:
+        client = broker_if_running(socket)
+        if client is None:
+            return None
+        try:
+            return client.status(fresh=True)
+        finally:
+            client.close()
+
+    if not options.watch:
+        sys.stdout.write(show(look(), as_json=as_json, socket=socket, width=terminal_width(sys.stdout)))
+        return 0
+    try:
+        watch(look, sys.stdout, as_json=as_json, socket=socket)
+    except KeyboardInterrupt:
+        return 0  # the ordinary way to end it

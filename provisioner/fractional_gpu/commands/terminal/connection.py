@@ -1,0 +1,64 @@
+"""How commands reach the broker: the one that runs, or the one that crashed and whose kernels need it again. None starts a first one."""
+
+import argparse
+import os
+
+from fractional_gpu.client.broker_process import ANSWER_S, claim_holder
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import ensure_broker, has_restart_file, socket_path
+from fractional_gpu.client.seat import own_seat
+from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+
+__all__ = ["NO_KERNELS", "RUN_ONE", "add_socket_argument", "broker_if_running", "kernels_of", "running_broker"]
+
+NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"
+RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --socket"
+
+
+def add_socket_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--socket` to a command that talks to a broker."""
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        help="the broker's socket (default: $JUPYTER_GPU_SOCKET, else the machine's broker, else your own)",
+    )
+
+
+def broker_if_running(socket: str | None = None) -> BrokerClient | None:
+    """Return a client of the broker that runs, or None; one that ended without being told to is started again.
+
+    Raises BrokerUnavailableError if there may be one that cannot be reached or does not answer within 5 s, or if it cannot be started
+    again.
+    """
+    path = socket or socket_path()
+    seat = own_seat()
+    client = BrokerClient(path, token=seat.token if seat is not None else None)
+    try:
+        client.ping(ANSWER_S)
+    except BrokerUnavailableError as error:
+        if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
+            raise
+        # A broker that ends with no lease left takes this file with it; kernels that live on need one, whatever was removed.
+        needed = has_restart_file(path) or claim_holder(path) is not None or kernels_of(path)
+        return ensure_broker(path, token=client.token) if needed else None
+    return client
+
+
+def kernels_of(socket: str) -> list[int]:
+    """Return the processes of kernels that were started with a lease of the broker on this socket: this user's, or for root all."""
+    from fractional_gpu.broker.recovery.lost_processes import carriers, command_of  # noqa: PLC0415 - heavy, and needed where no broker answers
+
+    try:
+        found = carriers(None if os.getuid() == 0 else os.getuid(), socket)
+        return [one.identity.pid for one in found if command_of(one).is_kernel]
+    except OSError:
+        return []
+
+
+def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> BrokerClient:
+    """Return a client of the broker that runs. Raises CommandError if there is none: `without` says what follows, and what to do."""
+    client = broker_if_running(socket)
+    if client is None:
+        raise CommandError(f"no broker is running on {socket or socket_path()}, {without}")
+    return client

@@ -1,0 +1,218 @@
+"""The settings of a broker as plain, checked integers: what the traits say, translated.
+
+Everything that can be checked without devices is checked at loading; the rest when `pool_specs` meets the devices.
+"""
+
+import grp
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from fractional_gpu.config import pools, values
+from fractional_gpu.config.errors import ConfigError, refuse
+from fractional_gpu.config.pools import PoolSettings
+from fractional_gpu.config.traits import GPUBroker
+from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.core.units import format_fraction, restore_margin_mib
+
+__all__ = ["DRIVER_MIB", "Settings", "translate"]
+
+DRIVER_MIB = 300  # on each real device
+_USUAL_FRACTION_MILLI = 250
+# Part of a kernelspec's name, which Jupyter reads in lower case.
+_POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A broker's settings. Memory in MiB, durations in milliseconds, fractions in milli-GPU."""
+
+    files: tuple[Path, ...]  # that were read, the last one wins
+    state_dir: Path | None  # None: the folder that fractional_gpu.client.state_folder chooses
+    idle_exit_ms: int | None  # None: never
+    hang_limit_ms: int | None  # None: never
+    host_memory_mib: int | None  # either this
+    host_memory_milli: int | None  # or this: thousandths of the machine's memory
+    device_overhead_mib: int | None  # None: by the kind of device, see `overhead_mib`
+    lock_timeout_ms: int
+    gate_timeout_ms: int
+    checkpoint_deadline_ms: int
+    default_pool: str
+    default_fraction_milli: int
+    log_level: str
+    devices: tuple[str, ...] | None  # references; None: all
+    devices_where: str  # the key of `devices`, for errors that only the devices can show
+    pools: tuple[PoolSettings, ...]
+    seats_required: bool = False
+    admin_group: str = ""
+    admin_group_where: str = ""  # its key, for the error that only the host can show
+    audit_file: Path | None = None  # None: where the ledger is
+    audit_max_mib: int = 10  # of one file
+    audit_files: int = 20  # finished ones that are kept
+    audit_keep_ms: int | None = None  # None: for ever
+    audit_required: bool = True
+    metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
+    metrics_public: bool = False
+
+    def admin_gid(self) -> int | None:
+        """Return the id of the administrators' group; None if there is none. Raises ConfigError if the host does not know it."""
+        if not self.admin_group:
+            return None
+        try:
+            return grp.getgrnam(self.admin_group).gr_gid
+        except KeyError:
+            raise refuse(
+                self.admin_group_where, self.admin_group, "this host has no such group; create it, or leave it empty"
+            ) from None
+
+    def host_budget_mib(self, total_mib: int) -> int:
+        """Return the host memory that suspended state may take on a machine with `total_mib`, never more than all of it."""
+        if self.host_memory_mib is not None:
+            return min(self.host_memory_mib, total_mib)
+        return total_mib * (self.host_memory_milli or 0) // 1000
+
+    def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
+        """Return what no lease may have of a device with so much memory.
+
+        On a real one: what the driver takes, and the margin that the largest restore leaves free.
+        """
+        if self.device_overhead_mib is not None:
+            return self.device_overhead_mib
+        return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
+
+    def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
+        """Return those of the host's devices (all of them, in the order of their numbers) that this broker manages.
+
+        Raises ConfigError for one that is configured but not there.
+        """
+        if self.devices is None:
+            return tuple(devices)
+        found = [pools.find_devices(self.devices_where, one, devices) for one in self.devices]
+        chosen = {device.device_id for some in found for device in some}
+        return tuple(device for device in devices if device.device_id in chosen)
+
+    def pool_specs(self, devices: Sequence[DeviceSpec]) -> tuple[PoolSpec, ...]:
+        """Return the pools with their devices. `devices` are all of the host's, in the order of their numbers.
+
+        Raises ConfigError for a device that is unknown or in two pools, and for a pool without devices (on a host without
+        any, the pool of the rest is empty).
+        """
+        return pools.assign(self.pools, devices, self.managed(devices))
+
+
+_PARSERS: Mapping[str, Callable[[object], Any]] = {
+    "state_dir": values.state_dir,
+    "idle_exit": values.duration(least_ms=1000, word="never"),
+    "hang_limit": values.duration(least_ms=1000, word="never"),
+    "host_memory": values.host_memory,
+    "lock_timeout": values.duration(least_ms=10),
+    "gate_timeout": values.duration(least_ms=10),
+    "checkpoint_deadline": values.duration(least_ms=1000),
+    "log_level": values.log_level,
+    "devices": values.device_references,
+    "audit_file": values.audit_file,
+    "audit_max_size": values.audit_size,
+    "audit_files": values.whole_number(1, 10_000),
+    "audit_keep": values.duration(least_ms=3_600_000, word="forever"),
+    "metrics_address": values.metrics_address,
+}
+
+
+def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path, ...] = ()) -> Settings:
+    """Return the settings; `where` names a trait, with the place that set it. Raises ConfigError."""
+
+    def parsed(name: str, parse: Callable[[object], Any]) -> Any:  # noqa: ANN401 -- whatever the parser returns
+        value = getattr(traits, name)
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise refuse(where(name), value, str(error)) from None
+
+    plain = {name: parsed(name, parse) for name, parse in _PARSERS.items()}
+    host, is_share = plain["host_memory"]
+    configured = _pools(traits, where("pools"))
+    default_pool = _default_pool(traits.default_pool, configured, where)
+    fraction = parsed("default_fraction", values.fraction) if traits.default_fraction is not None else None
+    return Settings(
+        files=files,
+        state_dir=plain["state_dir"],
+        idle_exit_ms=plain["idle_exit"],
+        hang_limit_ms=plain["hang_limit"],
+        host_memory_mib=None if is_share else host,
+        host_memory_milli=host if is_share else None,
+        device_overhead_mib=parsed("device_overhead", values.memory) if traits.device_overhead is not None else None,
+        lock_timeout_ms=plain["lock_timeout"],
+        gate_timeout_ms=plain["gate_timeout"],
+        checkpoint_deadline_ms=plain["checkpoint_deadline"],
+        default_pool=default_pool.name,
+        default_fraction_milli=_default_fraction(fraction, default_pool, where("default_fraction")),
+        log_level=plain["log_level"],
+        devices=plain["devices"],
+        devices_where=where("devices"),
+        pools=configured,
+        seats_required=traits.seats_required,
+        admin_group=traits.admin_group,
+        admin_group_where=where("admin_group"),
+        audit_file=plain["audit_file"],
+        audit_max_mib=plain["audit_max_size"],
+        audit_files=plain["audit_files"],
+        audit_keep_ms=plain["audit_keep"],
+        audit_required=traits.audit_required,
+        metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
+        metrics_public=traits.metrics_public,
+    )
+
+
+def _metrics_address(traits: GPUBroker, address: tuple[str, int] | None, where: str) -> tuple[str, int] | None:
+    if address is not None and not traits.metrics_public and not ip_address(address[0]).is_loopback:
+        raise refuse(
+            where,
+            traits.metrics_address,
+            "other machines reach this address; use a loopback one such as '127.0.0.1:9464', or set "
+            "c.GPUBroker.metrics_public = True to let whoever reaches it read the totals",
+        )
+    return address
+
+
+def _pools(traits: GPUBroker, where: str) -> tuple[PoolSettings, ...]:
+    if not traits.pools:
+        raise refuse(where, traits.pools, "there must be a pool, such as {'default': {}}")
+    for name in traits.pools:
+        if not _POOL_NAME.fullmatch(name):
+            raise refuse(
+                f"{where}[{name!r}]",
+                traits.pools[name],
+                "a pool's name has 1 to 63 small letters, digits, '-', '_' and '.', with a letter or digit at either end",
+            )
+    configured = tuple(pools.parse_pool(where, name, raw) for name, raw in traits.pools.items())
+    if len(greedy := [pool.name for pool in configured if pool.devices is None]) > 1:
+        raise refuse(
+            f"{where}[{greedy[1]!r}]['devices']",
+            "all",
+            f"pool {greedy[0]!r} has 'all' already (it is the default); list the devices of all pools but one",
+        )
+    return configured
+
+
+def _default_pool(name: str, configured: Sequence[PoolSettings], where: Callable[[str], str]) -> PoolSettings:
+    by_name = {pool.name: pool for pool in configured}
+    if name and name not in by_name:
+        raise refuse(where("default_pool"), name, f"there is no such pool; allowed: {', '.join(by_name)}")
+    if not name and "default" not in by_name and len(by_name) > 1:
+        raise ConfigError(
+            f"{where('pools')}: no pool is called 'default'; set c.GPUBroker.default_pool to one of {', '.join(by_name)}"
+        )
+    return by_name.get(name or "default", configured[0])
+
+
+def _default_fraction(milli: int | None, pool: PoolSettings, where: str) -> int:
+    offered = pool.fractions_milli
+    if milli is None:
+        return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
+    if offered and milli not in offered:
+        listed = ", ".join(format_fraction(one) for one in offered)
+        raise refuse(where, format_fraction(milli), f"pool {pool.name!r} does not offer it; it offers: {listed}")
+    return milli

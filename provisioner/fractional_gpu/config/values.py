@@ -1,0 +1,303 @@
+"""From what people write to integers.
+
+Each function takes a raw value and returns the plain one, or raises ValueError (never TypeError) with what is allowed.
+Memory in MiB, durations in milliseconds, shares in thousandths.
+"""
+
+# ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
+
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from ipaddress import ip_address
+from pathlib import Path
+
+from fractional_gpu.core.model import Limits, ReserveBy
+from fractional_gpu.core.units import (
+    format_duration,
+    parse_duration_ms,
+    parse_fraction_milli,
+    parse_memory_mib,
+)
+
+__all__ = [
+    "audit_file",
+    "audit_size",
+    "boolean",
+    "device_references",
+    "duration",
+    "fraction",
+    "fractions",
+    "group_limits",
+    "host_memory",
+    "limits",
+    "log_level",
+    "memory",
+    "metrics_address",
+    "oversubscription",
+    "preempt",
+    "reserve_by",
+    "state_dir",
+    "times",
+    "whole_number",
+]
+
+_LONGEST_MS = 366 * 86_400_000
+_LONGEST_TEXT = 64
+_ZERO = re.compile(r"\s*0+(\.0*)?\s*([KMGT]i?B?)?\s*", re.IGNORECASE)
+_PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", re.ASCII)
+_SHARE = re.compile(r"(\d{1,3}(?:\.\d)?)\s*%", re.ASCII)
+_NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
+_PORT = re.compile(r"\d{1,5}", re.ASCII)
+_MOST_AUDIT_MIB = 1 << 20
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_MOST_DEVICES = 1024
+_MOST_GROUPS = 1000
+_MOST_LEASES = 1_000_000
+_LONGEST_GROUP = 200
+_LIMITS = {"leases": "leases", "fraction": "milli", "resident": "resident_milli"}  # as written, and in core
+_PREEMPT = {"never": (False, False), "priorities": (False, True), "fair": (True, True)}  # equals, priorities
+
+
+def duration(*, least_ms: int = 0, word: str | None = None) -> Callable[[object], int | None]:
+    """Return a parser of durations in milliseconds; `word`, if there is one, stands for None."""
+    or_word = f" or {word!r}" if word else ""
+
+    def parse(value: object) -> int | None:
+        if word is not None and value == word:
+            return None
+        if not isinstance(value, (str, int)):
+            raise ValueError(f"expected a duration such as '30s', '5m' or '2h'{or_word}")
+        try:
+            ms = parse_duration_ms(value)
+        except ValueError as error:
+            raise ValueError(f"{error}{or_word}") from None
+        if not least_ms <= ms <= _LONGEST_MS:
+            raise ValueError(f"allowed: from {format_duration(least_ms)} to 366 days{or_word}")
+        return ms
+
+    return parse
+
+
+def memory(value: object) -> int:
+    """Return MiB; zero is allowed."""
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise ValueError("expected a size such as '300MiB', '20GiB' or 0")
+    if _ZERO.fullmatch(str(value)[:_LONGEST_TEXT]):
+        return 0
+    return parse_memory_mib(value)
+
+
+def host_memory(value: object) -> tuple[int, bool]:
+    """Return (thousandths of the host's memory, True) from a percentage, or (MiB, False) from a size."""
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        try:
+            return memory(value), False
+        except ValueError:
+            raise ValueError("expected a percentage such as '50%' or a size such as '64GiB'") from None
+    milli = Fraction(match[1]) * 10
+    if milli > 1000:
+        raise ValueError("allowed: at most 100%")
+    return int(milli), True
+
+
+def fraction(value: object) -> int:
+    """Return milli-GPU."""
+    if not isinstance(value, (str, int, float)):
+        raise ValueError("expected a fraction such as '1/4', 0.25 or '250m'")
+    return parse_fraction_milli(value)
+
+
+def fractions(value: object) -> tuple[int, ...]:
+    """Return the fractions on offer, smallest first; empty for 'any'."""
+    if value == "any":
+        return ()
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError("expected a list such as ['1/4', '1/2', '1'], or 'any'")
+    return tuple(sorted({fraction(one) for one in value}))
+
+
+def oversubscription(value: object) -> int | None:
+    """Return thousandths; None for 'unlimited'."""
+    if value == "unlimited":
+        return None
+    allowed = "allowed: a number from 1 (no oversubscription) to 1000, or 'unlimited'"
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not _NUMBER.fullmatch(str(value)):
+        raise ValueError(allowed)
+    milli = Fraction(str(value)) * 1000
+    if not 1000 <= milli <= 1_000_000:
+        raise ValueError(allowed)
+    return int(milli)
+
+
+def share(value: object) -> int:
+    """Return a percentage in thousandths."""
+    match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    milli = int(Fraction(match[1]) * 10) if match is not None else 0
+    if not 1 <= milli <= 1000:
+        raise ValueError("allowed: a share from '0.1%' to '100%'")
+    return milli
+
+
+def times(most: int) -> Callable[[object], int]:
+    """Return a parser of factors from 0 to `most`, in thousandths."""
+
+    def parse(value: object) -> int:
+        milli = _thousandths(value)
+        if milli is None or milli > most * 1000:
+            raise ValueError(f"allowed: a number from 0 to {most}")
+        return milli
+
+    return parse
+
+
+def _thousandths(value: object) -> int | None:
+    """Return a plain number that is not negative in thousandths, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not _NUMBER.fullmatch(str(value)):
+        return None
+    return int(Fraction(str(value)) * 1000)
+
+
+def reserve_by(value: object) -> ReserveBy:
+    """Return what a reservation is made of."""
+    if not isinstance(value, str) or value not in set(ReserveBy):
+        raise ValueError("allowed: 'cap' or 'use'")
+    return ReserveBy(value)
+
+
+def preempt(value: object) -> tuple[bool, bool]:
+    """Return whether equals, and whether lower priorities, may be preempted."""
+    found = _PREEMPT.get(value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError("allowed: 'never', 'priorities' or 'fair'")
+    return found
+
+
+def limits(value: object) -> Limits:
+    """Return a user's or a group's limits."""
+    allowed = "allowed: a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with some of these or none"
+    if not isinstance(value, Mapping):
+        raise ValueError(allowed)
+    for name in value:
+        if name not in _LIMITS:
+            raise ValueError(f"there is no limit {str(name)[:_LONGEST_TEXT]!r}; {allowed}")
+    return Limits(**{_LIMITS[name]: _limit(name, raw) for name, raw in value.items()})
+
+
+def _limit(name: str, raw: object) -> int:
+    if name == "leases":
+        if isinstance(raw, bool) or not isinstance(raw, int) or not 0 <= raw <= _MOST_LEASES:
+            raise ValueError(
+                f"{name!r} is {str(raw)[:_LONGEST_TEXT]}; allowed: a whole number from 0 to {_MOST_LEASES}"
+            )
+        return raw
+    milli = _thousandths(raw)
+    if milli is None and isinstance(raw, str):
+        milli = fraction(raw)
+    if milli is None:
+        raise ValueError(f"{name!r} is {str(raw)[:_LONGEST_TEXT]}; allowed: a number of GPUs such as 2, 1.5 or '1/2'")
+    return milli
+
+
+def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
+    """Return each group's limits, sorted by its name."""
+    allowed = "allowed: a dictionary such as {'students': {'leases': 60, 'resident': 2}}"
+    if not isinstance(value, Mapping) or len(value) > _MOST_GROUPS:
+        raise ValueError(f"{allowed}, of at most {_MOST_GROUPS} groups")
+    found: list[tuple[str, Limits]] = []
+    for group, raw in value.items():
+        if not isinstance(group, str) or not 0 < len(group) <= _LONGEST_GROUP:
+            raise ValueError(f"a group's name has 1 to {_LONGEST_GROUP} characters; {allowed}")
+        try:
+            found.append((group, limits(raw)))
+        except ValueError as error:
+            raise ValueError(f"group {group!r}: {error}") from None
+    return tuple(sorted(found, key=lambda one: one[0]))
+
+
+def boolean(value: object) -> bool:
+    """Return the value if it is True or False, and nothing that only looks like it."""
+    if not isinstance(value, bool):
+        raise ValueError("allowed: True or False")
+    return value
+
+
+def whole_number(least: int, most: int) -> Callable[[object], int]:
+    """Return a parser of whole numbers in that range."""
+
+    def parse(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"allowed: a whole number from {least} to {most}")
+        return value
+
+    return parse
+
+
+def device_references(value: object) -> tuple[str, ...] | None:
+    """Return what names devices (indices as text, UUIDs or beginnings of UUIDs); None for 'all'."""
+    if value == "all":
+        return None
+    allowed = "allowed: 'all', or a list of device numbers and UUIDs such as [0, 'GPU-8f6a1c55']"
+    if not isinstance(value, (list, tuple)) or not 0 < len(value) <= _MOST_DEVICES:
+        raise ValueError(allowed)
+    for one in value:
+        if isinstance(one, bool) or not isinstance(one, (str, int)) or str(one).startswith("-") or not str(one).strip():
+            raise ValueError(f"{one!r} is not a device; {allowed}")
+    return tuple(str(one).strip() for one in value)
+
+
+def log_level(value: object) -> str:
+    """Return the level in capitals."""
+    level = value.upper() if isinstance(value, str) else ""
+    if level not in _LOG_LEVELS:
+        raise ValueError(f"allowed: {', '.join(_LOG_LEVELS)}")
+    return level
+
+
+def state_dir(value: object) -> Path | None:
+    """Return an absolute path, `~` expanded; None for the broker's own choice."""
+    return _absolute(value, "'/var/lib/jupyter-gpu' or '~/.local/state/jupyter-gpu'")
+
+
+def audit_file(value: object) -> Path | None:
+    """Return an absolute path, `~` expanded; None for the broker's own choice."""
+    return _absolute(value, "'/var/log/jupyter-gpu/audit.jsonl'")
+
+
+def _absolute(value: object, examples: str) -> Path | None:
+    if value is None or value == "":
+        return None
+    allowed = f"allowed: an absolute path such as {examples}"
+    if not isinstance(value, (str, Path)) or "\0" in str(value):
+        raise ValueError(allowed)
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{error}; {allowed}") from None
+    if not path.is_absolute():
+        raise ValueError(allowed)
+    return path
+
+
+def audit_size(value: object) -> int:
+    """Return MiB, at least one."""
+    mib = memory(value)
+    if not 1 <= mib <= _MOST_AUDIT_MIB:
+        raise ValueError("allowed: from 1MiB to 1TiB")
+    return mib
+
+
+def metrics_address(value: object) -> tuple[str, int] | None:
+    """Return an IP address and a port; None for no listener. A name is not allowed: what it means may change."""
+    if value == "":
+        return None
+    allowed = "allowed: an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"
+    host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not _PORT.fullmatch(port) or not 0 < int(port) < 65_536 or (":" in bare) != (bare != host):
+        raise ValueError(allowed)
+    try:
+        return str(ip_address(bare)), int(port)
+    except ValueError:
+        raise ValueError(allowed) from None

@@ -1,0 +1,356 @@
+"""The arbiter decides who holds which GPU: events in, effects out, nothing else.
+
+`handle` is the one mutator. It updates the books by the event (`lifecycle`, `answers`), then serves whoever waits (`serving`). It has no
+clock (time arrives on the event), does no I/O, and counts in integers; the same events give the same effects, bit for bit. Operations
+(suspend, resume) take time: they are effects with an operation id and the lease's generation, and come back as events with the same
+two. An answer whose lease has moved on gives its swap channel back and is otherwise recorded and ignored; one that names no operation
+under way is only recorded.
+
+Events about leases that do not exist (any more) are ignored: the world is always a little behind. An event that cannot be true
+(a lease recovered in the middle of an operation) raises ValueError before anything changes.
+"""
+
+from fractional_gpu.core.books.books import Device, Lease
+from fractional_gpu.core.changes.changes import Changes
+from fractional_gpu.core.effects import Effect, WakeAt
+from fractional_gpu.core.events import (
+    Attached,
+    BusyChanged,
+    Checkpointable,
+    DeviceDrained,
+    DeviceLost,
+    DeviceSeen,
+    DeviceUndrained,
+    Event,
+    HostMemorySeen,
+    HostPressureSeen,
+    LeaseMeasured,
+    LeaseRecovered,
+    LeaseReleased,
+    LeaseRequested,
+    LeftBehind,
+    MoveRequested,
+    PinRequested,
+    PoolConfigured,
+    ProcessExited,
+    ResizeRequested,
+    ResumeFinished,
+    SeatEnded,
+    SeatRenewed,
+    Shrunk,
+    SuspendFinished,
+    SuspendRequested,
+    Tick,
+    TruthFound,
+    UnpinRequested,
+    Unwanted,
+    Wanted,
+)
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.handlers.lifecycle import Lifecycle
+from fractional_gpu.core.handlers.operation_results import Answers
+from fractional_gpu.core.invariants import check_devices, validate
+from fractional_gpu.core.model import (
+    DeviceView,
+    LeaseSpec,
+    LeaseState,
+    LeaseView,
+    PoolSpec,
+    Span,
+    TicketView,
+)
+from fractional_gpu.core.rules.admission import refusal
+from fractional_gpu.core.rules.suspendability import note_all
+from fractional_gpu.core.rules.wait_reasons import Moment
+from fractional_gpu.core.scheduler.scheduler import Serving
+from fractional_gpu.core.views import (
+    device_views,
+    lease_view,
+    ticket_view,
+    ticket_views,
+)
+
+__all__ = ["Arbiter"]
+
+_AboutALease = (
+    Attached
+    | ProcessExited
+    | LeaseReleased
+    | Wanted
+    | Unwanted
+    | BusyChanged
+    | Checkpointable
+    | HostPressureSeen
+    | LeaseMeasured
+    | LeftBehind
+    | MoveRequested
+    | PinRequested
+    | ResizeRequested
+    | SeatEnded
+    | SeatRenewed
+    | Shrunk
+    | UnpinRequested
+    | SuspendRequested
+    | TruthFound
+)
+
+
+class Arbiter:
+    """See the module. `parallel_swaps` operations run at a time; `check` asserts the devices every event touched.
+
+    `forecasts`: what an earlier arbiter learnt; it goes on learning.
+    """
+
+    def __init__(
+        self,
+        *,
+        first_operation_id: int = 1,
+        parallel_swaps: int = 1,
+        check: bool = True,
+        forecasts: Forecasts | None = None,
+    ) -> None:
+        self._changes = Changes(
+            first_operation_id=first_operation_id, parallel_swaps=parallel_swaps, forecasts=forecasts
+        )
+        self._books = self._changes.books
+        self._serving = Serving(self._changes)
+        self._lifecycle = Lifecycle(
+            self._changes, self._serving.caps, self._serving.pins, self._serving.resizing, self._serving.starting
+        )
+        self._answers = Answers(self._changes, self._lifecycle, self._serving.resizing)
+        self.moment: Moment | None = None  # says a time of day in a ticket's sentence; set by a driver that has a clock
+        self._wake_ms: int | None = None
+        self._check = check
+        self._reflected = True
+        self._events = 0  # so many were handled, and reflected on: what was seen before is out of date
+
+    # -- what others may read -----------------------------------------------------------------------------------------
+
+    def lease(self, lease_id: str) -> LeaseView | None:
+        """Return one lease, or None if there is none such (any more)."""
+        lease = self._books.leases.get(lease_id)
+        return None if lease is None else self._view(lease)
+
+    def leases(self) -> list[LeaseView]:
+        """Return every living lease, oldest first. Cheap while nothing happens."""
+        return [self._view(lease) for lease in self._books.leases.values()]
+
+    def _view(self, lease: Lease) -> LeaseView:
+        if lease.view is None or lease.view_of != self._events:
+            lease.view, lease.view_of = lease_view(lease, self._changes.foresight), self._events
+        return lease.view
+
+    def ticket(self, lease_id: str) -> TicketView | None:
+        """Return the lease's place in the queue, or None if it does not wait."""
+        lease = self._books.leases.get(lease_id)
+        return None if lease is None else ticket_view(self._books, lease, self._changes.foresight, self.moment)
+
+    def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
+        """Return a pool's queue in order, as of then; without `at_ms`, as of the last event."""
+        books, event_ms = self._books, self._books.now_ms
+        books.now_ms = event_ms if at_ms is None else max(event_ms, at_ms)
+        try:
+            return ticket_views(books, pool, self._changes.foresight, self.moment)
+        finally:
+            books.now_ms = event_ms
+
+    def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
+        """Return how long the lease's next cell still waits at its closed gate, as of then; None if it does not wait there."""
+        books, lease = self._books, self._books.leases.get(lease_id)
+        if lease is None:
+            return None
+        event_ms, books.now_ms = books.now_ms, max(books.now_ms, at_ms)
+        try:
+            return self._changes.foresight.waits.at_gate(lease)
+        finally:
+            books.now_ms = event_ms
+
+    def queue_lengths(self) -> dict[str, int]:
+        """Return how many wait in each pool's queue; a pool in which nobody does may be missing. A lease that is resumed waits no more."""
+        lengths = {pool: len(line) for pool, line in self._books.queue.lines.items()}
+        for lease in self._books.by_state[LeaseState.RESUMING].values():
+            if lease.ticket is not None:
+                lengths[lease.spec.pool] -= 1
+        return lengths
+
+    def devices(self) -> list[DeviceView]:
+        """Return every device."""
+        return device_views(self._books)
+
+    def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
+        """Return why a lease would be refused now (reason, sentence), or None. Changes nothing."""
+        wait = refusal(self._books, spec)
+        return None if wait is None else (wait.reason, wait.sentence)
+
+    @property
+    def forecasts(self) -> Forecasts:
+        """What was learnt, and how far off it was."""
+        return self._changes.foresight.forecasts
+
+    def pools(self) -> dict[str, PoolSpec]:
+        """Return the pools by name."""
+        return dict(self._books.pools)
+
+    @property
+    def host_budget_mib(self) -> int:
+        """Host memory that suspended state may take in all."""
+        return self._books.host_budget_mib
+
+    @property
+    def host_saved_mib(self) -> int:
+        """Host memory that suspended state takes."""
+        return self._books.host_saved_mib
+
+    @property
+    def host_reserved_mib(self) -> int:
+        """Host memory reserved for suspends under way."""
+        return self._books.host_reserved_mib
+
+    def validate(self) -> None:
+        """Check the whole state. Raises InvariantError that lists what is broken."""
+        validate(self._books, self._changes.operations)
+
+    # -- the one mutator ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for what can be no event."""
+        self.reflect()
+        self._reflected = False
+        self._events += 1
+        changes = self._changes
+        changes.now_ms = max(changes.now_ms, event.at_ms)
+        matters = self._take(event)
+        if matters or (self._wake_ms is not None and changes.now_ms >= self._wake_ms):
+            self._serving.serve()
+            self._set_wake(anew=isinstance(event, Tick))
+        elif isinstance(event, Tick):
+            self._set_wake(anew=True)
+        if self._check:
+            check_devices(self._books, changes.touched)
+        changes.touched.clear()
+        return changes.take_effects()
+
+    def reflect(self) -> None:
+        """Learn from the last event, foresee the waits that began in it, and prepare for the next.
+
+        Nothing of it changes what that event decided, so it is for after its effects are on their way; the next `handle` does it first
+        where nobody has. Decisions are the same either way.
+        """
+        if not self._reflected:
+            self._reflected = True
+            self._events += self._changes.foresight.reflect()
+            self._serving.reflect()
+
+    def _set_wake(self, *, anew: bool) -> None:
+        """A tick uses the alarm up, however early it came."""
+        wake_ms = self._serving.wake_ms()
+        if wake_ms != self._wake_ms or (anew and wake_ms is not None):
+            self._wake_ms = wake_ms
+            self._changes.effects.append(WakeAt(at_ms=wake_ms))
+
+    def _take(self, event: Event) -> bool:
+        """Take the event into the books. Returns False if that cannot change what anybody gets."""
+        match event:
+            case Tick():
+                return False
+            case SuspendFinished():
+                self._answers.suspended(event)
+            case ResumeFinished():
+                self._answers.resumed(event)
+            case LeaseRequested():
+                self._lifecycle.requested(event)
+            case LeaseRecovered():
+                self._lifecycle.recovered(event)
+            case (
+                DeviceSeen() | DeviceLost() | DeviceDrained() | DeviceUndrained() | PoolConfigured() | HostMemorySeen()
+            ):
+                self._take_about_host(event)
+            case _:
+                return self._take_about_lease(event)
+        return True
+
+    def _take_about_host(
+        self, event: DeviceSeen | DeviceLost | DeviceDrained | DeviceUndrained | PoolConfigured | HostMemorySeen
+    ) -> None:
+        books = self._books
+        match event:
+            case DeviceSeen():
+                self._device_seen(event)
+            case DeviceLost():
+                if event.device_id in books.devices:
+                    books.devices[event.device_id].lost = True
+            case DeviceDrained():
+                self._serving.draining.begin(event.device_id, evict_busy=event.evict_busy)
+            case DeviceUndrained():
+                self._serving.draining.end(event.device_id)
+            case PoolConfigured():
+                books.configure(event.pool)
+                note_all(books, books.leases.values())
+                self._serving.resizing.configured(event.pool.name)
+            case HostMemorySeen():
+                books.host_budget_mib = event.budget_mib
+        books.touch_all()
+        self._changes.requeued.update(books.queue.lines)
+
+    def _device_seen(self, event: DeviceSeen) -> None:
+        books = self._books
+        device = books.devices.get(event.device.device_id)
+        news = device is None or device.spec != event.device
+        if device is None:
+            device = Device(spec=event.device)
+            books.add_device(device)
+        device.spec, device.stranger_mib, device.lost = event.device, max(0, event.stranger_mib), False
+        if news:
+            note_all(books, books.leases.values())
+
+    def _take_about_lease(self, event: Event) -> bool:  # noqa: C901, PLR0911, PLR0912 - one case per event
+        if not isinstance(event, _AboutALease):
+            raise TypeError(f"the arbiter does not know the event {type(event).__name__}")
+        lease, does = self._books.leases.get(event.lease_id), self._lifecycle
+        if lease is None:
+            return False
+        match event:
+            case BusyChanged():
+                return does.busy_changed(lease, busy=event.busy)
+            case LeaseMeasured():
+                return does.measured(lease, max(0, event.used_mib))
+            case Shrunk():
+                return does.shrunk(lease, event)
+            case Wanted():
+                return does.wanted(lease, urgent=event.urgent)
+            case Unwanted():
+                return does.unwanted(lease)
+            case LeftBehind():
+                does.left_behind(lease, event.what)
+            case Attached():
+                does.attached(lease, gated=event.gated)
+            case ProcessExited():
+                does.exited(lease)
+            case LeaseReleased():
+                does.released(lease, event.reason)
+            case SuspendRequested():
+                does.suspend_asked(lease, event.by)
+            case ResizeRequested():
+                self._serving.resizing.asked(lease, event)
+            case MoveRequested():
+                self._serving.move_asked(lease, event.device_id)
+            case PinRequested():
+                self._serving.pins.pin(lease, event.duration_ms)
+            case UnpinRequested():
+                self._serving.pins.unpin(lease, "pin.ended", f"{event.by} ended its pin")
+            case SeatEnded():
+                self._seat_ended(lease, event)
+            case SeatRenewed():
+                self._serving.revoked.end(lease, event.seat)
+            case Checkpointable():
+                does.checkpointable(lease, event.why_not)
+            case HostPressureSeen():
+                self._changes.press(lease, pressed=event.pressed and lease.state is LeaseState.SUSPENDED)
+            case TruthFound():
+                self._answers.truth_found(lease, event)
+        return True
+
+    def _seat_ended(self, lease: Lease, event: SeatEnded) -> None:
+        if lease.pinned_until_ms:
+            self._serving.pins.unpin(lease, "pin.ended", "the seat of its server has ended, and its pin with it")
+        self._serving.revoked.begin(lease, event.since_ms)

@@ -1,0 +1,1 @@
+"""The books of the arbiter: leases, tickets, devices, accounts, and the queue."""

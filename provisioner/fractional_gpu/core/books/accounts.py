@@ -1,0 +1,262 @@
+"""What owners and groups have of each pool: totals for limits, and virtual time for fair shares.
+
+An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy (or pinned) on a device;
+so does a lease's among its owner's. Who is behind is served first. Whoever comes back after a pause starts where the least of those
+who contend stands: nobody saves up for later (start-time fair queueing, Goyal, Vin and Cheng 1996). Whoever only rests on a device
+pays nothing, because it steps aside for anybody. A pause between two cells (`_PAUSE_MS`) is no absence.
+
+Accounts of owners without leases are kept for as long as they say something that an empty one would not, and no more than `_MOST_GONE`.
+"""
+
+from collections.abc import Callable
+
+from fractional_gpu.core.books.records import Account, Lease
+from fractional_gpu.core.model import LeaseSpec, LeaseState
+
+__all__ = ["Accounts", "guaranteed_mib", "virtual_ms"]
+
+_MOST_GONE = 4096
+_DAY_MS = 86_400_000
+_PAUSE_MS = 10_000
+_UNIT = 100  # the usual weight
+
+
+def virtual_ms(usage: int, weight: int) -> int:
+    """Return the virtual time of a usage in milli-GPU milliseconds."""
+    return usage * _UNIT // max(1, weight)
+
+
+def guaranteed_mib(spec: LeaseSpec) -> int:
+    """Return what a lease is promised on all its devices: what it requests, which is never more than its cap."""
+    return (spec.reserve_mib if spec.request_mib is None else min(spec.request_mib, spec.reserve_mib)) * spec.devices
+
+
+def _was_away(since_ms: int | None, now_ms: int) -> bool:
+    return since_ms is None or now_ms - since_ms > _PAUSE_MS
+
+
+class Accounts:
+    """All accounts. `Books` tells it whatever changes; `is_fair` says whether a lease's pool shares by virtual time."""
+
+    def __init__(self, is_fair: Callable[[Lease], bool]) -> None:
+        self._is_fair = is_fair
+        self.owners: dict[tuple[str, str], Account] = {}
+        self.groups: dict[tuple[str, str], Account] = {}
+        self.lowest_priority: dict[str, int] = {}  # by pool, of its leases
+        self._priorities: dict[str, dict[int, int]] = {}  # by pool: how many leases have each
+        self.promised_mib: dict[str, int] = {}  # by pool: what was guaranteed
+        self._contending: dict[str, dict[str, Account]] = {}  # by pool, then owner
+        self._contending_weight: dict[str, int] = {}  # by pool: the sum of their weights, where it is known
+        self._floors: dict[str, int] = {}  # by pool: virtual time that nobody who comes back is below
+        self._gone: dict[tuple[str, str], Account] = {}  # owners without leases
+
+    # -- totals ----------------------------------------------------------------------------------------------------------
+
+    def owner(self, pool: str, name: str) -> Account:
+        """Return an owner's account."""
+        return self.owners.get((pool, name)) or Account(name=name)
+
+    def group(self, pool: str, name: str) -> Account:
+        """Return a group's account."""
+        return self.groups.get((pool, name)) or Account(name=name)
+
+    def of(self, lease: Lease) -> Account:
+        """Return the account of a lease's owner, which is there for as long as the lease is."""
+        return self.owners[lease.spec.pool, lease.spec.owner]
+
+    def _both(self, spec: LeaseSpec) -> tuple[Account, ...]:
+        mine = self.owners[spec.pool, spec.owner]
+        return (mine, self.groups[spec.pool, spec.group]) if spec.group else (mine,)
+
+    def open(self, lease: Lease) -> None:
+        """Count a new lease."""
+        spec = lease.spec
+        key = (spec.pool, spec.owner)
+        if key not in self.owners:
+            self.owners[key] = self._gone.pop(key, Account(name=spec.owner))
+        if spec.group:
+            self.groups.setdefault((spec.pool, spec.group), Account(name=spec.group))
+        for account in self._both(spec):
+            account.leases += 1
+        self.owners[key].weight = max(1, spec.owner_weight)
+        self.owners[key].changes += 1
+        self._contending_weight.pop(spec.pool, None)
+        counts = self._priorities.setdefault(spec.pool, {})
+        counts[spec.priority] = counts.get(spec.priority, 0) + 1
+        self.lowest_priority[spec.pool] = min(counts)
+        self._promise(spec, 1)
+
+    def close(self, lease: Lease, now_ms: int) -> None:
+        """Forget a lease that holds nothing and waits for nothing."""
+        spec = lease.spec
+        if lease.revoked:
+            self.reinstate(lease)
+        self._promise(spec, -1)
+        for account in self._both(spec):
+            account.leases -= 1
+        if spec.group and not self.groups[spec.pool, spec.group].leases:
+            del self.groups[spec.pool, spec.group]
+        counts = self._priorities[spec.pool]
+        counts[spec.priority] -= 1
+        if not counts[spec.priority]:
+            del counts[spec.priority]
+        if counts:
+            self.lowest_priority[spec.pool] = min(counts)
+        else:
+            del self._priorities[spec.pool], self.lowest_priority[spec.pool]
+        key = (spec.pool, spec.owner)
+        account = self.owners[key]
+        if not account.leases:
+            del self.owners[key]
+            self._settle(account, now_ms)
+            self._gone[key] = account
+            self._forget_gone(now_ms)
+
+    def resize(self, lease: Lease, spec: LeaseSpec, now_ms: int) -> None:
+        """Give the lease another size."""
+        account = self.of(lease)
+        account.changes += 1
+        self._settle(account, now_ms)
+        if lease.metered:
+            lease.usage += lease.milli * (now_ms - lease.metered_since_ms)
+            lease.metered_since_ms = now_ms
+            account.rate -= lease.milli
+        self._promise(lease.spec, -1)
+        if lease.held_mib:
+            self.reserve(lease, -1)
+        lease.spec = spec
+        account.contending_weight = None
+        self._promise(spec, 1)
+        if lease.held_mib:
+            self.reserve(lease, 1)
+        if lease.metered:
+            account.rate += lease.milli
+
+    def _promise(self, spec: LeaseSpec, sign: int) -> None:
+        for account in self._both(spec):
+            account.milli += sign * spec.fraction_milli * spec.devices
+        self._guarantee(spec, sign)
+
+    def revoke(self, lease: Lease) -> None:
+        """The pool promises the lease nothing any more; it counts for its owner as before."""
+        self._guarantee(lease.spec, -1)
+
+    def reinstate(self, lease: Lease) -> None:
+        """The pool promises the lease what it did before it was revoked."""
+        self._guarantee(lease.spec, 1)
+
+    def _guarantee(self, spec: LeaseSpec, sign: int) -> None:
+        left = self.promised_mib.get(spec.pool, 0) + sign * guaranteed_mib(spec)
+        self.promised_mib[spec.pool] = left
+        if not left:
+            del self.promised_mib[spec.pool]
+
+    def reserve(self, lease: Lease, sign: int) -> None:
+        """Count that the lease holds a reservation from now on (1), or does not any more (-1)."""
+        for account in self._both(lease.spec):
+            account.resident_milli += sign * lease.milli
+            if sign > 0:
+                account.holders[lease.lease_id] = lease
+            else:
+                del account.holders[lease.lease_id]
+
+    def _forget_gone(self, now_ms: int) -> None:
+        """Drop accounts of nobody: two of those that say nothing any more, or the oldest where there are too many."""
+        for key in list(self._gone)[:2]:
+            account = self._gone[key]
+            pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is back after a day
+            says = pinned or virtual_ms(account.usage, account.weight) > self._floors.get(key[0], 0)
+            del self._gone[key]
+            if says and len(self._gone) < _MOST_GONE:
+                self._gone[key] = account
+
+    # -- shares ----------------------------------------------------------------------------------------------------------
+
+    def share(self, lease: Lease, now_ms: int) -> tuple[int, int]:
+        """Return the virtual time of the lease's owner and its own."""
+        account = self.of(lease)
+        usage = account.usage + account.rate * max(0, now_ms - account.since_ms)
+        mine = lease.usage + (lease.milli * max(0, now_ms - lease.metered_since_ms) if lease.metered else 0)
+        return virtual_ms(usage, account.weight), virtual_ms(mine, lease.spec.weight)
+
+    def contending_weights(self, lease: Lease) -> tuple[int, int]:
+        """Return the sums of the weights of the owners who contend in the lease's pool, and of its owner's leases that do.
+
+        Both are at least its own.
+        """
+        pool, account = lease.spec.pool, self.of(lease)
+        owners = self._contending_weight.get(pool)
+        if owners is None:
+            owners = sum(one.weight for one in self._contending.get(pool, {}).values())
+            self._contending_weight[pool] = owners
+        if account.contending_weight is None:
+            account.contending_weight = sum(max(1, one.spec.weight) for one in account.contenders.values())
+        return max(owners, account.weight), max(account.contending_weight, lease.spec.weight, 1)
+
+    def meter(self, lease: Lease, now_ms: int) -> None:
+        """Begin or stop to count the lease's use, and note whether it contends, as its state says; only where the pool shares by time."""
+        fair = self._is_fair(lease)
+        if not fair and lease.away_ms is None and not lease.metered:
+            return  # nobody asks
+        metered = fair and lease.state is LeaseState.RESIDENT and (lease.working or lease.pinned_until_ms > now_ms)
+        waits = lease.ticket is not None or lease.next_cell is not None
+        contends = fair and (metered or waits or lease.state is LeaseState.RESUMING or lease.preempted)
+        account = self.of(lease)
+        if contends and lease.lease_id not in account.contenders:
+            self._come_back(lease, account, now_ms)
+        if metered != lease.metered:
+            self._settle(account, now_ms)
+            if lease.metered:
+                lease.usage += lease.milli * (now_ms - lease.metered_since_ms)
+            account.rate += lease.milli if metered else -lease.milli
+            account.changes += 1
+            lease.metered, lease.metered_since_ms = metered, now_ms
+        if not contends and lease.lease_id in account.contenders:
+            self._pause(lease, account, now_ms)
+
+    def _settle(self, account: Account, now_ms: int) -> None:
+        account.usage += account.rate * max(0, now_ms - account.since_ms)
+        account.since_ms = now_ms
+
+    def _come_back(self, lease: Lease, account: Account, now_ms: int) -> None:
+        pool = lease.spec.pool
+        contending = self._contending.setdefault(pool, {})
+        account.contending_weight = None
+        account.changes += 1
+        if not account.contenders:
+            self._contending_weight.pop(pool, None)
+            self._settle(account, now_ms)
+            self._floors[pool] = floor = max(self._floors.get(pool, 0), self._least(contending, now_ms))
+            if _was_away(account.away_ms, now_ms):
+                account.usage = max(account.usage, -(-floor * account.weight // _UNIT))
+            contending[account.name] = account
+        others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
+        account.floor = max(account.floor, min(others, default=0))
+        if _was_away(lease.away_ms, now_ms):
+            lease.usage = max(lease.usage, -(-account.floor * max(1, lease.spec.weight) // _UNIT))
+        account.contenders[lease.lease_id] = lease
+
+    def _pause(self, lease: Lease, account: Account, now_ms: int) -> None:
+        pool = lease.spec.pool
+        others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
+        account.floor = max(account.floor, min(others, default=0))
+        del account.contenders[lease.lease_id]
+        account.contending_weight = None
+        lease.away_ms = now_ms
+        if account.contenders:
+            return
+        self._contending_weight.pop(pool, None)
+        account.away_ms, contending = now_ms, self._contending[pool]
+        self._settle(account, now_ms)
+        self._floors[pool] = max(self._floors.get(pool, 0), self._least(contending, now_ms))
+        del contending[account.name]
+        if not contending:
+            del self._contending[pool]
+
+    @staticmethod
+    def _least(contending: dict[str, Account], now_ms: int) -> int:
+        times = [
+            virtual_ms(account.usage + account.rate * max(0, now_ms - account.since_ms), account.weight)
+            for account in contending.values()
+        ]
+        return min(times, default=0)

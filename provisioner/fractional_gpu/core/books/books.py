@@ -1,0 +1,347 @@
+"""The arbiter's books: leases, devices, tickets, and running totals that every change keeps exact.
+
+Nobody writes `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `state` or `busy` of a lease but `Books`, so the totals per device, owner
+and of the host are always the sums that `invariants` recomputes. Whatever changed is in `touched` until `deadlines` has looked at it.
+"""
+
+from collections.abc import Iterable, Sequence
+from heapq import merge
+
+from fractional_gpu.core.books.accounts import Accounts
+from fractional_gpu.core.books.queue import Queue, by_rank
+from fractional_gpu.core.books.records import (
+    Account,
+    Device,
+    Footing,
+    Lease,
+    Operation,
+    Ticket,
+    Wait,
+)
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.model import (
+    LeaseSpec,
+    LeaseState,
+    PoolSpec,
+    ReserveBy,
+)
+
+__all__ = ["Account", "Books", "Device", "Footing", "Lease", "Operation", "Ticket", "Wait"]
+
+_STAYING = {LeaseState.SUSPENDING: Footing.LEAVING}
+
+
+class Books:
+    """Everything the arbiter knows."""
+
+    def __init__(self, forecasts: Forecasts | None = None) -> None:
+        self.now_ms = 0
+        self.forecasts = forecasts or Forecasts()
+        self.pools: dict[str, PoolSpec] = {}
+        self.devices: dict[str, Device] = {}
+        self.leases: dict[str, Lease] = {}
+        self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
+        self.queue = Queue(self.policy, self.share)
+        self.accounts = Accounts(self.is_fair)
+        self.host_budget_mib = 0
+        self.host_saved_mib = 0
+        self.host_reserved_mib = 0
+        self.pressed: dict[str, Lease] = {}  # whose saved state lies where host memory is short
+        self.asked: dict[str, Lease] = {}  # somebody asked for their suspend
+        self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
+        self.parked: dict[str, Lease] = {}  # they want room before their start, and may not ask for it yet (`starting`)
+        self.counted_on: set[str] = set()  # idle leases that the last pass counted on to make room
+        self.yielding: dict[str, Lease] = {}  # whose gates are closed for others
+        self.draining: dict[str, Device] = {}
+        self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
+        self.touched: dict[str, Lease] = {}
+        self.passes = 0  # over the queue
+        self.destinations: dict[
+            tuple[str, object], tuple[str, ...]
+        ] = {}  # by pool and home, until a device or pool changes
+        self._pool_of: dict[str, str] = {}  # by device
+        self._gone_pools: dict[str, PoolSpec] = {}  # of leases whose pool is not configured
+        self._number = 0
+
+    # -- leases ----------------------------------------------------------------------------------------------------------
+
+    def add(self, lease: Lease) -> None:
+        """Take a new lease in."""
+        self._number += 1
+        lease.number = self._number
+        self.leases[lease.lease_id] = lease
+        self.by_state[lease.state][lease.lease_id] = lease
+        self.accounts.open(lease)
+        lease.size_mib = self.reserve_mib(lease, lease.spec)
+        self.renew(lease)
+
+    def drop(self, lease: Lease) -> None:
+        """Forget a lease that holds nothing."""
+        del self.leases[lease.lease_id]
+        del self.by_state[lease.state][lease.lease_id]
+        self.accounts.close(lease, self.now_ms)
+        self.touched.pop(lease.lease_id, None)
+        self.asked.pop(lease.lease_id, None)
+        self.revoked.pop(lease.lease_id, None)
+        lease.due_ms = None
+
+    def move(self, lease: Lease, new: LeaseState) -> None:
+        """Change the state."""
+        del self.by_state[lease.state][lease.lease_id]
+        lease.state = new
+        self.by_state[new][lease.lease_id] = lease
+        self.renew(lease)
+        self.queue.rebucket(lease)
+
+    def set_busy(self, lease: Lease, *, busy: bool) -> None:
+        """Say whether the lease runs something."""
+        lease.busy = busy
+        lease.ran |= busy
+        lease.cost_until_ms = 0
+        if busy:
+            lease.forget_shrinking()
+        self.renew(lease)
+
+    def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
+        """Say whether the lease's gate is closed for others, and which place its next cell has, if that waits there."""
+        lease.yields, lease.next_cell = closed, next_cell
+        if closed:
+            self.yielding[lease.lease_id] = lease
+        else:
+            self.yielding.pop(lease.lease_id, None)
+        self.renew(lease)
+
+    def hold(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
+        """Say where the lease's reservation is and how large on each device, or (0) where it was."""
+        held_mib = held_mib if device_ids else 0
+        if bool(held_mib) != bool(lease.held_mib):
+            self.accounts.reserve(lease, 1 if held_mib else -1)
+        lease.device_ids, lease.held_mib = tuple(device_ids), held_mib
+        self.renew(lease)
+
+    def save_on_host(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
+        """Say what the lease has in host memory, and what is reserved there for it."""
+        self.host_saved_mib += saved_mib - lease.saved_mib
+        self.host_reserved_mib += reserved_mib - lease.host_mib
+        lease.saved_mib, lease.host_mib = saved_mib, reserved_mib
+        self.spread_saved(lease)
+
+    def spread_saved(self, lease: Lease) -> None:
+        """Work out what must be reserved on each device for what was saved.
+
+        Of several devices, evenly: it is not known what came from which.
+        """
+        lease.saved_each_mib = self._fitting_mib(lease, -(-lease.saved_mib // lease.count))
+        lease.size_mib = self._fitting_mib(lease, self.reserve_mib(lease, lease.spec))
+
+    def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
+        """Return what must be reserved on each device for a lease that may have so much there, saved or reserved.
+
+        A kernel that grew into the overhead of its device, or whose devices had less overhead once, has more than a device of that kind
+        leases, and must be able to come back: all that such a device leases is reserved, and as no other lease is there then, the rest
+        lies in the overhead.
+        """
+        if not lease.saved_mib:
+            return each_mib
+        names = {self.devices[one].spec.name for one in lease.home_ids if one in self.devices}
+        alike = [device.spec for device in self.devices.values() if not names or device.spec.name in names]
+        leasable_mib = max((spec.leasable_mib for spec in alike), default=0)
+        fits_alone = leasable_mib < each_mib <= max((spec.memory_mib for spec in alike), default=0)
+        return leasable_mib if fits_alone else each_mib
+
+    def resize(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Give a lease another size; what it holds stays as it is."""
+        self.accounts.resize(lease, spec, self.now_ms)
+        lease.size_mib = self.reserve_mib(lease, spec)
+        self.renew(lease)
+        self.queue.rebucket(lease)
+
+    def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
+        """What the lease holds on each of its devices if it has this size, MiB: its cap, or what it uses (or has saved) and headroom."""
+        pool, request_mib = self.policy(lease), spec.reserve_mib if spec.request_mib is None else spec.request_mib
+        if pool.reserve_by is ReserveBy.CAP:
+            return max(spec.reserve_mib, lease.saved_each_mib)
+        used_mib = (lease.saved_each_mib if lease.saved_mib else lease.used_each_mib) + pool.headroom_mib
+        return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
+
+    def renew_size(self, lease: Lease) -> bool:
+        """What the lease uses changed, and with it what it would need. Returns whether it did."""
+        before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
+        if lease.size_mib != before:
+            self.queue.rebucket(lease)
+        return lease.size_mib != before
+
+    def mark_asked(self, lease: Lease, *, asked: bool) -> None:
+        """Note that somebody wants the lease to be suspended, or not any more."""
+        lease.asked_to_suspend = asked
+        if asked:
+            self.asked[lease.lease_id] = lease
+        else:
+            self.asked.pop(lease.lease_id, None)
+
+    def revoke(self, lease: Lease, ends_ms: int) -> None:
+        """Note that the lease's seat has ended, and when its processes are ended. The pool promises it nothing any more."""
+        self.accounts.revoke(lease)
+        lease.revoked, lease.ends_ms = True, ends_ms
+        self.revoked[lease.lease_id] = lease
+        self.renew(lease)
+
+    def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Note that a revoked lease draws on another seat: `spec` differs in that alone."""
+        lease.spec, lease.revoked, lease.ends_ms = spec, False, None
+        self.accounts.reinstate(lease)
+        del self.revoked[lease.lease_id]
+        self.renew(lease)
+
+    def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
+        """Keep room on these devices for a lease that is on its way there; none: not any more."""
+        lease.target_ids = tuple(device_ids)
+        if device_ids:
+            self.moving[lease.lease_id] = lease
+        else:
+            self.moving.pop(lease.lease_id, None)
+        self.queue.rebucket(lease)
+
+    def touch(self, lease: Lease) -> None:
+        """Something changed about the lease that its deadlines, or who may be suspended on its devices, depend on."""
+        self.touched[lease.lease_id] = lease
+        for device_id in lease.footing_ids:
+            device = self.devices.get(device_id)
+            if device is not None:
+                device.note(lease)
+
+    def renew(self, lease: Lease) -> None:
+        """Bring every total and index up to date with the lease."""
+        self.touch(lease)
+        if not lease.held_mib:
+            footing = Footing.NONE
+        elif lease.state is LeaseState.RESIDENT:
+            footing = Footing.WORKING if lease.working else Footing.RESTING
+        else:
+            footing = _STAYING.get(lease.state, Footing.STAYING)
+        ids = lease.device_ids if footing else ()
+        if (footing, lease.held_mib, ids) != (lease.footing, lease.footing_mib, lease.footing_ids):
+            for device_id in lease.footing_ids:
+                self._stand(lease, device_id, -1)
+            lease.footing, lease.footing_mib, lease.footing_ids = footing, lease.held_mib, ids
+            for device_id in ids:
+                self._stand(lease, device_id, 1)
+        self.accounts.meter(lease, self.now_ms)
+
+    def _stand(self, lease: Lease, device_id: str, sign: int) -> None:
+        device = self.devices.get(device_id)
+        if device is None:
+            return
+        mib = sign * lease.footing_mib
+        device.reserved_mib += mib
+        device.footing_mib[lease.footing] += mib
+        device.footing_count[lease.footing] += sign
+        device.free_mib -= mib
+        if device.lost or device.whole:
+            device.renew()
+        if sign > 0:
+            device.holders[lease.lease_id] = lease
+            device.note(lease)
+        else:
+            device.holders.pop(lease.lease_id, None)
+
+    @property
+    def host_left_mib(self) -> int:
+        """Host memory that a further suspend may reserve."""
+        return self.host_budget_mib - self.host_saved_mib - self.host_reserved_mib
+
+    def share(self, lease: Lease) -> tuple[int, int]:
+        """Return the virtual time of the lease's owner and its own."""
+        return self.accounts.share(lease, self.now_ms)
+
+    # -- pools and devices -----------------------------------------------------------------------------------------------
+
+    def add_device(self, device: Device) -> None:
+        """Take a new device in; leases that were found before it came stand on it from now on."""
+        device_id = device.spec.device_id
+        self.devices[device_id] = device
+        for lease in self.leases.values():
+            if device_id in lease.footing_ids:
+                self._stand(lease, device_id, 1)
+
+    def configure(self, pool: PoolSpec) -> None:
+        """Take over a pool's policy."""
+        self.pools[pool.name] = pool
+        self._pool_of = {device_id: name for name, one in reversed(self.pools.items()) for device_id in one.devices}
+        for lease in self.leases.values():
+            lease.size_mib = self.reserve_mib(lease, lease.spec)
+        self.queue.rebucket_all()
+        self.touch_all()
+        for lease in self.leases.values():
+            self.accounts.meter(lease, self.now_ms)
+
+    def touch_all(self) -> None:
+        """A device or pool changed, which may concern every lease."""
+        self.destinations.clear()
+        for bucket in self.queue.buckets.values():
+            bucket.devices = None
+        for shape in self.queue.shapes.values():
+            shape.devices = None
+        for device in self.devices.values():
+            device.ranks = None
+            device.renew()
+        self.touched.update(self.leases)
+
+    def holders(self, device_id: str) -> Iterable[Lease]:
+        """Return who holds something on a device, in the order in which they came."""
+        device = self.devices.get(device_id)
+        return () if device is None else device.holders.values()
+
+    def pool_of(self, device_id: str) -> str | None:
+        """Return the pool that has the device."""
+        return self._pool_of.get(device_id)
+
+    def policy(self, lease: Lease) -> PoolSpec:
+        """Return the pool's policy; for a lease whose pool is not configured (any more) the usual one, without devices."""
+        pool = self.pools.get(lease.spec.pool)
+        return self._gone_pool(lease.spec.pool) if pool is None else pool
+
+    def _gone_pool(self, name: str) -> PoolSpec:
+        if name not in self._gone_pools:
+            self._gone_pools[name] = PoolSpec(name=name, devices=())
+        return self._gone_pools[name]
+
+    def is_fair(self, lease: Lease) -> bool:
+        """Whether the lease's pool shares by virtual time."""
+        return self.policy(lease).preempt_equals
+
+    # -- the queue -------------------------------------------------------------------------------------------------------
+
+    @property
+    def lines(self) -> dict[str, list[Lease]]:
+        """Who waits, by pool."""
+        return self.queue.lines
+
+    @property
+    def waiting(self) -> int:
+        """How many leases have a ticket."""
+        return self.queue.waiting
+
+    def enqueue(self, lease: Lease, ticket: Ticket) -> None:
+        """Put a lease without a ticket in its place in the queue."""
+        lease.ticket = ticket
+        self.accounts.meter(lease, self.now_ms)
+        self.queue.enqueue(lease, ticket)
+        self.touched[lease.lease_id] = lease
+
+    def dequeue(self, lease: Lease) -> Ticket | None:
+        """Take the lease out of the queue; return its ticket, if it had one."""
+        ticket = self.queue.dequeue(lease)
+        if ticket is not None:
+            self.accounts.meter(lease, self.now_ms)
+            self.touched[lease.lease_id] = lease
+        return ticket
+
+    def requeue(self, lease: Lease) -> None:
+        """Something changed about the lease that its place in the queue, or its deadlines, depend on."""
+        self.queue.rebucket(lease)
+        self.touch(lease)
+
+    def line(self) -> list[Lease]:
+        """Return the leases with tickets, in the order in which they are served (but for those passed over too often)."""
+        return list(merge(*(self.queue.line(pool) for pool in self.queue.lines), key=by_rank))

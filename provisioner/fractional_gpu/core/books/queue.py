@@ -1,0 +1,213 @@
+"""The queue: who waits, in which order, and in which bucket.
+
+A pool's line is sorted by priority, then the urgent, then first come first served; where a pool shares by virtual time, that comes before
+the order of asking. Tickets that nothing but room can serve also lie in buckets: all in one bucket have the same need, may go to
+the same devices, and count against the same limits. A pass over the queue looks at the heads of buckets only.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+from fractional_gpu.core.books.records import (
+    Bucket,
+    Key,
+    Lease,
+    Shape,
+    Ticket,
+)
+from fractional_gpu.core.model import LeaseState, PoolSpec
+
+__all__ = ["Queue", "by_rank"]
+
+_Policy = Callable[[Lease], PoolSpec]
+_Share = Callable[[Lease], tuple[int, int]]
+by_rank: Callable[[Lease], tuple[int, bool, int]] = attrgetter("ticket.rank")  # in a pool's line
+_by_place: Callable[[Lease], tuple[int, int]] = attrgetter("ticket.place")  # in a bucket
+
+
+class Queue:
+    """Tickets by pool and by bucket. `policy` returns a lease's pool; `share` its owner's and its own virtual time."""
+
+    def __init__(self, policy: _Policy, share: _Share) -> None:
+        self._policy = policy
+        self._share = share
+        self.lines: dict[str, list[Lease]] = {}  # sorted, but for virtual time
+        self.buckets: dict[tuple[object, ...], Bucket] = {}
+        self.shapes: dict[tuple[object, ...], Shape] = {}
+        self.special: dict[int, Bucket] = {}  # without a shape, by number
+        self.created = 0  # buckets so far
+        self.waiting = 0
+        self.urgent = 0
+        self.fresh: dict[str, Lease] = {}  # whose ticket is new, or in another bucket than before
+
+    # -- tickets ---------------------------------------------------------------------------------------------------------
+
+    def enqueue(self, lease: Lease, ticket: Ticket) -> None:
+        """Put a lease without a ticket in its place."""
+        lease.ticket = ticket
+        ticket.rank = (-lease.spec.priority, not ticket.urgent, ticket.order)
+        insort(self.lines.setdefault(lease.spec.pool, []), lease, key=by_rank)
+        self.waiting += 1
+        self.urgent += ticket.urgent
+        self.rebucket(lease)
+        self.fresh[lease.lease_id] = lease
+
+    def dequeue(self, lease: Lease) -> Ticket | None:
+        """Take the lease out; return its ticket, if it had one."""
+        ticket = lease.ticket
+        if ticket is not None:
+            self._leave(lease)
+            line = self.lines[lease.spec.pool]
+            del line[bisect_left(line, ticket.rank, key=by_rank)]
+            if not line:
+                del self.lines[lease.spec.pool]
+            lease.ticket = None
+            self.waiting -= 1
+            self.urgent -= ticket.urgent
+            self.fresh.pop(lease.lease_id, None)
+        return ticket
+
+    def line(self, pool: str) -> list[Lease]:
+        """Return who waits in a pool, in order."""
+        line = self.lines.get(pool, [])
+        if not line or not self._policy(line[0]).preempt_equals:
+            return line
+        return sorted(line, key=self._fair_rank)
+
+    def place(self, lease: Lease) -> int:
+        """Return the place of a lease with a ticket in its pool's line, from 1."""
+        line = self.line(lease.spec.pool)
+        if self._policy(lease).preempt_equals:
+            return line.index(lease) + 1
+        return bisect_left(line, by_rank(lease), key=by_rank) + 1
+
+    def all(self) -> Iterator[Lease]:
+        """Return everybody who waits, pool by pool."""
+        for pool in self.lines:
+            yield from self.line(pool)
+
+    def _fair_rank(self, lease: Lease) -> tuple[int, bool, bool, int, int, int]:
+        priority, calm, order = by_rank(lease)
+        if lease.ticket is not None and lease.ticket.due:
+            return (priority, calm, False, 0, 0, order)
+        return (priority, calm, True, *self._share(lease), order)
+
+    # -- buckets ---------------------------------------------------------------------------------------------------------
+
+    def rebucket(self, lease: Lease) -> None:
+        """Put the lease's ticket into the bucket where it belongs now, if any."""
+        ticket, bucket = lease.ticket, lease.bucket
+        if ticket is None:
+            return
+        key = self._key(lease, ticket)
+        if bucket is not None and bucket.key == key:
+            return
+        if bucket is not None and (key is None or key.where != bucket.key.where) and not lease.target_ids:
+            ticket.kept_on = ()
+        self._leave(lease)
+        self.fresh[lease.lease_id] = lease
+        if key is None:
+            return
+        bucket = self.buckets.get(key)
+        if bucket is None:
+            bucket = self._create(key)
+        ticket.place = (self._share(lease)[1] if key.fair else 0, ticket.order)
+        insort(bucket.members, lease, key=_by_place)
+        bucket.due_ms, bucket.first, bucket.turn = 0, None, None
+        lease.bucket = bucket
+
+    def _leave(self, lease: Lease) -> None:
+        bucket = lease.bucket
+        if bucket is not None:
+            del bucket.members[bisect_left(bucket.members, _by_place(lease), key=_by_place)]
+            bucket.due_ms, bucket.first, bucket.turn = 0, None, None
+            if not bucket.members:
+                self._delete(bucket)
+            lease.bucket = None
+
+    def _create(self, key: Key) -> Bucket:
+        bucket = self.buckets[key] = Bucket(key, number=self.created)
+        self.created += 1
+        if _is_plain(key):
+            bucket.shape = self.shapes.setdefault(_shape(key), Shape())
+            bucket.shape.buckets[bucket.number] = bucket
+        else:
+            self.special[bucket.number] = bucket
+        return bucket
+
+    def buckets_of(self, family: tuple[object, ...]) -> Iterator[Bucket]:
+        """Return the buckets of a family (`Bucket.family`) that have a shape."""
+        pool, where, _, many, priority, *_ = family
+        for shape in self.shapes:
+            if shape[:4] == (pool, where, many, priority):
+                bucket = self.buckets.get((*family, shape[4], False, False, False, (), False))
+                if bucket is not None:
+                    yield bucket
+
+    def _delete(self, bucket: Bucket) -> None:
+        del self.buckets[bucket.key]
+        if bucket.shape is None:
+            del self.special[bucket.number]
+            return
+        del bucket.shape.buckets[bucket.number]
+        if not bucket.shape.buckets:
+            del self.shapes[_shape(bucket.key)]
+
+    def rebucket_all(self) -> None:
+        """Do so for everybody: policies changed, and with them perhaps where room may be kept."""
+        for line in self.lines.values():
+            for lease in line:
+                self.rebucket(lease)
+                if lease.ticket is not None and not lease.target_ids:
+                    lease.ticket.kept_on = ()
+
+    def _key(self, lease: Lease, ticket: Ticket) -> Key | None:
+        spec, state = lease.spec, lease.state
+        saved = state is LeaseState.SUSPENDED
+        grows = lease.grows
+        if not (saved or grows or state is LeaseState.UNARMED):
+            before_start = state is LeaseState.UNATTACHED and ticket.before_start
+            if not before_start or lease.held_mib:
+                return None
+        pool = self._policy(lease)
+        limited = _limited(pool, spec.group)
+        return Key(
+            pool=spec.pool,
+            where=spec.lease_id if grows else lease.home_ids if saved else None,
+            who=(spec.owner, spec.group) if limited else (spec.owner,) if pool.preempt_equals else (),
+            many=lease.count,
+            priority=spec.priority,
+            fair=pool.preempt_equals,
+            milli=_milli(lease, ticket) if limited else 0,
+            need_mib=ticket.extra_mib if grows else lease.need_mib,
+            urgent=ticket.urgent,
+            owed=ticket.passed_over >= pool.max_passed_over,
+            paused=lease.paused,
+            targets=lease.target_ids if saved else (),
+            due=ticket.due and pool.preempt_equals,
+        )
+
+
+def _is_plain(key: Key) -> bool:
+    """Whether the tickets of a bucket only wait for room and for their owner's turn."""
+    grows = isinstance(key.where, str)
+    special = key.urgent or key.owed or key.paused or key.targets or key.due or key.milli or grows
+    return key.fair and bool(key.need_mib) and not special
+
+
+def _shape(key: Key) -> tuple[object, ...]:
+    return key.pool, key.where, key.many, key.priority, key.need_mib
+
+
+def _milli(lease: Lease, ticket: Ticket) -> int:
+    """What the ticket adds to what its owner has on devices."""
+    if ticket.grow is None:
+        return lease.milli
+    return max(0, ticket.grow.fraction_milli * ticket.grow.devices - lease.milli)
+
+
+def _limited(pool: PoolSpec, group: str) -> bool:
+    if pool.user_limits.resident_milli is not None:
+        return True
+    return any(name == group and limits.resident_milli is not None for name, limits in pool.group_limits)

@@ -1,0 +1,1 @@
+"""The one place that changes the books, with the deadlines and forecasts that follow from a change."""

@@ -1,0 +1,376 @@
+"""How long a ticket will still wait: the queue ahead of it is played through on what the devices are expected to give back, and when.
+
+Each device has what is free, and what each lease there gives back: an idle one when it may be suspended, a busy one when its cell is
+expected to end or it may be preempted, one that is being suspended when that is done; one that cannot be suspended gives nothing back.
+The tickets are served in order: each takes the device on which it can be brought in first, waits for the swaps ahead of it and its own,
+and then runs a cell of its own. The sum of it is the basis that `Forecasts.wait_span` corrects by how such sums turned out before: what
+is left out here (that tickets overtake each other, that two cells seldom end in their middle at the same time) is learnt there.
+
+The work is bounded: the first `MOST_AHEAD` tickets are played through, each on the `MOST_DEVICES` devices that have most to give, with
+`MOST_HOLDERS` leases each; a ticket further back waits in proportion. What a device gives back is worked out anew only after something
+changed there, or a second.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import islice
+
+from fractional_gpu.core.books.books import Books, Lease
+from fractional_gpu.core.books.records import Footing
+from fractional_gpu.core.forecasts.forecasts import (
+    RESUME,
+    SUSPEND,
+    Forecasts,
+    WaitSpan,
+)
+from fractional_gpu.core.model import LeaseState, Span
+from fractional_gpu.core.rules.eligibility import willing_from_ms
+from fractional_gpu.core.rules.fairness import gate_opens_ms, goes_before_from_ms, preemptible_from_ms
+from fractional_gpu.core.rules.wait_reasons import destinations
+
+__all__ = ["Waits"]
+
+MOST_AHEAD = 4
+MOST_DEVICES = 3
+MOST_HOLDERS = 16
+_FRESH_MS = 1_000
+_NEVER_MS = 1 << 40
+_LATER = ("", -1)
+_UNTOLD = frozenset({"wait.user-limit", "wait.group-limit"})  # nobody can tell when a user's own kernels make room
+
+_Return = tuple[int, int, int]
+"""What a lease gives back: in how many ms, MiB, and ms that suspending it takes.
+
+What a suspend under way gives back stands before all, with its time negative: the arbiter uses such room first.
+"""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a device gives back, as it was worked out at a time; `sums`: of its books then."""
+
+    sums: tuple[int, ...]
+    at_ms: int
+    returns: list[_Return]
+
+
+@dataclass(slots=True)
+class _Outlook:
+    """What is free of a device and what it gives back, soonest first, in one play of the queue."""
+
+    free_mib: int
+    returns: list[_Return]
+    calm_mib: int  # what is free, and what nobody busy gives back
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a ticket gets in on a device: room from `room_ms` on, but for `swaps`, by the returns in these places."""
+
+    device_id: str
+    room_ms: int
+    swaps: tuple[tuple[int, int], ...]  # suspends: from when on, and how long, ms
+    taken: tuple[int, ...]
+    busy: bool  # some of the room is what cells give back
+
+
+class Waits:
+    """Says how long tickets will wait, where `parallel_swaps` operations run at a time."""
+
+    def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
+        self._books, self._forecasts, self._parallel_swaps = books, forecasts, parallel_swaps
+        self._known: dict[str, _Known] = {}
+
+    def one(self, lease: Lease) -> WaitSpan | None:
+        """Return how long the lease's ticket will still wait, or None: it has none, or nothing can be said."""
+        if lease.ticket is None:
+            return None
+        books = self._books
+        line, place = books.queue.line(lease.spec.pool), books.queue.place(lease) - 1
+        last = line[: place + 1] if place <= MOST_AHEAD else [*line[:MOST_AHEAD], lease]
+        found = self._play(last)[-1]
+        if found is None:
+            return None
+        return self._forecasts.wait_span(found[0], found[1] * (place + 1) // len(last))
+
+    def all(self, pool: str) -> list[WaitSpan | None]:
+        """Return the waits of a pool's whole queue, in order; those far back in proportion to the last one that was played through."""
+        line = self._books.queue.line(pool)
+        played = line[: MOST_AHEAD + 1]
+        found = self._play(played)
+        waits = [None if one is None else self._forecasts.wait_span(*one) for one in found]
+        known = [one[1] for one in found if one is not None]
+        for place, lease in enumerate(line[len(played) :], len(played)):
+            told = bool(known) and _can_be_told(lease)
+            basis_ms = known[-1] * (place + 1) // len(played) if told else 0
+            waits.append(self._forecasts.wait_span("busy", basis_ms) if told else None)
+        return waits
+
+    def at_gate(self, lease: Lease) -> Span | None:
+        """Return how long the lease's next cell still waits at its closed gate; None: it does not.
+
+        The upper end is when the gate is opened; no gate is while all swap channels are in use. If the lease leaves before, its cell has
+        a ticket, and that ticket a wait of its own.
+        """
+        if lease.next_cell is None:
+            return None
+        opens_ms = gate_opens_ms(self._books, lease, lease.next_cell.asked_ms) - self._books.now_ms
+        left_ms = max(0, opens_ms, _Play(self._books, self._forecasts, self._known, self._parallel_swaps).channel_ms)
+        return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
+
+    def _play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
+        return _Play(self._books, self._forecasts, self._known, self._parallel_swaps).play(line)
+
+
+class _Play:
+    """One play of a pool's queue. Times are ms from now."""
+
+    def __init__(self, books: Books, forecasts: Forecasts, known: dict[str, _Known], parallel_swaps: int) -> None:
+        self._books, self._forecasts, self._now_ms = books, forecasts, books.now_ms
+        self._known = known
+        self._outlooks: dict[str, _Outlook] = {}
+        self._rich: dict[tuple[str, ...], Sequence[str]] = {}
+        swapping = (LeaseState.SUSPENDING, LeaseState.RESUMING)
+        left = [self._swap_left_ms(lease) for state in swapping for lease in books.by_state[state].values()]
+        idle = [0] * (parallel_swaps - len(left))
+        self._channels = sorted([*idle, *left])[
+            :parallel_swaps
+        ]  # a heap: when each swap channel has nothing more to do
+
+    @property
+    def channel_ms(self) -> int:
+        """When the first swap channel has nothing to do."""
+        return self._channels[0]
+
+    def play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
+        """Serve the tickets; return of each one what decides its wait, and its length, ms; None where nothing can be said.
+
+        First, in order, those that need nothing of a busy neighbour, and those for which room is kept; then the others, in order.
+        """
+        found: dict[int, tuple[str, int] | None] = {}
+        for patient in (False, True):
+            for place, lease in enumerate(line):
+                if place not in found:
+                    served = self._serve(lease, patient=patient)
+                    if served is not _LATER:
+                        found[place] = served
+        return [found[place] for place in range(len(line))]
+
+    def _serve(self, lease: Lease, *, patient: bool) -> tuple[str, int] | None:
+        """Bring the lease in; return what decides its wait and its length, ms; `_LATER` if it is not patient and should be."""
+        ticket = lease.ticket
+        if lease.state is LeaseState.RESUMING:
+            return ("swap", self._swap_left_ms(lease))
+        if ticket is None or not _can_be_told(lease):
+            return None
+        devices = self._richest(lease)
+        need_mib = ticket.extra_mib if ticket.grow is not None else lease.need_mib
+        if not patient and not ticket.kept_on:
+            devices = [device_id for device_id in devices if self._outlook(device_id, lease).calm_mib >= need_mib]
+            if len(devices) < lease.count:
+                return _LATER
+        possible = (self._way(device_id, need_mib, lease) for device_id in devices)
+        ways = sorted(
+            (way for way in possible if way is not None),
+            key=self._takes_ms,
+        )[: lease.count]
+        if len(ways) < lease.count:
+            return None
+        busy = any(way.busy for way in ways)
+        if busy and not patient and not ticket.kept_on:
+            return _LATER
+        ready_ms = self._swap(ways, lease)
+        for way in ways:
+            self._take(way, lease, need_mib, ready_ms)
+        return ("busy" if busy else "swap", ready_ms)
+
+    def _takes_ms(self, way: _Way) -> tuple[int, int]:
+        """Return about when a way leads in, to choose between several."""
+        at_once = min(len(self._channels), max(1, len(way.swaps)))
+        return (max(way.room_ms, self._channels[0]) + sum(ms for _, ms in way.swaps) // at_once, way.room_ms)
+
+    def _swap(self, ways: Sequence[_Way], lease: Lease) -> int:
+        """Have the suspends done, and the lease resumed; return when that is.
+
+        A channel that waits for a cell to end is taken to do something else meanwhile.
+        """
+        channels, done_ms = self._channels, max(way.room_ms for way in ways)
+        for at_ms, takes_ms in sorted(swap for way in ways for swap in way.swaps):
+            free_ms = channels[0]
+            heapreplace(channels, free_ms + takes_ms)
+            done_ms = max(done_ms, max(free_ms, at_ms) + takes_ms)
+        resume_ms = self._resume_ms(lease, ways[0].device_id)
+        if resume_ms:
+            retry_ms = lease.resume_after_ms - self._now_ms
+            free_ms = channels[0]
+            heapreplace(channels, free_ms + resume_ms)
+            done_ms = max(done_ms, free_ms, retry_ms) + resume_ms
+        return done_ms
+
+    def _way(self, device_id: str, need_mib: int, lease: Lease) -> _Way | None:
+        """Return how to make room there: by the returns that come first, none of them in vain."""
+        outlook = self._outlook(device_id, lease)
+        returns, room_mib, last = outlook.returns, outlook.free_mib, 0
+        while room_mib < need_mib:
+            if last == len(returns):
+                return None
+            room_mib += returns[last][1]
+            last += 1
+        taken: list[int] = []
+        swaps: list[tuple[int, int]] = []
+        room_ms, busy = 0, False
+        for place in range(last - 1, -1, -1):
+            at_ms, mib, swap_ms = returns[place]
+            if room_mib - mib >= need_mib:
+                room_mib -= mib
+            else:
+                taken.append(place)
+                room_ms, busy = max(room_ms, abs(at_ms)), busy or at_ms > 0
+                if swap_ms:
+                    swaps.append((at_ms, swap_ms))
+        return _Way(device_id, room_ms, tuple(swaps), tuple(taken), busy)
+
+    def _take(self, way: _Way, lease: Lease, need_mib: int, ready_ms: int) -> None:
+        """The ticket's lease holds the room from then on, and gives it back after a cell of its own."""
+        outlook = self._outlooks[way.device_id]
+        for place in way.taken:  # the last one first
+            outlook.free_mib += outlook.returns.pop(place)[1]
+        outlook.free_mib -= need_mib
+        outlook.calm_mib -= need_mib
+        cell_ms = self._forecasts.next_cell_ms(lease.lease_id)
+        save_ms = self._suspend_ms(way.device_id, max(lease.saved_mib, lease.used_mib) // lease.count)
+        insort(outlook.returns, (ready_ms + cell_ms, need_mib, save_ms))
+
+    # -- what the devices give back -----------------------------------------------------------------------------------
+
+    def _richest(self, lease: Lease) -> Sequence[str]:
+        """Return the devices that have most to give without anybody busy, of those the ticket can be served on."""
+        devices = destinations(self._books, lease)
+        most = max(MOST_DEVICES, lease.count)
+        if len(devices) <= most:
+            return devices
+        rich = self._rich.get(devices)
+        if rich is None:
+            rich = self._rich[devices] = sorted(devices, key=self._gives_mib, reverse=True)
+        return rich[:most]
+
+    def _gives_mib(self, device_id: str) -> int:
+        device = self._books.devices[device_id]
+        return device.free_mib + device.footing_mib[Footing.RESTING] + device.footing_mib[Footing.LEAVING]
+
+    def _outlook(self, device_id: str, beside: Lease) -> _Outlook:
+        """Return what a device gives back to a lease; it itself, if it is there and grows, gives nothing."""
+        outlook = self._outlooks.get(device_id)
+        if outlook is None:
+            device = self._books.devices[device_id]
+            if not self._is_alike(device_id, beside):
+                returns = self._returns(device_id, beside)
+            else:
+                sums, known = (device.free_mib, *device.footing_mib), self._known.get(device_id)
+                if known is None or known.sums != sums or self._now_ms - known.at_ms > _FRESH_MS:
+                    known = self._known[device_id] = _Known(sums, self._now_ms, self._returns(device_id, beside))
+                returns = _aged(known.returns, self._now_ms - known.at_ms)
+            calm_mib = device.free_mib + sum([mib for at_ms, mib, _ in returns if at_ms <= 0])
+            outlook = self._outlooks[device_id] = _Outlook(device.free_mib, returns, calm_mib)
+        return outlook
+
+    def _returns(self, device_id: str, beside: Lease) -> list[_Return]:
+        returns: list[_Return] = []
+        suspend_ms = self._forecasts.swaps_ms(SUSPEND, self._name(device_id))
+        for lease in islice(self._books.holders(device_id), MOST_HOLDERS):
+            at_ms = self._gives_back_ms(lease, beside) if lease is not beside else None
+            if at_ms is not None:
+                saving = lease.state is LeaseState.SUSPENDING
+                returns.append((at_ms, lease.held_mib, 0 if saving else suspend_ms(lease.used_mib)))
+        returns.sort()
+        return returns
+
+    def _gives_back_ms(self, lease: Lease, beside: Lease) -> int | None:
+        """Return when the lease can be made to give its room back to the other; None: not that anybody knows."""
+        if lease.staying:
+            return None
+        match lease.state:
+            case LeaseState.SUSPENDING:
+                return -self._swap_left_ms(lease)
+            case LeaseState.RESUMING:
+                return self._swap_left_ms(lease) + self._forecasts.next_cell_ms(lease.lease_id)
+            case LeaseState.RESIDENT if lease.working:  # a cell that waits at its closed gate has not begun
+                # What an ended kernel left behind runs no cell that would end.
+                left_ms = _NEVER_MS if lease.left else self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
+                room_ms = max(1, min(left_ms, self._preemptible_ms(beside, lease)))
+                return None if room_ms >= _NEVER_MS else room_ms
+            case LeaseState.RESIDENT:
+                willing_ms = willing_from_ms(self._books.policy(lease), lease)
+                return None if willing_ms is None else max(0, willing_ms - self._now_ms)
+            case _:
+                return None
+
+    def _preemptible_ms(self, beneficiary: Lease, lease: Lease) -> int:
+        """Return in how many ms the one may preempt the other."""
+        if not self._preempts(beneficiary):
+            return _NEVER_MS
+        before_ms = goes_before_from_ms(self._books, beneficiary, lease)
+        from_ms = preemptible_from_ms(self._books, lease) if before_ms is not None else None
+        if before_ms is None or from_ms is None:
+            return _NEVER_MS
+        return max(before_ms, from_ms) - self._now_ms
+
+    def _is_alike(self, device_id: str, beneficiary: Lease) -> bool:
+        """Whether the device gives the same to everybody: nobody there can be preempted, nor is the beneficiary there."""
+        if beneficiary.held_mib or self._books.policy(beneficiary).preempt_equals:
+            return False
+        if not self._preempts(beneficiary):
+            return True
+        priority = beneficiary.spec.priority
+        return all(lease.spec.priority >= priority for lease in islice(self._books.holders(device_id), MOST_HOLDERS))
+
+    def _preempts(self, lease: Lease) -> bool:
+        pool = self._books.policy(lease)
+        return pool.preempt_equals or pool.preempt_priorities
+
+    # -- swaps --------------------------------------------------------------------------------------------------------
+
+    def _swap_left_ms(self, lease: Lease) -> int:
+        """Return what is left of the lease's suspend or resume; one that takes longer than expected is taken to end soon."""
+        name = self._name(lease.device_id)
+        if lease.state is LeaseState.SUSPENDING:
+            whole_ms = self._forecasts.swap_ms(SUSPEND, name, lease.used_mib)
+        else:
+            whole_ms = self._forecasts.swap_ms(RESUME, name, lease.saved_mib)
+        return max(whole_ms - (self._now_ms - lease.since_ms), whole_ms // 8)
+
+    def _resume_ms(self, lease: Lease, device_id: str) -> int:
+        match lease.state:
+            case LeaseState.SUSPENDED:
+                return self._forecasts.swap_ms(RESUME, self._name(device_id), lease.saved_mib)
+            case LeaseState.SUSPENDING:
+                return self._forecasts.swap_ms(RESUME, self._name(device_id), lease.used_mib)
+            case _:
+                return 0
+
+    def _suspend_ms(self, device_id: str, mib: int) -> int:
+        return self._forecasts.swap_ms(SUSPEND, self._name(device_id), mib)
+
+    def _name(self, device_id: str | None) -> str:
+        device = self._books.devices.get(device_id or "")
+        return "" if device is None else device.spec.name
+
+
+def _aged(returns: list[_Return], ms: int) -> list[_Return]:
+    """Return the same, so much later; nothing that is still to come has come before its time."""
+    if ms == 0:
+        return returns.copy()
+    return [
+        (at_ms and (max(1, at_ms - ms) if at_ms > 0 else min(-1, at_ms + ms)), mib, swap)
+        for at_ms, mib, swap in returns
+    ]
+
+
+def _can_be_told(lease: Lease) -> bool:
+    """Whether anything can be said about a ticket of the lease: not in quarantine, and not before its kernel starts."""
+    ticket = lease.ticket
+    if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNTOLD:
+        return False
+    return lease.state is not LeaseState.UNATTACHED or ticket.before_start

@@ -1,0 +1,212 @@
+"""Everything the arbiter can ask its driver (broker or simulator) to do."""
+
+from dataclasses import dataclass
+
+from fractional_gpu.core.model import Breach, LeaseState
+
+__all__ = [
+    "CapBreached",
+    "CloseGate",
+    "Declined",
+    "Effect",
+    "Granted",
+    "LeaseAdmitted",
+    "LeaseEnded",
+    "LeaseRefused",
+    "LookAgain",
+    "Pinned",
+    "Recorded",
+    "Resized",
+    "Resume",
+    "Shrink",
+    "StateChanged",
+    "Suspend",
+    "SuspendAnnounced",
+    "TicketsChanged",
+    "WakeAt",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """Base of all effects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAdmitted(Effect):
+    """The request was accepted; the lease is unattached."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRefused(Effect):
+    """The request was refused: a code, and a sentence that says what was asked, what there is and what to do."""
+
+    lease_id: str
+    reason: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined(Effect):
+    """A request about an existing lease (suspend, want) cannot be met now."""
+
+    lease_id: str
+    reason: str
+    sentence: str
+    about: str = ""  # what was asked: "suspend" (also when empty), "pin", "resize" or "move"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted(Effect):
+    """The lease is resident on the device: open the gate."""
+
+    lease_id: str
+    device_id: str
+    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
+    reserved_mib: int = 0  # on each: what the kernel's own memory limit may be for now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspend(Effect):
+    """Suspend the lease; answer with `SuspendFinished` carrying the same operation id and generation."""
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    device_id: str
+    host_mib: int  # reserved on the host for what will be saved
+    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
+    preempt: bool = False  # the lease is busy and is suspended all the same: do not wait for its gate or its idleness
+    between_cells: bool = False  # no cell runs; the next one waits at the closed gate, and was told to
+    for_lease_id: str = ""  # the lease that needs the room, if one does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseGate(Effect):
+    """The resident lease makes room at the end of its cell: have its next cell ask before it runs, and leave the running one alone.
+
+    A cell that asks is `Wanted`; where no extension of ours guards the cells, so is one that begins. `Granted` opens the gate again.
+    """
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shrink(Effect):
+    """Have the idle kernel give cached device memory back, for host memory is too short to save all it holds.
+
+    Answer with `Shrunk` carrying the same generation, whatever comes of it.
+    """
+
+    lease_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(Effect):
+    """Resume the lease on the device, where `reserve_mib` are reserved for it; answer with `ResumeFinished`."""
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    device_id: str
+    from_device_id: str | None  # the device it was checkpointed on
+    reserve_mib: int
+    device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
+    from_device_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapBreached(Effect):
+    """The lease uses more than its cap: tell the kernel; with `Breach.KILL` end those of its processes that use the device."""
+
+    lease_id: str
+    action: Breach
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resized(Effect):
+    """The lease has another size, or (by measured use) another reservation: tell the kernel its memory limit."""
+
+    lease_id: str
+    fraction_milli: int
+    reserve_mib: int  # its cap
+    reserved_mib: int  # what it holds on each of its devices now; 0: nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned(Effect):
+    """The lease is not suspended for others, nor for being idle, before `until_ms`; 0: it is not pinned (any more)."""
+
+    lease_id: str
+    until_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendAnnounced(Effect):
+    """An idle lease will be suspended at `at_ms` unless it runs something or is pinned before."""
+
+    lease_id: str
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookAgain(Effect):
+    """The lease is quarantined: find out the truth and answer with `TruthFound` when it is known."""
+
+    lease_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndProcesses(Effect):
+    """The time of a revoked lease is over: end its processes. Repeated while they live; the lease ends with them."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseEnded(Effect):
+    """The lease is over (released or expired): forget it."""
+
+    lease_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChanged(Effect):
+    """For the ledger and for listeners."""
+
+    lease_id: str
+    old: LeaseState | None
+    new: LeaseState
+    generation: int
+    device_id: str | None
+    saved_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded(Effect):
+    """A line of the lease's story."""
+
+    lease_id: str
+    at_ms: int
+    reason: str  # machine-readable, e.g. "suspend.idle", "suspend.needed-by", "wait.busy-neighbour"
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TicketsChanged(Effect):
+    """The queue of a pool changed (order, reasons or expected waits): waiting cells may want to redraw."""
+
+    pool: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt(Effect):
+    """Send `Tick` at this time; replaces the previous one. None: no tick needed."""
+
+    at_ms: int | None

@@ -1,0 +1,356 @@
+"""Everything that can happen, as data. `at_ms` is the time of the event; the arbiter has no other clock.
+
+Times never go back for the arbiter: an earlier `at_ms` than the last one counts as the last one.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    PoolSpec,
+)
+
+__all__ = [
+    "Attached",
+    "BusyChanged",
+    "Checkpointable",
+    "DeviceDrained",
+    "DeviceLost",
+    "DeviceSeen",
+    "DeviceUndrained",
+    "Event",
+    "HostMemorySeen",
+    "HostPressureSeen",
+    "LeaseMeasured",
+    "LeaseRecovered",
+    "LeaseReleased",
+    "LeaseRequested",
+    "LeftBehind",
+    "MoveRequested",
+    "PinRequested",
+    "PoolConfigured",
+    "ProcessExited",
+    "ResizeRequested",
+    "ResumeFinished",
+    "ResumeOutcome",
+    "SeatEnded",
+    "SeatRenewed",
+    "Shrunk",
+    "SuspendFinished",
+    "SuspendOutcome",
+    "SuspendRequested",
+    "Tick",
+    "TruthFound",
+    "UnpinRequested",
+    "Unwanted",
+    "Wanted",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSeen(Event):
+    """A device is there (also again after it was lost) and strangers hold `stranger_mib` of it."""
+
+    device: DeviceSpec
+    stranger_mib: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLost(Event):
+    """A device fell off the bus or answers nothing: it admits nobody until seen again."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceDrained(Event):
+    """An administrator empties a device: it admits nobody, and who is on it is suspended; with `evict_busy` busy leases too."""
+
+    device_id: str
+    evict_busy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUndrained(Event):
+    """The device takes part again."""
+
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfigured(Event):
+    """A pool's policy, new or changed."""
+
+    pool: PoolSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemorySeen(Event):
+    """Host memory that suspended state may take in all, MiB: what is saved already counts against it.
+
+    Where more is saved than that, leases are brought back early until it fits.
+    """
+
+    budget_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequested(Event):
+    """A new lease. Answered by `LeaseAdmitted` or `LeaseRefused`. `needs_reservation`: an ungated kernel wants its ticket now."""
+
+    spec: LeaseSpec
+    needs_reservation: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecovered(Event):
+    """A broker that starts tells what it found to be true of a lease of its ledger. Never refused: truth may over-commit a device."""
+
+    spec: LeaseSpec
+    state: LeaseState  # unattached, unarmed, resident, suspended or quarantined
+    generation: int
+    device_id: str | None = None
+    saved_mib: int = 0
+    busy: bool = False
+    device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; empty: only that one
+    pinned_until_ms: int = 0
+    sentence: str = ""  # for people, of a lease about which there is more to say than its state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached(Event):
+    """A live process stands behind the lease (unattached -> unarmed, or resident if it holds a reservation already).
+
+    A lease whose last kernel left processes behind stays as it is, and is the new kernel's.
+    """
+
+    lease_id: str
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessExited(Event):
+    """The kernel process is gone: whatever the lease held is free at once; the lease becomes unattached."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftBehind(Event):
+    """The kernel process is gone, but processes that it started still have device memory, on a device or saved on the host.
+
+    The lease keeps its reservation and counts as busy until `ProcessExited` or `LeaseReleased` says that they are gone, or `Attached`
+    that a new kernel process stands behind the lease. A saved one gets a ticket. `what`: the processes, for people. Sent again when
+    they change. A lease without a device or saved memory ignores it.
+    """
+
+    lease_id: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReleased(Event):
+    """The lease is over. A second release is ignored. `reason`: a word for its story and the counters."""
+
+    lease_id: str
+    reason: str = "released"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatEnded(Event):
+    """The seat that the lease draws on has ended, at `since_ms`: the lease is revoked. A second one is ignored.
+
+    A lease without a process ends at once. Any other is suspended as soon as possible, in the middle of a cell, too, has no ticket from
+    then on, and ends with its process. It is not resident again before `SeatRenewed`. `EndProcesses` follows `revoked_ttl_ms` of its
+    pool after `since_ms`.
+    """
+
+    lease_id: str
+    since_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatRenewed(Event):
+    """A revoked lease draws on this seat from now on: it is like any other lease again. Ignored for a lease that is not revoked."""
+
+    lease_id: str
+    seat: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted(Event):
+    """The kernel needs the GPU: files a ticket unless the lease is resident (then `Granted` again)."""
+
+    lease_id: str
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unwanted(Event):
+    """Nobody waits any more (interrupt, client gone): the ticket is withdrawn; a resume under way is finished all the same."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyChanged(Event):
+    """The set of busy messages became non-empty or empty."""
+
+    lease_id: str
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseMeasured(Event):
+    """Device memory that the lease's process tree uses now, MiB; `armed` = it has a CUDA context."""
+
+    lease_id: str
+    used_mib: int
+    armed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shrunk(Event):
+    """The answer to `Shrink`: what the lease's process tree uses without its caches, MiB; None: it could not give them back now."""
+
+    lease_id: str
+    generation: int
+    used_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointable(Event):
+    """Whether the lease's process can be checkpointed: a sentence why not, for as long as it lives, or nothing."""
+
+    lease_id: str
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPressureSeen(Event):
+    """Whether host memory is short where the saved state of this lease lies (its control group): it comes back early if it can."""
+
+    lease_id: str
+    pressed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendRequested(Event):
+    """`by` asked for this lease to be suspended now (it must be resident and idle). Answered by `Suspend` or `Declined`."""
+
+    lease_id: str
+    by: str = "its user"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRequested(Event):
+    """An administrator has an idle, resident lease go to another device of its pool, now: to this one, or to any (None).
+
+    Answered by `Suspend`, whose lease comes back on its target by itself, or by `Declined` about `move`. It ends a pin.
+    """
+
+    lease_id: str
+    device_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeRequested(Event):
+    """Another size for a lease that exists. Answered by `Resized`, at once or when there is room, or by `Declined`.
+
+    A resident lease that grows keeps what it has until there is room beside it; idle neighbours step aside for it. An idle one that
+    may move goes where there is room. A newer request replaces an older one that still waits.
+    """
+
+    lease_id: str
+    fraction_milli: int
+    reserve_mib: int
+    request_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinRequested(Event):
+    """Keep the lease resident for `duration_ms` from now. Answered by `Pinned` or `Declined`. Replaces the pin there was."""
+
+    lease_id: str
+    duration_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpinRequested(Event):
+    """`by` ends the pin; what is left of it goes back to its owner's budget."""
+
+    lease_id: str
+    by: str = "its user"
+
+
+class SuspendOutcome(StrEnum):
+    """What became of a suspend."""
+
+    SAVED = "saved"  # checkpointed: saved_mib in host memory
+    NOTHING_TO_SAVE = "nothing-to-save"  # no CUDA context: the reservation is given back, lease unarmed
+    ABORTED = "aborted"  # rolled back (became busy, gate did not close, lock timed out): resident
+    REFUSED = "refused"  # not now: resident, and not tried again for a while
+    IMPOSSIBLE = "impossible"  # cannot be checkpointed: resident, and not tried again while this process lives
+    UNKNOWN = "unknown"  # quarantine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendFinished(Event):
+    """The answer to `Suspend`. Stale (operation or generation differ) answers are ignored and recorded."""
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    outcome: SuspendOutcome
+    saved_mib: int = 0
+    need_mib: int = 0  # nothing was saved, because so much would have been: more than was reserved on the host
+    sentence: str = ""
+
+
+class ResumeOutcome(StrEnum):
+    """What became of a resume."""
+
+    RESTORED = "restored"  # resident
+    NOT_STARTED = "not-started"  # the device turned out not to have the room: still suspended, ticket kept
+    UNKNOWN = "unknown"  # quarantine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFinished(Event):
+    """The answer to `Resume`."""
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    outcome: ResumeOutcome
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruthFound(Event):
+    """The answer to `LookAgain`: what a quarantined lease really is (resident, suspended, unarmed, unattached).
+
+    Quarantined with a sentence: the driver says that it failed, and the search for another answer goes on.
+    """
+
+    lease_id: str
+    generation: int
+    state: LeaseState
+    device_id: str | None = None
+    saved_mib: int = 0
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(Event):
+    """Time passed; sent when the last `WakeAt` is due (early and extra ticks do no harm)."""

@@ -1,0 +1,1 @@
+"""Statistics learnt on line, in integers: swap times, cell times, their accuracy."""

@@ -1,0 +1,321 @@
+"""What is likely to happen next, learnt on line: how long swaps, cells and pauses take, and how far off the forecasts were.
+
+- Swaps: a line per kind and type of device (`swaptimes`), with a prior for devices never seen.
+- Cells, and the gaps between them: decayed histograms per lease, mixed with what all leases do (`rhythm`), which starts from published
+  traces of notebook use: cells of 2 min in the middle and 5 min at the 75th percentile, gaps of 1, 3, 8 and 41 min at the 25th to 90th.
+  What is left of a gap or cell is asked given how long it has lasted. A kernel that ends while it idles had no next cell: some gaps
+  never end, and the longer one lasts, the likelier it is such a one.
+- Waits: `waits` works one out from the queue and the devices; here it is corrected by how earlier ones turned out, so that four of
+  five waits lie between the bounds whatever that calculation leaves out.
+
+Every forecast is later compared with what happened: `errors` says how good they are. Memory is bounded: a lease costs a few
+kilobytes from its first cell until `forget`. Times are the arbiter's, in ms; nothing here has a clock. The same calls give the same
+answers on every machine, so the arbiter may decide by them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Self
+
+from fractional_gpu.core.forecasts.accuracy import Accuracy, ErrorView
+from fractional_gpu.core.forecasts.cell_times import (
+    DURATIONS,
+    Common,
+    Own,
+    rest_ms,
+)
+from fractional_gpu.core.forecasts.histograms import Histogram, shape, value_at
+from fractional_gpu.core.forecasts.snapshot import Learnt, Reader, sparse
+from fractional_gpu.core.forecasts.swap_times import (
+    ONE,
+    RATIOS,
+    SwapTimes,
+    ratio,
+)
+from fractional_gpu.core.model import Span
+
+__all__ = ["RESUME", "SUSPEND", "ErrorView", "Forecasts", "WaitSpan"]
+
+SUSPEND, RESUME = "suspend", "resume"
+_VERSION = 1
+_PRIOR_SWAPS = {SUSPEND: (300, 1_800), RESUME: (300, 4_000)}  # fixed ms, MiB a second
+_MOST_LINES = 64
+_CELLS = (
+    (2_000, 0),
+    (48_000, 250),
+    (120_000, 500),
+    (300_000, 750),
+    (690_000, 900),
+    (2_800_000, 990),
+    (7_200_000, 1000),
+)
+_GAPS = ((5_000, 0), (60_000, 250), (180_000, 500), (480_000, 750), (2_460_000, 900), (9_000_000, 960))
+_NEVER_MS = 1 << 40
+_WAIT_MEMORY = 32
+_EVEN_MS = 50  # added to both sides of a ratio of waits: nobody cares about less
+_WAITS = shape(RATIOS, ((64, 0), (300, 100), (ONE, 500), (2600, 900), (12_000, 1000)), 8 * 1024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitSpan(Span):
+    """The forecast of a wait, and what it was made from, so that the next ones can be corrected."""
+
+    kind: str  # what decides it: "swap" or "busy"
+    basis_ms: int  # what was worked out
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A lease's ways. At most one of the two times is set."""
+
+    began_ms: int | None = None  # of the cell that runs
+    ended_ms: int | None = None  # of the last cell
+    ends_ms: int = 0  # when the cell that runs is expected to end ...
+    known_until_ms: int = -1  # ... which is good enough until then
+    cells: Own | None = None
+    gaps: Own | None = None
+
+
+class Forecasts:
+    """See the module. The driver may keep `state()` and start the next arbiter from it."""
+
+    def __init__(self) -> None:
+        self._swaps: dict[tuple[str, str], SwapTimes] = {}
+        self.swaps_learnt = 0  # grows whenever `swap_ms` may return something else than before
+        self._cells, self._gaps = Common(_CELLS), Common(_GAPS)
+        self._leases: dict[str, _Lease] = {}
+        self._waits: dict[tuple[str, int], Histogram] = {}
+        self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
+        self._accuracy = {what: Accuracy(what) for what in ("wait", SUSPEND, RESUME, "cell")}
+
+    def errors(self) -> tuple[ErrorView, ...]:
+        """Return how far off each kind of forecast was lately."""
+        return tuple(accuracy.view() for accuracy in self._accuracy.values())
+
+    def state(self) -> Learnt:
+        """Return what was learnt as plain data (JSON can hold it): the cells and gaps under way are not in it."""
+        return {
+            "version": _VERSION,
+            "swaps": {
+                f"{kind} {name}": [
+                    list(chain(*line.swaps)),
+                    sparse(line.ratios.weights),
+                    [line.fixed_ms, line.ms_per_mib],
+                ]
+                for (kind, name), line in self._swaps.items()
+            },
+            "cells": sparse(self._cells.histogram.weights),
+            "gaps": sparse(self._gaps.histogram.weights),
+            "leases": {
+                lease_id: [sparse(own.histogram.weights if own else ()) for own in (lease.cells, lease.gaps)]
+                for lease_id, lease in self._leases.items()
+            },
+            "waits": {f"{kind} {length}": [sparse(one.weights)] for (kind, length), one in self._waits.items()},
+            "accuracy": {what: [one.count, one.recent] for what, one in self._accuracy.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: object) -> Self:
+        """Return forecasts that go on from what `state` returned. Raises ValueError that says what is wrong with anything else."""
+        forecasts = cls()
+        forecasts.take_state(Reader(state, _VERSION))
+        return forecasts
+
+    def take_state(self, read: Reader) -> None:
+        """Put what was learnt before in the place of what is known now. Raises ValueError; then nothing should be asked of it."""
+        for name, (swaps, ratios, line) in read.named("swaps", 3):
+            kind, _, device_name = name.partition(" ")
+            fixed_ms, mib_per_s = read.known(kind, _PRIOR_SWAPS)
+            fixed, slope = read.numbers(line, 2)
+            self._swaps[kind, device_name] = SwapTimes(
+                fixed_ms=fixed_ms,
+                mib_per_s=mib_per_s,
+                swaps=read.couples(swaps),
+                ratios=read.weights(ratios, RATIOS),
+                line=(fixed, slope),
+            )
+        self._cells = Common(_CELLS, weights=read.weights(read.part("cells"), DURATIONS))
+        self._gaps = Common(_GAPS, weights=read.weights(read.part("gaps"), DURATIONS))
+        for lease_id, (cells, gaps) in read.named("leases", 2):
+            self._leases[lease_id] = _Lease(
+                cells=Own(self._cells, weights=read.weights(cells, DURATIONS)),
+                gaps=Own(self._gaps, weights=read.weights(gaps, DURATIONS)),
+            )
+        for name, (ratios,) in read.named("waits", 1):
+            kind, _, length = name.partition(" ")
+            corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
+            self._waits[kind, read.whole(length)] = corrected
+            self._wait_totals[kind, read.whole(length)] = corrected.totals()
+        for what, (count, recent) in read.named("accuracy", 2):
+            read.known(what, self._accuracy)
+            self._accuracy[what] = Accuracy(what, count=read.whole(count), recent=read.wholes(recent))
+
+    # -- swaps --------------------------------------------------------------------------------------------------------
+
+    def swap_finished(self, kind: str, device_name: str, mib: int, took_ms: int) -> None:
+        """Learn from a `SUSPEND` or `RESUME` of so many MiB that was done; leave out those that failed or were rolled back."""
+        line = self._line(kind, device_name)
+        self.swaps_learnt += 1
+        self._accuracy[kind].compare(_span(line, mib), took_ms)
+        line.learn(mib, took_ms)
+        if (kind, device_name) not in self._swaps:
+            if len(self._swaps) >= _MOST_LINES:
+                del self._swaps[next(iter(self._swaps))]
+            self._swaps[kind, device_name] = line
+
+    def swap_ms(self, kind: str, device_name: str, mib: int) -> int:
+        """Return how long a swap of so many MiB is expected to take, ms. Costs next to nothing."""
+        return self.swaps_ms(kind, device_name)(mib)
+
+    def swaps_ms(self, kind: str, device_name: str) -> Callable[[int], int]:
+        """Return what says that of many such swaps; it holds until the next one has finished."""
+        return (self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind]).expected_ms
+
+    def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
+        """Return the same with its bounds."""
+        return _span(self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind], mib)
+
+    def _line(self, kind: str, device_name: str) -> SwapTimes:
+        return self._swaps.get((kind, device_name)) or _prior_line(kind)
+
+    # -- cells and gaps -------------------------------------------------------------------------------------------------
+
+    def cell_began(self, lease_id: str, at_ms: int) -> None:
+        """A lease's first message of a cell came, which ends the gap before it.
+
+        Called again before the cell's end (the lease was let in after a wait, or brought back after it was preempted), it only
+        sets the beginning anew: a wait is no part of a cell.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            lease = self._leases[lease_id] = _Lease()
+        if lease.ended_ms is not None:
+            lease.gaps = lease.gaps or Own(self._gaps)
+            lease.gaps.add(max(0, at_ms - lease.ended_ms))
+        lease.began_ms, lease.ended_ms, lease.known_until_ms = at_ms, None, -1
+
+    def cell_ended(self, lease_id: str, at_ms: int) -> None:
+        """The lease is idle again."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.began_ms is None:
+            return
+        lasted_ms = max(0, at_ms - lease.began_ms)
+        self._accuracy["cell"].compare(self._cell(lease, 0), lasted_ms)
+        lease.cells = lease.cells or Own(self._cells)
+        lease.cells.add(lasted_ms)
+        lease.began_ms, lease.ended_ms = None, at_ms
+
+    def gap_left_ms(self, lease_id: str, now_ms: int) -> int:
+        """Return the time until the lease's next cell that half of such gaps take, ms; 0 while one runs.
+
+        At most about 12 days, which also stands for never. Costs a few searches of a short list.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return rest_ms(self._gaps.totals, 0, 500)
+        if lease.ended_ms is None:
+            return 0
+        totals = self._gaps.totals if lease.gaps is None else lease.gaps.totals
+        return rest_ms(totals, max(0, now_ms - lease.ended_ms), 500)
+
+    def cell_left_ms(self, lease_id: str, now_ms: int) -> int:
+        """Return what is left of the lease's cell in half of such cells, ms; 0 if none runs.
+
+        Costs next to nothing: what was worked out holds for an eighth of the time that the cell has run, and a second at least.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.began_ms is None:
+            return 0
+        if now_ms >= lease.known_until_ms:
+            elapsed_ms = max(0, now_ms - lease.began_ms)
+            totals = self._cells.totals if lease.cells is None else lease.cells.totals
+            lease.ends_ms = now_ms + rest_ms(totals, elapsed_ms, 500)
+            lease.known_until_ms = now_ms + max(1_000, elapsed_ms >> 3)
+        return max(0, lease.ends_ms - now_ms)
+
+    def cell_left(self, lease_id: str, now_ms: int) -> Span:
+        """Return what is left of the lease's cell; 0 if none runs."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.began_ms is None:
+            return Span(expected_ms=0, low_ms=0, high_ms=0)
+        return self._cell(lease, max(0, now_ms - lease.began_ms))
+
+    def next_cell(self, lease_id: str) -> Span:
+        """Return how long a cell of the lease takes."""
+        return self._cell(self._leases.get(lease_id, _NOBODY), 0)
+
+    def next_cell_ms(self, lease_id: str) -> int:
+        """Return what half of the lease's cells are shorter than, ms."""
+        lease = self._leases.get(lease_id)
+        totals = self._cells.totals if lease is None or lease.cells is None else lease.cells.totals
+        return rest_ms(totals, 0, 500)
+
+    def forget(self, lease_id: str) -> None:
+        """The lease is over. If it idled, no next cell ever came."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is not None and lease.ended_ms is not None:
+            self._gaps.add(_NEVER_MS)
+
+    def _cell(self, lease: _Lease, elapsed_ms: int) -> Span:
+        totals = self._cells.totals if lease.cells is None else lease.cells.totals
+        low, middle, high = (rest_ms(totals, elapsed_ms, permille) for permille in (100, 500, 900))
+        return Span(expected_ms=middle, low_ms=low, high_ms=high)
+
+    # -- waits ------------------------------------------------------------------------------------------------------------
+
+    def wait_span(self, kind: str, basis_ms: int) -> WaitSpan:
+        """Return a wait that was worked out as `basis_ms`, corrected by how waits of the kind and about that length turned out."""
+        totals = self._wait_totals.get((kind, _octaves(basis_ms)), _WAIT_TOTALS)
+        low, middle, high = (
+            max(0, value_at(RATIOS, totals, totals[-1] * permille // 1000) * (basis_ms + _EVEN_MS) // ONE - _EVEN_MS)
+            for permille in (100, 500, 900)
+        )
+        return WaitSpan(expected_ms=middle, low_ms=low, high_ms=high, kind=kind, basis_ms=basis_ms)
+
+    def wait_ended(self, expected: Span, waited_ms: int) -> None:
+        """Learn from a wait that ended in what was waited for, and take the forecast's error down.
+
+        `waited_ms` counts from the moment of the forecast. Leave out waits that were given up: see `wait_given_up`.
+        """
+        self._accuracy["wait"].compare(expected, waited_ms)
+        self._correct(expected, waited_ms)
+
+    def wait_given_up(self, expected: Span, waited_ms: int) -> None:
+        """Learn from a wait that was given up after it had outlasted its forecast: it would have been longer still.
+
+        If only waits that end were learnt from, the forecasts of a pool in which some hardly ever end would stay short.
+        """
+        if waited_ms > expected.high_ms:
+            self._correct(expected, waited_ms)
+
+    def _correct(self, expected: Span, waited_ms: int) -> None:
+        if not isinstance(expected, WaitSpan):
+            return
+        key = (expected.kind, _octaves(expected.basis_ms))
+        if key not in self._waits:
+            self._waits[key] = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=_WAITS)
+        self._waits[key].add(ratio(waited_ms + _EVEN_MS, expected.basis_ms + _EVEN_MS))
+        self._wait_totals[key] = self._waits[key].totals()
+
+
+_NOBODY = _Lease()
+_WAIT_TOTALS = Histogram(RATIOS, memory=1, weights=_WAITS).totals()
+
+
+def _prior_line(kind: str) -> SwapTimes:
+    fixed_ms, mib_per_s = _PRIOR_SWAPS[kind]
+    return SwapTimes(fixed_ms=fixed_ms, mib_per_s=mib_per_s)
+
+
+_PRIOR_LINES = {kind: _prior_line(kind) for kind in _PRIOR_SWAPS}
+
+
+def _octaves(basis_ms: int) -> int:
+    """Return the class of a wait's length: each is four times as long as the one before, from a quarter of a second on."""
+    return min(15, (basis_ms >> 8).bit_length() + 1 >> 1)
+
+
+def _span(line: SwapTimes, mib: int) -> Span:
+    low_ms, high_ms = line.bounds_ms(mib)
+    return Span(expected_ms=line.expected_ms(mib), low_ms=low_ms, high_ms=high_ms)

@@ -1,0 +1,296 @@
+"""What happens to leases from outside: they are asked for, found, attached; they want the GPU, run, rest, and end."""
+
+from fractional_gpu.core.books.books import Lease
+from fractional_gpu.core.changes.changes import Changes
+from fractional_gpu.core.effects import LeaseAdmitted, LeaseRefused, LookAgain
+from fractional_gpu.core.events import LeaseRecovered, LeaseRequested, Shrunk
+from fractional_gpu.core.handlers.memory_caps import Caps
+from fractional_gpu.core.handlers.pins import Pins
+from fractional_gpu.core.handlers.resize import Resizing
+from fractional_gpu.core.handlers.starting import Starting
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.rules.admission import refusal
+from fractional_gpu.core.rules.suspendability import note
+from fractional_gpu.core.transitions import Cause, next_state
+from fractional_gpu.core.units import format_memory
+
+__all__ = ["FOUND", "SOMEWHERE", "Lifecycle"]
+
+FOUND = {
+    LeaseState.UNATTACHED: Cause.FOUND_UNATTACHED,
+    LeaseState.UNARMED: Cause.FOUND_UNARMED,
+    LeaseState.RESIDENT: Cause.FOUND_RESIDENT,
+    LeaseState.SUSPENDED: Cause.FOUND_SUSPENDED,
+    LeaseState.QUARANTINED: Cause.FOUND_UNKNOWN,
+}
+"""What a lease can be found as."""
+_FOUND_AS = {
+    LeaseState.UNATTACHED: "no process of this kernel",
+    LeaseState.UNARMED: "this kernel alive, with nothing on a GPU",
+    LeaseState.RESIDENT: "this kernel on its GPU",
+    LeaseState.SUSPENDED: "this kernel's memory saved on the host",
+    LeaseState.QUARANTINED: "this kernel in a state that it examines",
+}
+SOMEWHERE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
+"""Found on a device, or saved from one."""
+
+
+class Lifecycle:
+    """One method per event."""
+
+    def __init__(self, changes: Changes, caps: Caps, pins: Pins, resizing: Resizing, starting: Starting) -> None:
+        self._changes = changes
+        self._starting = starting
+        self._pins = pins
+        self._resizing = resizing
+        self._books = changes.books
+        self._caps = caps
+
+    def requested(self, event: LeaseRequested) -> None:
+        """Admit a lease or refuse it."""
+        spec, changes = event.spec, self._changes
+        refused = refusal(self._books, spec)
+        if refused is not None:
+            refusal_effect = LeaseRefused(lease_id=spec.lease_id, reason=refused.reason, sentence=refused.sentence)
+            changes.effects.append(refusal_effect)
+            return
+        lease = Lease(spec=spec, since_ms=changes.now_ms, last_active_ms=changes.now_ms)
+        changes.restart_expiry(lease)
+        self._books.add(lease)
+        changes.effects.append(LeaseAdmitted(lease_id=spec.lease_id))
+        changes.announce(lease, None, "lease.admitted", f"admitted with up to {format_memory(spec.reserve_mib)}")
+        if event.needs_reservation:
+            self._starting.ask(lease)
+
+    def recovered(self, event: LeaseRecovered) -> None:
+        """Take over what a new broker found. Raises ValueError for what cannot be found."""
+        if event.state not in FOUND:
+            allowed = ", ".join(sorted(FOUND))
+            raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; allowed: {allowed}")
+        if event.spec.lease_id in self._books.leases:
+            return
+        changes, state = self._changes, event.state
+        device_ids = event.device_ids or ((event.device_id,) if event.device_id is not None else ())
+        if state in SOMEWHERE and not device_ids:
+            state = LeaseState.QUARANTINED  # resident or saved, but where? that is no truth
+        lease = Lease(spec=event.spec, state=next_state(None, FOUND[state]), generation=event.generation)
+        lease.since_ms = lease.last_active_ms = changes.now_ms
+        lease.busy = event.busy and state is not LeaseState.UNATTACHED
+        self._books.add(lease)
+        self.settle_found(lease, state, device_ids, event.saved_mib)
+        self._pins.keep(lease, event.pinned_until_ms)
+        changes.announce(
+            lease,
+            None,
+            f"recovered.{state}",
+            event.sentence or f"a broker was started anew and found {_FOUND_AS[state]}",
+        )
+        if state is LeaseState.QUARANTINED:
+            changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
+
+    def settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
+        """Write down what a lease in this state holds, whether there is room for it or not. What it held for certain stays held."""
+        held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
+        keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
+        holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
+        if not holds:
+            lease.used_mib = 0
+        lease.home_ids = device_ids if keeps_saved else ()
+        self._books.save_on_host(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
+        self._books.hold(lease, device_ids, max(held_mib, lease.need_mib) if holds else 0)
+        lease.ran = lease.busy
+        note(self._books, lease)
+        if not keeps_saved:
+            lease.failed_resumes = lease.resume_after_ms = 0
+            lease.paused = False
+        lease.expires_ms = None
+        if state is LeaseState.UNATTACHED:
+            self._changes.restart_expiry(lease)
+
+    def attached(self, lease: Lease, *, gated: bool) -> None:
+        """A process stands behind the lease."""
+        if lease.left:
+            lease.left, lease.last_active_ms = "", self._changes.now_ms
+            self._changes.record(lease.lease_id, "attached", "a new kernel runs beside what the last one left behind")
+            if lease.state is LeaseState.RESIDENT:
+                self._books.set_gate(lease, closed=False)
+                self._changes.let_in(lease)
+            elif not gated:
+                self._changes.file_ticket(lease)
+            return
+        if lease.state is not LeaseState.UNATTACHED:
+            return
+        lease.expires_ms = None
+        self._books.parked.pop(lease.lease_id, None)
+        lease.last_active_ms = self._changes.now_ms
+        if lease.reserved:
+            self._changes.settle_in(lease)
+            self._changes.move(lease, Cause.ATTACHED_RESERVED, "attached", "the kernel runs, with its reservation")
+            self._changes.let_in(lease)
+            return
+        self._changes.move(lease, Cause.ATTACHED, "attached", "the kernel runs and has not used a GPU yet")
+        if not gated:  # nothing keeps it from using the GPU
+            self._changes.file_ticket(lease)
+
+    def left_behind(self, lease: Lease, what: str) -> None:
+        """The kernel process is gone, and processes of its tree still have device memory: what the lease holds stays held.
+
+        They use the device without a cell, so the lease counts as busy: it takes turns where the pool preempts. What is saved can be
+        wanted by no cell any more, so it gets a ticket.
+        """
+        changes = self._changes
+        if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
+            return
+        begins, lease.left = not lease.left, what
+        if begins:
+            if lease.pinned_until_ms:
+                self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
+            if lease.busy:
+                changes.foresight.ran(lease, busy=False)
+            if lease.next_cell is not None:  # it ended with its kernel
+                self._books.set_gate(lease, closed=True)
+            self._books.set_busy(lease, busy=True)
+            sentence = f"the kernel process ended; {what} still has device memory and keeps the lease's room"
+            changes.record(lease.lease_id, "left-behind", sentence)
+            if lease.asked_to_suspend:
+                changes.decline_suspend(lease, "busy", sentence)
+        if lease.state in (LeaseState.SUSPENDED, LeaseState.RESUMING):  # a resume may fail to start
+            changes.file_ticket(lease, preempted=True)
+        changes.requeued.update(self._books.queue.lines)  # those who wait for its room are told of it
+
+    def exited(self, lease: Lease) -> None:
+        """The process is gone."""
+        if lease.state is LeaseState.UNATTACHED:
+            return
+        if lease.pinned_until_ms:
+            self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
+        if lease.busy and not lease.left:
+            self._changes.foresight.ran(lease, busy=False)
+        if lease.revoked:  # no server is there to start another kernel for it
+            self._changes.end(lease, Cause.RELEASED, "seat-ended")
+            return
+        self._changes.empty(lease)
+        self._changes.restart_expiry(lease)
+        self._changes.move(lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free")
+
+    def released(self, lease: Lease, reason: str) -> None:
+        """The lease is over."""
+        if lease.pinned_until_ms:
+            self._pins.give_back(lease)
+        self._changes.end(lease, Cause.RELEASED, reason)
+
+    def wanted(self, lease: Lease, *, urgent: bool) -> bool:
+        """The kernel needs the GPU. Returns whether that matters to anybody."""
+        if lease.revoked:
+            return False
+        if lease.state is LeaseState.RESIDENT:
+            asked = lease.asked_to_suspend
+            lease.last_active_ms = self._changes.now_ms
+            self._books.requeue(lease)
+            if lease.asked_to_suspend:
+                self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
+            if lease.yields and not urgent:
+                self._changes.wait_at_gate(lease)
+                return True
+            if lease.yields:
+                self._books.set_gate(lease, closed=False)
+            self._changes.let_in(lease)
+            return asked
+        if lease.state is LeaseState.UNATTACHED and lease.reserved:
+            self._changes.let_in(lease)
+            return False
+        if lease.state is LeaseState.UNATTACHED and (not lease.spec.gated or lease.lease_id in self._books.parked):
+            self._starting.ask(lease, urgent=urgent)
+        else:
+            self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
+        return not self._changes.told_in_vain(lease)
+
+    def unwanted(self, lease: Lease) -> bool:
+        """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow.
+
+        What a kernel left behind was never wanted by anybody, and comes back all the same.
+        """
+        ticket = lease.ticket
+        self._books.parked.pop(lease.lease_id, None)
+        if lease.next_cell is not None:
+            self._books.set_gate(lease, closed=True)
+            return True
+        if ticket is None or (ticket.preempted and lease.busy) or (lease.left and ticket.grow is None):
+            return False
+        if ticket.grow is not None:
+            ticket.then = ticket.then if lease.target_ids else None
+            return False
+        left_out = lease.bucket is not None and ticket.passes != self._books.passes and not ticket.kept_on
+        left_out = left_out and not ticket.urgent
+        self._changes.foresight.gave_up(lease)
+        self._changes.withdraw(lease)
+        return not left_out  # nothing was kept for it, nor promised to it, and it decided about nobody's turn
+
+    def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
+        """It began or ended to run something. Returns whether that matters to anybody."""
+        if busy == lease.busy or lease.state is LeaseState.UNATTACHED or lease.left:
+            return False
+        lease.last_active_ms = self._changes.now_ms
+        self._books.set_busy(lease, busy=busy)
+        self._changes.foresight.ran(lease, busy=busy)
+        counted = lease.asked_to_suspend or lease.lease_id in self._books.counted_on
+        if busy and not counted and not self._books.is_fair(lease) and not lease.yields:
+            return False  # whoever works gives nothing away; an alarm for it comes in vain
+        return lease.state is LeaseState.RESIDENT
+
+    def measured(self, lease: Lease, used_mib: int) -> bool:
+        """Its use of device memory was measured. Returns whether that matters to anybody."""
+        if lease.state not in (LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDING):
+            return False
+        need_mib, stayed, used = lease.host_need_mib, lease.staying, lease.used_mib
+        before_mib = lease.used_each_mib
+        lease.used_mib, lease.cost_until_ms = used_mib, 0
+        if lease.working:  # its residency and its cost depend on what it uses
+            self._books.touch(lease)
+        was_measured = lease.state is LeaseState.RESIDENT and before_mib > 0
+        lease.ahead_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
+        breaches = self._caps.measured(lease)
+        matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
+        matters |= self._resizing.measured(lease)
+        if (
+            used_mib != used and lease.busy and self._books.waiting
+        ):  # what swapping it takes decides from when on it may be preempted
+            matters = True
+        if matters:
+            self._books.requeue(lease)
+        return matters
+
+    def shrunk(self, lease: Lease, event: Shrunk) -> bool:
+        """It gave its caches back, or could not. Returns whether that matters to a ticket or a suspend."""
+        if not lease.shrinking or lease.generation != event.generation or lease.state is not LeaseState.RESIDENT:
+            return False
+        lease.shrinking, lease.shrunk = False, event.used_mib is not None
+        if event.used_mib is not None:
+            self.measured(lease, max(0, event.used_mib))
+            self._books.renew(lease)
+        return True
+
+    def suspend_asked(self, lease: Lease, by: str) -> None:
+        """Its user or an administrator, `by`, asks for its suspend."""
+        if lease.state is not LeaseState.RESIDENT:
+            sentence = f"the kernel is {lease.state}: only a resident one can be suspended"
+            self._changes.decline_suspend(lease, "not-resident", sentence)
+        elif lease.left:
+            sentence = (
+                f"its kernel has ended, and {lease.left} may be at work on the device: end it, or let it take its turns"
+            )
+            self._changes.decline_suspend(lease, "busy", sentence)
+        elif lease.busy:
+            self._changes.decline_suspend(
+                lease, "busy", "a cell is running: interrupt it, or try again when it has ended"
+            )
+        else:
+            lease.asked_by = by
+            self._books.mark_asked(lease, asked=True)  # served at once, or declined with the reason
+
+    def checkpointable(self, lease: Lease, why_not: str) -> None:
+        """Its process can, or cannot, be checkpointed. One that can again is not left alone any longer for the suspends that failed."""
+        if lease.why_not and not why_not:
+            lease.retry_ms = lease.aborted_suspends = 0
+        lease.why_not = why_not
+        note(self._books, lease)

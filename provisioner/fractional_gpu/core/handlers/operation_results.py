@@ -1,0 +1,194 @@
+"""What became of operations: suspends, resumes, and looks at leases of which nobody knew what they are."""
+
+from fractional_gpu.core.books.books import Lease, Operation
+from fractional_gpu.core.books.records import Wait
+from fractional_gpu.core.changes.changes import Changes
+from fractional_gpu.core.effects import LookAgain
+from fractional_gpu.core.events import (
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    TruthFound,
+)
+from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
+from fractional_gpu.core.handlers.lifecycle import FOUND, SOMEWHERE, Lifecycle
+from fractional_gpu.core.handlers.resize import Resizing
+from fractional_gpu.core.model import FAILED, LeaseState
+from fractional_gpu.core.rules.suspendability import note
+from fractional_gpu.core.transitions import Cause
+
+__all__ = ["Answers"]
+
+_FIRST_RETRY_MS = 1000  # after a resume that could not start; doubled each time, up to the pool's `retry_refused_ms`
+
+
+class Answers:
+    """One method per kind of answer."""
+
+    def __init__(self, changes: Changes, lifecycle: Lifecycle, resizing: Resizing) -> None:
+        self._resizing = resizing
+        self._changes = changes
+        self._books = changes.books
+        self._lifecycle = lifecycle
+
+    def suspended(self, event: SuspendFinished) -> None:
+        """Take the outcome of a suspend in."""
+        changes, books = self._changes, self._books
+        lease = changes.answered(event.operation_id, Operation(event.lease_id, "suspend", event.generation))
+        if lease is None:
+            return
+        sentence = event.sentence or f"the suspend ended: {event.outcome}"
+        match event.outcome:
+            case SuspendOutcome.SAVED:
+                changes.foresight.swapped(SUSPEND, lease, event.saved_mib)
+                lease.used_mib = lease.aborted_suspends = lease.retry_ms = 0
+                books.save_on_host(lease, saved_mib=max(0, event.saved_mib))
+                books.hold(lease, lease.device_ids)
+                came_back = self._come_back(lease)
+                changes.move(lease, Cause.SAVED, "suspended", sentence)
+                self._tell(lease, came_back)
+            case SuspendOutcome.NOTHING_TO_SAVE:
+                lease.used_mib, lease.home_ids = 0, ()
+                lease.aborted_suspends = lease.retry_ms = 0
+                books.save_on_host(lease)
+                books.hold(lease, lease.device_ids)
+                books.set_target(lease, ())
+                came_back = self._come_back(lease)
+                changes.move(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
+                self._tell(lease, came_back)
+            case SuspendOutcome.UNKNOWN:
+                changes.quarantine(lease, sentence)
+            case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
+                if event.need_mib > lease.host_mib:
+                    lease.host_floor_mib = event.need_mib
+                self._rolled_back(lease, event.outcome, sentence)
+
+    def _come_back(self, lease: Lease) -> tuple[bool, bool]:
+        """A busy kernel that had to make room waits for its turn, and one that waited to grow has its new size: return which is so."""
+        changes, claim = self._changes, lease.ticket.grow if lease.ticket is not None else None
+        if lease.ticket is not None and claim is not None:  # it is on no device now: nothing keeps it from growing
+            then, kept_on = lease.ticket.then, lease.ticket.kept_on
+            self._books.dequeue(lease)
+            if self._resizing.may_be(lease, claim):
+                self._books.resize(lease, claim)
+            else:
+                claim = None
+            if then is not None:
+                ticket = changes.new_ticket(first=True) if lease.target_ids else then
+                ticket.kept_on = kept_on
+                self._books.enqueue(lease, ticket)
+        files = (lease.preempted or bool(lease.left)) and lease.busy and lease.ticket is None
+        if files:
+            changes.file_ticket(lease, preempted=True)
+        lease.preempted = False
+        return files, claim is not None
+
+    def _tell(self, lease: Lease, came_back: tuple[bool, bool]) -> None:
+        files, grew = came_back
+        if grew:
+            self._changes.tell_size(lease, "resize.done", "its new size is there from its next resume on")
+        if files:
+            why = "its cell had to make room and goes on when it is this kernel's turn again"
+            self._changes.explain(lease, Wait("wait.preempted", why))
+
+    def _rolled_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
+        changes = self._changes
+        if outcome is SuspendOutcome.IMPOSSIBLE:
+            lease.why_not = sentence
+            note(self._books, lease)
+        self._books.save_on_host(lease)
+        self._books.set_target(lease, ())
+        lease.home_ids, lease.preempted = (), False
+        lease.retry_ms = changes.now_ms + self._pause_ms(lease, outcome)
+        self._stays(lease)
+        changes.move(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
+        changes.let_in(lease)
+        self._resizing.ask_rest(lease)
+
+    def _stays(self, lease: Lease) -> None:
+        """The lease is on its device still, or again: whatever it waited for is there, but for room to grow."""
+        ticket = lease.ticket
+        if ticket is not None and ticket.grow is not None:
+            ticket.then, ticket.kept_on = None, ()
+        else:
+            self._changes.withdraw(lease)
+
+    def _pause_ms(self, lease: Lease, outcome: SuspendOutcome) -> int:
+        """How long the lease is left alone: what cannot be saved for long, what was only at a bad moment for a moment, then longer."""
+        longest_ms = self._books.policy(lease).retry_refused_ms
+        if outcome is not SuspendOutcome.ABORTED:
+            return longest_ms
+        lease.aborted_suspends += 1
+        return min(_FIRST_RETRY_MS << min(lease.aborted_suspends - 1, 16), longest_ms)
+
+    def resumed(self, event: ResumeFinished) -> None:
+        """Take the outcome of a resume in."""
+        changes, books = self._changes, self._books
+        lease = changes.answered(event.operation_id, Operation(event.lease_id, "resume", event.generation))
+        if lease is None:
+            return
+        sentence = event.sentence or f"the resume ended: {event.outcome}"
+        match event.outcome:
+            case ResumeOutcome.RESTORED:
+                changes.foresight.swapped(RESUME, lease, lease.saved_mib)
+                changes.foresight.served(lease)
+                lease.used_mib, lease.ahead_mib = lease.saved_mib, 0  # until it is measured again
+                books.save_on_host(lease)
+                changes.withdraw(lease)
+                changes.settle_in(lease)
+                lease.failed_resumes = lease.resume_after_ms = 0
+                lease.paused = False
+                books.set_target(lease, ())
+                changes.move(lease, Cause.RESTORED, "resumed", sentence)
+                changes.let_in(lease)
+                self._resizing.ask_rest(lease)
+            case ResumeOutcome.NOT_STARTED:
+                books.hold(lease, lease.home_ids)
+                books.set_target(lease, ())
+                retry_ms = min(_FIRST_RETRY_MS << min(lease.failed_resumes, 16), books.policy(lease).retry_refused_ms)
+                lease.failed_resumes += 1
+                changes.pause(lease, changes.now_ms + max(1, retry_ms))
+                changes.move(lease, Cause.NOT_STARTED, "resume.not-started", sentence)
+            case ResumeOutcome.UNKNOWN:
+                changes.quarantine(lease, sentence)
+
+    def truth_found(self, lease: Lease, event: TruthFound) -> None:
+        """Take in what a quarantined lease really is."""
+        changes = self._changes
+        if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
+            changes.record(lease.lease_id, "answer.stale", f"it was found {event.state}, which nobody asks any more")
+            return
+        if event.state is LeaseState.QUARANTINED and event.sentence:
+            lease.reason, lease.sentence = FAILED, event.sentence
+            changes.record(lease.lease_id, FAILED, event.sentence)
+            changes.requeued.add(lease.spec.pool)  # a cell that waits hears of it
+            return
+        device_ids = lease.device_ids
+        if event.device_id is not None and event.device_id not in device_ids:
+            device_ids = (event.device_id,)
+        if event.state is LeaseState.SUSPENDED:
+            device_ids = (
+                lease.home_ids or device_ids
+            )  # a resume that failed leaves what was saved where it was saved from
+        unknown = event.state not in FOUND or event.state is LeaseState.QUARANTINED
+        if unknown or (event.state in SOMEWHERE and not device_ids):
+            changes.record(lease.lease_id, "truth.impossible", f"it was found {event.state}, which cannot be all")
+            changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
+            return
+        if event.state is LeaseState.UNATTACHED:
+            self._lifecycle.exited(lease)
+            return
+        saved_mib = event.saved_mib or lease.saved_mib or lease.host_mib
+        self._lifecycle.settle_found(lease, event.state, device_ids, saved_mib)
+        sentence = f"the driver says that the kernel is {event.state}"
+        if event.state is LeaseState.RESIDENT:
+            self._stays(lease)
+            changes.settle_in(lease)
+        came_back = (False, False) if event.state is LeaseState.RESIDENT else self._come_back(lease)
+        lease.preempted = False
+        changes.move(lease, FOUND[event.state], f"found.{event.state}", sentence)
+        self._tell(lease, came_back)
+        if event.state is LeaseState.RESIDENT:
+            changes.let_in(lease)
+            self._resizing.ask_rest(lease)

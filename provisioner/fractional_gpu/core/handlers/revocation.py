@@ -1,0 +1,97 @@
+"""Leases whose seat has ended: the server that they were given to is gone, and their kernels are not.
+
+- A revoked lease counts for its owner as before. The pool promises it nothing, it has no ticket and no pin, and it keeps its size.
+- While it is on a device it is suspended as soon as possible, in the middle of a cell, too. It does not become resident again before
+  it draws on another seat. One that cannot be suspended (its process, its device, host memory) stays until it can.
+- It ends with its process. When `revoked_ttl_ms` of its pool are over, its processes are ended; that is repeated while they live.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+from fractional_gpu.core.books.books import Lease
+from fractional_gpu.core.books.records import Wait
+from fractional_gpu.core.changes.changes import Changes
+from fractional_gpu.core.effects import EndProcesses
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.rules.eligibility import is_lost
+from fractional_gpu.core.transitions import Cause
+from fractional_gpu.core.units import format_duration
+
+__all__ = ["REVOKED", "Revoked"]
+
+REVOKED: Final = Wait(
+    "seat-ended",
+    "the seat of this kernel has ended: it uses no GPU before its user's server is started again with as large a share of the same pool",
+)
+"""Why a request about a revoked lease is declined."""
+_AGAIN_MS: Final = 60_000
+
+
+class Revoked:
+    """Revokes leases, and takes them off their devices. `hint_ms`: when time alone lets another one leave."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self.hint_ms: int | None = None
+
+    def begin(self, lease: Lease, since_ms: int) -> None:
+        """The lease's seat has ended. It must not be pinned any more."""
+        changes, books = self._changes, self._books
+        if lease.revoked:
+            return
+        if lease.state is LeaseState.UNATTACHED:
+            changes.end(lease, Cause.RELEASED, "seat-ended")
+            return
+        if lease.next_cell is not None:
+            books.set_gate(lease, closed=True)
+        if lease.ticket is not None and lease.ticket.grow is None:
+            changes.foresight.gave_up(lease)
+        changes.withdraw(lease)
+        ends_ms = min(since_ms, changes.now_ms) + books.policy(lease).revoked_ttl_ms
+        books.revoke(lease, ends_ms)
+        left = format_duration(max(0, ends_ms - changes.now_ms))
+        changes.record(
+            lease.lease_id,
+            "seat-ended",
+            f"the seat of its server has ended: it is suspended, and its processes are ended in {left} unless its user's server is "
+            "started again",
+        )
+
+    def end(self, lease: Lease, seat: str) -> None:
+        """The lease draws on another seat. A kernel whose cell was preempted waits for its turn again."""
+        changes = self._changes
+        if not lease.revoked:
+            return
+        self._books.reinstate(lease, replace(lease.spec, seat=seat))
+        changes.record(lease.lease_id, "seat-renewed", "the next seat of its user's server has taken it over")
+        changes.requeued.add(lease.spec.pool)
+        if lease.state is LeaseState.SUSPENDED and (lease.busy or lease.left):
+            changes.file_ticket(lease, preempted=True)
+
+    def serve(self) -> None:
+        """Begin the suspends that can begin now."""
+        self.hint_ms = None
+        for lease in list(self._books.revoked.values()):
+            if not self._changes.channel_free:
+                return
+            if lease.state is not LeaseState.RESIDENT or lease.staying or is_lost(self._books, lease):
+                continue
+            if lease.retry_ms > self._changes.now_ms:
+                self.hint_ms = lease.retry_ms if self.hint_ms is None else min(self.hint_ms, lease.retry_ms)
+            elif lease.host_need_mib <= self._books.host_left_mib:
+                self._changes.begin_suspend(lease, "suspend.seat-ended", "the seat of its server has ended")
+            else:
+                self._changes.ask_to_shrink(lease)
+
+    def due(self, lease: Lease) -> None:
+        """Have the processes ended of a lease whose time is over."""
+        now_ms = self._changes.now_ms
+        if lease.ends_ms is None or lease.ends_ms > now_ms:
+            return
+        lease.ends_ms = now_ms + _AGAIN_MS
+        self._books.touch(lease)
+        sentence = "its seat ended, and no other one has taken it over in the time that its pool allows: its processes are ended"
+        self._changes.record(lease.lease_id, "seat-ended.over", sentence)
+        self._changes.effects.append(EndProcesses(lease_id=lease.lease_id))

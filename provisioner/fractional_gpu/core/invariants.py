@@ -1,0 +1,285 @@
+"""What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
+
+from fractional_gpu.core.books.accounts import guaranteed_mib
+from fractional_gpu.core.books.books import (
+    Books,
+    Device,
+    Lease,
+    Operation,
+)
+from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy
+from fractional_gpu.core.rules.eligibility import candidates
+from fractional_gpu.core.rules.victim_cost import device_preemptible_from_ms, device_willing_from_ms
+
+__all__ = ["InvariantError", "check_devices", "validate"]
+
+
+class InvariantError(AssertionError):
+    """The books are wrong: a bug in the arbiter. The message lists everything that is broken."""
+
+
+_BESIDE_HOLDING = frozenset({LeaseState.UNATTACHED})  # may hold a reservation before its start
+_IN_OPERATION = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING})
+_QUEUEING = frozenset(
+    {
+        LeaseState.UNATTACHED,
+        LeaseState.UNARMED,
+        LeaseState.SUSPENDING,
+        LeaseState.SUSPENDED,
+        LeaseState.RESUMING,
+        LeaseState.QUARANTINED,
+    }
+)
+
+
+def check_devices(books: Books, device_ids: set[str]) -> None:
+    """Law 1, cheaply, for the devices an event granted room on. Raises InvariantError."""
+    for device_id in device_ids:
+        device = books.devices[device_id]
+        if device.free_mib < 0:
+            raise InvariantError(f"device {device_id} was given away beyond its memory: {device}")
+
+
+def validate(books: Books, operations: dict[int, Operation]) -> None:
+    """Check the whole state. Raises InvariantError."""
+    broken = [
+        *_totals(books),
+        *_leases(books),
+        *_gates(books),
+        *_left_behind(books),
+        *_revoked(books),
+        *_queue(books),
+        *_moves(books),
+        *_operations(books, operations),
+    ]
+    broken += [*_kept_ready(books), *(line for device in books.devices.values() for line in _ranks(books, device))]
+    if broken:
+        raise InvariantError("; ".join(broken))
+
+
+def _totals(books: Books) -> list[str]:
+    broken = []
+    for device_id, device in books.devices.items():
+        total = sum(lease.held_mib for lease in books.leases.values() if device_id in lease.device_ids)
+        left_mib = device.spec.leasable_mib - total - device.stranger_mib
+        left_mib = min(0, left_mib) if device.lost or (device.whole and total) else left_mib
+        if left_mib != device.free_mib:
+            broken.append(f"device {device_id}: {device.free_mib} MiB are said to be free, {left_mib} MiB are")
+        if total != device.reserved_mib:
+            broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")
+    saved = sum(lease.saved_mib for lease in books.leases.values())
+    reserved = sum(lease.host_mib for lease in books.leases.values())
+    if (saved, reserved) != (books.host_saved_mib, books.host_reserved_mib):
+        broken.append(
+            f"host: running totals {books.host_saved_mib}, {books.host_reserved_mib} MiB, sums {saved}, {reserved} MiB"
+        )
+    for state, members in books.by_state.items():
+        if any(lease.state is not state for lease in members.values()):
+            broken.append(f"the index of {state} leases is wrong")
+    if sum(map(len, books.by_state.values())) != len(books.leases):
+        broken.append("the indexes by state do not add up")
+    return broken
+
+
+def _leases(books: Books) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        name = f"lease {lease.lease_id} ({lease.state})"
+        if lease.reserved and lease.state not in HOLDING | _BESIDE_HOLDING:
+            broken.append(f"{name} holds a reservation")
+        if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.reserved:
+            broken.append(f"{name} has no reservation")
+        # In an operation it holds what was reserved when that began, also if its pool has another policy by now.
+        least_mib = lease.saved_each_mib if lease.state in _IN_OPERATION else _least_mib(books, lease)
+        settled = lease.state is not LeaseState.QUARANTINED and not lease.grows
+        if lease.reserved and lease.held_mib < least_mib and settled:
+            broken.append(f"{name} holds {lease.held_mib} MiB and needs {lease.need_mib} MiB")
+        if lease.host_mib and lease.state not in (LeaseState.SUSPENDING, LeaseState.QUARANTINED):
+            broken.append(f"{name} has {lease.host_mib} MiB of host memory reserved")
+        if lease.asked_to_suspend and lease.state is not LeaseState.RESIDENT:
+            broken.append(f"{name} is still to be suspended")
+        if (lease.expires_ms is not None) != (lease.state is LeaseState.UNATTACHED):
+            broken.append(f"{name} expires at {lease.expires_ms}")
+        if lease.saved_mib and lease.state not in (LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED):
+            broken.append(f"{name} has {lease.saved_mib} MiB saved")
+        if lease.state is LeaseState.ENDED:
+            broken.append(f"{name} is kept")
+    return broken
+
+
+def _gates(books: Books) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        name = f"lease {lease.lease_id} ({lease.state})"
+        if lease.yields != (lease.lease_id in books.yielding) or (
+            lease.yields and lease.state is not LeaseState.RESIDENT
+        ):
+            broken.append(f"{name}: its gate is {'closed' if lease.yields else 'open'}, the index says otherwise")
+        if lease.next_cell is not None and not lease.yields:
+            broken.append(f"{name}: its next cell waits at an open gate")
+    return broken
+
+
+def _left_behind(books: Books) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        name = f"lease {lease.lease_id} ({lease.state})"
+        if lease.left and (lease.state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms):
+            broken.append(f"{name} is at rest or pinned, though its kernel left {lease.left} behind")
+        if lease.left and lease.state is LeaseState.SUSPENDED and lease.ticket is None and not lease.revoked:
+            broken.append(f"{name} is saved and waits for nothing, though no cell can ask for what {lease.left} has")
+    return broken
+
+
+def _revoked(books: Books) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        name = f"lease {lease.lease_id} ({lease.state})"
+        if not (lease.revoked == (lease.ends_ms is not None) == (lease.lease_id in books.revoked)):
+            broken.append(f"{name}: the index of revoked leases says otherwise, or its end at {lease.ends_ms} does")
+        if not lease.revoked:
+            continue
+        if lease.ticket is not None or lease.next_cell is not None or lease.pinned_until_ms or lease.target_ids:
+            broken.append(f"{name} has no seat, and waits for a device, is pinned to one or on its way to one")
+        if lease.state is LeaseState.UNATTACHED:
+            broken.append(f"{name} has neither a seat nor a process")
+    promised: dict[str, int] = {}
+    for lease in books.leases.values():
+        if not lease.revoked:
+            promised[lease.spec.pool] = promised.get(lease.spec.pool, 0) + guaranteed_mib(lease.spec)
+    if {pool: mib for pool, mib in promised.items() if mib} != books.accounts.promised_mib:
+        broken.append(f"{promised} MiB are promised, not {books.accounts.promised_mib}")
+    return broken
+
+
+def _least_mib(books: Books, lease: Lease) -> int:
+    """What a lease holds at least on each of its devices: its cap, or what it is guaranteed."""
+    spec = lease.spec
+    if books.policy(lease).reserve_by is ReserveBy.CAP or spec.request_mib is None:
+        return spec.reserve_mib
+    return min(spec.request_mib, spec.reserve_mib)
+
+
+def _queue(books: Books) -> list[str]:
+    broken = []
+    line = books.line()
+    if {lease.lease_id for lease in line} != {lease.lease_id for lease in books.leases.values() if lease.ticket}:
+        broken.append("the queue does not agree with the leases about who has a ticket")
+    if len(line) != books.waiting:
+        broken.append(f"{len(line)} leases wait, {books.waiting} were counted")
+    broken += [
+        f"lease {lease.lease_id} ({lease.state}) waits for what it has" for lease in line if not _may_wait(lease)
+    ]
+    broken += [
+        f"lease {lease.lease_id} ({lease.state}) is parked and does not wait for the start of others"
+        for lease in books.parked.values()
+        if lease.state is not LeaseState.UNATTACHED or lease.reserved or lease.ticket is not None
+    ]
+    for pool in books.lines:
+        places = [books.queue.place(lease) for lease in books.queue.line(pool)]
+        if places != list(range(1, len(places) + 1)):
+            broken.append(f"the queue of pool {pool} is out of order")
+    return broken
+
+
+def _operations(books: Books, operations: dict[int, Operation]) -> list[str]:
+    broken = []
+    for lease in books.leases.values():
+        under_way = lease.operation_id is not None
+        if under_way != (lease.state in _IN_OPERATION):
+            broken.append(f"lease {lease.lease_id} is {lease.state} with operation {lease.operation_id}")
+        operation = operations.get(lease.operation_id or 0)
+        if under_way and (operation is None or operation.lease_id != lease.lease_id):
+            broken.append(f"lease {lease.lease_id}: operation {lease.operation_id} holds no swap channel")
+    return broken
+
+
+def _moves(books: Books) -> list[str]:
+    broken = []
+    on_the_way = (LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING)
+    for lease in books.leases.values():
+        if bool(lease.target_ids) != (lease.lease_id in books.moving):
+            broken.append(f"lease {lease.lease_id}: the index of moves does not agree with {lease.target_ids}")
+        if lease.target_ids and (lease.state not in on_the_way or lease.ticket is None):
+            broken.append(
+                f"lease {lease.lease_id} ({lease.state}) is on its way to {lease.target_ids} and waits for nothing"
+            )
+    return broken
+
+
+def _kept_ready(books: Books) -> list[str]:
+    """What is worked out once and kept says the same as if it were worked out now."""
+    broken = []
+    for bucket in books.queue.buckets.values():
+        for lease in bucket.members if bucket.devices is not None else ():
+            now = candidates(books, books.policy(lease), lease)
+            if now != bucket.devices:
+                broken.append(f"lease {lease.lease_id} may go to {now}, its bucket says {bucket.devices}")
+    broken += _buckets(books)
+    lowest: dict[str, int] = {}
+    for lease in books.leases.values():
+        lowest[lease.spec.pool] = min(lease.spec.priority, lowest.get(lease.spec.pool, lease.spec.priority))
+    if lowest != books.accounts.lowest_priority:
+        broken.append(f"the lowest priorities are {lowest}, not {books.accounts.lowest_priority}")
+    return broken
+
+
+def _buckets(books: Books) -> list[str]:
+    """What buckets keep of their tickets and of their owners' accounts, and where each of them is found."""
+    queue, broken = books.queue, []
+    found = {**queue.special}
+    for shape in queue.shapes.values():
+        found |= shape.buckets
+        if any(bucket.shape is not shape for bucket in shape.buckets.values()):
+            broken.append("a bucket is kept with a shape that is not its own")
+        heads = [bucket.members[0] for bucket in shape.buckets.values() if shape.devices is not None]
+        lost = [head for head in heads if candidates(books, books.policy(head), head) != shape.devices]
+        broken += [f"lease {head.lease_id} may not go where its shape says: {shape.devices}" for head in lost]
+    if sorted(found) != sorted(bucket.number for bucket in queue.buckets.values()):
+        broken.append("buckets without a shape, and those of all shapes, are not all buckets")
+    for bucket in queue.buckets.values():
+        head, orders = bucket.members[0], [one.ticket.order for one in bucket.members if one.ticket is not None]
+        if bucket.first not in (None, min(orders)):
+            broken.append(f"the oldest ticket beside {head.lease_id} is {min(orders)}, {bucket.first} was kept")
+        account = books.accounts.of(head)
+        if bucket.turn is not None and not account.rate and bucket.turn_as_of == account.changes:
+            now = (*books.share(head), orders[0])
+            if bucket.turn[-3:] != now or bucket.account is not account:
+                broken.append(f"lease {head.lease_id} has its turn by {now}, {bucket.turn} was kept")
+    return broken
+
+
+def _ranks(books: Books, device: Device) -> list[str]:
+    ranks, broken = device.ranks, []
+    if ranks is None:
+        return []
+    ranked = {lease_id for *_, lease_id, _ in ranks.ranked}
+    is_current = ranks.swaps_learnt == books.forecasts.swaps_learnt
+    for lease_id, lease in device.holders.items():
+        if lease_id in ranks.stale:
+            continue
+        from_ms = device_willing_from_ms(books, device, lease)
+        kept_ms = 0 if lease_id in ranked else ranks.later[lease_id][0] if lease_id in ranks.later else None
+        if kept_ms != from_ms and (kept_ms is None or from_ms is None or max(kept_ms, from_ms) > books.now_ms):
+            broken.append(f"lease {lease_id} may be suspended from {from_ms}, it was ranked for {kept_ms}")
+        at_work_ms = device_preemptible_from_ms(books, device, lease)
+        kept_ms = ranks.working[lease_id][0] if lease_id in ranks.working else None
+        if kept_ms != at_work_ms and ((kept_ms is None) != (at_work_ms is None) or is_current):
+            broken.append(f"lease {lease_id} has had its residency at {at_work_ms}, {kept_ms} was kept")
+    known = ranks.yielding
+    if is_current and not ranks.stale and known is not None and (known.next_ms is None or known.next_ms > books.now_ms):
+        yielding = {
+            lease.lease_id
+            for from_ms, lease in ranks.working.values()
+            if max(from_ms, lease.yields_from_ms) <= books.now_ms
+        }
+        if {lease.lease_id for lease in known.leases} != yielding:
+            broken.append(f"leases {sorted(yielding)} may be asked to yield, {known.leases} were kept")
+    strangers = {*ranked, *ranks.later, *ranks.working} - {*device.holders, *ranks.stale}
+    return broken + [f"lease {lease_id} is ranked on a device where it is not" for lease_id in sorted(strangers)]
+
+
+def _may_wait(lease: Lease) -> bool:
+    if lease.ticket is not None and lease.ticket.grow is not None:
+        return lease.state is not LeaseState.ENDED
+    return lease.state in _QUEUEING and not (lease.state is LeaseState.UNATTACHED and lease.reserved)

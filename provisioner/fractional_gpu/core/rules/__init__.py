@@ -1,0 +1,1 @@
+"""Questions over the books that change nothing: eligibility, limits, fairness, costs of victims, reasons of waits."""

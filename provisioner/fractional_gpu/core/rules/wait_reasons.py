@@ -1,0 +1,289 @@
+"""What the leases in the way of a ticket are doing, one clause each: why they stay where they are, and until when.
+
+A kernel of the same owner is named by its label; a kernel of another owner is "another user's kernel", and what the driver or its process
+said about it is left out. The same rule holds for `neighbours` in a lease's status. Of what an ended kernel left behind the owner is
+named: the owner may not know of it.
+
+Why a ticket waits: the code at little cost after every pass, the sentence and the kernels in the way only when somebody reads it.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import (
+    Footing,
+    Lease,
+    Ticket,
+    Wait,
+)
+from fractional_gpu.core.model import FAILED, LeaseState
+from fractional_gpu.core.rules.eligibility import candidates, willing_from_ms
+from fractional_gpu.core.units import format_duration, format_memory
+
+__all__ = [
+    "MOST_TOLD",
+    "Moment",
+    "cause",
+    "destinations",
+    "explain",
+    "in_the_way",
+    "name_of",
+    "named_for",
+    "not_yet",
+    "why",
+]
+
+Moment = Callable[[int], str]
+"""Says a moment (the arbiter's ms) as a time of day."""
+MOST_TOLD = 4
+_LONGEST_NAME = 60
+_MINUTE_MS = 60_000
+_DOING = {
+    LeaseState.SUSPENDING: "is being suspended",
+    LeaseState.RESUMING: "is being brought back to its device",
+    LeaseState.UNATTACHED: "is starting",
+    LeaseState.QUARANTINED: "is in doubt: its state is being examined",
+}
+
+
+def in_the_way(
+    books: Books, lease: Lease, told: Sequence[Lease], moment: Moment | None = None, *, besides: int = 0
+) -> str:
+    """Return why these leases do not give their room to the ticket's lease now, a clause each; `besides`: so many more do not.
+
+    Without `moment`, times are said from now on ("for 25 min more").
+    """
+    clauses: dict[str, int] = {}
+    for other in told:
+        mine = other.spec.owner == lease.spec.owner
+        if other.left:
+            clauses[_left_behind(other, mine=mine)] = 1
+            continue
+        clause = f"{name_of(other) if mine else _OTHERS} {_doing(books, other, mine=mine, moment=moment)}"
+        clauses[clause] = clauses.get(clause, 0) + 1
+    said = [clause if count == 1 else f"{clause} (and {count - 1} more)" for clause, count in clauses.items()]
+    if besides > 0:
+        said.append(f"{besides} more {'kernel is' if besides == 1 else 'kernels are'} in the way")
+    return "; ".join(said)
+
+
+_OTHERS = "another user's kernel"
+
+
+def named_for(reader: Lease, other: Lease) -> str:
+    """Return what the story of `reader` calls another lease: its notebook where it is of the same owner, else nothing that tells whose."""
+    return name_of(other) if other.spec.owner == reader.spec.owner else _OTHERS
+
+
+def name_of(lease: Lease) -> str:
+    """Return what the lease's owner calls it: its notebook, else the beginning of its id."""
+    label = lease.spec.label
+    if not label:
+        return f"kernel {lease.lease_id[:8]}"
+    return label if len(label) <= _LONGEST_NAME else label[: _LONGEST_NAME - 3] + "..."
+
+
+def _left_behind(lease: Lease, *, mine: bool) -> str:
+    """Say what an ended kernel left on the device, whose it is, and how to end it: its owner can do so, and has no cell to be told."""
+    owner = lease.spec.owner
+    whose = name_of(lease) if mine else f"a kernel of {owner}"
+    who = "end it" if mine else f"{owner} or an administrator can end it"
+    return f"{whose} has ended, but left {lease.left} with device memory: {who} with `jupyter gpu end {lease.lease_id[:8]}`"
+
+
+def _doing(books: Books, lease: Lease, *, mine: bool, moment: Moment | None) -> str:
+    """Say what a lease does, or what keeps it where it is."""
+    now_ms = books.now_ms
+    if lease.state is not LeaseState.RESIDENT:
+        return _DOING.get(lease.state, f"is {lease.state}")
+    pinned = ""
+    if lease.pinned_until_ms > now_ms:
+        left = _about(lease.pinned_until_ms - now_ms)
+        pinned = f"is pinned for {left} more" if moment is None else f"is pinned until {moment(lease.pinned_until_ms)}"
+    if lease.busy:
+        lasts_ms = now_ms - lease.last_active_ms
+        runs = (
+            f"has been running a cell for {format_duration(lasts_ms)}"
+            if lasts_ms >= _MINUTE_MS
+            else "is running a cell"
+        )
+        if lease.staying:
+            return f"{runs} and cannot be suspended: {lease.stays}"
+        return f"{runs} and {pinned}" if pinned else runs
+    if lease.staying:
+        return f"cannot be suspended: {lease.stays}"
+    if pinned:
+        return pinned
+    return _waits_for(books, lease, mine=mine)
+
+
+def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
+    """Say why an idle lease that can be suspended is not suspended now."""
+    now_ms, willing_ms = books.now_ms, willing_from_ms(books.policy(lease), lease)
+    if willing_ms is None or willing_ms <= now_ms:
+        return "is idle"
+    left = _about(willing_ms - now_ms)
+    if lease.retry_ms == willing_ms:
+        why = (
+            f" ({lease.sentence.rstrip('.')})"
+            if mine and lease.reason.startswith("suspend.") and lease.sentence
+            else ""
+        )
+        return f"could not be suspended{why}; the next attempt follows within {left}"
+    return f"came onto the device a moment ago and may run for {left} more"
+
+
+def _about(ms: int) -> str:
+    """Return how long it is until then, in words that change rarely: a waiting cell hears of each change."""
+    if ms < _MINUTE_MS:
+        return "10 s" if ms <= 10_000 else "a minute"
+    return format_duration(ms + _MINUTE_MS - 1)
+
+
+def explain(books: Books, lease: Lease, ticket: Ticket, moment: Moment | None = None) -> Wait:
+    """Say why the lease waits, as of the last pass over the queue. `moment` says times of day, where there is a clock."""
+    bucket = lease.bucket
+    if bucket is None:
+        return not_yet(lease)
+    if ticket.wait is not None and ticket.passes == books.passes:
+        return ticket.wait
+    if bucket.key.paused:
+        return Wait("wait.retry", f"{lease.sentence}; it is tried again in a moment")
+    if bucket.wait is not None and bucket.passes == books.passes:
+        return bucket.wait
+    if bucket.shape is not None and bucket.shape.wait is not None and bucket.is_left_out(books.passes):
+        return bucket.shape.wait
+    return why(books, lease, destinations(books, lease), bucket.key.need_mib, moment)
+
+
+def destinations(books: Books, lease: Lease) -> tuple[str, ...]:
+    """Return the devices on which its ticket can be served: the same for all in one bucket, but for those that grow where they are."""
+    bucket = lease.bucket
+    if bucket is not None and bucket.devices is not None:
+        return bucket.devices
+    if lease.grows:
+        there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
+        admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
+        return lease.device_ids if admits else ()
+    if bucket is None:
+        return candidates(books, books.policy(lease), lease)
+    key = (bucket.key.pool, bucket.key.where)
+    known = books.destinations.get(key)
+    if known is None:
+        known = books.destinations[key] = candidates(books, books.policy(lease), lease)
+    bucket.devices = known
+    return known
+
+
+def not_yet(lease: Lease) -> Wait:
+    """Say why a ticket cannot be served whatever room there is: its lease is in an operation, in doubt, or has not started."""
+    match lease.state:
+        case LeaseState.SUSPENDING if lease.target_ids:
+            return Wait("wait.own-suspend", "this kernel is being moved to another device")
+        case LeaseState.SUSPENDING:
+            return Wait("wait.own-suspend", "this kernel is being suspended; it comes back right after")
+        case LeaseState.RESUMING:
+            return Wait("wait.restoring", f"its {format_memory(lease.saved_mib)} are being brought back to the device")
+        case LeaseState.QUARANTINED if lease.reason == FAILED:
+            return Wait("wait.failed", lease.sentence)
+        case LeaseState.QUARANTINED:
+            return Wait(
+                "wait.quarantine", "nobody knows for certain what state this kernel is in; it is being looked at again"
+            )
+        case _:
+            return Wait("wait.no-process", "the kernel has not started yet")
+
+
+def cause(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
+    """Return the code of the reason why a ticket that fits nowhere, and that nobody idle can make room for, waits."""
+    if not devices:
+        return _nowhere(books, lease)
+    free = possible = strangers = working = 0
+    for device_id in devices:
+        device = books.devices[device_id]
+        free += device.free_mib >= need_mib
+        possible += device.roomiest_mib >= need_mib
+        strangers += device.stranger_mib > 0
+        working += device.footing_count[Footing.WORKING]
+    count = lease.count
+    if free >= count:
+        return "wait.older-ticket"
+    if possible < count:
+        return "wait.stranger" if strangers else "wait.too-large"
+    if working:
+        return "wait.left-behind" if _only_left_behind(books, lease, devices) else "wait.busy-neighbour"
+    holders = [other for device_id in devices for other in books.devices[device_id].holders.values()]
+    if holders and all(other.staying for other in holders):
+        return "wait.cannot-be-suspended"
+    return "wait.unwilling-neighbour"
+
+
+def _only_left_behind(books: Books, lease: Lease, devices: Sequence[str]) -> bool:
+    """Whether all that is busy there, beside the lease itself, is what ended kernels left behind."""
+    found = False
+    for device_id in devices:
+        for other in books.devices[device_id].holders.values():
+            if other.footing is Footing.WORKING and other is not lease:
+                if not other.left:
+                    return False
+                found = True
+    return found
+
+
+def _nowhere(books: Books, lease: Lease) -> str:
+    if lease.spec.pool not in books.pools:
+        return "wait.no-pool"
+    possible = lease.home_ids or books.policy(lease).devices
+    draining = [device_id for device_id in possible if device_id in books.devices and books.devices[device_id].draining]
+    return "wait.device-draining" if draining else "wait.device-lost"
+
+
+def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int, moment: Moment | None = None) -> Wait:
+    """Say the same with a sentence and the leases in the way, by name where they are of the same owner."""
+    reason, need = cause(books, lease, devices, need_mib), format_memory(need_mib)
+    if lease.count > 1:
+        need += f" on each of {lease.count} devices"
+    free_mib = max([books.devices[device_id].free_mib for device_id in devices], default=0)
+    short = f"{need} are needed, {format_memory(max(0, free_mib))} are free on the roomiest device"
+    by_itself = {
+        "wait.no-pool": f"pool {lease.spec.pool!r} is not configured any more: ask the administrator",
+        "wait.device-lost": f"{need} are needed, but no device that this kernel may use is there now",
+        "wait.device-draining": f"{need} are needed, but an administrator is emptying the device that this kernel may use",
+        "wait.older-ticket": f"{need} are needed; the room there is is kept for a kernel that has waited longer",
+        "wait.stranger": f"{short}; processes that hold no lease use the rest",
+        "wait.too-large": f"{need} are needed, more than any device that this kernel may use has",
+    }
+    if reason in by_itself:
+        return Wait(reason, by_itself[reason])
+    on_devices = [other for device_id in devices for other in books.devices[device_id].holders.values()]
+    holders = [other for other in dict.fromkeys(on_devices) if other is not lease]
+    blockers, also = _blockers(books, reason, holders)
+    told = [*blockers[:MOST_TOLD], *also]
+    sentence = f"{short}; {in_the_way(books, lease, told, moment, besides=len(blockers) - MOST_TOLD)}"
+    if reason == "wait.cannot-be-suspended":
+        sentence += ": it waits until one of them ends"
+    return Wait(reason, sentence, tuple([other.lease_id for other in blockers]))
+
+
+def _blockers(books: Books, reason: str, holders: Sequence[Lease]) -> tuple[Sequence[Lease], Sequence[Lease]]:
+    """Return the leases that are waited for, those first that have been at it for longest, and a few others that do not step aside."""
+    if reason in ("wait.busy-neighbour", "wait.left-behind"):
+        busy = sorted((other for other in holders if other.busy), key=_last_active)
+        idle = (other for other in holders if not other.busy and _stays_now(books, other))
+        return busy, list(islice(idle, max(0, MOST_TOLD - len(busy))))
+    if reason == "wait.cannot-be-suspended":
+        return holders, ()
+    return [other for other in holders if _stays_now(books, other)] or holders, ()
+
+
+def _stays_now(books: Books, lease: Lease) -> bool:
+    """Whether a lease that runs no cell does not step aside at this moment."""
+    if lease.state is not LeaseState.RESIDENT:
+        return True
+    willing_ms = willing_from_ms(books.policy(lease), lease)
+    return willing_ms is None or willing_ms > books.now_ms
+
+
+def _last_active(lease: Lease) -> tuple[int, int]:
+    return lease.last_active_ms, lease.number

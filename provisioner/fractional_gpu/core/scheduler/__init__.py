@@ -1,0 +1,1 @@
+"""Who is served next, on which device, and who leaves it for that."""

@@ -1,0 +1,326 @@
+"""What one pass over the queue has left to give.
+
+Of each device it knows two sums: what is free and not kept for a ticket ahead, and what suspends under way or planned will free and is
+not promised yet. A ticket that makes room takes of the second first, so whoever is behind may use at once what is free and not
+needed (law 7). A third sum, of all that idle (and, where the pool preempts, busy) leases hold, tells at once where there is no hope.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from fractional_gpu.core.books.books import Books, Lease
+from fractional_gpu.core.books.records import Device, Footing, Wait
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.rules.eligibility import steps_aside
+from fractional_gpu.core.rules.victim_cost import cost
+from fractional_gpu.core.scheduler.victims import Victims
+from fractional_gpu.core.units import format_memory
+
+__all__ = ["Plan", "Room"]
+
+
+_ENOUGH = 32  # devices where room could be made are compared, those that lack least: with 8, a third more swaps
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Room can be made for a ticket on these devices by suspending `victims` (none: suspends under way suffice)."""
+
+    device_ids: tuple[str, ...]
+    victims: tuple[Lease, ...]
+
+
+class _Spot:
+    """One device in this pass, MiB."""
+
+    __slots__ = ("coming_mib", "device", "free_mib", "kept_mib", "planned_mib", "total_mib")
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.kept_mib = 0
+        self.coming_mib = 0  # beside what is leaving by the books
+        self.planned_mib = 0  # held by idle leases that are to leave
+        self.free_mib = device.free_mib
+        self.total_mib = device.free_mib + device.footing_mib[Footing.LEAVING]
+
+    def renew(self) -> None:
+        """Work the sums out."""
+        device = self.device
+        free_mib = device.free_mib
+        if self.kept_mib:
+            free_mib = min(0, free_mib - self.kept_mib) if device.whole else free_mib - self.kept_mib
+        self.free_mib = free_mib
+        self.total_mib = free_mib + device.footing_mib[Footing.LEAVING] + self.coming_mib
+
+    def most_mib(self, *, busy: bool) -> int:
+        """What there would be if everybody idle stepped aside; with `busy` those, too."""
+        sums = self.device.footing_mib
+        most_mib = self.total_mib + sums[Footing.RESTING] - self.planned_mib
+        return most_mib + sums[Footing.WORKING] if busy else most_mib
+
+
+class Room:
+    """The room of all devices, MiB. What a ticket was promised is gone for those behind it.
+
+    A spot holds its sums ready; whoever changes the books of a device tells `changed`.
+    """
+
+    def __init__(self, books: Books, victims: Victims) -> None:
+        self._books = books
+        self._victims = victims
+        self._spots = {device_id: _Spot(device) for device_id, device in books.devices.items()}
+        self.planned: set[str] = set()
+        self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at the end of their cells
+        self.wished: set[str] = (
+            set()
+        )  # idle leases for which there is too little host memory: others may serve if these do not
+        self._planned_host_mib = 0
+        self.changes = 0  # of what is free, kept or to come
+
+    # -- sums ------------------------------------------------------------------------------------------------------------
+
+    def changed(self, device_ids: Iterable[str]) -> None:
+        """The books of these devices changed."""
+        self.changes += 1
+        for device_id in device_ids:
+            if device_id in self._spots:
+                self._spots[device_id].renew()
+
+    def free_mib(self, device_id: str) -> int:
+        """What is free on the device and not kept; negative if more is kept than there is."""
+        return self._spots[device_id].free_mib
+
+    def total_mib(self, device_id: str) -> int:
+        """What is free, or comes, and is neither kept nor promised."""
+        return self._spots[device_id].total_mib
+
+    def any_free(self, devices: Iterable[str]) -> bool:
+        """Whether anything at all is free and not kept on these devices."""
+        for device_id in devices:  # noqa: SIM110 - asked for every ticket
+            if self._spots[device_id].free_mib > 0:
+                return True
+        return False
+
+    def has_hope(self, devices: Iterable[str], need_mib: int) -> bool:
+        """Whether idle leases could make room somewhere."""
+        for device_id in devices:  # noqa: SIM110 - as above
+            if self._spots[device_id].most_mib(busy=False) >= need_mib:
+                return True
+        return False
+
+    def serves(self, device_id: str, need_mib: int) -> bool:
+        """Whether the device could ever have room for the need."""
+        spot = self._spots.get(device_id)
+        return spot is not None and spot.device.roomiest_mib >= need_mib
+
+    def is_used_up(self, devices: Iterable[str]) -> bool:
+        """Whether nobody can be served on these devices any more, whoever steps aside."""
+        return all(self._spots[device_id].most_mib(busy=True) <= 0 for device_id in devices)
+
+    # -- where -----------------------------------------------------------------------------------------------------------
+
+    def fits(self, devices: Sequence[str], need_mib: int) -> bool:
+        """Whether the need fits on each of these devices now."""
+        return all(self._spots[device_id].free_mib >= need_mib for device_id in devices)
+
+    def pick(self, devices: Sequence[str], need_mib: int, count: int = 1) -> tuple[str, ...] | None:
+        """Return the devices that the need leaves least room on, the first among equals; None if it fits nowhere."""
+        if count > 1:
+            fitting = [device_id for device_id in devices if self.free_mib(device_id) >= need_mib]
+            return self._alike(fitting, count, self.free_mib)
+        best, least_mib, spots = None, -1, self._spots
+        for device_id in devices:
+            left_mib = spots[device_id].free_mib - need_mib
+            if left_mib >= 0 and (best is None or left_mib < least_mib):
+                best, least_mib = device_id, left_mib
+        return None if best is None else (best,)
+
+    def _alike(self, devices: Iterable[str], count: int, cost: Callable[[str], int]) -> tuple[str, ...] | None:
+        """Return so many devices of one name that cost least together; None if there are not so many."""
+        by_name: dict[str, list[str]] = {}
+        for device_id in devices:
+            by_name.setdefault(self._books.devices[device_id].spec.name, []).append(device_id)
+        sets = [sorted(ids, key=cost)[:count] for ids in by_name.values() if len(ids) >= count]
+        best = min(sets, key=lambda ids: sum(map(cost, ids)), default=None)
+        return tuple(best) if best else None
+
+    def keep(self, device_id: str, need_mib: int) -> None:
+        """Keep room that is free, or becomes free, for a ticket."""
+        spot = self._spots[device_id]
+        spot.kept_mib += need_mib
+        spot.renew()
+        self.changes += 1
+
+    def nearest(self, devices: Iterable[str], need_mib: int) -> str | None:
+        """Return the device that lacks least for the need, among those that could ever have room for it."""
+        possible = [device_id for device_id in devices if self._spots[device_id].device.roomiest_mib >= need_mib]
+        return max(possible, key=self.total_mib, default=None)
+
+    # -- making room -----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        lease: Lease,
+        devices: Sequence[str],
+        need_mib: int,
+        count: int = 1,
+        *,
+        also: tuple[Lease, ...] = (),
+        between_cells: bool = False,
+    ) -> Plan | Wait | None:
+        """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case.
+
+        `between_cells`: how it could be made if busy leases left at the end of their cells.
+        """
+        plans: dict[str, tuple[Lease, ...]] = {}
+        busy, host_mib = between_cells or self._victims.takes_busy(lease), self._host_left_mib
+        taken = self.planned | self.asked_to_yield if between_cells else self.planned
+        for victim in also:
+            host_mib -= victim.host_need_mib
+        for short_mib, device_id in self._shortages(devices, need_mib, also, busy=busy):
+            if len(plans) >= count + _ENOUGH:
+                break
+            victims = self._victims.choose(
+                device_id, short_mib, lease, taken, also, busy=busy, host_mib=host_mib, between_cells=between_cells
+            )
+            if victims is not None:
+                plans[device_id] = victims
+        short_of_host: Wait | None = None
+        while plans:
+            bound = lease.state is LeaseState.SUSPENDED or lease.grows
+            home = (lease.home_ids or lease.device_ids) if bound and len(devices) == count else ()
+            chosen = self._cheapest(plans, count, home)
+            if chosen is None:
+                return short_of_host
+            victims = tuple(dict.fromkeys([*also, *[victim for device_id in chosen for victim in plans[device_id]]]))
+            short_of_host = self.short_of_host(Plan(chosen, victims))
+            if short_of_host is None:
+                return Plan(chosen, victims)
+            del plans[chosen[-1]]
+        return short_of_host
+
+    def _shortages(
+        self, devices: Sequence[str], need_mib: int, also: tuple[Lease, ...], *, busy: bool
+    ) -> list[tuple[int, str]]:
+        """Return what is lacking where there is hope, least first."""
+        found = []
+        for device_id in devices:
+            spot = self._spots[device_id]
+            if spot.most_mib(busy=busy) < need_mib or spot.device.roomiest_mib < need_mib:
+                continue
+            given = sum(victim.held_mib for victim in also if device_id in victim.device_ids) if also else 0
+            found.append((need_mib - spot.total_mib - given, device_id))
+        if len(found) > _ENOUGH:
+            found.sort(key=lambda one: one[0])
+        return found
+
+    def _cheapest(
+        self, plans: dict[str, tuple[Lease, ...]], count: int, home: tuple[str, ...]
+    ) -> tuple[str, ...] | None:
+        if count == 1 and len(plans) == 1:
+            return tuple(plans)
+        if home and count > 1:  # all of them or none, whatever kind they are
+            return home if all(device_id in plans for device_id in home) else None
+        costs = {device_id: self._cost(victims) for device_id, victims in plans.items()}
+        if count == 1:
+            return (min(costs, key=costs.__getitem__),)
+        return self._alike(plans, count, lambda device_id: costs[device_id][1] + costs[device_id][2])
+
+    def _cost(self, victims: tuple[Lease, ...]) -> tuple[int, int, int, int]:
+        """Return how many of them are busy, what their swaps cost, how many they are, and when one of them was active last."""
+        busy = swaps = latest_ms = 0
+        for victim in victims:
+            busy += victim.working
+            swaps += cost(self._books, victim)
+            latest_ms = max(latest_ms, victim.last_active_ms)
+        return (busy, swaps, len(victims), latest_ms)
+
+    @property
+    def _host_left_mib(self) -> int:
+        return self._books.host_left_mib - self._planned_host_mib
+
+    def short_of_host(self, plan: Plan) -> Wait | None:
+        """Say that there is too little host memory for what the plan would save, or return None."""
+        victims = plan.victims
+        if not victims:
+            return None
+        host_mib = sum(victim.host_need_mib for victim in victims)
+        left_mib = self._host_left_mib
+        if host_mib <= left_mib:
+            return None
+        self.wished.update(victim.lease_id for victim in victims)
+        for device_id in plan.device_ids:
+            self.wished.update(self._books.devices[device_id].holders)
+        return Wait(
+            "wait.host-memory",
+            f"idle kernels could make room, but saving them takes up to {format_memory(host_mib)} of host memory, "
+            f"of which {format_memory(max(0, left_mib))} are left",
+            tuple(victim.lease_id for victim in victims),
+        )
+
+    def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
+        """Whether the device would have the room for the lease if everybody else there who can step aside did, now or later."""
+        device = self._spots[device_id].device
+        stays_mib = device.footing_mib[Footing.STAYING] + sum(
+            other.held_mib
+            for other in device.holders.values()
+            if other.footing in (Footing.RESTING, Footing.WORKING)
+            and (other is lease or self._victims.never_leaves(other))
+        )
+        return device.roomiest_mib - stays_mib >= need_mib
+
+    def gather(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
+        """Return idle leases there whose room is still lacking, and for which there is host memory, cheapest first."""
+        device, host_left_mib = self._spots[device_id].device, self._books.host_left_mib
+        lack_mib = need_mib - device.free_mib - device.footing_mib[Footing.LEAVING]
+        chosen = []
+        for other in self._victims.willing(device_id):
+            if lack_mib <= 0:
+                break
+            if other is lease or other.lease_id in self.planned or other.footing is not Footing.RESTING:
+                continue
+            if not steps_aside(other, lease):
+                continue
+            if other.host_need_mib <= host_left_mib:
+                chosen.append(other)
+                lack_mib -= other.held_mib
+        return chosen
+
+    def leaving(self, device_id: str) -> list[str]:
+        """Return the leases whose suspend is under way there."""
+        holders = self._spots[device_id].device.holders.values()
+        return [lease.lease_id for lease in holders if lease.footing is Footing.LEAVING]
+
+    def promise(self, plan: Plan, need_mib: int, *, firm: bool) -> None:
+        """Give a ticket the room that its plan makes, and of what is free only what it needs beside.
+
+        Firm: it gets all it needs of what is free, now or later, because the plan may fail and it must not be passed over again.
+        """
+        for victim in plan.victims:
+            self.planned.add(victim.lease_id)
+            self._planned_host_mib += victim.host_need_mib
+            self._expect(victim, victim.held_mib)
+        for device_id in plan.device_ids:
+            spot = self._spots[device_id]
+            made_mib = 0 if firm else min(need_mib, max(0, spot.total_mib - spot.free_mib))
+            spot.coming_mib -= made_mib
+            self.keep(device_id, need_mib - made_mib)
+
+    def spare(self, lease: Lease) -> None:
+        """Room is made for a lease where it is: if it had to leave for somebody else now, that would be in vain."""
+        self.planned.add(lease.lease_id)
+
+    def begun(self, victim: Lease) -> None:
+        """A planned suspend has begun: from now on the books count what it frees, and its host memory."""
+        self._planned_host_mib -= victim.host_mib
+        self._expect(victim, -victim.held_mib)
+
+    def _expect(self, victim: Lease, held_mib: int) -> None:
+        self.changes += 1
+        for device_id in victim.device_ids:
+            spot = self._spots.get(device_id)
+            if spot is not None:
+                spot.coming_mib += held_mib
+                if not victim.working:
+                    spot.planned_mib += held_mib
+                spot.renew()

@@ -1,0 +1,171 @@
+"""Whom to suspend for somebody who waits.
+
+Idle leases first, those that cost least first (`ranking`), then nobody in vain. Busy ones are taken only where the pool preempts, and only
+those that the beneficiary goes before (`fairness`): the lowest priority, then whoever is furthest ahead. At the end of their cells, busy
+ones may be counted on in any pool (`yielding`).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from fractional_gpu.core.books.books import Books, Lease
+from fractional_gpu.core.books.records import Footing, Ranks, Yielders
+from fractional_gpu.core.rules.eligibility import is_lost, steps_aside, willing_from_ms
+from fractional_gpu.core.rules.fairness import goes_before_from_ms
+from fractional_gpu.core.rules.victim_cost import (
+    cost,
+    ranks,
+    working,
+    yielders,
+)
+
+__all__ = ["Victims"]
+
+
+class Victims:
+    """Candidates on each device, as they are in one pass. `hint_ms`: when somebody else becomes one by time alone."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self.hint_ms: int | None = None
+
+    def hint(self, at_ms: int) -> None:
+        """Time alone changes something then."""
+        if at_ms > self._books.now_ms and (self.hint_ms is None or at_ms < self.hint_ms):
+            self.hint_ms = at_ms
+
+    def takes_busy(self, lease: Lease) -> bool:
+        """Whether the lease could have busy ones preempted at all."""
+        pool = self._books.policy(lease)
+        if lease.grows:
+            return False
+        if pool.preempt_equals or not pool.preempt_priorities:
+            return pool.preempt_equals
+        return lease.spec.priority > self._books.accounts.lowest_priority[lease.spec.pool]
+
+    def never_leaves(self, lease: Lease) -> bool:
+        """Whether the lease does not step aside for anybody, idle or not."""
+        return lease.staying or lease.pinned_until_ms > self._books.now_ms or is_lost(self._books, lease)
+
+    def may_leave(self, lease: Lease) -> bool:
+        """Whether the lease is idle and may be suspended now."""
+        if lease.footing is not Footing.RESTING or is_lost(self._books, lease):
+            return False
+        from_ms = willing_from_ms(self._books.policy(lease), lease)
+        if from_ms is not None and from_ms > self._books.now_ms:
+            self.hint(from_ms)
+        return from_ms is not None and from_ms <= self._books.now_ms
+
+    # -- choice ----------------------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        device_id: str,
+        short_mib: int,
+        beneficiary: Lease,
+        taken: set[str],
+        also: Sequence[Lease] = (),
+        *,
+        busy: bool,
+        host_mib: int | None = None,
+        between_cells: bool = False,
+    ) -> tuple[Lease, ...] | None:
+        """Return leases whose room covers the shortage, none of them in vain; None if there are not enough.
+
+        Of who rests, those for which `host_mib` of host memory suffice, if there are enough of them; else the others, too. With `busy`
+        (`takes_busy`) also who works and may be preempted; `between_cells`: or who may be asked to leave at the end of its cell.
+        """
+        if short_mib <= 0:
+            return ()
+        found = self._ranks(device_id)
+        if self._is_too_little(found, short_mib, beneficiary, busy=busy, between_cells=between_cells):
+            return None
+        able = partial(self._candidates, found, beneficiary, busy=busy, between_cells=between_cells)
+        chosen, too_large = _enough(able(), short_mib, {*taken, beneficiary.lease_id}, also, host_mib)
+        if not chosen and too_large:
+            chosen, _ = _enough(able(), short_mib, {*taken, beneficiary.lease_id}, also, None)
+        return chosen or None
+
+    def _is_too_little(
+        self, found: Ranks, short_mib: int, beneficiary: Lease, *, busy: bool, between_cells: bool
+    ) -> bool:
+        """Whether all candidates together do not cover the shortage: most often that is so, and known at once."""
+        short_mib -= found.willing_mib
+        if between_cells:
+            return short_mib > 0 and self._yielders(found, beneficiary).mib < short_mib
+        return not busy and short_mib > 0
+
+    def _candidates(self, found: Ranks, beneficiary: Lease, *, busy: bool, between_cells: bool) -> Iterator[Lease]:
+        for lease in found.willing:
+            if lease.footing is Footing.RESTING and (lease.next_cell is None or steps_aside(lease, beneficiary)):
+                yield lease
+        if between_cells:
+            yield from self._yielders(found, beneficiary).leases
+        elif busy:
+            yield from self._preemptible(found, beneficiary)
+
+    def _yielders(self, found: Ranks, beneficiary: Lease) -> Yielders:
+        """Return who is busy and may be asked to leave at the end of its cell, first those that were asked already."""
+        known = yielders(self._books, found, beneficiary.spec.priority)
+        if known.next_ms is not None:
+            self.hint(known.next_ms)
+        return known
+
+    def willing(self, device_id: str) -> list[Lease]:
+        """Return who is idle on the device and may be suspended now, cheapest first; some may have begun to leave in this pass."""
+        return self._ranks(device_id).willing
+
+    def _ranks(self, device_id: str) -> Ranks:
+        found = ranks(self._books, self._books.devices[device_id])
+        if found.soonest_ms is not None and (self.hint_ms is None or found.soonest_ms < self.hint_ms):
+            self.hint(found.soonest_ms)
+        return found
+
+    def _preemptible(self, ranked: Ranks, beneficiary: Lease) -> list[Lease]:
+        """Return who is busy and may be preempted for the lease now."""
+        books, found = self._books, []
+        for from_ms, lease in working(books, ranked):
+            before_ms = goes_before_from_ms(books, beneficiary, lease)
+            if before_ms is None:
+                continue
+            if max(before_ms, from_ms) <= books.now_ms:
+                owner, own = books.share(lease)
+                found.append((lease.spec.priority, -owner, -own, cost(books, lease), lease.lease_id, lease))
+            else:
+                self.hint(max(before_ms, from_ms))
+        return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
+
+
+def _enough(
+    able: Iterator[Lease], short_mib: int, taken: set[str], also: Sequence[Lease], host_mib: int | None
+) -> tuple[tuple[Lease, ...], bool]:
+    """Return the first of the leases whose room covers the shortage, or none, and whether one was left out for want of host memory."""
+    chosen: list[Lease] = []
+    room, too_large = 0, False
+    for other in able:
+        if other.lease_id in taken or other in also:
+            continue
+        if too_large and other.busy:
+            break  # nobody is preempted because the host has no memory for one who rests
+        if host_mib is not None:
+            need_mib = other.host_need_mib
+            if need_mib > host_mib:
+                too_large = True
+                continue
+            host_mib -= need_mib
+        chosen.append(other)
+        room += other.held_mib
+        if room >= short_mib:
+            return tuple(_none_in_vain(chosen, room - short_mib)), too_large
+    return (), too_large
+
+
+def _none_in_vain(chosen: list[Lease], spare_mib: int) -> list[Lease]:
+    """Return the leases without those, last ones first, whose room is not needed: so much is to spare."""
+    needed = []
+    for lease in reversed(chosen):
+        if lease.held_mib <= spare_mib:
+            spare_mib -= lease.held_mib
+        else:
+            needed.append(lease)
+    return needed[::-1]

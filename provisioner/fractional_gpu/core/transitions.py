@@ -1,0 +1,109 @@
+"""The legal moves of a lease, as data.
+
+The table is the truth: the arbiter makes no move that is not in it, and the picture in the documents is drawn from it
+(`python -m fractional_gpu.core.transitions`).
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from fractional_gpu.core.model import LeaseState
+
+__all__ = ["TABLE", "Cause", "IllegalTransitionError", "diagram", "next_state"]
+
+
+class Cause(StrEnum):
+    """Why a lease moves."""
+
+    ADMITTED = "admitted"
+    ATTACHED = "attached"
+    ATTACHED_RESERVED = "attached with a reservation"
+    RESERVED = "reserved before its start"
+    LAPSED = "not started in time"
+    GRANTED = "granted"
+    SUSPEND = "suspend"
+    SAVED = "saved"
+    NOTHING_TO_SAVE = "nothing to save"
+    ROLLED_BACK = "rolled back"
+    LOST_TRACK = "lost track"
+    RESUME = "resume"
+    RESTORED = "restored"
+    NOT_STARTED = "not started"
+    EXITED = "process exited"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    FOUND_UNATTACHED = "found without a process"
+    FOUND_UNARMED = "found without a context"
+    FOUND_RESIDENT = "found resident"
+    FOUND_SUSPENDED = "found suspended"
+    FOUND_UNKNOWN = "not known yet"
+
+
+class IllegalTransitionError(RuntimeError):
+    """The arbiter was about to make a move that is not in the table: a bug, never the caller's fault."""
+
+
+_S = LeaseState
+_FOUND = {
+    Cause.FOUND_UNATTACHED: _S.UNATTACHED,
+    Cause.FOUND_UNARMED: _S.UNARMED,
+    Cause.FOUND_RESIDENT: _S.RESIDENT,
+    Cause.FOUND_SUSPENDED: _S.SUSPENDED,
+}
+_END = {Cause.EXITED: _S.UNATTACHED, Cause.RELEASED: _S.ENDED}
+
+TABLE: Mapping[LeaseState | None, Mapping[Cause, LeaseState]] = {
+    None: {Cause.ADMITTED: _S.UNATTACHED, **_FOUND, Cause.FOUND_UNKNOWN: _S.QUARANTINED},
+    _S.UNATTACHED: {
+        Cause.ATTACHED: _S.UNARMED,
+        Cause.ATTACHED_RESERVED: _S.RESIDENT,
+        Cause.RESERVED: _S.UNATTACHED,
+        Cause.LAPSED: _S.UNATTACHED,
+        Cause.RELEASED: _S.ENDED,
+        Cause.EXPIRED: _S.ENDED,
+    },
+    _S.UNARMED: {Cause.GRANTED: _S.RESIDENT, **_END},
+    _S.RESIDENT: {Cause.SUSPEND: _S.SUSPENDING, **_END},
+    _S.SUSPENDING: {
+        Cause.SAVED: _S.SUSPENDED,
+        Cause.NOTHING_TO_SAVE: _S.UNARMED,
+        Cause.ROLLED_BACK: _S.RESIDENT,
+        Cause.LOST_TRACK: _S.QUARANTINED,
+        **_END,
+    },
+    _S.SUSPENDED: {Cause.RESUME: _S.RESUMING, **_END},
+    _S.RESUMING: {
+        Cause.RESTORED: _S.RESIDENT,
+        Cause.NOT_STARTED: _S.SUSPENDED,
+        Cause.LOST_TRACK: _S.QUARANTINED,
+        **_END,
+    },
+    _S.QUARANTINED: {**_FOUND, **_END},
+    _S.ENDED: {},
+}
+"""`None` is a lease that the arbiter does not know yet."""
+
+
+def next_state(old: LeaseState | None, cause: Cause) -> LeaseState:
+    """Return where the move leads. Raises IllegalTransitionError."""
+    try:
+        return TABLE[old][cause]
+    except KeyError:
+        raise IllegalTransitionError(f"a lease that is {old} cannot move because of {cause.value!r}") from None
+
+
+def diagram() -> str:
+    """Return the table as a mermaid state diagram."""
+    lines = ["stateDiagram-v2"]
+    for old, moves in TABLE.items():
+        by_target: dict[LeaseState, list[str]] = {}
+        for cause, new in moves.items():
+            by_target.setdefault(new, []).append(cause.value)
+        source = "[*]" if old is None else old.value
+        for new, causes in by_target.items():
+            lines.append(f"    {source} --> {'[*]' if new is LeaseState.ENDED else new.value}: {', '.join(causes)}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(diagram(), end="")  # noqa: T201 - a command

@@ -1,0 +1,332 @@
+"""Drives other processes' CUDA state through the driver's checkpoint calls.
+
+- It belongs in a process of its own that does nothing else: starting the driver takes seconds, a call may hang, and
+  the variables that change what the driver is to it are taken out of that process's environment
+  (`driver_environment`). A move, for one, must name every device. No context is created.
+- A pid is checked before each call: a thread's number is refused, a process that is gone is NO_SUCH_PROCESS. Whether
+  it is the right process, only the caller can know, who holds its pidfd.
+- A lock always has a time limit: without one the driver waits for ever.
+- Pairs of devices are given only when something moves, and then for every device the driver sees, one to one:
+  devices that take no part stay what they are, and a device that makes room takes the number of the one that moved
+  in.
+- An error keeps CUDA's number in its message; what the number means for the process in this phase is said in words.
+"""
+
+import importlib
+import os
+import select
+import uuid
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+from fractional_gpu.gpu import driver_environment
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.nvidia_support import INSTALL_BINDINGS, MOVING_CUDA_VERSION
+from fractional_gpu.host.process import identify
+
+__all__ = ["NvidiaCheckpointer"]
+
+_SUCCESS: Final = 0
+_NOT_INITIALIZED: Final = 3
+_ENDING_MS: Final = 100
+_MAX_TIMEOUT_MS: Final = 2**32 - 1
+
+_CALLS: Final = (
+    "cuCheckpointProcessGetState",
+    "cuCheckpointProcessGetRestoreThreadId",
+    "cuCheckpointProcessLock",
+    "cuCheckpointProcessCheckpoint",
+    "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock",
+)
+
+_CODES: Final[Mapping[int, GPUErrorCode]] = {
+    2: GPUErrorCode.OUT_OF_MEMORY,
+    3: GPUErrorCode.NOT_INITIALIZED,
+    100: GPUErrorCode.NO_SUCH_DEVICE,
+    101: GPUErrorCode.NO_SUCH_DEVICE,
+    214: GPUErrorCode.DEVICE_LOST,  # an uncorrectable memory error
+    304: GPUErrorCode.OPERATING_SYSTEM,
+    401: GPUErrorCode.ILLEGAL_STATE,
+    600: GPUErrorCode.NOT_READY,
+    800: GPUErrorCode.NOT_PERMITTED,
+    801: GPUErrorCode.NOT_SUPPORTED,
+    802: GPUErrorCode.SYSTEM_NOT_READY,
+    803: GPUErrorCode.NOT_SUPPORTED,  # library and kernel module of the driver do not match
+    804: GPUErrorCode.NOT_SUPPORTED,  # forward compatibility is not available on this device
+}
+
+_STATES: Final[Mapping[int, ProcessState]] = {
+    0: ProcessState.RUNNING,
+    1: ProcessState.LOCKED,
+    2: ProcessState.CHECKPOINTED,
+    3: ProcessState.FAILED,
+    4: ProcessState.CHECKPOINTING,
+    5: ProcessState.RESTORING,
+}
+
+_UNSOUND: Final = "the process may no longer be sound"
+_HINTS: Final[Mapping[tuple[str, GPUErrorCode], str]] = {
+    ("lock", GPUErrorCode.NOT_READY): "its GPU work did not end in time; it runs on",
+    ("checkpoint", GPUErrorCode.OUT_OF_MEMORY): (
+        f"there is not enough host memory for its state, or it uses a MIG device; {_UNSOUND}"
+    ),
+    ("checkpoint", GPUErrorCode.NOT_SUPPORTED): (
+        f"it uses what cannot be saved (managed memory, memory shared with other processes, MPS or MIG); {_UNSOUND}"
+    ),
+    (
+        "restore",
+        GPUErrorCode.OUT_OF_MEMORY,
+    ): "the device had no room for its state, and the driver gives no second chance",
+    (
+        "restore",
+        GPUErrorCode.OPERATING_SYSTEM,
+    ): "its state cannot be brought back, as after an earlier restore that failed",
+}
+_GENERAL_HINTS: Final[Mapping[GPUErrorCode, str]] = {
+    GPUErrorCode.NOT_INITIALIZED: "it is not a CUDA process",
+    GPUErrorCode.ILLEGAL_STATE: "it is not in the state that this starts from",
+    GPUErrorCode.NOT_PERMITTED: "the driver lets only its own user do this, or root, or one who may trace it",
+    GPUErrorCode.NOT_SUPPORTED: "the driver cannot do this for this process, device or driver release",
+    GPUErrorCode.OPERATING_SYSTEM: "the driver did not get what it needs from the operating system",
+}
+_START_HINTS: Final[Mapping[GPUErrorCode, str]] = {
+    GPUErrorCode.SYSTEM_NOT_READY: "on an HGX host it waits for the fabric manager: `systemctl status nvidia-fabricmanager`",
+}
+
+
+class NvidiaCheckpointer:
+    """The `Checkpointer` of NVIDIA devices. Not safe for use from several threads: one operation at a time per host.
+
+    Raises GPUError when the bindings are not installed (NOT_SUPPORTED, with what to install), when the driver is missing or too
+    old (NOT_SUPPORTED) and when it sees no device (NO_SUCH_DEVICE). `driver` stands in for `cuda.bindings.driver` in tests.
+    """
+
+    def __init__(self, *, driver: ModuleType | None = None) -> None:
+        driver_environment.clean(os.environ)
+        self._driver = _load() if driver is None else driver
+        missing = next((call for call in _CALLS if not hasattr(self._driver, call)), "")
+        if missing:  # whoever can lock and checkpoint but not restore would lose what is saved
+            raise GPUError(
+                GPUErrorCode.NOT_SUPPORTED,
+                f"the installed cuda-bindings have no {missing}, 12.8 or newer is needed (not 13.0.0 or 13.0.1): "
+                f"{INSTALL_BINDINGS} --upgrade",
+            )
+        result, _ = self._ask("cuInit", 0)
+        if result != _SUCCESS:
+            code = _CODES.get(result, GPUErrorCode.UNKNOWN)
+            hint = _START_HINTS.get(code, "`nvidia-smi` may tell more")
+            raise GPUError(code, f"the CUDA driver does not start: {self._name(result)}; {hint}")
+
+    @property
+    def why_cannot_move(self) -> str:
+        """Why a process cannot be restored onto another device here, a sentence; empty if it can."""
+        if not hasattr(self._driver, "CUcheckpointGpuPair"):
+            return f"the installed cuda-bindings are older than 13.0: {INSTALL_BINDINGS} --upgrade"
+        if not hasattr(self._driver, "CUcheckpointRestoreArgs"):
+            return (
+                f"the installed cuda-bindings lack CUcheckpointRestoreArgs (13.3.0 does): {INSTALL_BINDINGS} --upgrade"
+            )
+        result, version = self._ask("cuDriverGetVersion")
+        if result != _SUCCESS or not isinstance(version, int):
+            return f"the CUDA driver does not tell its version: {self._name(result)}"
+        if version < MOVING_CUDA_VERSION:
+            return f"the driver serves CUDA {version // 1000}.{version % 1000 // 10}, 13.0 is needed: install driver 580 or newer"
+        return ""
+
+    def state(self, pid: int) -> ProcessState:
+        """Return what the driver says of the process: GONE if there is none, NO_CONTEXT if CUDA does not know it.
+
+        Raises GPUError when the driver knows the process but does not tell its state.
+        """
+        try:
+            _check(pid)
+        except GPUError as error:
+            if error.code is GPUErrorCode.NO_SUCH_PROCESS:
+                return ProcessState.GONE
+            raise
+        try:
+            result, state = self._ask("cuCheckpointProcessGetState", pid)
+        except _UnknownAnswerError:
+            # Bindings 12.8.0 turn what a failed call left in the state's place into a member, too, and fail at that.
+            return ProcessState.NO_CONTEXT if self._is_stranger(pid) else ProcessState.UNKNOWN
+        if result == _SUCCESS:
+            return _STATES.get(state, ProcessState.UNKNOWN) if isinstance(state, int) else ProcessState.UNKNOWN
+        if result == _NOT_INITIALIZED or self._is_stranger(pid):
+            return ProcessState.NO_CONTEXT
+        failure = self._error("read", pid, result)
+        if failure.code is GPUErrorCode.NO_SUCH_PROCESS:
+            return ProcessState.GONE
+        raise failure
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        """RUNNING -> LOCKED. Raises GPUError; with NOT_READY the process runs on. ValueError for a timeout below 1 ms."""
+        if not 1 <= timeout_ms <= _MAX_TIMEOUT_MS:
+            raise ValueError(f"a lock needs a time limit from 1 to {_MAX_TIMEOUT_MS} ms, got {timeout_ms}")
+        arguments = self._driver.CUcheckpointLockArgs()
+        arguments.timeoutMs = timeout_ms
+        self._do("lock", "cuCheckpointProcessLock", pid, arguments)
+
+    def checkpoint(self, pid: int) -> None:
+        """LOCKED -> CHECKPOINTED. Raises GPUError; the process may then be unsound, except after ILLEGAL_STATE."""
+        self._do("checkpoint", "cuCheckpointProcessCheckpoint", pid, None)
+
+    def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
+        """CHECKPOINTED -> LOCKED, from old devices to new ones where `moves` says so.
+
+        Raises GPUError: OUT_OF_MEMORY is fatal to the process. Nothing was tried, and the process is still CHECKPOINTED, when
+        it is NO_SUCH_DEVICE or when `why_cannot_move` tells the reason of a NOT_SUPPORTED. ValueError for two devices that
+        move to one.
+        """
+        moving = {_plain(old): _plain(new) for old, new in (moves or {}).items() if _plain(old) != _plain(new)}
+        self._do("restore", "cuCheckpointProcessRestore", pid, self._pairs(moving) if moving else None)
+
+    def unlock(self, pid: int) -> None:
+        """LOCKED -> RUNNING. Raises GPUError."""
+        self._do("unlock", "cuCheckpointProcessUnlock", pid, None)
+
+    def _pairs(self, moving: Mapping[str, str]) -> object:
+        if len(set(moving.values())) < len(moving):
+            raise ValueError(f"each device can take one device's state in a restore, got {dict(moving)}")
+        reason = self.why_cannot_move
+        if reason:
+            raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"cannot move a process to another device: {reason}")
+        seen = self._devices()
+        for device in (*moving, *moving.values()):
+            if device not in seen:
+                there = ", ".join(sorted(seen)) or "none"
+                raise GPUError(
+                    GPUErrorCode.NO_SUCH_DEVICE, f"cannot move: there is no device {device}; there are: {there}"
+                )
+        pairs = []
+        for old, new in _permutation(moving, seen).items():
+            pair = self._driver.CUcheckpointGpuPair()
+            pair.oldUuid, pair.newUuid = seen[old], seen[new]
+            pairs.append(pair)
+        arguments = self._driver.CUcheckpointRestoreArgs()
+        arguments.gpuPairs = pairs
+        arguments.gpuPairsCount = len(pairs)
+        return arguments
+
+    def _devices(self) -> dict[str, object]:
+        """Return every device that the driver sees: the UUID in the driver's form by the UUID in ours."""
+        found: dict[str, object] = {}
+        for index in range(self._must("cuDeviceGetCount")):
+            raw = self._must("cuDeviceGetUuid", self._must("cuDeviceGet", index))
+            found[f"GPU-{uuid.UUID(bytes=bytes(raw.bytes))}"] = raw
+        return found
+
+    def _must(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever this call of the driver gives
+        result, value = self._ask(call, *arguments)
+        if result != _SUCCESS:
+            code = _CODES.get(result, GPUErrorCode.UNKNOWN)
+            raise GPUError(code, f"the CUDA driver does not tell its devices: {call} gave {self._name(result)}")
+        return value
+
+    def _do(self, phase: str, call: str, pid: int, arguments: object) -> None:
+        _check(pid)
+        try:
+            result, _ = self._ask(call, pid, arguments)
+        except _UnknownAnswerError as error:
+            raise GPUError(GPUErrorCode.UNKNOWN, f"cannot {phase} the CUDA state of process {pid}: {error}") from error
+        if result != _SUCCESS:
+            raise self._error(phase, pid, result)
+
+    def _ask(self, call: str, *arguments: object) -> tuple[int, Any]:
+        """Return the result and what else the call gives."""
+        try:
+            answer = getattr(self._driver, call)(*arguments)
+        except (ValueError, KeyError) as error:
+            # The bindings turn numbers into members of enumerations, and a newer driver knows more of them. Those from
+            # 12.9 to 13.1 look results up in a dictionary.
+            raise _UnknownAnswerError(f"{call} gave an answer that this version does not know ({error})") from error
+        except RuntimeError as error:
+            raise GPUError(
+                GPUErrorCode.NOT_SUPPORTED,
+                f"{call} cannot be called, NVIDIA's driver is missing or older than 570: {error}",
+            ) from error
+        return int(answer[0]), answer[1] if len(answer) > 1 else None
+
+    def _is_stranger(self, pid: int) -> bool:
+        """Whether CUDA does not know the process; asked when its state is refused for a reason that does not tell, or cannot be read."""
+        try:
+            result, _ = self._ask("cuCheckpointProcessGetRestoreThreadId", pid)
+        except _UnknownAnswerError:
+            return False
+        return result == _NOT_INITIALIZED
+
+    def _error(self, phase: str, pid: int, result: int) -> GPUError:
+        code = _CODES.get(result, GPUErrorCode.UNKNOWN)
+        message = f"cannot {phase} the CUDA state of process {pid}: {self._name(result)}"
+        if code is GPUErrorCode.OPERATING_SYSTEM:
+            _await_end(pid)  # the driver may lose a killed process before the system has ended it
+        try:
+            _check(pid)
+        except GPUError as error:
+            # It ended meanwhile: that explains the failure better than the driver does.
+            return GPUError(error.code, f"{message}; {error}")
+        hint = _HINTS.get((phase, code)) or _GENERAL_HINTS.get(code)
+        return GPUError(code, f"{message}: {hint}" if hint else message)
+
+    def _name(self, result: int) -> str:
+        """Return CUDA's own name of the result, which its documentation can be searched for, and its number."""
+        try:
+            return f"{self._driver.CUresult(result).name} ({result})"
+        except ValueError:
+            return f"CUDA error {result}"
+
+
+class _UnknownAnswerError(Exception):
+    """The bindings do not know the number that the driver gave."""
+
+
+def _load() -> ModuleType:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise GPUError(
+            GPUErrorCode.NOT_SUPPORTED,
+            f"suspending kernels on NVIDIA devices needs the package cuda-bindings ({error}): {INSTALL_BINDINGS}",
+        ) from error
+
+
+def _check(pid: int) -> None:
+    try:
+        identify(pid)
+    except ProcessLookupError as error:
+        raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, str(error)) from error
+    except ValueError as error:
+        raise GPUError(GPUErrorCode.WRONG_IDENTITY, str(error)) from error
+
+
+def _await_end(pid: int) -> None:
+    """Give a process that is being killed a moment to end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:  # it ended; or the system is short of descriptors, and what is seen now has to do
+        return
+    try:
+        watched = select.poll()
+        watched.register(descriptor, select.POLLIN)
+        watched.poll(_ENDING_MS)
+    finally:
+        os.close(descriptor)
+
+
+def _plain(device_id: str) -> str:
+    kind, _, number = device_id.partition("-")
+    return f"{kind.upper()}-{number.lower()}"
+
+
+def _permutation(moving: Mapping[str, str], devices: Iterable[str]) -> dict[str, str]:
+    """Complete `moving` to a mapping of all devices, one to one, that leaves alone what it can."""
+    still = [device for device in devices if device not in moving]
+    taken = set(moving.values())
+    displaced = [device for device in still if device in taken]
+    vacated = sorted(device for device in moving if device not in taken)
+    return {
+        **moving,
+        **{device: device for device in still if device not in taken},
+        **dict(zip(sorted(displaced), vacated, strict=True)),
+    }

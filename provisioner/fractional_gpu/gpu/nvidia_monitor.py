@@ -1,0 +1,386 @@
+"""Reads NVIDIA devices through NVML. It never creates a CUDA context and needs no privileges.
+
+- No library, no driver or no device is an ordinary answer: `devices()` is empty and `why_none` says why. It is asked
+  anew each time, so a driver that is loaded later is found.
+- A device that fell off the bus is left out of `devices()`, and `use()` of it raises DEVICE_LOST.
+- A device's memory is what processes can have: what the driver keeps for itself is neither in the total nor in the
+  use.
+- Devices are named by UUID; an index is for people and may change with every boot.
+- The handle of a device is valid until NVML is shut down, and looking one up is a call of its own: handles are kept. A call that fails with
+  a kept handle is made again with a fresh one, so an error is always that of a device that was looked up just now.
+- A device in MIG mode is not listed itself: its instances are, each as a device.
+- Who works on a device is known from the samples that the driver keeps of each process's utilisation. A sample tells of a period that ends
+  with it (up to a second long, the shorter the better the device), so for a while after work ended it may look as if it went on.
+- Samples that cannot be true are dropped: NVML is known to give utilisations of 37,100 % and time stamps far off. A stamp up to a second
+  ahead of our clock counts as now; one that is further ahead would make its process look busy until then.
+- The driver stamps its samples with the wall clock. They are converted to the time since boot. When that clock was set, the samples that
+  the driver has at the next look were stamped by the one or the other: none of them counts, then or later.
+- Where NVML does not tell what a process uses (some virtual machines and containers do not), the processes it does
+  not tell of share what is used and accounted for by nobody, in equal parts: exact for one process, a guess for
+  more.
+"""
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any, Final, TypeVar
+
+from fractional_gpu.gpu.interface import (
+    DeviceActivity,
+    DeviceInfo,
+    DeviceSensors,
+    DeviceUse,
+    GPUError,
+    GPUErrorCode,
+    ProcessKind,
+    ProcessUse,
+)
+from fractional_gpu.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from fractional_gpu.host.clock import WallClock
+
+__all__ = ["NvidiaMonitor"]
+
+T = TypeVar("T")
+
+_MIB: Final = 1024 * 1024
+
+# NVML's return codes, which are part of its binary interface and do not change.
+_SUCCESS, _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _NOT_FOUND, _INSUFFICIENT_SIZE = 0, 2, 3, 4, 6, 7
+_DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND, _FUNCTION_NOT_FOUND = 9, 12, 13
+_GPU_IS_LOST, _RESET_REQUIRED, _OPERATING_SYSTEM, _VERSION_MISMATCH = 15, 16, 17, 18
+_ARGUMENT_VERSION_MISMATCH, _GPU_NOT_FOUND = 25, 28
+
+_CODES: Final[Mapping[int, GPUErrorCode]] = {
+    _INVALID_ARGUMENT: GPUErrorCode.NO_SUCH_DEVICE,
+    _NOT_FOUND: GPUErrorCode.NO_SUCH_DEVICE,
+    _GPU_NOT_FOUND: GPUErrorCode.NO_SUCH_DEVICE,
+    _GPU_IS_LOST: GPUErrorCode.DEVICE_LOST,
+    _RESET_REQUIRED: GPUErrorCode.DEVICE_LOST,
+    _NO_PERMISSION: GPUErrorCode.NOT_PERMITTED,
+    _NOT_SUPPORTED: GPUErrorCode.NOT_SUPPORTED,
+    _FUNCTION_NOT_FOUND: GPUErrorCode.NOT_SUPPORTED,
+    _OPERATING_SYSTEM: GPUErrorCode.OPERATING_SYSTEM,
+}
+
+_WHY_NONE: Final[Mapping[int, str]] = {
+    _LIBRARY_NOT_FOUND: "NVIDIA's driver is not installed (there is no libnvidia-ml.so.1)",
+    _DRIVER_NOT_LOADED: "NVIDIA's driver is installed but its kernel module is not loaded: `nvidia-smi` may tell more",
+    _VERSION_MISMATCH: "NVIDIA's driver was updated and the old kernel module is still loaded: reboot",
+    _NO_PERMISSION: "the device files /dev/nvidia* may not be opened: add this user to the group that owns them",
+}
+
+# A device that answers so is left out, so that it does not hide the others. The last is a device that shares the system's
+# memory and has no size of its own: there is nothing to give fractions of.
+_LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NOT_SUPPORTED})
+
+_CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
+_SAMPLE_LATE_US: Final = 250_000  # how late a sample may come
+_SETTLE_US: Final = 1_000_000  # how long a sample's period may be
+_AHEAD_US: Final = 1_000_000  # how far ahead of ours the clock of the samples may be
+_FULL: Final = 100  # percent: no sane sample has more
+_NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})  # pynvml raises success, too, where the driver has none to count
+_READS: Final = 3
+_ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
+
+_UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
+
+
+class NvidiaMonitor:
+    """The `Monitor` of NVIDIA devices. Methods may be called from any thread.
+
+    `nvml` stands in for pynvml in tests, `bindings` for what tells whether the checkpoint calls can be made, `clock` for the machine's.
+    """
+
+    def __init__(
+        self,
+        *,
+        nvml: ModuleType | None = None,
+        bindings: Callable[[], str] = why_no_bindings,
+        clock: WallClock | None = None,
+    ) -> None:
+        self._clock = WallClock() if clock is None else clock
+        self._steps = 0  # how often the wall clock was set
+        self._steps_known: dict[str, int] = {}  # by device: of them, those after which it was looked at
+        self._ambiguous: dict[
+            str, set[tuple[int, int]]
+        ] = {}  # by device: pid and stamp of samples from about the last one
+        self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
+        self._bindings = bindings
+        self._starting = threading.Lock()
+        self._started = False
+        self._handles: dict[str, object] = {}  # by device id; replaced at each shutdown
+        self._why_none = ""
+        self._warnings: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """`nvidia`."""
+        return "nvidia"
+
+    @property
+    def why_none(self) -> str:
+        """Why the last `devices()` was empty, a sentence; empty if it was not."""
+        return self._why_none
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What an administrator should know of the driver that the last `devices()` saw, sentences."""
+        return self._warnings
+
+    def devices(self) -> list[DeviceInfo]:
+        """Return the devices that answer, by index. Raises GPUError when the driver is there but fails."""
+        if not self._start():
+            return []
+        try:
+            version: str = self._nvml.nvmlSystemGetDriverVersion()
+            count: int = self._nvml.nvmlDeviceGetCount()
+        except self._nvml.NVMLError as error:
+            raise self._error(error, "listing the devices") from error
+        self._warnings = driver_warnings(version)
+        refusal = driver_refusal(version) or self._bindings()
+        found = [device for index in range(count) for device in self._describe(index, refusal)]
+        if any(device.why_not == _ON_MIG for device in found):  # instances have no index of their own
+            found = [replace(device, index=index) for index, device in enumerate(found)]
+        if found:
+            self._why_none = ""
+        elif count:
+            self._why_none = (
+                f"none of the {count} NVIDIA devices can be used: they do not answer, are not this user's, have no memory of "
+                "their own, or are in MIG mode without an instance; `nvidia-smi -L` and `dmesg` tell more"
+            )
+        else:
+            self._why_none = "NVIDIA's driver is loaded but sees no device"
+        return found
+
+    def use(self, device_id: str) -> DeviceUse:
+        """Return who uses the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, NOT_PERMITTED and others)."""
+        if not self._start():
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
+        try:
+            return self._read(device_id, partial(self._use, device_id))
+        except self._nvml.NVMLError as error:
+            raise self._error(error, f"reading device {device_id}") from error
+
+    def _use(self, device_id: str, handle: object) -> DeviceUse:
+        total, used = self._memory(handle)
+        by_pid: dict[int, int | None] = {}
+        kinds: dict[int, ProcessKind] = {}
+        for kind, processes in self._processes(handle):
+            for process in processes:
+                # One that computes and draws is in both lists with all that it uses.
+                known = [one for one in (by_pid.get(process.pid), process.usedGpuMemory) if one is not None]
+                by_pid[process.pid] = max(known, default=None)
+                kinds.setdefault(process.pid, kind)
+        return DeviceUse(
+            device_id=device_id,
+            memory_mib=total // _MIB,
+            used_mib=-(-used // _MIB),
+            processes=_shares(by_pid, kinds, used),
+        )
+
+    def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
+        """Return who worked on the device since then; None for MIG instances and devices that do not tell. Raises GPUError."""
+        if device_id.startswith("MIG-") or not self._start():
+            return None
+        was_set = self._was_set(device_id)
+        offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
+        worked_us: dict[int, int] = {}
+        try:
+            samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
+            if was_set:
+                self._ambiguous[device_id] = {(int(sample.pid), int(sample.timeStamp)) for sample in samples}
+                self._steps_known[device_id] = self._steps
+            ambiguous = self._ambiguous.get(device_id, set())
+            for sample in samples:
+                stamp_us = int(sample.timeStamp) - offset_us
+                if (sample.pid, int(sample.timeStamp)) in ambiguous:
+                    continue
+                if stamp_us <= now_us + _AHEAD_US and _is_sane(sample) and any(_rates(sample)):
+                    at_us = min(stamp_us, now_us) - _SAMPLE_LATE_US
+                    worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
+        except self._nvml.NVMLError as error:
+            if error.value in {*_UNAVAILABLE, _NO_PERMISSION}:
+                return None
+            raise self._error(error, f"reading who works on device {device_id}") from error
+        worked_us = {pid: at_us for pid, at_us in worked_us.items() if pid > 0 and at_us > since_us}
+        return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
+
+    def _was_set(self, device_id: str) -> bool:
+        """Return whether the wall clock was set since the device was last looked at."""
+        if self._clock.stepped_us():
+            self._steps += 1
+        return self._steps_known.setdefault(device_id, self._steps) != self._steps
+
+    def _samples(self, since_us: int, handle: object) -> list[Any]:
+        """Return the samples that the driver stamped since then, by the wall clock.
+
+        The library asks for their number first, and fails if more have come by the second call.
+        """
+        for _ in range(_READS - 1):
+            try:
+                return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
+            except self._nvml.NVMLError as error:
+                if error.value in _NO_SAMPLES:
+                    return []
+                if error.value != _INSUFFICIENT_SIZE:
+                    raise
+        return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
+
+    def sensors(self, device_id: str) -> DeviceSensors:
+        """Return utilisation, temperature, power and energy, each only if the device tells it. Raises GPUError DEVICE_LOST and others."""
+        if not self._start():
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
+        try:
+            return self._read(device_id, self._sensors)
+        except self._nvml.NVMLError as error:
+            raise self._error(error, f"reading the sensors of device {device_id}") from error
+
+    def _sensors(self, handle: object) -> DeviceSensors:
+        rates = self._told("nvmlDeviceGetUtilizationRates", handle)
+        return DeviceSensors(
+            busy_percent=None if rates is None else int(rates.gpu),
+            temperature_c=self._told("nvmlDeviceGetTemperature", handle, _CHIP),
+            power_mw=self._told("nvmlDeviceGetPowerUsage", handle),
+            energy_mj=self._told("nvmlDeviceGetTotalEnergyConsumption", handle),
+        )
+
+    def _read(self, device_id: str, read: Callable[[object], T]) -> T:
+        """Return what `read` makes of the device's handle. Raises NVMLError, always with a handle that was looked up for it."""
+        handles = self._handles
+        kept = handles.get(device_id)
+        if kept is not None:
+            try:
+                return read(kept)
+            except self._nvml.NVMLError:
+                handles.pop(device_id, None)
+        handle = self._nvml.nvmlDeviceGetHandleByUUID(device_id)
+        found = read(handle)
+        handles[device_id] = handle
+        return found
+
+    def _told(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
+        """Return the answer, None where the device or the library does not know the question, or not for this user."""
+        try:
+            return getattr(self._nvml, call)(*arguments)
+        except self._nvml.NVMLError as error:
+            if error.value in {*_UNAVAILABLE, _NO_PERMISSION, _INVALID_ARGUMENT}:
+                return None
+            raise
+
+    def kernel_environment(self, device_id: str | None) -> dict[str, str]:
+        """Return what makes a kernel see this device only; without one it sees none."""
+        return {"CUDA_VISIBLE_DEVICES": device_id or ""}
+
+    def close(self) -> None:
+        """Give NVML back. Idempotent; a later call starts it again."""
+        with self._starting:
+            if self._started:
+                self._started = False
+                self._handles = {}
+                self._nvml.nvmlShutdown()
+
+    def _start(self) -> bool:
+        with self._starting:
+            if not self._started:
+                try:
+                    self._nvml.nvmlInit()
+                except self._nvml.NVMLError as error:
+                    self._why_none = _WHY_NONE.get(error.value, f"NVIDIA's driver does not start: {error}")
+                    return False
+                self._started = True
+            return True
+
+    def _describe(self, index: int, refusal: str) -> list[DeviceInfo]:
+        """Return the device, or its MIG instances; nothing for one that is left out."""
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            if self._is_divided(handle):
+                return [self._info(instance, index, _ON_MIG) for instance in self._instances(handle)]
+            return [self._info(handle, index, refusal)]
+        except self._nvml.NVMLError as error:
+            if error.value in _LEFT_OUT:
+                return []
+            raise self._error(error, f"reading the device with index {index}") from error
+
+    def _info(self, handle: object, index: int, why_not: str) -> DeviceInfo:
+        total, _ = self._memory(handle)
+        return DeviceInfo(
+            device_id=self._nvml.nvmlDeviceGetUUID(handle),
+            index=index,
+            name=self._nvml.nvmlDeviceGetName(handle),
+            memory_mib=total // _MIB,
+            simulated=False,
+            checkpointable=not why_not,
+            why_not=why_not,
+        )
+
+    def _is_divided(self, handle: object) -> bool:
+        try:
+            current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
+        except self._nvml.NVMLError as error:
+            if error.value in _UNAVAILABLE:  # most devices have no such mode
+                return False
+            raise
+        return bool(current)
+
+    def _instances(self, handle: object) -> Iterator[object]:
+        """Yield the MIG instances of a device; their numbers may have gaps."""
+        for number in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                yield self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            except self._nvml.NVMLError as error:
+                if error.value not in (_NOT_FOUND, _INVALID_ARGUMENT):
+                    raise
+
+    def _memory(self, handle: object) -> tuple[int, int]:
+        """Return what processes can have and what they have, bytes."""
+        try:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=self._nvml.nvmlMemory_v2)
+            total, used = memory.total - memory.reserved, memory.used
+        except self._nvml.NVMLError as error:
+            if error.value not in _UNAVAILABLE:
+                raise
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            total, used = memory.total, memory.used
+        return int(total), int(used)
+
+    def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
+        """Yield who uses the device. Clients of MPS are among those that compute, too; who only draws is in the last list alone."""
+        yield ProcessKind.MPS, self._listed("nvmlDeviceGetMPSComputeRunningProcesses", handle)
+        yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        yield ProcessKind.GRAPHICS, self._listed("nvmlDeviceGetGraphicsRunningProcesses", handle)
+
+    def _listed(self, call: str, handle: object) -> list[Any]:
+        """Return a list that not every device or driver has."""
+        try:
+            return list(getattr(self._nvml, call)(handle))
+        except self._nvml.NVMLError as error:
+            if error.value in _UNAVAILABLE:
+                return []
+            raise
+
+    def _error(self, error: Exception, doing: str) -> GPUError:
+        number = getattr(error, "value", None)
+        code = _CODES.get(number, GPUErrorCode.UNKNOWN) if isinstance(number, int) else GPUErrorCode.UNKNOWN
+        return GPUError(code, f"{doing} failed: {error} (NVML error {number})")
+
+
+def _rates(sample: Any) -> tuple[int, ...]:  # noqa: ANN401 - a structure of pynvml
+    return int(sample.smUtil), int(sample.memUtil), int(sample.encUtil), int(sample.decUtil)
+
+
+def _is_sane(sample: Any) -> bool:  # noqa: ANN401 - as above
+    return all(0 <= rate <= _FULL for rate in _rates(sample))
+
+
+def _shares(by_pid: Mapping[int, int | None], kinds: Mapping[int, ProcessKind], used: int) -> tuple[ProcessUse, ...]:
+    unknown = sum(one is None for one in by_pid.values())
+    rest = max(0, used - sum(one for one in by_pid.values() if one is not None))
+    guess = rest // unknown if unknown else 0
+    return tuple(
+        ProcessUse(pid=pid, used_mib=-(-(guess if one is None else one) // _MIB), kind=kinds[pid])
+        for pid, one in sorted(by_pid.items())
+    )

@@ -1,0 +1,86 @@
+"""A process of our own with a little device memory, on which checkpointing is tried: by the doctor, and by a broker at its start.
+
+    python -P -m fractional_gpu.gpu.probe_process nvidia|simulated
+
+Rules: it says `ready` when its memory is filled, or one line that begins with `failed`; to each line on standard input it reads its memory
+back and says `intact` or `changed`; it ends when its standard input does. Between those it makes no CUDA call, so being locked does not
+block it. Which device it uses is said by the environment, as for kernels; whatever else there changes the driver for a process is removed,
+for what is tried is this machine, not what the broker was started in.
+"""
+
+import ctypes
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from fractional_gpu.gpu import driver_environment
+
+__all__ = ["VICTIM_MIB", "main"]
+
+VICTIM_MIB: Final = 64
+_BYTES: Final = VICTIM_MIB << 20
+_PATTERN: Final = b"\xa5\x5a\x3c\xc3"
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until standard input ends; 1 without device memory, 2 for arguments that are not understood."""
+    opened = {"nvidia": hold_nvidia, "simulated": hold_simulated}.get(arguments[0] if len(arguments) == 1 else "")
+    if opened is None:
+        sys.stderr.write("usage: python -P -m fractional_gpu.gpu.probe_process nvidia|simulated\n")
+        return 2
+    driver_environment.clean(os.environ, keep=("CUDA_VISIBLE_DEVICES",))
+    try:
+        read = opened()
+    except (RuntimeError, ImportError) as error:
+        _say(f"failed: {' '.join(str(error).split())}")
+        return 1
+    _say("ready")
+    for _ in sys.stdin:
+        _say("intact" if read() == _PATTERN * (_BYTES // len(_PATTERN)) else "changed")
+    return 0
+
+
+def hold_simulated() -> Callable[[], bytes]:
+    """Fill memory of the simulated device and return how to read it. Raises RuntimeError."""
+    cuda = importlib.import_module("fractional_gpu.gpu.simulated.cuda")
+    buffer = cuda.allocate(_BYTES)
+    buffer.fill(_PATTERN)
+    return lambda: bytes(buffer.read())
+
+
+def hold_nvidia(driver: Any = None) -> Callable[[], bytes]:  # noqa: ANN401 - the bindings have no types
+    """Fill memory of the first visible device and return how to read it. Raises RuntimeError and ImportError.
+
+    `driver` stands in for `cuda.bindings.driver` in tests.
+    """
+    cuda = importlib.import_module("cuda.bindings.driver") if driver is None else driver
+
+    def do(call: str, *given: object) -> Any:  # noqa: ANN401 - whatever this call of the driver gives
+        result, *values = getattr(cuda, call)(*given)
+        if int(result) != 0:
+            raise RuntimeError(f"{call} gave {getattr(result, 'name', result)} ({int(result)})")
+        return values[0] if values else None
+
+    do("cuInit", 0)
+    do("cuCtxSetCurrent", do("cuDevicePrimaryCtxRetain", do("cuDeviceGet", 0)))
+    pointer = do("cuMemAlloc", _BYTES)
+    do("cuMemsetD32", pointer, int.from_bytes(_PATTERN, "little"), _BYTES // len(_PATTERN))
+    do("cuCtxSynchronize")
+
+    def read() -> bytes:
+        host = ctypes.create_string_buffer(_BYTES)
+        do("cuMemcpyDtoH", ctypes.addressof(host), pointer, _BYTES)
+        return host.raw
+
+    return read
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,341 @@
+"""Driving other processes' simulated CUDA state: the `Checkpointer` of the simulated host.
+
+The rules (the driver's, error codes included):
+- lock needs RUNNING, checkpoint and unlock need LOCKED, restore needs CHECKPOINTED; otherwise ILLEGAL_STATE. A
+  process without a context is NOT_INITIALIZED. A lock that cannot drain the calls in flight is NOT_READY and
+  leaves RUNNING.
+- A restore without room is OUT_OF_MEMORY and the process has failed for ever: later restores answer
+  OPERATING_SYSTEM, everything else ILLEGAL_STATE.
+- Trouble that is not simulated (no room in the folder) leaves the process as it was: OPERATING_SYSTEM, and no
+  byte is lost.
+- Bytes are copied, then the change is committed, then the source is emptied. So a killed operation is undone by
+  `settle`.
+"""
+
+import errno
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.simulated import faults
+from fractional_gpu.gpu.simulated.capacity import available_bytes
+from fractional_gpu.gpu.simulated.context import HELD
+from fractional_gpu.gpu.simulated.gate import shut_gate
+from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
+from fractional_gpu.gpu.simulated.processes import (
+    CLOSED,
+    Process,
+    current_key,
+    find_process,
+    open_gate,
+    operation_lock,
+    processes_of,
+    read_gate,
+    reap,
+    settle,
+    settle_if_abandoned,
+)
+from fractional_gpu.gpu.simulated.store import MIB, Device, Store
+
+__all__ = ["NEEDS", "SimulatedCheckpointer", "refusal"]
+
+NEEDS: Final = {
+    "lock": ProcessState.RUNNING,
+    "checkpoint": ProcessState.LOCKED,
+    "restore": ProcessState.CHECKPOINTED,
+    "unlock": ProcessState.LOCKED,
+}
+_TURN_S: Final = 5.0  # how long an operation waits for another one on the same process
+_CHUNK: Final = 8 << 20
+_SLICES_PER_S: Final = 50
+
+
+def refusal(operation: str, state: ProcessState) -> GPUErrorCode | None:
+    """Return the code that the driver answers to an operation in a state, None if it is legal."""
+    if state is NEEDS[operation]:
+        return None
+    if state is ProcessState.GONE:
+        return GPUErrorCode.NO_SUCH_PROCESS
+    if state is ProcessState.NO_CONTEXT:
+        return GPUErrorCode.NOT_INITIALIZED
+    if state is ProcessState.FAILED and operation == "restore":
+        return GPUErrorCode.OPERATING_SYSTEM
+    return GPUErrorCode.ILLEGAL_STATE
+
+
+class SimulatedCheckpointer:
+    """Drives the processes of a simulated host. Raises GPUError NOT_INITIALIZED when there is none in the folder."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._store = open_store(directory)
+
+    def close(self) -> None:
+        """Close the database. Idempotent."""
+        self._store.close()
+
+    def state(self, pid: int) -> ProcessState:
+        """Return the process's state; what a killed operation left half done is undone first. Raises GPUError."""
+        return translated(lambda: self._told_state(pid))
+
+    def lock(self, pid: int, timeout_ms: int) -> None:
+        """RUNNING -> LOCKED once the calls in flight are done. Raises GPUError NOT_READY when they take longer."""
+
+        def act(process: Process) -> None:
+            if not shut_gate(self._store, process.key, timeout_ms / 1000):
+                raise GPUError(
+                    GPUErrorCode.NOT_READY,
+                    f"process {pid} still works on the device after {timeout_ms} ms; it was left running",
+                )
+
+        self._run("lock", pid, act, turn_s=timeout_ms / 1000)
+
+    def checkpoint(self, pid: int) -> None:
+        """LOCKED -> CHECKPOINTED: the bytes move from the device to host memory. Raises GPUError."""
+        self._run("checkpoint", pid, self._save)
+
+    def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
+        """CHECKPOINTED -> LOCKED, on the device that `moves` names for the old one. Without room the process fails."""
+        self._run("restore", pid, lambda process: self._bring_back(process, moves or {}))
+
+    def unlock(self, pid: int) -> None:
+        """LOCKED -> RUNNING. Raises GPUError."""
+        self._run("unlock", pid, lambda process: open_gate(self._store, process.key))
+
+    def _told_state(self, pid: int) -> ProcessState:
+        strike = faults.strike(self._store, "state", pid)
+        strike.before()
+        state = ProcessState(strike.value) if strike.lies else self._state(pid)
+        strike.after()
+        return state
+
+    def _state(self, pid: int) -> ProcessState:
+        key = current_key(pid)
+        if any(process.pid == pid and process.key != key for process in processes_of(self._store)):
+            reap(self._store)
+        if key is None:
+            return ProcessState.GONE
+        settle_if_abandoned(self._store, key)
+        return self._state_of(key)
+
+    def _state_of(self, key: str) -> ProcessState:
+        process = find_process(self._store, key)
+        if process is None:
+            return ProcessState.NO_CONTEXT
+        if process.phase == "device":
+            try:
+                gate = read_gate(self._store.process_folder(key))
+            except FileNotFoundError:
+                return ProcessState.NO_CONTEXT  # it ended its context just now
+            return ProcessState.LOCKED if gate == CLOSED else ProcessState.RUNNING
+        return {
+            "saving": ProcessState.CHECKPOINTING,
+            "saved": ProcessState.CHECKPOINTED,
+            "restoring": ProcessState.RESTORING,
+            "failed": ProcessState.FAILED,
+        }[process.phase]
+
+    def _run(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float = _TURN_S) -> None:
+        strike = translated(lambda: faults.strike(self._store, operation, pid))
+        strike.before()
+        if not strike.lies:
+            translated(lambda: self._act(operation, pid, act, turn_s))
+        strike.after()
+
+    def _act(self, operation: str, pid: int, act: Callable[[Process], None], turn_s: float) -> None:
+        if operation in ("lock", "checkpoint") and not self._store.settings().checkpointable:
+            raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{operation} of process {pid}: {UNABLE}")
+        key = current_key(pid)
+        if key is None or find_process(self._store, key) is None:
+            self._refuse(operation, pid, self._state(pid))
+        try:
+            with operation_lock(self._store.process_folder(str(key)), turn_s) as mine:
+                if not mine:
+                    code = GPUErrorCode.NOT_READY if operation == "lock" else GPUErrorCode.ILLEGAL_STATE
+                    raise GPUError(code, f"another operation on process {pid} is under way")
+                settle(self._store, str(key))
+                process = self._process(str(key))
+                self._check_device(process)
+                self._refuse(operation, pid, self._state_of(process.key))
+                act(process)
+        except FileNotFoundError:
+            # Its folder went with it: it died or ended its context while we worked on it.
+            self._refuse(operation, pid, self._state(pid))
+            raise
+
+    def _refuse(self, operation: str, pid: int, state: ProcessState) -> None:
+        code = refusal(operation, state)
+        if code is not None:
+            raise GPUError(
+                code, f"{operation} of process {pid}: it is {state.value}, it must be {NEEDS[operation].value}"
+            )
+
+    def _process(self, key: str) -> Process:
+        process = find_process(self._store, key)
+        if process is None:
+            raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, "the process ended its context or died during the operation")
+        return process
+
+    def _device(self, device_id: str) -> Device:
+        for device in self._store.devices():
+            if device.device_id == device_id:
+                return device
+        raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
+
+    def _check_device(self, process: Process) -> None:
+        if process.phase != "saved" and self._device(process.device).lost:
+            raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {process.device} is lost")
+
+    def _allocations(self, key: str) -> list[tuple[int, int]]:
+        return [
+            (int(row[0]), int(row[1]))
+            for row in self._store.query("SELECT id, bytes FROM allocations WHERE process=?", key)
+        ]
+
+    def _save(self, process: Process) -> None:
+        folder, key = self._store.process_folder(process.key), process.key
+        self._change(key, "device", "saving")
+        try:
+            settings = self._store.settings()
+            time.sleep(settings.latency_ms / 1000)
+            files = [
+                (folder / f"{number}.device", folder / f"{number}.saved", size)
+                for number, size in self._allocations(key)
+            ]
+            _check_host(self._store, [source for source, _, _ in files])
+            for source, target, size in files:
+                _copy(source, target, size, settings.checkpoint_mib_s)
+            self._change(key, "saving", "saved")
+        finally:
+            # Empties the device files after the commit, removes the copies if there was none.
+            settle(self._store, key)
+
+    def _bring_back(self, process: Process, moves: Mapping[str, str]) -> None:
+        folder, key = self._store.process_folder(process.key), process.key
+        target = self._target(process, moves)
+        self._reserve(process, target)
+        try:
+            settings = self._store.settings()
+            time.sleep(settings.latency_ms / 1000)
+            files = [
+                (folder / f"{number}.saved", folder / f"{number}.device", size)
+                for number, size in self._allocations(key)
+            ]
+            _check_host(self._store, [source for source, _, _ in files])
+            for source, destination, size in files:
+                _copy(source, destination, size, settings.restore_mib_s)
+            with self._store.transaction() as db:
+                done = db.execute(
+                    "UPDATE processes SET phase='device', device=target, target=NULL WHERE key=? AND phase='restoring'",
+                    (key,),
+                )
+                _check_changed(db, key, done.rowcount)
+        finally:
+            settle(self._store, key)
+
+    def _target(self, process: Process, moves: Mapping[str, str]) -> Device:
+        for old, new in moves.items():
+            self._device(old)
+            self._device(new)
+        source, target = self._device(process.device), self._device(moves.get(process.device, process.device))
+        if target.name != source.name:
+            raise GPUError(GPUErrorCode.NOT_SUPPORTED, f"{source.name} and {target.name} are not alike")
+        if target.lost:
+            raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {target.device_id} is lost")
+        return target
+
+    def _reserve(self, process: Process, target: Device) -> None:
+        """Take the room on the target, or let the process fail for ever: the driver does not give it back."""
+        reap(self._store)
+        with self._store.transaction() as db:
+            used = int(db.execute(HELD, (target.device_id,)).fetchone()[0])
+            fits = used + process.n_bytes <= target.memory_mib * MIB
+            if fits:
+                done = db.execute(
+                    "UPDATE processes SET phase='restoring', target=? WHERE key=? AND phase='saved'",
+                    (target.device_id, process.key),
+                )
+            else:
+                fatal = (
+                    f"restoring this process's memory failed: {process.n_bytes / MIB:.0f} MiB did not fit onto {target.name}, "
+                    f"where {used / MIB:.0f} MiB were in use; its state is lost: restart the kernel"
+                )
+                done = db.execute("UPDATE processes SET phase='failed', fatal=? WHERE key=?", (fatal, process.key))
+            _check_changed(db, process.key, done.rowcount)
+        if not fits:
+            raise GPUError(GPUErrorCode.OUT_OF_MEMORY, f"process {process.pid}: {fatal}")
+
+    def _change(self, key: str, before: str, after: str) -> None:
+        with self._store.transaction() as db:
+            done = db.execute("UPDATE processes SET phase=? WHERE key=? AND phase=?", (after, key, before))
+            _check_changed(db, key, done.rowcount)
+
+
+def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
+    if rows > 0:
+        return
+    if db.execute("SELECT 1 FROM processes WHERE key=?", (key,)).fetchone() is None:
+        raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, "the process died or ended its context during the operation")
+    raise GPUError(GPUErrorCode.DEVICE_LOST, "the process's device was lost during the operation")
+
+
+def _check_host(store: Store, sources: list[Path]) -> None:
+    needed = sum(source.stat().st_blocks * 512 for source in sources)
+    available = available_bytes(store.directory)
+    if needed > available:
+        raise OSError(f"moving {needed / MIB:.0f} MiB needs as much again, and {available / MIB:.0f} MiB are left")
+
+
+def _copy(source: Path, target: Path, size: int, mib_s: int) -> None:
+    """Copy the bytes really, holes as holes, at no more than `mib_s` MiB/s (0: as fast as it goes) of the whole size."""
+    began, chunk = time.monotonic(), _CHUNK
+    if mib_s:
+        chunk = max(1 << 16, min(_CHUNK, mib_s * MIB // _SLICES_PER_S))
+
+    def keep_pace(position: int) -> None:
+        if mib_s:
+            time.sleep(max(0.0, began + position / (mib_s * MIB) - time.monotonic()))
+
+    reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            for start, hole in _extents(reading, size):
+                for offset in range(start, hole, chunk):
+                    end = min(hole, offset + chunk)
+                    _copy_range(reading, writing, offset, end)
+                    keep_pace(end)
+            os.ftruncate(writing, size)
+            keep_pace(size)
+        finally:
+            os.close(writing)
+    finally:
+        os.close(reading)
+
+
+def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield where data begins and ends between the holes. Each hole is looked for once: the search visits every page before it."""
+    hole = 0
+    while hole < size:
+        try:
+            start = os.lseek(descriptor, hole, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # only a hole is left
+        if start >= size:
+            return
+        hole = min(size, os.lseek(descriptor, start, os.SEEK_HOLE))
+        yield start, hole
+
+
+def _copy_range(reading: int, writing: int, offset: int, end: int) -> None:
+    os.lseek(writing, offset, os.SEEK_SET)
+    while offset < end:
+        moved = os.sendfile(writing, reading, offset, end - offset)
+        if moved == 0:
+            raise OSError("device memory is shorter than recorded")
+        offset += moved

@@ -1,0 +1,255 @@
+"""A small CUDA-like API on the simulated GPU, for notebooks. Standard library only.
+
+    from fractional_gpu.gpu.simulated import cuda
+    with cuda.allocate(64 << 20) as buffer:
+        buffer.fill(b"abc")
+        cuda.launch(0.5)
+        print(buffer.read(6), cuda.memory_info())
+
+The rules:
+- The first use makes the process's context, which takes device memory itself, on the device that
+  JUPYTER_GPU_SIMULATED_DEVICE names in JUPYTER_GPU_SIMULATED_DIR. Python's audit event `FIRST_USE` announces it.
+- Every call blocks while the process is locked or checkpointed and goes on afterwards. In the main thread
+  KeyboardInterrupt ends the wait, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1, which behaves as a thread
+  blocked in the driver does.
+- Bytes are written through: what is read after a restore is what was really moved.
+- A forked child has no context and no memory: its first use makes its own, and its parent's buffers are not its.
+- Calls raise SimulatedCudaError when the device or the process failed, SimulatedOutOfMemory when there is no
+  room.
+"""
+
+import atexit
+import errno
+import hashlib
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Final, Self
+
+from fractional_gpu.gpu.simulated.context import Context
+from fractional_gpu.gpu.simulated.gate import SimulatedCudaError, SimulatedOutOfMemory
+from fractional_gpu.gpu.simulated.processes import find_process
+from fractional_gpu.gpu.simulated.store import Device
+
+__all__ = [
+    "Buffer",
+    "Device",
+    "SimulatedCudaError",
+    "SimulatedOutOfMemory",
+    "allocate",
+    "device",
+    "is_available",
+    "launch",
+    "memory_info",
+    "reset",
+]
+
+FIRST_USE: Final = "fractional_gpu.gpu.simulated.first_use"
+
+_CHUNK: Final = 4 << 20
+_SLICE_S: Final = 0.05
+
+_lock = threading.Lock()
+_context: Context | None = None
+_parents: list[Context] = []  # contexts of the process that forked us; an open database may not even be closed here
+
+
+class Buffer:
+    """Device memory of this process; free it with `free`, `with`, or by dropping the last reference."""
+
+    def __init__(self, context: Context, number: int, n_bytes: int) -> None:
+        self._context = context
+        self._number: int | None = number
+        self.n_bytes = n_bytes
+
+    def __repr__(self) -> str:
+        return f"<Buffer of {self.n_bytes} bytes{'' if self._number is not None else ', freed'}>"
+
+    def __len__(self) -> int:
+        return self.n_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.free()
+
+    def __del__(self) -> None:
+        context, number = self._context, self._number
+        if number is None or context is not _context:
+            return  # freed, or the memory of a context that ended, or of the process that forked us
+        # Never waits: garbage is collected at any point, in the middle of another call too.
+        context.discarded.append(number)
+        with context.gate.call_now() as inside:
+            if inside and context.store.free_for_finalizer():
+                context.free_discarded()
+
+    def write(self, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
+        """Copy `data` (anything with the buffer protocol) to the device. Raises ValueError when it does not fit."""
+        view = memoryview(data).cast("B")
+        self._check_range(len(view), offset)
+        with self._mine().gate.call():
+            self._write(view, offset)
+
+    def read(self, n_bytes: int | None = None, offset: int = 0) -> bytes:
+        """Copy `n_bytes` (default: all from `offset`) from the device. Raises ValueError outside of the buffer."""
+        length = self.n_bytes - offset if n_bytes is None else n_bytes
+        self._check_range(length, offset)
+        with self._mine().gate.call():
+            descriptor = os.open(self._path(), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                parts = []
+                while length > 0:
+                    part = os.pread(descriptor, length, offset)
+                    if not part:
+                        raise SimulatedCudaError(
+                            f"device memory is shorter than the buffer at byte {offset}: this is a defect"
+                        )
+                    parts.append(part)
+                    offset, length = offset + len(part), length - len(part)
+            finally:
+                os.close(descriptor)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def fill(self, pattern: bytes) -> None:
+        """Fill the whole buffer with repetitions of `pattern`, as one call."""
+        if not pattern:
+            raise ValueError("cannot fill with an empty pattern; give at least one byte")
+        block = pattern * max(1, min(_CHUNK, self.n_bytes) // len(pattern))
+        with self._mine().gate.call(), self._context.working():
+            for offset in range(0, self.n_bytes, len(block)):
+                self._write(memoryview(block)[: self.n_bytes - offset], offset)
+
+    def sha256(self) -> str:
+        """Return the hexadecimal SHA-256 of the contents, read as one call."""
+        digest = hashlib.sha256()
+        with self._mine().gate.call(), self._path().open("rb") as file:
+            while part := file.read(_CHUNK):
+                digest.update(part)
+        return digest.hexdigest()
+
+    def free(self) -> None:
+        """Give the memory back. Idempotent."""
+        if self._number is None:
+            return
+        context = self._mine()
+        with context.gate.call():
+            context.free([self._number])
+            self._number = None
+
+    def _mine(self) -> Context:
+        if self._number is None:
+            raise SimulatedCudaError("this buffer was freed")
+        if self._context is not _context:
+            raise SimulatedCudaError(
+                f"this buffer belongs to another context, of process {self._context.pid}: allocate a new one "
+                "(device memory is not shared with forked children and does not outlive reset())"
+            )
+        return self._context
+
+    def _path(self) -> Path:
+        return self._context.path(self._number or 0)
+
+    def _check_range(self, length: int, offset: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.n_bytes:
+            raise ValueError(f"bytes {offset} to {offset + length} are outside of this buffer of {self.n_bytes} bytes")
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        descriptor = os.open(self._path(), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            while view:
+                written = os.pwrite(descriptor, view, offset)
+                view, offset = view[written:], offset + written
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise SimulatedCudaError(
+                f"this machine has no room left for the simulated GPU's contents in {self._context.store.directory}: "
+                "free something, or start the broker with a smaller --simulate"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+
+def is_available() -> bool:
+    """Return whether this process is bound to a simulated device (asks the environment only; makes no context)."""
+    return bool(os.environ.get("JUPYTER_GPU_SIMULATED_DIR") and os.environ.get("JUPYTER_GPU_SIMULATED_DEVICE"))
+
+
+def is_in_use() -> bool:
+    """Return whether this process has a context, or is making one."""
+    return _context is not None or _lock.locked()
+
+
+def device() -> Device:
+    """Return the device the process is on now; a resume may have moved it."""
+    context = _current()
+    with context.gate.call():
+        return context.device()
+
+
+def allocate(n_bytes: int) -> Buffer:
+    """Allocate device memory, zeroed. Raises SimulatedOutOfMemory, naming what is full: device, cap or machine."""
+    if not isinstance(n_bytes, int) or isinstance(n_bytes, bool) or n_bytes < 1:
+        raise ValueError(f"cannot allocate {n_bytes!r} bytes; give a whole number, 1 or more")
+    context = _current()
+    with context.gate.call():
+        context.free_discarded()
+        return Buffer(context, context.allocate(n_bytes), n_bytes)
+
+
+def launch(seconds: float) -> None:
+    """Keep the device busy for so long and wait for it. The process cannot be locked before the work is done."""
+    if not seconds >= 0:
+        raise ValueError(f"cannot launch work for {seconds!r} seconds; give a number, 0 or more")
+    context = _current()
+    with context.gate.call(), context.working(seconds):
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _SLICE_S))
+            process = find_process(context.store, context.key)
+            if process is None or process.phase == "failed":
+                raise SimulatedCudaError(process.fatal if process else "this process's simulated context is gone")
+
+
+def memory_info() -> tuple[int, int]:
+    """Return (free, total) bytes of the device, as CUDA does: the use of all counts, this process's cap does not."""
+    context = _current()
+    with context.gate.call():
+        context.free_discarded()
+        return context.memory_info()
+
+
+def reset() -> None:
+    """Destroy this process's context and all it holds; buffers become invalid. Does nothing without a context."""
+    global _context
+    with _lock:
+        context, _context = _context, None
+    if context is not None:
+        context.destroy()
+
+
+def _current() -> Context:
+    global _context  # noqa: PLW0603 (a process has one context, as in CUDA)
+    context = _context
+    if context is not None:
+        return context
+    with _lock:
+        if _context is None:
+            sys.audit(FIRST_USE)
+            _context = Context()
+        return _context
+
+
+def _after_fork() -> None:
+    global _context, _lock  # noqa: PLW0603 (the parent's context is not ours, and its lock may be held by a thread we lack)
+    _lock = threading.Lock()
+    if _context is not None:
+        _parents.append(_context)
+        _context = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(reset)

@@ -1,0 +1,233 @@
+"""Making and changing a simulated host: devices, settings, lost devices. For brokers, commands and tests.
+
+The rules:
+- A host keeps its devices and their ids for as long as it lives; other devices only when no process lives on it.
+- A lost device takes with it what it held: those processes have failed. What was saved in host memory is
+  untouched.
+"""
+
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu.gpu.simulated.processes import (
+    CLOSED,
+    ON_DEVICE,
+    empty_trash,
+    processes_of,
+    reap,
+    write_gate,
+)
+from fractional_gpu.gpu.simulated.store import (
+    DATABASE,
+    VERSION,
+    Device,
+    Settings,
+    SimulatedHostError,
+    Store,
+)
+
+__all__ = [
+    "MAX_DEVICES",
+    "SimulatedHost",
+    "choose_directory",
+    "create",
+    "destroy",
+    "lose_device",
+    "open_host",
+    "parse_devices",
+    "return_device",
+]
+
+MAX_DEVICES: Final = 64
+_MAX_MIB: Final = 16 << 20  # 16 TiB
+_ENOUGH_BYTES: Final = 1 << 30
+_DEVICES: Final = re.compile(r"\s*(?:(\d{1,6})\s*x\s*)?(\d{1,9})\s*(MiB|GiB|TiB)\s*", re.IGNORECASE)
+_MIB_PER: Final = {"mib": 1, "gib": 1024, "tib": 1024 * 1024}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedHost:
+    """A simulated host: where it is, its devices and its settings at the time of asking."""
+
+    directory: Path
+    devices: tuple[Device, ...]
+    settings: Settings
+
+
+def parse_devices(text: str) -> list[int]:
+    """Return the MiB of each device from `2x80GiB`, `80GiB` or `2x80GiB,1x40GiB`. Raises SimulatedHostError."""
+    allowed = "allowed: COUNTxMEMORY such as 2x80GiB, 4x512MiB or 2x80GiB,1x40GiB"
+    sizes: list[int] = []
+    for part in text.split(","):
+        match = _DEVICES.fullmatch(part)
+        if match is None:
+            raise SimulatedHostError(f"simulated devices {text[:80]!r} are not understood; {allowed}")
+        count, mib = int(match[1] or "1"), int(match[2]) * _MIB_PER[match[3].lower()]
+        if count < 1 or not 1 <= mib <= _MAX_MIB:
+            raise SimulatedHostError(
+                f"simulated devices {text[:80]!r} are out of range: at least one device, "
+                f"of 1 MiB to 16 TiB each; {allowed}"
+            )
+        if len(sizes) + count > MAX_DEVICES:
+            raise SimulatedHostError(f"simulated devices {text[:80]!r} are too many: at most {MAX_DEVICES}; {allowed}")
+        sizes += [mib] * count
+    return sizes
+
+
+def choose_directory(name: str) -> Path:
+    """Return where a host of this name lives: memory if there is enough of it (1 GiB), else the temporary folder.
+
+    The same name gives the same folder for as long as one exists. `name` is letters, digits, `-`, `_` and `.`.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}", name):
+        raise SimulatedHostError(
+            f"{name!r} cannot name a simulated host: use up to 64 letters, digits, '-', '_' and '.'"
+        )
+    folder = f"jupyter-gpu-simulated-{os.getuid()}-{name}"
+    memory, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 (create() checks whose the folder is)
+    for parent in (memory, temporary):
+        if (parent / folder / DATABASE).is_file():
+            return parent / folder
+    if memory.is_dir() and os.access(memory, os.W_OK):
+        status = os.statvfs(memory)
+        if status.f_bavail * status.f_frsize >= _ENOUGH_BYTES:
+            return memory / folder
+    return temporary / folder
+
+
+def create(directory: str | Path, devices: str | Sequence[int]) -> SimulatedHost:
+    """Create a simulated host, or open the one that is there. `devices` as for `parse_devices`, or MiB of each.
+
+    Raises SimulatedHostError for devices that are not allowed, a folder that is not ours alone, and when processes live
+    on a host with other devices.
+    """
+    sizes = parse_devices(devices) if isinstance(devices, str) else _checked(devices)
+    path = Path(directory).absolute()
+    _own(path)
+    store = Store(path, create=True)
+    try:
+        store.memory.mkdir(mode=0o700, exist_ok=True)
+        store.trash.mkdir(mode=0o700, exist_ok=True)
+        reap(store)
+        with store.transaction() as db:
+            db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (str(VERSION),))
+            present = [row[0] for row in db.execute("SELECT memory_mib FROM devices ORDER BY idx")]
+            living = [row[0] for row in db.execute("SELECT pid FROM processes")]
+            if present != sizes:
+                if living:
+                    raise SimulatedHostError(_occupied(path, present, sizes, living))
+                db.execute("DELETE FROM devices")
+                rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib) for index, mib in enumerate(sizes)]
+                db.executemany("INSERT INTO devices (id, idx, name, memory_mib) VALUES (?, ?, ?, ?)", rows)
+        return _describe(store)
+    finally:
+        store.close()
+
+
+def open_host(directory: str | Path) -> SimulatedHost:
+    """Return the host in the folder. Raises SimulatedHostError when there is none."""
+    store = Store(directory)
+    try:
+        return _describe(store)
+    finally:
+        store.close()
+
+
+def destroy(directory: str | Path) -> None:
+    """Remove a simulated host and its folder. Raises SimulatedHostError while processes live on it."""
+    store = Store(directory)
+    try:
+        reap(store)
+        if living := processes_of(store):
+            pids = ", ".join(str(process.pid) for process in living)
+            raise SimulatedHostError(f"the host in {store.directory} is in use by processes {pids}: end them first")
+        empty_trash(store)
+    finally:
+        store.close()
+    for folder in (store.memory, store.trash):
+        folder.rmdir()
+    for file in store.directory.glob(f"{DATABASE}*"):
+        file.unlink(missing_ok=True)
+    store.directory.rmdir()
+
+
+def lose_device(directory: str | Path, device_id: str) -> None:
+    """Let the device fall off the bus: what it holds is gone, and its processes have failed for good."""
+    fatal = f"the simulated device {device_id} was lost, and what this process held on it: restart the kernel"
+    store = Store(directory)
+    try:
+        _check_device(store, device_id)
+        with store.transaction() as db:
+            db.execute("UPDATE devices SET lost=1 WHERE id=?", (device_id,))
+            keys = [row[0] for row in db.execute(f"SELECT key FROM processes WHERE {ON_DEVICE}", (device_id,))]  # noqa: S608
+            db.executemany("UPDATE processes SET phase='failed', fatal=? WHERE key=?", [(fatal, key) for key in keys])
+        for key in keys:
+            # After the commit: a call that finds the gate closed looks for the reason.
+            with suppress(FileNotFoundError):
+                write_gate(store.process_folder(key), CLOSED)
+    finally:
+        store.close()
+
+
+def return_device(directory: str | Path, device_id: str) -> None:
+    """Bring a lost device back, empty. Processes that failed with it stay failed."""
+    store = Store(directory)
+    try:
+        _check_device(store, device_id)
+        with store.transaction() as db:
+            db.execute("UPDATE devices SET lost=0 WHERE id=?", (device_id,))
+    finally:
+        store.close()
+
+
+def _describe(store: Store) -> SimulatedHost:
+    return SimulatedHost(directory=store.directory, devices=tuple(store.devices()), settings=store.settings())
+
+
+def _checked(sizes: Sequence[int]) -> list[int]:
+    if not 1 <= len(sizes) <= MAX_DEVICES or any(not 1 <= size <= _MAX_MIB for size in sizes):
+        raise SimulatedHostError(
+            f"simulated devices {sizes!r} are out of range: 1 to {MAX_DEVICES}, 1 MiB to 16 TiB each"
+        )
+    return list(sizes)
+
+
+def _own(path: Path) -> None:
+    """Make the folder ours, or make sure that it is: others could plant one in a shared temporary folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if path.is_symlink() or not path.is_dir() or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise SimulatedHostError(
+            f"{path} cannot hold a simulated host: it must be a folder of yours (no link) that nobody else may write to; "
+            "remove it or choose another place"
+        )
+
+
+def _name(mib: int) -> str:
+    size = f"{mib // 1024} GiB" if mib % 1024 == 0 else f"{mib} MiB"
+    return f"Simulated GPU {size}"
+
+
+def _occupied(path: Path, present: list[int], wanted: list[int], living: list[int]) -> str:
+    pids = ", ".join(str(pid) for pid in living[:8])
+    return (
+        f"the simulated host in {path} has devices of {present} MiB and processes that use them ({pids}); it cannot become "
+        f"{wanted} MiB: end those processes first, or ask for the devices it has"
+    )
+
+
+def _check_device(store: Store, device_id: str) -> None:
+    known = [device.device_id for device in store.devices()]
+    if device_id not in known:
+        raise SimulatedHostError(
+            f"there is no simulated device {device_id!r} in {store.directory}; there are: {', '.join(known)}"
+        )

@@ -1,0 +1,155 @@
+"""Reading the simulated devices: the `Monitor` of the simulated host."""
+
+import math
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeVar
+
+from fractional_gpu.gpu.interface import (
+    DeviceActivity,
+    DeviceInfo,
+    DeviceSensors,
+    DeviceUse,
+    GPUError,
+    GPUErrorCode,
+    ProcessUse,
+)
+from fractional_gpu.gpu.simulated.processes import (
+    WORK,
+    Process,
+    current_key,
+    reap,
+    settle_if_abandoned,
+    swapping,
+    users_of,
+)
+from fractional_gpu.gpu.simulated.store import MIB, SimulatedHostError, Store
+from fractional_gpu.host.clock import since_boot_us
+
+__all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
+
+_SETTLE_US: Final = 100_000  # a thread between two pieces of work has begun the next one by then
+_REAP_S: Final = 10.0
+_LONGEST_WORK_US: Final = 86_400_000_000  # of one call: a day
+
+UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
+
+_Result = TypeVar("_Result")
+
+
+def open_store(directory: str | Path) -> Store:
+    """Open the host for a driver. Raises GPUError (NOT_INITIALIZED) when there is none."""
+    try:
+        return Store(directory)
+    except SimulatedHostError as error:
+        raise GPUError(GPUErrorCode.NOT_INITIALIZED, str(error)) from error
+
+
+def translated(function: Callable[[], _Result]) -> _Result:
+    """Call it; trouble with the host's folder becomes the driver's OPERATING_SYSTEM."""
+    try:
+        return function()
+    except (OSError, sqlite3.Error, SimulatedHostError) as error:
+        raise GPUError(GPUErrorCode.OPERATING_SYSTEM, f"the simulated GPU host failed: {error}") from error
+
+
+class SimulatedMonitor:
+    """Reads the devices of a simulated host. Raises GPUError NOT_INITIALIZED when there is none in the folder."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._store = open_store(directory)
+        self._reaped_s = -math.inf
+
+    @property
+    def kind(self) -> str:
+        """Always `simulated`."""
+        return "simulated"
+
+    def devices(self) -> list[DeviceInfo]:
+        """Return the devices, lost ones too. Raises GPUError."""
+        able = bool(translated(self._store.settings).checkpointable)
+        return [
+            DeviceInfo(
+                device_id=device.device_id,
+                index=device.index,
+                name=device.name,
+                memory_mib=device.memory_mib,
+                simulated=True,
+                checkpointable=able,
+                why_not="" if able else UNABLE,
+            )
+            for device in translated(self._store.devices)
+        ]
+
+    def use(self, device_id: str) -> DeviceUse:
+        """Return who uses the device, MiB rounded up. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
+        return translated(lambda: self._use(device_id))
+
+    def activity(self, device_id: str, since_us: int) -> DeviceActivity:
+        """Return which processes had work on the device since then. Raises GPUError OPERATING_SYSTEM."""
+        now_us = since_boot_us()
+        worked_us = {}
+        for process in translated(lambda: users_of(self._store, device_id)):
+            with suppress(FileNotFoundError):  # it ended
+                # Every second, of many processes: without a Path for each.
+                work = os.stat(f"{self._store.memory}/{process.key}/{WORK}")  # noqa: PTH116
+                until_us = work.st_mtime_ns // 1000
+                # A context of an older version stamped its work with the wall clock, which is decades ahead of the time since boot.
+                if since_us < until_us < now_us + _LONGEST_WORK_US:
+                    worked_us[process.pid] = min(until_us, now_us)
+        return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
+
+    def sensors(self, device_id: str) -> DeviceSensors:
+        """Return whether the device is at work now; it is neither warm nor powered. Raises GPUError OPERATING_SYSTEM."""
+        now_us = since_boot_us()
+        working = self.activity(device_id, now_us - _SETTLE_US).worked_us
+        return DeviceSensors(busy_percent=100 if working else 0)
+
+    def kernel_environment(self, device_id: str | None) -> dict[str, str]:
+        """Return where the simulated host is and, once there is one, the device."""
+        environment = {"JUPYTER_GPU_SIMULATED_DIR": str(self._store.directory)}
+        if device_id is not None:
+            environment["JUPYTER_GPU_SIMULATED_DEVICE"] = device_id
+        return environment
+
+    def close(self) -> None:
+        """Close the database. Idempotent."""
+        self._store.close()
+
+    def _use(self, device_id: str) -> DeviceUse:
+        found = self._store.query("SELECT lost, memory_mib FROM devices WHERE id=?", device_id)
+        if not found:
+            raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
+        if found[0][0]:
+            raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")
+        holding = users_of(self._store, device_id)
+        reaped = self._reap(holding)
+        abandoned = swapping(self._store)
+        for process in abandoned:
+            settle_if_abandoned(self._store, process.key)
+        if reaped or abandoned:
+            holding = users_of(self._store, device_id)
+        return DeviceUse(
+            device_id=device_id,
+            memory_mib=found[0][1],
+            used_mib=_mib(sum(process.n_bytes for process in holding)),
+            processes=tuple(ProcessUse(pid=process.pid, used_mib=_mib(process.n_bytes)) for process in holding),
+        )
+
+    def _reap(self, holding: list[Process]) -> bool:
+        """Give back what the dead hold if one of these is dead; now and then whoever is. Returns whether anybody was looked for."""
+        now_s = time.monotonic()
+        due = now_s - self._reaped_s >= _REAP_S
+        if due or any(current_key(process.pid) != process.key for process in holding):
+            self._reaped_s = now_s
+            reap(self._store)
+            return True
+        return False
+
+
+def _mib(n_bytes: int) -> int:
+    return -(-n_bytes // MIB)

@@ -1,0 +1,39 @@
+"""A process that uses a simulated device without a lease, for tests and demonstrations.
+
+    python -P -m fractional_gpu.gpu.simulated.stranger DIRECTORY DEVICE MIB
+
+It allocates that much on the device (by id or index), says `holding PID` on standard output and holds it until
+its standard input ends.
+"""
+
+import os
+import sys
+
+from fractional_gpu.gpu.simulated import cuda
+from fractional_gpu.gpu.simulated.store import MIB
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Hold the memory until standard input ends; 1 when it cannot be had, 2 for arguments that are not understood."""
+    if len(arguments) != 3 or not arguments[2].isdigit() or int(arguments[2]) < 1:
+        sys.stderr.write("usage: stranger DIRECTORY DEVICE MIB (1 or more)\n")
+        return 2
+    # Without a lease nothing caps it: whatever the caller's environment says is not for strangers.
+    for name in ("JUPYTER_GPU_LEASE", "JUPYTER_GPU_MEMORY_MIB"):
+        os.environ.pop(name, None)
+    os.environ["JUPYTER_GPU_SIMULATED_DIR"], os.environ["JUPYTER_GPU_SIMULATED_DEVICE"] = arguments[0], arguments[1]
+    try:
+        with cuda.allocate(int(arguments[2]) * MIB):
+            sys.stdout.write(f"holding {os.getpid()}\n")
+            sys.stdout.flush()
+            sys.stdin.read()
+    except cuda.SimulatedCudaError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,345 @@
+"""The broker's end of the checkpoint worker: starts it, asks it, replaces it.
+
+The rules:
+- Calls are served one at a time, first come, first served.
+- Every call has a deadline from the moment the worker begins with it. On expiry the worker is killed and the call raises
+  GPUError WORKER_HUNG; when the worker dies, WORKER_DIED. Either way what became of the target is unknown: ask for
+  its state. The next call starts a new worker.
+- Cancelling a call that waits for its turn withdraws it. Cancelling one that the worker has begun only stops
+  the waiting: the operation goes on, its reply is consumed, and calls behind it wait for it as before.
+- Whatever else fails in a call, the worker is killed and the call raises WORKER_DIED: no call waits for ever.
+- Where there is a claim, no worker is started before it is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
+  while the worker of an earlier broker is still at work.
+- The worker is in a session of its own, so an interrupt at the terminal does not reach it. Of the broker's environment it inherits nothing
+  that changes what CUDA's driver is to it (`driver_environment`).
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fractional_gpu.gpu import driver_environment
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.worker import MAX_LINE, PROTOCOL
+from fractional_gpu.gpu.worker_claim import WorkerClaim
+from fractional_gpu.host import failpoints
+from fractional_gpu.host.process import ProcessIdentity
+
+__all__ = ["WorkerLink"]
+
+log = logging.getLogger(__name__)
+
+START_S: Final = 60.0  # initialising a driver takes seconds
+_KILL_S: Final = 5.0
+_ALONE_S: Final = 2.0  # how much later than we would kill it a worker without a broker ends itself
+_CODES: Final = frozenset(code.value for code in GPUErrorCode)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    op: str
+    number: int
+    line: bytes
+    what: str  # for people
+    deadline_s: float
+    answer: asyncio.Future[dict[str, Any]]
+
+
+class WorkerLink:
+    """One worker for one backend (`nvidia` or `simulated:DIRECTORY`).
+
+    `answer_s` is how long the worker may take for what takes no time (state, unlock), and beyond a lock's own timeout; `start_s`
+    how long for opening its backend. Both in seconds. `claim` stays the caller's to close, after the link.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        *,
+        python: str = sys.executable,
+        answer_s: float = 10.0,
+        start_s: float = START_S,
+        claim: WorkerClaim | None = None,
+    ) -> None:
+        self.backend = backend
+        self._claim = claim
+        self._python = python
+        self._answer_s = answer_s
+        self._start_s = start_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._unkillable: asyncio.subprocess.Process | None = None
+        self._waiting: deque[_Call] = deque()
+        self._more = asyncio.Event()
+        self._runner: asyncio.Task[None] | None = None
+        self._closing = False
+        self._number = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's pid, None when none runs (the next call starts one)."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def until_alone(self) -> None:
+        """Return when no worker of an earlier broker is at work. Cancellation stops the waiting."""
+        if self._claim is not None:
+            await self._claim.wait()
+
+    async def start(self) -> None:
+        """Start the worker and wait until its backend is open. Raises GPUError with the reason when it cannot be.
+
+        Cancellation stops the waiting; the worker is kept for the first call.
+        """
+        await self._call({"op": "ping"}, self._answer_s)
+
+    async def state(self, identity: ProcessIdentity) -> ProcessState:
+        """Return the process's state; GONE when there is no such process. Raises GPUError. For cancellation see above."""
+        reply = await self._call({"op": "state", "target": identity.to_dict()}, self._answer_s)
+        try:
+            return ProcessState(reply["state"])
+        except ValueError:
+            return ProcessState.UNKNOWN
+
+    async def lock(self, identity: ProcessIdentity, timeout_ms: int) -> int:
+        """RUNNING -> LOCKED; returns microseconds. Raises GPUError (NOT_READY: still running). For cancellation see above."""
+        request = {"op": "lock", "target": identity.to_dict(), "timeout_ms": timeout_ms}
+        return _elapsed(await self._call(request, timeout_ms / 1000 + self._answer_s))
+
+    async def checkpoint(self, identity: ProcessIdentity, deadline_s: float) -> int:
+        """LOCKED -> CHECKPOINTED; returns microseconds. Raises GPUError. For cancellation see above."""
+        return _elapsed(await self._call({"op": "checkpoint", "target": identity.to_dict()}, deadline_s))
+
+    async def restore(self, identity: ProcessIdentity, moves: Mapping[str, str] | None, deadline_s: float) -> int:
+        """CHECKPOINTED -> LOCKED; returns microseconds. Raises GPUError (OUT_OF_MEMORY is fatal to the process).
+
+        For cancellation see above.
+        """
+        request = {"op": "restore", "target": identity.to_dict(), "moves": dict(moves) if moves else None}
+        return _elapsed(await self._call(request, deadline_s))
+
+    async def unlock(self, identity: ProcessIdentity) -> int:
+        """LOCKED -> RUNNING; returns microseconds. Raises GPUError. For cancellation see above."""
+        return _elapsed(await self._call({"op": "unlock", "target": identity.to_dict()}, self._answer_s))
+
+    async def close(self) -> None:
+        """Let the operation in hand finish within its deadline, then end the worker. Idempotent.
+
+        Calls that wait for their turn raise GPUError WORKER_DIED. Cancellation kills the worker at once.
+        """
+        self._closing = True
+        self._fail_waiting()
+        self._more.set()
+        try:
+            if self._runner is not None:
+                await self._runner
+            if self._process is not None:
+                await self._end(self._process)
+        except asyncio.CancelledError:
+            if self._runner is not None:
+                self._runner.cancel()
+                self._runner = None
+            if self._process is not None:
+                await self._kill()
+            raise
+
+    async def _call(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        if self._closing:
+            raise _closed()
+        if self._runner is None:
+            self._runner = asyncio.create_task(self._run(), name="checkpoint worker link")
+        self._number += 1
+        line = json.dumps({"id": self._number, "deadline_s": deadline_s + _ALONE_S, **request}).encode() + b"\n"
+        if len(line) > MAX_LINE:
+            raise GPUError(GPUErrorCode.UNKNOWN, f"a request of {len(line)} bytes is too long; at most {MAX_LINE}")
+        what = f"{request['op']} of process {request['target']['pid']}" if "target" in request else "ping"
+        call = _Call(request["op"], self._number, line, what, deadline_s, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        self._more.set()
+        reply = await call.answer
+        if not reply["ok"]:
+            raise _error(reply["error"])
+        return reply
+
+    async def _run(self) -> None:
+        while not self._closing:
+            if not self._waiting:
+                self._more.clear()
+                await self._more.wait()
+                continue
+            call = self._waiting.popleft()
+            if call.answer.done():
+                continue  # withdrawn while it waited
+            try:
+                reply = await self._served(call)
+            except GPUError as error:
+                if not call.answer.done():
+                    call.answer.set_exception(error)
+            except asyncio.CancelledError:
+                if not call.answer.done():
+                    call.answer.set_exception(_closed())
+                raise
+            else:
+                if not call.answer.done():
+                    call.answer.set_result(reply)
+
+    async def _served(self, call: _Call) -> dict[str, Any]:
+        """Serve the call. Raises GPUError, whatever fails: whoever waits must hear of it, and the next call must be served."""
+        try:
+            return await self._serve(call)
+        except GPUError:
+            raise
+        except Exception as error:
+            log.critical("the link to the checkpoint worker failed in %s", call.what, exc_info=error)
+            await self._kill()
+            sentence = f"the checkpoint worker could not be asked for {call.what}: {error!r}"
+            raise GPUError(GPUErrorCode.WORKER_DIED, sentence) from error
+
+    async def _serve(self, call: _Call) -> dict[str, Any]:
+        process = self._process
+        if process is None or process.returncode is not None:
+            process = await self._begin()
+        failpoints.reach(f"link.{call.op}.before")
+        reply = await self._exchange(process, call.line, call.deadline_s, call.what)
+        failpoints.reach(f"link.{call.op}.after")
+        if not _is_reply(reply):
+            await self._kill()
+            raise GPUError(
+                GPUErrorCode.WORKER_DIED,
+                f"the checkpoint worker answered {call.what} with what is no reply: {str(reply)[:200]}",
+            )
+        if reply["id"] != call.number:
+            await self._kill()
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker answered another request than {call.what}")
+        return reply
+
+    async def _begin(self) -> asyncio.subprocess.Process:
+        if self._unkillable is not None and self._unkillable.returncode is None:
+            # Two workers at once could work on the same process: one operation at a time is the safe rule.
+            raise GPUError(
+                GPUErrorCode.WORKER_HUNG,
+                f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be "
+                "suspended or resumed before it is gone; restarting the machine may be needed",
+            )
+        if self._claim is not None and not self._claim.take():
+            raise GPUError(
+                GPUErrorCode.WORKER_BUSY,
+                f"the checkpoint worker of {self._claim.holder()} is still at work: nothing is suspended or resumed before it is done",
+            )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(self._python, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", self.backend),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MAX_LINE,
+                start_new_session=True,
+                env=driver_environment.cleaned(os.environ),
+                pass_fds=() if self._claim is None else self._claim.descriptors(),
+            )
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
+        greeting = await self._exchange(self._process, b"", self._start_s, f"opening {self.backend}")
+        if "fatal" in greeting:
+            await self._kill()
+            raise _error(greeting["fatal"])
+        hello = greeting.get("hello")
+        if not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
+            await self._kill()
+            raise GPUError(
+                GPUErrorCode.WORKER_DIED,
+                f"the checkpoint worker is of another version than this broker (it said {greeting!r}): restart the broker",
+            )
+        return self._process
+
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, line: bytes, deadline_s: float, what: str
+    ) -> dict[str, Any]:
+        """Write the line, read one; kill the worker and raise GPUError when there is none in time or it is no reply."""
+        if process.stdin is None or process.stdout is None:
+            raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker was started without pipes")
+        try:
+            async with asyncio.timeout(deadline_s):
+                if line:  # for its greeting nothing is asked: it may have given it and ended already
+                    process.stdin.write(line)
+                    await process.stdin.drain()
+                answer = await process.stdout.readline()
+            reply = json.loads(answer) if answer else None
+        except TimeoutError:
+            await self._kill()
+            raise GPUError(
+                GPUErrorCode.WORKER_HUNG,
+                f"the checkpoint worker did not finish {what} within {deadline_s:g} s and was replaced",
+            ) from None
+        except OSError as error:
+            await self._end(process)
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker died before {what}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            await self._kill()
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker failed during {what}: {error}") from error
+        if not isinstance(reply, dict):
+            await self._end(process)
+            status = process.returncode
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker died during {what} (status {status})")
+        return reply
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(_KILL_S):
+                await process.wait()
+        except TimeoutError:
+            self._unkillable = process
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Let the worker end by itself; one that does not is killed. Its status stays true that way."""
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(self._answer_s):
+                await process.wait()
+        except TimeoutError:
+            await self._kill()
+        self._process = None
+
+    def _fail_waiting(self) -> None:
+        while self._waiting:
+            call = self._waiting.popleft()
+            if not call.answer.done():
+                call.answer.set_exception(_closed())
+
+
+def _closed() -> GPUError:
+    return GPUError(GPUErrorCode.WORKER_DIED, "the link to the checkpoint worker was closed")
+
+
+def _is_reply(reply: Mapping[str, Any]) -> bool:
+    """Whether it has what a reply has, each of its kind."""
+    return (
+        type(reply.get("id")) is int
+        and isinstance(reply.get("ok"), bool)
+        and type(reply.get("elapsed_us")) is int
+        and isinstance(reply.get("state"), str | None)
+        and isinstance(reply.get("error"), type(None) if reply["ok"] else dict)
+    )
+
+
+def _elapsed(reply: dict[str, Any]) -> int:
+    return int(reply["elapsed_us"])
+
+
+def _error(error: object) -> GPUError:
+    if not isinstance(error, dict):
+        return GPUError(GPUErrorCode.UNKNOWN, f"the checkpoint worker failed without an explanation: {error!r}")
+    code = str(error.get("code"))
+    return GPUError(GPUErrorCode(code) if code in _CODES else GPUErrorCode.UNKNOWN, str(error.get("message")))

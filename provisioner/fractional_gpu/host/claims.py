@@ -1,0 +1,139 @@
+"""A host-wide claim of a device that vanishes with its holder.
+
+The rules:
+- A claim is a listening UNIX socket in the abstract namespace: the kernel allows one per name and removes it when
+  the holder ends, however it ends. No file is left behind, and none can be removed under the holder's feet.
+- The credentials a refused claimant reads are those of the process that claimed: claim in the process that stays,
+  not in one that forks and leaves.
+- The abstract namespace belongs to the network namespace: containers with a network of their own do not see each
+  other's claims, so give a device to one of them only.
+- A claim keeps brokers from each other by mistake. It is no defence against a local user who takes the name on
+  purpose; the refusal names that user.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+from types import TracebackType
+from typing import Final, Self
+
+from fractional_gpu.host.peers import peer_credentials
+
+__all__ = ["DeviceClaim", "DeviceClaimedError", "NameClaim"]
+
+_PREFIX: Final = "\0jupyter-gpu-device-"
+_MAX_NAME_BYTES: Final = 107  # sun_path without room for a terminating zero
+_BACKLOG: Final = 1024
+_MOST_AT_ONCE: Final = 64
+
+
+class DeviceClaimedError(Exception):
+    """Another process holds the device. `pid` and `uid` are None when the holder would not say who it is."""
+
+    def __init__(self, device_id: str, pid: int | None, uid: int | None) -> None:
+        holder = "a process that cannot be identified" if pid is None else f"process {pid} of user id {uid}"
+        super().__init__(
+            f"device {device_id} is managed by {holder}; use that broker, stop it, or give this one other devices"
+        )
+        self.device_id = device_id
+        self.pid = pid
+        self.uid = uid
+
+
+class NameClaim:
+    """A claim of an abstract address that is held until `close`, or until the process ends. Get one from `NameClaim.take`."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+
+    @classmethod
+    def take(cls, address: bytes) -> "NameClaim | tuple[int | None, int | None]":
+        """Claim the address for this process, or return pid and uid of the process that has it, as far as they can be seen."""
+        listener = _listening(address)
+        return _holder(address) if listener is None else NameClaim(listener)
+
+    def fileno(self) -> int:
+        """Return the listener's descriptor: readable while somebody has asked who holds the device; then call `drain`."""
+        return self._listener.fileno()
+
+    def drain(self) -> int:
+        """Forget 64 of those who asked who holds the device, and return how many they were. Never blocks.
+
+        Anybody may ask, as often as they like: whoever is left keeps the descriptor readable, and others get a turn meanwhile. Unless it
+        is called now and then, a claimant that comes after a thousand others is not told who the holder is.
+        Raises OSError when no descriptor is free; then call it later.
+        """
+        asked = 0
+        with contextlib.suppress(BlockingIOError):
+            while asked < _MOST_AT_ONCE:
+                self._listener.accept()[0].close()
+                asked += 1
+        return asked
+
+    def close(self) -> None:
+        """Give the device back. Idempotent."""
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class DeviceClaim(NameClaim):
+    """A claim of a device. Get one from `DeviceClaim.claim`."""
+
+    def __init__(self, device_id: str, listener: socket.socket) -> None:
+        super().__init__(listener)
+        self.device_id = device_id
+
+    @classmethod
+    def claim(cls, device_id: str) -> Self:
+        """Claim the device for this process.
+
+        Raises DeviceClaimedError when another claim of it is held, ValueError for an id that cannot name a claim.
+        """
+        address = _address(device_id)
+        listener = _listening(address)
+        if listener is None:
+            raise DeviceClaimedError(device_id, *_holder(address))
+        return cls(device_id, listener)
+
+
+def _listening(address: bytes) -> socket.socket | None:
+    """Return a socket that listens at the address; None if another one does. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    return listener
+
+
+def _address(device_id: str) -> bytes:
+    address = os.fsencode(_PREFIX + device_id)
+    if not device_id or len(address) > _MAX_NAME_BYTES or "\0" in device_id:
+        room = _MAX_NAME_BYTES - len(_PREFIX)
+        raise ValueError(
+            f"a device id to claim has 1 to {room} bytes and no NUL; got {device_id!r}: give the device's UUID"
+        )
+    return address
+
+
+def _holder(address: bytes) -> tuple[int | None, int | None]:
+    """Return pid and uid of who listens at the address; (None, None) when it does not listen or hears too many."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asker:
+        try:
+            asker.connect(address)
+        except (ConnectionRefusedError, BlockingIOError):
+            return None, None
+        credentials = peer_credentials(asker)
+    return credentials.pid, credentials.uid

@@ -1,0 +1,277 @@
+"""How much host memory a process may still take before the system or its control groups stop it.
+
+The rules:
+- What is saved from a device lands in the process's own memory: it counts against every control group above that
+  process.
+- The answer is the smallest of what the system has available and what each limit on the way to the root leaves, each
+  less a margin: a process that fills its limit to the last byte is killed by its next allocation.
+- Memory that the kernel takes back without writing (inactive file cache) is not counted as used. Swap is not counted
+  as room.
+- Version 1 and version 2 of control groups are read, also side by side. Where the group's path cannot be seen below
+  the mount (a container that shows only a part of the hierarchy), the mounted part's own limit is what is known and
+  counts.
+- A limit that exists but cannot be read is an error, never "no limit".
+- Processes that take memory together share the room of each limit above them: their needs are added up, limit by limit.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final, NamedTuple
+
+from fractional_gpu.host.process import PROC
+
+__all__ = [
+    "Headroom",
+    "Look",
+    "Shortage",
+    "headroom",
+    "memory_groups",
+    "shortage",
+    "smallest_limit",
+    "system_headroom",
+]
+
+_MIB: Final = 1024 * 1024
+_MARGIN_PARTS: Final = 50  # 2 %: page tables and what the process allocates meanwhile
+_MARGIN_LEAST_MIB: Final = 64
+_TOLD: Final = re.compile(rb"^(MemTotal|MemAvailable):[ \t]*(\d+) kB$", re.MULTILINE)
+_TOLD_TOTAL: Final = re.compile(rb"^(MemTotal|SwapTotal):[ \t]*(\d+) kB$", re.MULTILINE)
+_OCTAL: Final = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Headroom:
+    """Room for `mib` MiB more, never negative. `limited_by` says for people which limit binds."""
+
+    mib: int
+    limited_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A limit leaves `left_mib` where `need_mib` are needed."""
+
+    need_mib: int
+    left_mib: int
+    limited_by: str
+
+
+class _Mount(NamedTuple):
+    version: int
+    root: PurePosixPath
+    point: Path
+
+
+def system_headroom(*, proc: Path = PROC) -> Headroom:
+    """Return the room in the system's memory. Raises OSError, and ValueError for an unexpected /proc/meminfo."""
+    found = dict(_TOLD.findall((proc / "meminfo").read_bytes()))
+    try:
+        total, available = (int(found[name]) * 1024 for name in (b"MemTotal", b"MemAvailable"))
+    except KeyError as error:
+        raise ValueError(f"{proc}/meminfo does not tell MemTotal and MemAvailable in kB") from error
+    return _room(total, available, "the system's memory")
+
+
+def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
+    """Return how much more memory the process may take, MiB.
+
+    Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
+    """
+    return Look(proc=proc).headroom(pid)
+
+
+def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
+    """Return the limit that lacks most for processes that each need so many MiB more (by pid); None if every limit has the room.
+
+    Raises as `headroom`.
+    """
+    return Look(proc=proc).shortage(needs)
+
+
+class Look:
+    """One look at many processes: what several of them share is read once. Short-lived, for its figures grow old."""
+
+    def __init__(self, *, proc: Path = PROC) -> None:
+        self._proc = proc
+        self._system: Headroom | None = None
+        self._mounts: list[_Mount] | None = None
+        self._found: dict[
+            bytes, dict[Path | None, Headroom]
+        ] = {}  # every limit, by what /proc says of a process's groups
+
+    def headroom(self, pid: int) -> Headroom:
+        """Return how much more memory the process may take, MiB. Raises as the function of this name."""
+        return min(self._limits(pid).values())
+
+    def shortage(self, needs: Mapping[int, int]) -> Shortage | None:
+        """Return the limit that lacks most for these needs, MiB by pid, or None. Raises as the function of this name."""
+        rooms: dict[Path | None, Headroom] = {}
+        need_mib: Counter[Path | None] = Counter()
+        for pid, mib in needs.items():
+            limits = self._limits(pid)
+            rooms.update(limits)
+            need_mib.update(dict.fromkeys(limits, mib))
+        short = [Shortage(need_mib[where], room.mib, room.limited_by) for where, room in rooms.items()]
+        worst = max(short, key=lambda one: one.need_mib - one.left_mib, default=None)
+        return worst if worst is not None and worst.need_mib > worst.left_mib else None
+
+    def _limits(self, pid: int) -> dict[Path | None, Headroom]:
+        """Return the room below each limit by the folder of its control group; None is the system itself."""
+        try:
+            groups = (self._proc / str(pid) / "cgroup").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            raise ProcessLookupError(f"no process has the id {pid}") from None
+        found = self._found.get(groups)
+        if found is None:
+            if self._system is None:
+                self._system = system_headroom(proc=self._proc)
+            if self._mounts is None:
+                self._mounts = _mounts(self._proc)
+            found = {None: self._system, **dict(_group_headrooms(_group_paths(groups), self._mounts))}
+            self._found[groups] = found
+        return found
+
+
+def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
+    """Return the folders of the process's control groups that may account its memory, by version: its own first, then what is above.
+
+    Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
+    """
+    try:
+        groups = (proc / str(pid) / "cgroup").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has the id {pid}") from None
+    found: dict[int, list[Path]] = {}
+    for version, folder in _group_folders(_group_paths(groups), _mounts(proc)):
+        found.setdefault(version, []).append(folder)
+    return found
+
+
+def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
+    """Return the memory of which the process may use any at all, MiB: of the smallest of its control groups, else the machine's with swap.
+
+    Raises as `memory_groups`.
+    """
+    told = dict(_TOLD_TOTAL.findall((proc / "meminfo").read_bytes()))
+    total = sum(int(told.get(name, 0)) for name in (b"MemTotal", b"SwapTotal")) * 1024
+    if not total:
+        raise ValueError(f"{proc}/meminfo does not tell MemTotal in kB")
+    limits = [Headroom(total // _MIB, "the system's memory")]
+    for version, folders in memory_groups(pid, proc=proc).items():
+        for folder in folders:
+            limit = _bytes(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+            if limit is not None and limit < total:
+                limits.append(Headroom(limit // _MIB, _limit_of(folder, limit)))
+    return min(limits)
+
+
+def _room(limit: int, left: int, name: str) -> Headroom:
+    margin = max(_MARGIN_LEAST_MIB * _MIB, limit // _MARGIN_PARTS)
+    return Headroom(max(0, left - margin) // _MIB, name)
+
+
+def _group_headrooms(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[tuple[Path, Headroom]]:
+    for version, folder in _group_folders(paths, mounts):
+        for room in _limits_v2(folder) if version == 2 else _limits_v1(folder):
+            yield folder, room
+
+
+def _group_folders(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[tuple[int, Path]]:
+    """Yield each folder once, with its version, from the groups themselves upwards."""
+    for version, path in paths.items():
+        here = [mount for mount in mounts if mount.version == version]
+        showing = [mount for mount in here if _shows(mount, path)]
+        for folder in dict.fromkeys(folder for mount in showing or here for folder in _ancestors(mount, path)):
+            yield version, folder
+
+
+def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:
+    """Return the path of the process's group by version of the hierarchy that may account its memory."""
+    paths: dict[int, PurePosixPath] = {}
+    for line in os.fsdecode(groups).splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            paths[2] = PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            paths[1] = PurePosixPath(path)
+    return paths
+
+
+def _mounts(proc: Path) -> list[_Mount]:
+    """Return where the hierarchies are mounted for us; one mount of each root is enough."""
+    found: dict[tuple[int, PurePosixPath], _Mount] = {}
+    for line in os.fsdecode((proc / "self/mountinfo").read_bytes()).splitlines():
+        before, separator, after = line.partition(" - ")
+        kind, _source, options = (*after.split(" ", 2), "", "")[:3]
+        version = {"cgroup2": 2, "cgroup": 1}.get(kind, 0) if separator else 0
+        if version == 2 or (version == 1 and "memory" in options.split(",")):
+            root, point = (_unescape(field) for field in before.split(" ")[3:5])
+            mount = _Mount(version, PurePosixPath(root), Path(point))
+            found.setdefault((version, mount.root), mount)
+    return list(found.values())
+
+
+def _unescape(field: str) -> str:
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
+
+
+def _shows(mount: _Mount, path: PurePosixPath) -> bool:
+    return ".." not in path.parts and path.is_relative_to(mount.root)
+
+
+def _ancestors(mount: _Mount, path: PurePosixPath) -> list[Path]:
+    """Return the folders from the group up to the mount, of those that can be seen; always the mount itself."""
+    if not _shows(mount, path):
+        return [mount.point]
+    below = path.relative_to(mount.root)
+    return [mount.point / part for part in (below, *below.parents)]
+
+
+def _limits_v2(folder: Path) -> Iterator[Headroom]:
+    # Past memory.high a process is throttled until it hardly moves: for saving gigabytes that is a limit too.
+    limits = [limit for limit in (_bytes(folder / "memory.max"), _bytes(folder / "memory.high")) if limit is not None]
+    used = _bytes(folder / "memory.current")
+    if limits and used is not None:
+        yield _left(folder, min(limits), used, "inactive_file")
+
+
+def _limits_v1(folder: Path) -> Iterator[Headroom]:
+    limit, used = _bytes(folder / "memory.limit_in_bytes"), _bytes(folder / "memory.usage_in_bytes")
+    # "No limit" is written as a number near 2^63 there; it never binds before the system does.
+    if limit is not None and used is not None:
+        yield _left(folder, limit, used, "total_inactive_file")
+
+
+def _left(folder: Path, limit: int, used: int, reclaimable: str) -> Headroom:
+    used -= min(used, _stat(folder / "memory.stat", reclaimable))
+    return _room(limit, limit - used, _limit_of(folder, limit))
+
+
+def _limit_of(folder: Path, limit: int) -> str:
+    name = "".join(one if one.isprintable() else "?" for one in str(folder))  # users name groups of their own
+    return f"the memory limit of control group {name} ({limit // _MIB} MiB)"
+
+
+def _bytes(file: Path) -> int | None:
+    """Return the number in the file; None for "max" and where the file does not exist (no such controller here)."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return None if text == "max" else int(text)
+
+
+def _stat(file: Path, name: str) -> int:
+    try:
+        text = file.read_text(encoding="ascii")
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0

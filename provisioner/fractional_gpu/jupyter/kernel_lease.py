@@ -1,0 +1,332 @@
+"""One kernel's lease as its provisioner handles it: taken, kept over a restart, given back; with its token file.
+
+Synchronous: run it in a thread.
+
+Rules:
+
+- Whatever fails half way leaves no lease and no token file behind (and what a killed server leaves behind, the
+  broker lets expire).
+- A kernel with our extension keeps its lease over a restart. One without must know its device before its process
+  starts, and the old reservation ends with the old process: it gets a new lease.
+- A broker that dies in the middle of a call is started again and asked again, once. What it may have admitted for the first call
+  expires by itself.
+- Giving back starts no broker: if none serves, it learns from the kernel's end when it is back.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import ensure_broker, runtime_dir
+from fractional_gpu.client.seat import own_seat
+from fractional_gpu.jupyter.kernel_process import identity_of, working_folder
+from fractional_gpu.protocol.errors import (
+    BrokerUnavailableError,
+    ConflictError,
+    ForbiddenError,
+    FractionalGPUError,
+    NotFoundError,
+    UnauthorizedError,
+)
+from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
+
+__all__ = [
+    "KernelLease",
+    "attach_request",
+    "begin_broker_start",
+    "environment_with",
+    "environment_without",
+    "recall_lease",
+    "renew_lease",
+    "take_lease",
+]
+
+T = TypeVar("T")
+_SHORT_S = 5.0  # calls at a kernel's end: prompt, or given up
+_OF_A_LEASE = (
+    "JUPYTER_GPU_LEASE",
+    "JUPYTER_GPU_TOKEN_FILE",
+    "JUPYTER_GPU_NOTICE",
+    "JUPYTER_GPU_MEMORY_MIB",
+    "JUPYTER_GPU_SIMULATED_DIR",
+    "JUPYTER_GPU_SIMULATED_DEVICE",
+    "JUPYTER_GPU_DEVICE_MIB",
+    "JUPYTER_GPU_CONTEXT_MIB",
+    "JUPYTER_GPU_PRELOAD",
+)
+_PRELOAD = "LD_PRELOAD"
+_FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelLease:
+    """A lease that this server's kernel holds."""
+
+    lease_id: str
+    token: str = field(repr=False)  # "": unknown
+    token_file: Path
+    socket: str
+    reserve_mib: int
+    gated: bool
+    environment: Mapping[str, str]
+    notice: str = ""  # what became of the kernel before this one, for its user
+
+    def attach(self, request: AttachRequest) -> None:
+        """Tell the broker which process it is; one that died since the lease was taken is started again.
+
+        Raises the errors of the protocol.
+        """
+
+        def attach() -> None:
+            with ensure_broker(self.socket, token=self.token or None) as client:
+                client.attach(self.lease_id, request)
+
+        _persistently(attach)
+
+    def attach_again(self, request: AttachRequest) -> None:
+        """Attach a process that is attached already: this process takes over its kernel. Starts no broker.
+
+        Raises the errors of the protocol.
+        """
+        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
+            client.attach(self.lease_id, request)
+
+    def detach(self) -> None:
+        """Tell the broker that the process is gone. Raises the errors of the protocol."""
+        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
+            client.detach(self.lease_id)
+
+    def release(self) -> None:
+        """End the lease and remove the token file. Raises the errors of the protocol, after the file is gone."""
+        with contextlib.suppress(OSError):
+            self.token_file.unlink()
+        with (
+            BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client,
+            contextlib.suppress(NotFoundError),
+        ):
+            client.release(self.lease_id)
+
+    def put_token_back(self) -> None:
+        """Write the token's file again if it was removed. Raises FractionalGPUError."""
+        if self.token and not self.token_file.exists():
+            _write_private(self.token_file, self.token)
+
+    def to_info(self) -> dict[str, Any]:
+        """Return what `recall_lease` needs, without the token itself."""
+        return {
+            "lease_id": self.lease_id,
+            "token_file": str(self.token_file),
+            "socket": self.socket,
+            "reserve_mib": self.reserve_mib,
+            "gated": self.gated,
+            "environment": dict(self.environment),
+        }
+
+    def is_frozen(self) -> bool:
+        """Whether the process cannot be relied on to run its exit, because its CUDA state is away or about to go."""
+        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
+            return client.lease(self.lease_id).state in _FROZEN_STATES
+
+    def unblock(self) -> None:
+        """Bring the GPU state back if the process is suspended, busy, and waits for nothing that it asked for.
+
+        Such a process may be blocked in a GPU call, where no interrupt reaches it before its state is back. Returns when it
+        is. Raises the errors of the protocol.
+        """
+        with BrokerClient(self.socket, token=self.token or None) as client:
+            status = client.lease(self.lease_id)
+            if status.state == "suspended" and status.busy and status.position is None:
+                client.resume(self.lease_id)
+
+
+def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
+    """Take a new lease from the broker, which is started if need be.
+
+    `timeout_s` bounds the start and each call, seconds. `simulate`: the lease is for simulated devices; a broker that is started has these.
+
+    Raises the errors of the protocol: NoRoomError, BadRequestError (no such pool or fraction), ConflictError (the broker has real devices,
+    and simulated ones are wanted), BrokerUnavailableError.
+    """
+    return _persistently(lambda: _take(request, timeout_s, simulate))
+
+
+def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
+    """Start a broker in a thread if none serves: `take_lease`, called next, waits for less, and tells what goes wrong. Never blocks."""
+
+    def start() -> None:
+        with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
+            pass
+
+    threading.Thread(target=start, name="gpu-start", daemon=True).start()
+
+
+def _persistently(call: Callable[[], T]) -> T:
+    """Return what the call returns; when the broker dies in the middle of it, call once more."""
+    try:
+        return call()
+    except BrokerUnavailableError as error:
+        if error.reason not in {"hung-up", "no-broker"}:
+            raise
+        return call()
+
+
+def _take(request: LeaseRequest, timeout_s: float, simulate: str | None) -> KernelLease:
+    seat = own_seat()
+    if seat is not None:
+        request = replace(request, seat=seat.seat_id)
+    token = seat.token if seat is not None else None
+    with ensure_broker(timeout_s=timeout_s, token=token, simulate=simulate) as client:
+        if simulate and not client.ping().simulated:
+            raise ConflictError(
+                f"this kernel is for simulated GPUs ({simulate}), and the GPU broker at {client.socket_path} has real ones; pick a kernel "
+                "without (simulated) in its name, or set JUPYTER_GPU_SOCKET to another path in a folder of yours before you start Jupyter",
+                reason="real-devices",
+            )
+        reply = client.create_lease(request)
+        try:
+            token_file = _write_token(reply.lease_id, reply.token)
+        except FractionalGPUError:
+            client.token = reply.token
+            client.release(reply.lease_id)
+            raise
+    return KernelLease(
+        lease_id=reply.lease_id,
+        token=reply.token,
+        token_file=token_file,
+        socket=client.socket_path,
+        reserve_mib=reply.reserve_mib,
+        gated=request.gated,
+        environment=reply.environment,
+        notice=reply.notice,
+    )
+
+
+def renew_lease(
+    lease: KernelLease, request: LeaseRequest, *, timeout_s: float, simulate: str | None = None
+) -> KernelLease:
+    """Return a lease for the next process of the same kernel: the same one where possible. Raises as `take_lease`."""
+    return _persistently(lambda: _renew(lease, request, timeout_s, simulate))
+
+
+def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float, simulate: str | None) -> KernelLease:
+    with ensure_broker(lease.socket, token=lease.token or None, timeout_s=timeout_s, simulate=simulate) as client:
+        if lease.token and lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
+            if lease.token_file.exists():
+                return lease
+            return replace(lease, token_file=_write_token(lease.lease_id, lease.token))
+    with contextlib.suppress(NotFoundError, UnauthorizedError, ForbiddenError):
+        lease.release()
+    return take_lease(request, timeout_s=timeout_s, simulate=simulate)
+
+
+def recall_lease(info: Mapping[str, Any]) -> KernelLease:
+    """Return the lease that `to_info` described.
+
+    Where its token's file is gone, but the lease is not known to be over, it is steered without a token, as its user's; the kernel's next
+    process then gets a new lease. Raises FractionalGPUError for a lease that is over, or that is not this user's without a token.
+    """
+    path = Path(info["token_file"])
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        token = ""
+        try:
+            with BrokerClient(info["socket"], timeout_s=_SHORT_S) as client:
+                client.lease(info["lease_id"])
+        except BrokerUnavailableError:
+            pass  # it is started with the next cell, and finds the kernel
+        except FractionalGPUError:
+            raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
+    return KernelLease(
+        lease_id=info["lease_id"],
+        token=token,
+        token_file=path,
+        socket=info["socket"],
+        reserve_mib=info["reserve_mib"],
+        gated=info["gated"],
+        environment=info["environment"],
+    )
+
+
+def _is_free_to_attach(client: BrokerClient, lease_id: str) -> bool:
+    """Whether the broker still knows the lease; if it believes in its old process, it is told that this is gone."""
+    try:
+        status = client.lease(lease_id)
+        if status.state == "ended":
+            return False
+        if status.pid is not None:
+            client.detach(lease_id)
+    except (NotFoundError, UnauthorizedError, ForbiddenError):
+        return False
+    return True
+
+
+def _write_token(lease_id: str, token: str) -> Path:
+    if not _SAFE_NAME.fullmatch(lease_id):
+        raise FractionalGPUError(f"the broker gave the lease a name that cannot be a file's: {lease_id[:80]!r}")
+    path = runtime_dir() / f"{lease_id}-{secrets.token_hex(4)}.token"
+    _write_private(path, token)
+    return path
+
+
+def _write_private(path: Path, token: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(token)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise FractionalGPUError(
+            f"the lease's token cannot be written to {path} ({error.strerror}); free space there or set "
+            "JUPYTER_RUNTIME_DIR"
+        ) from error
+
+
+def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:
+    """Describe a process that this one has started (and not yet waited for, so that the pid is surely its own).
+
+    Raises ProcessGoneError.
+    """
+    contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
+    if contents.get("transport") == "ipc":  # jupyter_client's path, which the kernel takes from its own folder
+        contents["ip"] = os.fspath(working_folder(pid) / contents["ip"])
+    return AttachRequest(
+        **identity_of(pid),
+        connection=contents,
+        language=language,
+        ipykernel=ipykernel,
+    )
+
+
+def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the kernel's environment with its lease in it.
+
+    Nothing is left of a lease that this server may itself run under.
+    """
+    clean = {name: value for name, value in environment.items() if name not in _OF_A_LEASE}
+    ours = dict(lease.environment)
+    if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):
+        ours[_PRELOAD] = f"{preloaded}:{ours[_PRELOAD]}"
+    return {
+        **clean,
+        **ours,
+        "JUPYTER_GPU_SOCKET": lease.socket,
+        "JUPYTER_GPU_LEASE": lease.lease_id,
+        "JUPYTER_GPU_TOKEN_FILE": str(lease.token_file),
+        "JUPYTER_GPU_MEMORY_MIB": str(lease.reserve_mib),
+    }
+
+
+def environment_without(notice: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a kernel that gets no GPU; `notice` says why at its first cell."""
+    clean = {name: value for name, value in environment.items() if name not in _OF_A_LEASE}
+    return {**clean, "CUDA_VISIBLE_DEVICES": "", "JUPYTER_GPU_NOTICE": notice}

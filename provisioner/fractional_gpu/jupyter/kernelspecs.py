@@ -1,0 +1,379 @@
+"""Kernelspecs for fractions: one launcher entry for each pool and fraction, such as "Python 3 · 1/4 GPU".
+
+Rules:
+
+- Each is copied from a base kernelspec: its interpreter, environment, language and what it says about itself
+  (`supported_encryption`, `kernel_protocol_version`, `debugger`), without which servers that require encryption
+  refuse it.
+- The folder is named `fractional-gpu-<pool>-<milli>[-<base>][-launcher]` if nothing else is asked for; what is listed and removed is
+  told by the stanza inside, never by the name alone.
+- A folder appears whole or not at all. It replaces one for the same base, pool and fraction only; others stay, and so does what we did
+  not make.
+- Of two folders of one name Jupyter takes the one that it finds first: `InstalledSpec.shadowed_by` tells of it.
+- A base whose interpreter can import our extension is started in the form that a folder beside the notebook cannot
+  shadow; any other kernel (another language, an environment without the extension) keeps its command: it then holds
+  its reservation from its start.
+- With `launcher`, the command itself takes the lease (`fractional_gpu.jupyter.launcher`), for programs that ignore provisioners;
+  the local provisioner is named then, so that Jupyter servers do not take a second lease for it.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
+from jupyter_core.paths import jupyter_path
+
+from fractional_gpu.core.units import format_fraction
+from fractional_gpu.host.ipykernel_command import find_ipykernel
+from fractional_gpu.jupyter.kernel_command import KernelPlan, launch_argv, plan_kernel
+from fractional_gpu.jupyter.kernel_config import check_pool_name
+from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
+
+__all__ = ["PROVISIONER_NAME", "InstalledSpec", "install", "list_installed", "remove", "spec_name"]
+
+PROVISIONER_NAME = "fractional-gpu-provisioner"
+_NAME_PREFIX = "fractional-gpu-"
+_MADE_BY = "jupyter-fractional-gpu"  # marks our folders in the stanza's neighbourhood
+_DEFAULT_BASE = "python3"
+_NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter takes for one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledSpec:
+    """A kernelspec of ours. `gated`: the extension will load in its kernels; `launcher`: its command takes the lease.
+
+    `base` is empty for one of an earlier version. `shadowed_by`: the folder that Jupyter takes in its place.
+    """
+
+    name: str
+    display_name: str
+    folder: Path
+    pool: str
+    fraction_milli: int
+    gated: bool
+    simulated: bool
+    launcher: bool = False
+    base: str = ""
+    shadowed_by: Path | None = None
+    replaced: bool = field(default=False, compare=False)  # by this very installation
+    foreign: str = field(default="", compare=False)  # which module this installation found in place of our extension
+
+
+def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
+    """Return the kernelspec's name. Jupyter compares such names without case. Raises BadRequestError."""
+    name = f"{_NAME_PREFIX}{check_pool_name(pool).lower()}-{_check_milli(fraction_milli)}"
+    if base.lower() != _DEFAULT_BASE:
+        name += f"-{base.lower()}"
+    return name + ("-launcher" if launcher else "")
+
+
+def install(
+    pool: str,
+    fractions_milli: Sequence[int],
+    *,
+    prefix: str | None = None,
+    user: bool = False,
+    directory: str | None = None,
+    base: str = _DEFAULT_BASE,
+    simulated: bool = False,
+    simulate: str | None = None,
+    launcher: bool = False,
+    name: str | None = None,
+    display_name: str | None = None,
+) -> list[InstalledSpec]:
+    """Install one kernelspec for each fraction (milli-GPU), replacing those that were installed before.
+
+    `simulate`: the simulated devices (COUNTxMEMORY) of a broker that is started for such a kernel: the one that runs now ends when it is
+    not needed. `name` and `display_name`, for one fraction only, stand in for those that are made from pool, fraction and base.
+
+    Where: for this `user`, below a `prefix` (as in PREFIX/share/jupyter/kernels), or into a `directory` of
+    kernelspecs; below the environment's own prefix if none is said. Raises BadRequestError (what was asked makes no
+    sense), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written to, or holds somebody
+    else's kernelspec).
+    """
+    names = {milli: spec_name(pool, milli, base=base, launcher=launcher) for milli in fractions_milli}
+    if not names:
+        raise BadRequestError("no fraction was given; give at least one, such as 1/4")
+    if (name is not None or display_name is not None) and len(names) > 1:
+        raise BadRequestError(f"a name of its own is for one kernelspec; given: {len(names)} fractions; give one")
+    if name is not None:
+        names = dict.fromkeys(names, _check_name(name))
+    base_spec = _base_spec(base)
+    target = _target_folder(prefix=prefix, user=user, directory=directory)
+    argv, plan = _argv(base_spec)
+    installed = []
+    for milli, folder_name in names.items():
+        content = _content(
+            base_spec, argv, pool=pool, milli=milli, gated=plan.gated, simulated=simulated, launcher=launcher
+        )
+        content["metadata"][_MADE_BY] |= {"base": base, "launcher": launcher}
+        if simulate:
+            content["metadata"]["kernel_provisioner"]["config"]["simulate"] = simulate
+        if launcher:
+            _let_it_lease(content, pool=pool, milli=milli, simulate=simulate)
+        if display_name is not None:
+            content["display_name"] = display_name
+        folder = target / folder_name
+        replaces = _check_replaced(folder, content)
+        _write_folder(folder, content, logo(milli))
+        described = _describe(folder, content)
+        installed.append(replace(described, replaced=replaces, shadowed_by=_shadow(folder), foreign=plan.foreign))
+    return installed
+
+
+def list_installed(
+    *,
+    prefix: str | None = None,
+    user: bool = False,
+    directory: str | None = None,
+) -> list[InstalledSpec]:
+    """Return our kernelspecs in the place that is named (as for `install`), else wherever Jupyter looks, shadowed ones too."""
+    if prefix is not None or user or directory is not None:
+        places = [_target_folder(prefix=prefix, user=user, directory=directory)]
+    else:
+        places = [Path(place) for place in jupyter_path("kernels")]
+    folders = dict.fromkeys(path.parent for place in places for path in sorted(place.glob("*/kernel.json")))
+    contents = ((folder, _read_ours(folder)) for folder in folders)
+    found = [_describe(folder, content) for folder, content in contents if content is not None]
+    seen = KernelSpecManager().find_kernel_specs()
+    found = [replace(spec, shadowed_by=_shadow(spec.folder, seen)) for spec in found]
+    return sorted(found, key=lambda spec: (spec.pool, spec.fraction_milli, spec.name, spec.shadowed_by is not None))
+
+
+def remove(
+    names: Sequence[str] | None = None,
+    *,
+    prefix: str | None = None,
+    user: bool = False,
+    directory: str | None = None,
+) -> list[InstalledSpec]:
+    """Remove kernelspecs by name (None: all of ours), shadowed ones too, and return what was removed. Running kernels are not touched.
+
+    Raises NotFoundError before anything is removed if a name is not one of ours, FractionalGPUError if a folder
+    cannot be removed.
+    """
+    ours = list_installed(prefix=prefix, user=user, directory=directory)
+    there = list(dict.fromkeys(spec.name for spec in ours))
+    for name in names or ():
+        if name not in there:
+            raise NotFoundError(
+                f"{name!r} is not an installed kernelspec of jupyter-fractional-gpu; installed: {', '.join(there) or 'none'}"
+            )
+    removed = [spec for spec in ours if names is None or spec.name in names]
+    for spec in removed:
+        try:
+            shutil.rmtree(spec.folder)
+        except OSError as error:
+            raise FractionalGPUError(f"{spec.folder} cannot be removed: {error.strerror}") from error
+    return removed
+
+
+def logo(milli: int) -> str:
+    """Return an SVG that shows the share as a slice of a disc, from the top, clockwise."""
+    if milli >= 1000:
+        share = '<circle cx="32" cy="32" r="26" fill="#2f9e44"/>'
+    else:
+        angle = 2 * math.pi * milli / 1000
+        x, y = 32 + 26 * math.sin(angle), 32 - 26 * math.cos(angle)
+        large = int(milli > 500)
+        share = f'<path d="M32 32V6A26 26 0 {large} 1 {x:.2f} {y:.2f}Z" fill="#2f9e44"/>'
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64" width="64" height="64">'
+        '<circle cx="32" cy="32" r="29" fill="#f1f3f5" stroke="#495057" stroke-width="3"/>'
+        f"{share}</svg>\n"
+    )
+
+
+def _check_milli(milli: object) -> int:
+    if isinstance(milli, bool) or not isinstance(milli, int) or not 1 <= milli <= 1000:
+        raise BadRequestError(f"fraction {milli!r} is out of range; allowed: 1 to 1000 thousandths of a GPU")
+    return milli
+
+
+def _check_name(name: str) -> str:
+    """Return the name as Jupyter compares it. Raises BadRequestError."""
+    if not _NAME.fullmatch(name):
+        raise BadRequestError(f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -")
+    return name.lower()
+
+
+def _base_spec(base: str) -> KernelSpec:
+    manager = KernelSpecManager()
+    try:
+        spec = manager.get_kernel_spec(base)
+    except NoSuchKernel:
+        there = ", ".join(sorted(manager.find_kernel_specs())) or "none"
+        raise NotFoundError(f"there is no kernelspec {base!r} to copy from; installed: {there}") from None
+    if "kernel_provisioner" in (spec.metadata or {}):
+        raise BadRequestError(
+            f"kernelspec {base!r} cannot be copied from: a kernel provisioner starts it already; name a plain one, "
+            "such as python3"
+        )
+    return spec
+
+
+def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> Path:
+    if (prefix is not None) + user + (directory is not None) > 1:
+        raise BadRequestError("prefix, user and directory each name the place of kernelspecs; give one of them")
+    if directory is not None:
+        return Path(directory).expanduser().absolute()
+    if user:
+        return Path(KernelSpecManager().user_kernel_dir)
+    return Path(prefix if prefix is not None else sys.prefix).expanduser().absolute() / "share" / "jupyter" / "kernels"
+
+
+def _argv(base: KernelSpec) -> tuple[list[str], KernelPlan]:
+    """Return the command and what is known of it."""
+    argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
+    found = find_ipykernel(argv)
+    if found is None:
+        return argv, KernelPlan(is_ipykernel=False, gated=False)
+    if not Path(argv[0]).is_absolute():
+        # `python` means the server's own for jupyter_client; other servers that see this kernelspec would take theirs.
+        is_ours = argv[0] in {
+            "python",
+            f"python{sys.version_info[0]}",
+            f"python{sys.version_info[0]}.{sys.version_info[1]}",
+        }
+        argv[0] = sys.executable if is_ours else shutil.which(argv[0]) or argv[0]
+    environment = {**os.environ, **(base.env or {})}
+    plan = plan_kernel(argv, environment, str(Path(base.resource_dir)))
+    return (launch_argv(argv, found) if plan.gated else argv), plan
+
+
+def _content(
+    base: KernelSpec, argv: list[str], *, pool: str, milli: int, gated: bool, simulated: bool, launcher: bool
+) -> dict[str, Any]:
+    """Build kernel.json."""
+    metadata = {
+        **(base.metadata or {}),
+        "kernel_provisioner": {
+            "provisioner_name": PROVISIONER_NAME,
+            "config": {"pool": pool, "fraction": f"{milli}m"},
+        },
+        _MADE_BY: {"pool": pool, "fraction_milli": milli, "gated": gated, "simulated": simulated},
+    }
+    content: dict[str, Any] = {
+        "argv": argv,
+        "display_name": _display_name(base, pool=pool, milli=milli, simulated=simulated, launcher=launcher),
+        "language": base.language,
+        "interrupt_mode": base.interrupt_mode,
+        "metadata": metadata,
+    }
+    if base.env:
+        content["env"] = dict(base.env)
+    if base.kernel_protocol_version:
+        content["kernel_protocol_version"] = base.kernel_protocol_version
+    return content
+
+
+def _let_it_lease(content: dict[str, Any], *, pool: str, milli: int, simulate: str | None) -> None:
+    """Change kernel.json to one whose command takes the lease."""
+    words = ["--pool", pool, "--fraction", f"{milli}m", "--language", content["language"]]
+    words += ["--simulate", simulate] if simulate else []
+    label = ["--label", content["display_name"]]
+    content["argv"] = [
+        sys.executable,
+        "-P",
+        "-m",
+        "fractional_gpu.jupyter.launcher",
+        *words,
+        *label,
+        "--",
+        *content["argv"],
+    ]
+    content["metadata"]["kernel_provisioner"] = {"provisioner_name": "local-provisioner", "config": {}}
+
+
+def _display_name(base: KernelSpec, *, pool: str, milli: int, simulated: bool, launcher: bool) -> str:
+    kernel = (base.display_name or "Kernel").replace(" (ipykernel)", "")
+    words = f"{kernel} · {format_fraction(milli)} GPU"
+    if pool != "default":
+        words += f" · {pool}"
+    return words + (" (simulated)" if simulated else "") + (" · launcher" if launcher else "")
+
+
+def _read_ours(folder: Path) -> Mapping[str, Any] | None:
+    """Return the kernel.json of a folder that we made, else None."""
+    try:
+        content = json.loads((folder / "kernel.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    mark = metadata.get(_MADE_BY) if isinstance(metadata, dict) else None
+    return content if isinstance(mark, dict) else None
+
+
+def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
+    """Return whether the folder has a kernelspec of ours for the same base, pool and fraction. Raises FractionalGPUError for another."""
+    if not os.path.lexists(folder):
+        return False
+    before = _read_ours(folder)
+    if before is None:
+        raise FractionalGPUError(
+            f"{folder} exists and was not made by jupyter-fractional-gpu; remove or rename it, or install elsewhere"
+        )
+    old, new = _describe(folder, before), _describe(folder, content)
+    if old.pool != new.pool and old.pool.lower() == new.pool.lower():
+        raise FractionalGPUError(
+            f"{folder} belongs to pool {old.pool!r}, and Jupyter does not tell it from {new.pool!r}; rename one of the pools"
+        )
+    same_base = not old.base or (old.base, old.launcher) == (new.base, new.launcher)
+    if (old.pool, old.fraction_milli) != (new.pool, new.fraction_milli) or not same_base:
+        raise FractionalGPUError(
+            f"{folder} is another kernelspec, {old.display_name!r} ({format_fraction(old.fraction_milli)} GPU of pool {old.pool!r}, made "
+            f"from {old.base or 'an unknown base'}); give this one another name (--name), or remove that one first"
+        )
+    return True
+
+
+def _shadow(folder: Path, seen: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder that Jupyter takes for the name of this one, if it is another; `seen`: all that Jupyter finds, by name."""
+    seen = KernelSpecManager().find_kernel_specs() if seen is None else seen
+    found = seen.get(folder.name.lower())
+    return None if found is None or os.path.realpath(found) == os.path.realpath(folder) else Path(found)
+
+
+def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
+    """Put a whole folder in place; an older one of ours is replaced."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+            fresh = Path(scratch) / "new"
+            fresh.mkdir(mode=0o755)
+            (fresh / "kernel.json").write_text(
+                json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+            (fresh / "logo-svg.svg").write_text(svg, encoding="utf-8")
+            if folder.exists():
+                folder.rename(Path(scratch) / "old")
+            fresh.rename(folder)
+    except OSError as error:
+        raise FractionalGPUError(
+            f"the kernelspec {folder.name} cannot be written to {folder.parent} ({error.strerror}); "
+            "install for your user (--user) or into a folder that you may write to"
+        ) from error
+
+
+def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
+    mark = content["metadata"][_MADE_BY]
+    return InstalledSpec(
+        name=folder.name,
+        display_name=str(content.get("display_name", folder.name)),
+        folder=folder,
+        pool=str(mark.get("pool", "")),
+        fraction_milli=int(mark.get("fraction_milli", 0)),
+        gated=bool(mark.get("gated")),
+        simulated=bool(mark.get("simulated")),
+        launcher=bool(mark.get("launcher")),
+        base=str(mark.get("base", "")),
+    )

@@ -1,0 +1,184 @@
+"""A kernel's command that takes a lease first: for programs that ignore kernel provisioners, such as VS Code.
+
+    python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
+
+Rules:
+
+- It *becomes* the kernel: the process that was started is the kernel's from its first to its last moment, so signals, waits and exit
+  codes are what its starter expects.
+- Two steps, because a broker attaches only a process that has the lease's id in its environment, and an environment is new only after
+  an exec: the first step takes the lease and becomes the second, which attaches itself and becomes the kernel.
+- The lease is tied to the process: the broker sees it end, and ends the lease. What an earlier process of the same kernel left under a
+  broker that does not (a lease without a process, a token file) is cleared away by the next.
+- Without a lease there is no kernel: one sentence on stderr, exit code 1. A starter of this kind has no way to ask for anything else.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import runtime_dir
+from fractional_gpu.host.ipykernel_command import EXTENSION_ARGUMENT, find_ipykernel
+from fractional_gpu.jupyter.kernel_command import plan_kernel
+from fractional_gpu.jupyter.kernel_config import parse_kernel_config
+from fractional_gpu.jupyter.kernel_lease import (
+    KernelLease,
+    attach_request,
+    environment_with,
+    take_lease,
+)
+from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
+from fractional_gpu.protocol.limits import MAX_NAME
+from fractional_gpu.protocol.messages import LeaseRequest
+
+__all__ = ["main"]
+
+_MODULE = "fractional_gpu.jupyter.launcher"
+_TIMEOUT_S = 30.0
+_OF_THE_STANZA = ("pool", "fraction", "memory", "simulate")
+_WAIT_UNGATED_MS = 10_000
+_LONGEST_CONNECTION = 64 * 1024  # bytes
+_TOKEN_MARK = ".launched-"  # noqa: S105 - a part of a file's name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Become the kernel. Returns only when that fails: 2 for a wrong command line, else 1."""
+    options = _options(sys.argv[1:] if arguments is None else arguments)
+    # An interrupt is meant for the kernel, which is not there yet; exec gives the signal its usual meaning back.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        if options.attach:
+            _attach_and_become(options)
+        _lease_and_become(options)
+    except FractionalGPUError as error:
+        sys.stderr.write(f"No GPU for this kernel: {error}\n")
+    except OSError as error:
+        sys.stderr.write(f"The kernel's command {options.command[0]} cannot be run: {error.strerror}\n")
+    return 1
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}", description="Take a GPU lease and become a kernel.")
+    parser.add_argument("--pool", default="default")
+    parser.add_argument("--fraction", default="1/4")
+    parser.add_argument("--memory")
+    parser.add_argument("--simulate")
+    parser.add_argument("--language", default="python")
+    parser.add_argument("--label", default="")
+    parser.add_argument("--attach", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="+", help="the kernel's command, after --")
+    return parser.parse_args(arguments)
+
+
+def _lease_and_become(options: argparse.Namespace) -> NoReturn:
+    """Take the lease and become the second step."""
+    stanza = {name: value for name in _OF_THE_STANZA if (value := getattr(options, name)) is not None}
+    config = parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")
+    command = list(options.command)
+    path, _ = _connection(command)
+    plan = plan_kernel(command, os.environ, str(Path.cwd()))
+    command = plan.command(command)
+    if plan.gated and EXTENSION_ARGUMENT not in command:
+        command.append(EXTENSION_ARGUMENT)
+    if plan.foreign:
+        sys.stderr.write(f"{plan.foreign}.\n")
+    kernel_id = path.stem.removeprefix("kernel-")[:MAX_NAME]
+    request = LeaseRequest(
+        fraction_milli=config.fraction_milli,
+        pool=config.pool,
+        memory_mib=config.memory_mib,
+        devices=config.devices,
+        kernel_id=kernel_id,
+        label=(os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name)[-MAX_NAME:],
+        gated=plan.gated,
+        wait_ms=0 if plan.gated else _WAIT_UNGATED_MS,
+    )
+    _sweep_tokens()
+    lease = _named_for_us(take_lease(request, timeout_s=_TIMEOUT_S, simulate=config.simulate))
+    try:
+        _release_earlier(lease, kernel_id)
+        step = [sys.executable, "-P", "-m", _MODULE, "--attach", "--language", options.language, "--", *command]
+        os.execve(sys.executable, step, environment_with(lease, os.environ))  # noqa: S606 - no shell is wanted
+    except (FractionalGPUError, OSError):
+        with suppress(FractionalGPUError):
+            lease.release()
+        raise
+
+
+def _attach_and_become(options: argparse.Namespace) -> NoReturn:
+    """Attach this process, whose environment has the lease by now, and become the kernel."""
+    lease_id, token_file = os.environ["JUPYTER_GPU_LEASE"], Path(os.environ["JUPYTER_GPU_TOKEN_FILE"])
+    command = list(options.command)
+    _, connection = _connection(command)
+    is_ipykernel = find_ipykernel(command) is not None
+    request = attach_request(os.getpid(), connection, language=options.language, ipykernel=is_ipykernel)
+    with BrokerClient(os.environ["JUPYTER_GPU_SOCKET"], token=token_file.read_text(encoding="ascii")) as client:
+        try:
+            client.attach(lease_id, request)
+            os.execvp(command[0], command)  # noqa: S606 - no shell is wanted
+        except (FractionalGPUError, OSError):
+            token_file.unlink(missing_ok=True)
+            with suppress(FractionalGPUError):
+                client.release(lease_id)
+            raise
+
+
+def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
+    """Return the connection file that the command names, and what it says. Raises BadRequestError if it names none."""
+    for word in command[1:]:
+        path = Path(word.partition("=")[2] if word.startswith("-") else word)
+        if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LONGEST_CONNECTION:
+            continue
+        with suppress(ValueError, OSError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and "iopub_port" in content:
+                return path, content
+    raise BadRequestError(
+        f"the command {' '.join(command)[:200]!r} names no connection file; it needs {{connection_file}}, as the argv of a "
+        "kernelspec does, and the program that starts it must write that file first"
+    )
+
+
+def _release_earlier(lease: KernelLease, kernel_id: str) -> None:
+    """End what earlier processes of this kernel left: their leases would count against their user for a while."""
+    with BrokerClient(lease.socket, timeout_s=_TIMEOUT_S) as client:
+        for other in client.status().leases:
+            if kernel_id and other.kernel_id == kernel_id and other.pid is None and other.lease_id != lease.lease_id:
+                with suppress(FractionalGPUError):
+                    client.release(other.lease_id)
+
+
+def _named_for_us(lease: KernelLease) -> KernelLease:
+    """Give the token file a name that says whose it is, so that it can be cleared away when this process is gone."""
+    path = lease.token_file.with_name(f"{lease.lease_id}{_TOKEN_MARK}{os.getpid()}-{_start_time(os.getpid())}.token")
+    lease.token_file.rename(path)
+    return replace(lease, token_file=path)
+
+
+def _sweep_tokens() -> None:
+    """Remove the token files of launched kernels that are gone."""
+    for path in runtime_dir().glob(f"*{_TOKEN_MARK}*.token"):
+        pid, _, start_time = path.stem.rpartition(_TOKEN_MARK)[2].partition("-")
+        if pid.isdecimal() and _start_time(int(pid)) != start_time:
+            path.unlink(missing_ok=True)
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when the process started, in clock ticks since boot; None: there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()[19]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

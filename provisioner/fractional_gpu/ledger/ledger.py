@@ -1,0 +1,427 @@
+"""The broker's memory: one SQLite file, one writer.
+
+- A write is on the disk when its method returns (WAL, synchronous=FULL); inside `transaction()`, when the block ends.
+- The journal is intent -> act -> observe -> done: `begin` before the first act, `step` before each further one,
+  `finish` after. What is open after a crash says what may have happened; nothing is replayed.
+- Any thread may call; a lock lets one in at a time and keeps the others out of an open transaction.
+- A lease that has ended stays ended, and its secrets (connection, token) are erased with it.
+- Every failure is a LedgerError; after one, nothing of the failed write or transaction is there.
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from os import PathLike, close, lstat
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.ledger import opening
+from fractional_gpu.ledger.records import (
+    LeaseRecord,
+    LedgerError,
+    OperationRecord,
+    PointRecord,
+    RecordError,
+    SeatRecord,
+    StoryLine,
+    UsageRecord,
+)
+
+__all__ = ["Ledger"]
+
+_LEASE_FIELDS = ("lease_id", *LeaseRecord.__dataclass_fields__)
+_LISTS = ("device_ids", "home_device_ids", "members")  # kept as JSON
+_SAVE_LEASE = f"""
+INSERT INTO leases ({", ".join(_LEASE_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _LEASE_FIELDS)})
+ON CONFLICT (lease_id) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _LEASE_FIELDS[1:])}
+WHERE leases.ended_ms IS NULL
+"""  # noqa: S608 - names of our own
+_END_LEASE = """
+UPDATE leases SET ended_ms = ?, end_reason = ?, state = ?, connection = '', token_sha256 = ''
+WHERE lease_id = ? AND ended_ms IS NULL
+"""
+_BEGIN = """
+INSERT INTO operations (operation_id, lease_id, generation, kind, device_id, phase, begun_ms, phase_ms, pids, saved_mib)
+VALUES (:operation_id, :lease_id, :generation, :kind, :device_id, :phase, :begun_ms, :begun_ms, :pids, :saved_mib)
+"""
+_STEP = """
+UPDATE operations
+SET phase = :phase, phase_ms = :at_ms, pids = coalesce(:pids, pids), saved_mib = coalesce(:saved_mib, saved_mib)
+WHERE operation_id = :operation_id AND finished_ms IS NULL
+"""
+_OPEN_OPERATIONS = """
+SELECT operation_id, lease_id, generation, kind, device_id, phase, begun_ms, pids, saved_mib
+FROM operations WHERE finished_ms IS NULL ORDER BY operation_id
+"""
+# An open operation keeps its ended lease: its row would go too, and with it what may have happened.
+_PRUNE_LEASES = """
+DELETE FROM leases
+WHERE ended_ms < ? AND lease_id NOT IN (SELECT lease_id FROM operations WHERE finished_ms IS NULL)
+"""
+_STORY = """
+SELECT at_ms, reason, sentence
+FROM (SELECT * FROM story WHERE lease_id = ? ORDER BY line_id DESC LIMIT ?) ORDER BY line_id
+"""
+_ADD_POINT = """
+INSERT INTO points (lease_id, at_ms, state, used_mib, saved_mib) VALUES (:lease_id, :at_ms, :state, :used_mib, :saved_mib)
+"""
+_POINTS = """
+SELECT lease_id, at_ms, state, used_mib, saved_mib
+FROM (SELECT * FROM points WHERE lease_id = ? ORDER BY point_id DESC LIMIT ?) ORDER BY point_id
+"""
+_SEAT_FIELDS = tuple(SeatRecord.__dataclass_fields__)
+_SAVE_SEAT = f"""
+INSERT INTO seats ({", ".join(_SEAT_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _SEAT_FIELDS)})
+ON CONFLICT (seat_id) DO UPDATE SET expires_ms = excluded.expires_ms, device_id = excluded.device_id
+WHERE seats.ended_ms IS NULL
+"""  # noqa: S608 - names of our own
+_END_SEAT = "UPDATE seats SET ended_ms = ?, end_reason = ?, token_sha256 = '' WHERE seat_id = ? AND ended_ms IS NULL"
+_LIVE_SEATS = f"SELECT {', '.join(_SEAT_FIELDS)} FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"  # noqa: S608
+_ADD_USAGE = """
+INSERT INTO usage (owner, pool, day, live_ms, busy_ms, busy_mib_ms, peak_mib)
+VALUES (:owner, :pool, :day, :live_ms, :busy_ms, :busy_mib_ms, :peak_mib)
+ON CONFLICT (owner, pool, day) DO UPDATE SET
+    live_ms = live_ms + excluded.live_ms, busy_ms = busy_ms + excluded.busy_ms,
+    busy_mib_ms = busy_mib_ms + excluded.busy_mib_ms, peak_mib = max(peak_mib, excluded.peak_mib)
+"""
+_SEAT_TIMES = """
+SELECT ended_ms - created_ms AS lasted_ms FROM seats
+WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
+"""
+_DAY_MS = 86_400_000
+_LOCK = ".lock"
+_FILES = ("", "-wal", "-shm", _LOCK)
+
+
+class Ledger:
+    """The open ledger. Make one with `Ledger.open`; use it as a context manager or call `close`."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: int) -> None:
+        self.path = path
+        self._connection: sqlite3.Connection | None = connection
+        self._lock_descriptor = lock
+        self._mutex = threading.RLock()
+        self._files = self._found()
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> Self:
+        """Open the ledger, or make a new one if there is no file; its folder is made with mode 0700.
+
+        Raises LedgerError if the file is in use, unreadable, corrupt, empty, foreign or newer than this program, and
+        leaves it as it was.
+        """
+        path = Path(path)
+        lock = opening.lock(path)
+        try:
+            connection = opening.connect(path)
+        except LedgerError:
+            close(lock)
+            raise
+        return cls(path, connection, lock)
+
+    def is_in_place(self) -> bool:
+        """Whether the names of the ledger's files still lead to those that are open here. Any thread may ask."""
+        return self._found() == self._files
+
+    def put_back(self) -> None:
+        """Write all that it holds anew where its files were deleted or replaced, and go on there. No write is lost.
+
+        What has its name meanwhile is set aside, and left alone while another process holds it.
+        Raises LedgerError: nothing has changed then, unless `is_open` says that the new file could not be opened.
+        """
+        with self._mutex:
+            connection, path = self._require(), self.path
+            found = self._found()
+            lock = self._lock_descriptor
+            if found[_LOCK] != self._files[_LOCK]:
+                lock = opening.lock(path)
+            try:
+                opening.copy_whole(path, connection)
+                if found[""] not in (None, self._files[""]):
+                    path.rename(path.with_name(f"{path.name}.found-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"))
+            except (sqlite3.Error, OSError) as error:
+                if lock != self._lock_descriptor:
+                    close(lock)
+                raise opening.say(
+                    path,
+                    f"was deleted and cannot be written anew: {error}",
+                    "check its folder and the room on its disk",
+                ) from error
+            if lock != self._lock_descriptor:
+                close(self._lock_descriptor)
+                self._lock_descriptor = lock
+            self._connection = None
+            # The last connection to a file deletes what has the name of its log when it is closed: before there is a new one.
+            connection.close()
+            try:
+                opening.take_name(path)
+            except OSError as error:
+                raise opening.say(path, f"cannot take its name: {error.strerror}", "start the broker again") from error
+            self._connection = opening.reconnect(path)
+            self._files = self._found()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be used."""
+        return self._connection is not None
+
+    def _found(self) -> dict[str, tuple[int, int] | None]:
+        """Return what the names of the ledger's files lead to: device and inode."""
+        found: dict[str, tuple[int, int] | None] = {}
+        for suffix in _FILES:
+            try:
+                status = lstat(self.path.with_name(self.path.name + suffix))
+            except OSError:
+                found[suffix] = None
+            else:
+                found[suffix] = (status.st_dev, status.st_ino)
+        return found
+
+    def close(self) -> None:
+        """Close the file and let the next broker in. A second call does nothing."""
+        with self._mutex:
+            if self._connection is None:
+                return
+            connection, self._connection = self._connection, None
+            try:
+                connection.close()
+            except sqlite3.Error as error:
+                raise opening.say(
+                    self.path, f"could not be closed: {error}", "see what is wrong with its disk"
+                ) from error
+            finally:
+                close(self._lock_descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Group writes: all are on the disk when the block ends; none, if it raises. Nested ones join the outer one."""
+        with self._mutex:
+            connection = self._require()
+            if connection.in_transaction:
+                yield
+                return
+            with self._explained():
+                connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                with self._explained():
+                    connection.execute("COMMIT")
+            finally:
+                self._roll_back(connection)
+
+    # Leases
+
+    def save_lease(self, record: LeaseRecord) -> None:
+        """Insert the lease or replace what is recorded of it. Raises RecordError for one that has ended, and for what is no text."""
+        lease_id = record.spec.lease_id
+        if record.state is LeaseState.ENDED:
+            raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
+        row = {name: getattr(record, name) for name in LeaseRecord.__dataclass_fields__}
+        with self._explained():
+            spec = msgspec.json.encode(record.spec).decode()
+        row |= {"lease_id": lease_id, "spec": spec, "state": record.state.value}
+        row |= {name: json.dumps(row[name]) for name in _LISTS}
+        with self.transaction():
+            if self._write(_SAVE_LEASE, row) == 0:
+                raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
+
+    def live_leases(self) -> list[LeaseRecord]:
+        """Return the leases that have not ended, oldest first. Raises LedgerError if a row makes no sense."""
+        rows = self._read("SELECT * FROM leases WHERE ended_ms IS NULL ORDER BY created_ms, lease_id")
+        return [self._lease(row) for row in rows]
+
+    def has_lease(self, lease_id: str) -> bool:
+        """Return whether the lease is recorded here, as live or as ended."""
+        return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
+
+    def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
+        """Record that the lease is over and erase its secrets. One that is unknown or over already is left alone."""
+        self._write(_END_LEASE, (at_ms, reason, LeaseState.ENDED.value, lease_id))
+
+    # Operations
+
+    def begin(self, operation: OperationRecord) -> None:
+        """Record the intent. Raises RecordError if the id was used, the lease is not saved or has an open one."""
+        with self.transaction():
+            try:
+                self._write(_BEGIN, asdict(operation))
+            except RecordError as error:
+                raise RecordError(
+                    f"operation {operation.operation_id} ({operation.kind}) on lease {operation.lease_id} cannot begin: "
+                    f"{error}; it needs a saved lease with no open one, a new id and the kind suspend or resume"
+                ) from error
+            self._write("UPDATE counters SET value = max(value, ?) WHERE name = 'operation'", (operation.operation_id,))
+
+    def step(
+        self, operation_id: int, phase: str, *, at_ms: int, pids: str | None = None, saved_mib: int | None = None
+    ) -> None:
+        """Record that a phase is about to be entered (None: as before). Raises RecordError if it is not open."""
+        values = {"operation_id": operation_id, "phase": phase, "at_ms": at_ms, "pids": pids, "saved_mib": saved_mib}
+        if self._write(_STEP, values) == 0:
+            raise RecordError(f"operation {operation_id} cannot enter {phase!r}: no such operation is open")
+
+    def finish(self, operation_id: int, outcome: str, at_ms: int) -> None:
+        """Record how the operation ended. Raises RecordError if it is not open."""
+        statement = "UPDATE operations SET finished_ms = ?, outcome = ? WHERE operation_id = ? AND finished_ms IS NULL"
+        if self._write(statement, (at_ms, outcome, operation_id)) == 0:
+            raise RecordError(f"operation {operation_id} cannot finish as {outcome!r}: no such operation is open")
+
+    def open_operations(self) -> list[OperationRecord]:
+        """Return the operations that were begun and not finished, oldest first."""
+        return [OperationRecord(**dict(row)) for row in self._read(_OPEN_OPERATIONS)]
+
+    def next_operation_id(self) -> int:
+        """Return a number greater than any operation's ever begun, pruned ones too. Asking does not use it up."""
+        (row,) = self._read("SELECT value + 1 AS next FROM counters WHERE name = 'operation'")
+        return int(row["next"])
+
+    # Seats
+
+    def save_seat(self, record: SeatRecord) -> None:
+        """Insert the seat, or record when it expires and where it is placed. Raises RecordError for one that has ended."""
+        if self._write(_SAVE_SEAT, asdict(record)) == 0:
+            raise RecordError(f"seat {record.seat_id} has ended and cannot be saved again; take a new one")
+
+    def live_seats(self) -> list[SeatRecord]:
+        """Return the seats that have not ended, oldest first; some may have expired meanwhile."""
+        return [SeatRecord(**dict(row)) for row in self._read(_LIVE_SEATS)]
+
+    def has_seat(self, seat_id: str) -> bool:
+        """Return whether the seat is recorded here, as live or as ended."""
+        return bool(self._read("SELECT 1 FROM seats WHERE seat_id = ?", (seat_id,)))
+
+    def end_seat(self, seat_id: str, at_ms: int, reason: str) -> None:
+        """Record that the seat is over and erase its secret. One that is unknown or over already is left alone."""
+        self._write(_END_SEAT, (at_ms, reason, seat_id))
+
+    def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
+        """Return how long the last seats of the pool lasted, the latest end first."""
+        return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
+
+    def add_usage(self, usage: UsageRecord) -> None:
+        """Add to what is known of that user, pool and day."""
+        self._write(_ADD_USAGE, asdict(usage))
+
+    def usage(self, since_day: int) -> list[UsageRecord]:
+        """Return what is known from that day on, by user, pool and day."""
+        rows = self._read("SELECT * FROM usage WHERE day >= ? ORDER BY owner, pool, day", (since_day,))
+        return [UsageRecord(**dict(row)) for row in rows]
+
+    # Stories
+
+    def record(self, lease_id: str, at_ms: int, reason: str, sentence: str) -> None:
+        """Add a line to the lease's story. The lease need not be saved: refusals have stories too."""
+        self._write(
+            "INSERT INTO story (lease_id, at_ms, reason, sentence) VALUES (?, ?, ?, ?)",
+            (lease_id, at_ms, reason, sentence),
+        )
+
+    def story(self, lease_id: str, limit: int = 200) -> list[StoryLine]:
+        """Return the last `limit` lines in the order in which they were recorded."""
+        return [StoryLine(**dict(row)) for row in self._read(_STORY, (lease_id, max(0, limit)))]
+
+    def story_length(self, lease_id: str) -> int:
+        """Return how many lines the lease's story has."""
+        (row,) = self._read("SELECT count(*) AS lines FROM story WHERE lease_id = ?", (lease_id,))
+        return int(row["lines"])
+
+    def add_point(self, point: PointRecord) -> None:
+        """Record what a lease is from now on."""
+        self._write(_ADD_POINT, asdict(point))
+
+    def points(self, lease_id: str, limit: int = 1000) -> list[PointRecord]:
+        """Return the last `limit` points of the lease in the order in which they were recorded."""
+        return [PointRecord(**dict(row)) for row in self._read(_POINTS, (lease_id, max(0, limit)))]
+
+    # What administrators said, and what was learnt
+
+    def set_drained(self, device_id: str, *, evict_busy: bool) -> None:
+        """Record that the device is being emptied."""
+        self._write("INSERT OR REPLACE INTO drained (device_id, evict_busy) VALUES (?, ?)", (device_id, evict_busy))
+
+    def set_undrained(self, device_id: str) -> None:
+        """Record that the device takes part again."""
+        self._write("DELETE FROM drained WHERE device_id = ?", (device_id,))
+
+    def drained(self) -> dict[str, bool]:
+        """Return the devices that are being emptied, and whether busy kernels leave them too."""
+        return {
+            row["device_id"]: bool(row["evict_busy"]) for row in self._read("SELECT * FROM drained ORDER BY device_id")
+        }
+
+    def keep(self, name: str, value: str) -> None:
+        """Keep a text under a name, in place of the one that was there."""
+        self._write("INSERT OR REPLACE INTO kept (name, value) VALUES (?, ?)", (name, value))
+
+    def kept(self, name: str) -> str | None:
+        """Return the text that was kept under the name."""
+        rows = self._read("SELECT value FROM kept WHERE name = ?", (name,))
+        return str(rows[0]["value"]) if rows else None
+
+    def prune(self, before_ms: int) -> None:
+        """Forget ended leases and seats, finished operations, usage, points and lines from before. What lives or is open stays."""
+        with self.transaction():
+            self._write(_PRUNE_LEASES, (before_ms,))
+            self._write("DELETE FROM operations WHERE finished_ms < ?", (before_ms,))
+            self._write("DELETE FROM story WHERE at_ms < ?", (before_ms,))
+            self._write("DELETE FROM points WHERE at_ms < ?", (before_ms,))
+            self._write("DELETE FROM seats WHERE ended_ms < ?", (before_ms,))
+            self._write("DELETE FROM usage WHERE day < ?", (before_ms // _DAY_MS,))
+        self._read("PRAGMA incremental_vacuum")
+
+    # The file
+
+    def _require(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise LedgerError(f"the ledger {self.path} is closed; open it again to use it")
+        return self._connection
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.IntegrityError, OverflowError, UnicodeEncodeError) as error:
+            raise RecordError(str(error)) from error
+        except sqlite3.Error as error:
+            remedy = "nothing of this change was kept; check the disk and its free room, then start the broker again"
+            raise opening.say(self.path, f"cannot be used: {error}", remedy) from error
+
+    def _roll_back(self, connection: sqlite3.Connection) -> None:
+        if connection.in_transaction:
+            with self._explained():
+                connection.execute("ROLLBACK")
+
+    def _write(self, statement: str, values: Mapping[str, Any] | tuple[Any, ...]) -> int:
+        """Run one statement, in the open transaction or in its own, and return how many rows it touched."""
+        with self.transaction(), self._explained():
+            return self._require().execute(statement, values).rowcount
+
+    def _read(self, statement: str, values: tuple[Any, ...] = ()) -> list[sqlite3.Row]:
+        with self._mutex, self._explained():
+            cursor = self._require().cursor()
+            cursor.row_factory = sqlite3.Row
+            return cursor.execute(statement, values).fetchall()
+
+    def _lease(self, row: sqlite3.Row) -> LeaseRecord:
+        values = {name: row[name] for name in LeaseRecord.__dataclass_fields__}
+        try:
+            values |= {name: msgspec.json.decode(row[name]) for name in ("spec", *_LISTS)}
+            return msgspec.convert(values | {name: bool(row[name]) for name in ("ipykernel", "released")}, LeaseRecord)
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+            raise opening.say(self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}") from error

@@ -1,0 +1,352 @@
+"""Opening the ledger's file, with suspicion.
+
+- A file that is there is either a sound ledger or an error. It is never replaced, repaired or emptied; a file of zero
+  bytes is an error too, because we never leave one behind: a new ledger is built under another name and moved into
+  place when it is whole.
+- A write-ahead log without its database is an error: somebody took the database away, and an empty one would hide that.
+- A ledger whose files were deleted under a running broker is written anew, in full, to `<file>.whole`, which then takes the name.
+  Where `.whole` is there, it is the ledger, and what has the name is older: a broker was killed in between.
+- One broker at a time: an advisory lock on `<file>.lock`, kept until `close`. It goes when the process dies.
+- The file holds Jupyter's signing keys: it is ours alone (0600), in a folder that nobody else can write.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import os
+import shlex
+import sqlite3
+import stat
+from pathlib import Path
+
+from fractional_gpu.host.files import open_own
+from fractional_gpu.ledger import schema
+from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
+
+__all__ = [
+    "WHOLE",
+    "connect",
+    "copy_whole",
+    "count_live",
+    "exists",
+    "fold",
+    "lock",
+    "reconnect",
+    "say",
+    "set_aside_command",
+    "take_name",
+]
+
+WHOLE = ".whole"  # after the ledger's name: all of it, written anew, which only has to take the name
+_MAGIC = b"SQLite format 3\x00"
+_HEADER_BYTES = 100
+_BUSY_S = 5.0  # somebody looks into the file with another tool
+_SET_ASIDE = ".damaged"
+
+
+def say(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
+    """Return the error: which file, what is wrong, what to do (None: it cannot be used as it is, and may be set aside)."""
+    if remedy is None:
+        remedy = (
+            f"it was left as it is: put a backup in its place, or set it aside with `{set_aside_command(path)}`; the next broker then "
+            "takes the kernels that live back, suspended ones too"
+        )
+    return LedgerError(f"the ledger {path} {wrong}; {remedy}")
+
+
+def set_aside_command(path: Path) -> str:
+    """Return the shell command that moves the ledger away, with its log, so that a broker begins a new one."""
+    there = [one for name in ("", "-wal", "-shm") if os.path.lexists(one := f"{path}{name}")]
+    aside = next(
+        one
+        for number in itertools.count(1)
+        if not os.path.lexists(one := f"{path}{_SET_ASIDE}{f'-{number}' if number > 1 else ''}")
+    )
+    moves = [(one, f"{aside}{one.removeprefix(str(path))}") for one in there or [str(path)]]
+    return " && ".join(f"mv {shlex.quote(old)} {shlex.quote(new)}" for old, new in moves)
+
+
+def lock(path: Path) -> int:
+    """Make the folder if need be, take the lock beside `path` and return its descriptor. Raises LedgerError."""
+    _check_folder(path)
+    beside = path.with_name(path.name + ".lock")
+    try:
+        descriptor = open_own(beside, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise say(
+            path, f"cannot be locked: {beside.name}: {error.strerror}", "check the folder's owner and mode"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        os.close(descriptor)
+        who = f"pid {holder}" if holder.isdigit() else "another process"
+        remedy = "stop that broker first, or give this one another state_dir"
+        raise LedgerInUseError(str(say(path, f"is in use by {who}", remedy))) from None
+    except OSError as error:
+        os.close(descriptor)
+        raise say(path, f"cannot be locked: {error.strerror}", "keep the state_dir on a local disk") from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+    return descriptor
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a sound ledger, or make a new one where there is none. The lock must be held. Raises LedgerError."""
+    try:
+        if os.path.lexists(path.with_name(path.name + WHOLE)):
+            take_name(path)
+        found = os.lstat(path)
+    except FileNotFoundError:
+        _create(path)
+    except OSError as error:
+        raise say(path, f"cannot be looked at: {error.strerror}", "check the owner and mode of its folder") from error
+    else:
+        _check_file(path, found)
+    connection = _connect(path)
+    try:
+        _check_contents(path, connection)
+        _prepare(path, connection)
+    except LedgerError:
+        connection.close()
+        raise
+    except sqlite3.Error as error:
+        connection.close()
+        raise say(path, f"cannot be read: {error}") from error
+    return connection
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a ledger, whatever its state."""
+    return any(os.path.lexists(path.with_name(path.name + suffix)) for suffix in ("", WHOLE))
+
+
+def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
+    """Write all that the open ledger holds to `<file>.whole`, and return when it is on the disk. The lock must be held.
+
+    Its own files may be deleted. Raises sqlite3.Error or OSError, and then there is no `.whole`.
+    """
+    unfinished = path.with_name(f".{path.name}.new")
+    for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
+        leftover.unlink(missing_ok=True)
+    descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        connection.execute("VACUUM INTO ?", (str(unfinished),))
+        os.fsync(descriptor)
+        unfinished.rename(path.with_name(path.name + WHOLE))
+        _sync(path.parent)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def take_name(path: Path) -> None:
+    """Give `<file>.whole` the ledger's name. The lock must be held, and no connection open. Raises OSError."""
+    for suffix in ("-wal", "-shm"):  # of an older file: SQLite would take them for those of the new one
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    path.with_name(path.name + WHOLE).rename(path)
+    _sync(path.parent)
+
+
+def reconnect(path: Path) -> sqlite3.Connection:
+    """Open a ledger that this process has just written. The lock must be held. Raises LedgerError."""
+    connection = _connect(path)
+    try:
+        _prepare(path, connection)
+    except sqlite3.Error as error:
+        connection.close()
+        raise say(path, f"cannot be read: {error}") from error
+    except LedgerError:
+        connection.close()
+        raise
+    return connection
+
+
+def fold(path: Path) -> None:
+    """Bring what is in the write-ahead log into the file, so that the file alone is the ledger. The lock must be held.
+
+    Raises LedgerError for what is no sound ledger, and OSError if there is none. Its schema is left as it is.
+    """
+    _check_file(path, os.lstat(path))
+    with contextlib.closing(_connect(path)) as connection:
+        try:
+            _check_contents(path, connection)
+            connection.execute("PRAGMA synchronous = FULL")
+            (mode,) = connection.execute("PRAGMA journal_mode = DELETE").fetchone()
+        except sqlite3.Error as error:
+            raise say(path, f"cannot be moved: {error}", "end the program that has it open, if there is one") from error
+    if mode != "delete":
+        raise say(path, "cannot be moved: another program has it open", "end that program")
+
+
+def count_live(path: Path) -> int:
+    """Return how many leases have not ended. The lock must be held. Raises LedgerError."""
+    try:
+        _check_file(path, os.lstat(path))
+        with contextlib.closing(_connect(path)) as connection:
+            (live,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
+    except (OSError, sqlite3.Error) as error:
+        raise say(path, f"cannot be read: {error}") from error
+    return int(live)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open without creating: `mode=rw` fails on a missing file."""
+    uri = f"{path.absolute().as_uri()}?mode=rw"
+    try:
+        return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise say(path, f"cannot be opened: {error}") from error
+
+
+def _check_folder(path: Path) -> None:
+    folder = path.parent
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise say(path, f"has no usable folder: {folder}: {error.strerror}", "choose another state_dir") from error
+    if found.st_uid not in {0, os.geteuid()}:
+        raise say(
+            path, f"is in a folder of uid {found.st_uid}", "choose a state_dir that belongs to the broker's own user"
+        )
+    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+        raise say(
+            path,
+            f"is in a folder that others can write (mode {found.st_mode & 0o777:04o})",
+            f"run: chmod go-w {folder}",
+        )
+
+
+def _check_names(path: Path) -> None:
+    """Refuse a ledger that has another name, or whose write-ahead log has one. Raises LedgerError."""
+    for one in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal"))):
+        if (names := _names(one)) > 1:
+            raise say(
+                path,
+                f"would change another file: {one.name} has {names} names (hard links)",
+                f"`find / -samefile {one}` lists them; remove the other ones, or move this one away",
+            )
+
+
+def _names(path: Path) -> int:
+    """Return how many names (hard links) the file has; 0: there is none."""
+    try:
+        return os.lstat(path).st_nlink
+    except FileNotFoundError:
+        return 0
+
+
+def _check_file(path: Path, found: os.stat_result) -> None:
+    """Check a file before SQLite touches it: kind, owner, mode, that it can be written, and whose it says it is."""
+    if not stat.S_ISREG(found.st_mode):
+        kind = (
+            "a directory" if stat.S_ISDIR(found.st_mode) else "a link" if stat.S_ISLNK(found.st_mode) else "not a file"
+        )
+        raise say(path, f"is {kind}, not a regular file", "move it away or choose another state_dir")
+    if found.st_uid != os.geteuid():
+        raise say(
+            path,
+            f"belongs to uid {found.st_uid}, not to uid {os.geteuid()}",
+            "start the broker as that user or choose another state_dir",
+        )
+    _check_names(path)
+    if found.st_mode & 0o022:
+        raise say(
+            path,
+            f"could be written by others (mode {found.st_mode & 0o777:04o})",
+            f"if its contents can be trusted, run: chmod 600 {path}",
+        )
+    # The lock is ours, so this process has the file open nowhere else: closing it here drops no lock of SQLite's.
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise say(
+            path,
+            f"cannot be opened for writing: {error.strerror}",
+            "check its owner and mode, and that its disk is writable",
+        ) from error
+    try:
+        os.fchmod(descriptor, 0o600)
+        header = os.pread(descriptor, _HEADER_BYTES, 0)
+    except OSError as error:
+        raise say(path, f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    if not header:
+        raise say(path, "is empty (zero bytes)")
+    if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
+        raise say(path, "is not a ledger (or its beginning is destroyed)")
+    if int.from_bytes(header[68:72], "big") != schema.APPLICATION_ID:
+        raise say(path, "is a database of another program", "choose another state_dir")
+
+
+def _check_contents(path: Path, connection: sqlite3.Connection) -> None:
+    version, newest = schema.read_version(connection), schema.newest_version()
+    if version > newest:
+        raise say(
+            path,
+            f"was written by a newer version (schema {version}, this one knows up to {newest})",
+            "install that version again, or give this one another state_dir",
+        )
+    if version < 1:
+        raise say(path, "has no schema version")
+    (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if verdict != "ok":
+        raise say(path, f"is corrupt: {' '.join(str(verdict).split())}")
+    if connection.execute("PRAGMA foreign_key_check").fetchone() is not None:
+        raise say(path, "is corrupt: an operation belongs to no lease")
+
+
+def _prepare(path: Path, connection: sqlite3.Connection) -> None:
+    (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    if mode != "wal":
+        raise say(path, "is on a file system without write-ahead logging", "keep the state_dir on a local disk")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    schema.migrate(connection)
+    tables = {str(name) for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if missing := sorted(schema.TABLES - tables):
+        raise say(path, f"is corrupt: it lacks the table {missing[0]}")
+
+
+def _create(path: Path) -> None:
+    """Build a new ledger under another name, then move it into place: a crash leaves either none or a whole one."""
+    if path.with_name(path.name + "-wal").exists():
+        raise say(
+            path,
+            "is gone but its write-ahead log is still there",
+            f"put the database back, or set the log aside with `{set_aside_command(path)}`; the next broker then takes the kernels that "
+            "live back, suspended ones too",
+        )
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
+            leftover.unlink(missing_ok=True)
+        os.close(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        with contextlib.closing(_connect(unfinished)) as connection:
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
+            connection.execute("PRAGMA synchronous = FULL")
+            schema.migrate(connection)
+        unfinished.rename(path)
+        _sync(path.parent)
+    except OSError as error:
+        raise say(
+            path, f"cannot be created: {error.strerror}", "check the folder's owner and mode and the room on its disk"
+        ) from error
+    except sqlite3.Error as error:
+        raise say(path, f"cannot be created: {error}", "check the room on its disk") from error
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in the folder to the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,135 @@
+"""What the ledger keeps, as plain data.
+
+Memory in MiB; times are milliseconds since 1970, because they must survive a reboot: dates by the wall clock, deadlines
+(`pinned_until_ms`, `expires_ms`) by a clock that nobody sets, `fractional_gpu.broker.persistence.deadlines`.
+"""
+
+from dataclasses import dataclass, field
+
+from fractional_gpu.core.model import LeaseSpec, LeaseState
+
+__all__ = [
+    "LeaseRecord",
+    "LedgerError",
+    "LedgerInUseError",
+    "OperationRecord",
+    "PointRecord",
+    "RecordError",
+    "SeatRecord",
+    "StoryLine",
+    "UsageRecord",
+]
+
+
+class LedgerError(Exception):
+    """The ledger cannot be read or written: which file, what is wrong with it and what to do, in one sentence."""
+
+
+class LedgerInUseError(LedgerError):
+    """Another process has the ledger open."""
+
+
+class RecordError(LedgerError):
+    """The file is sound, but what was asked does not fit what it says (unknown operation, ended lease)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """A live lease: everything that a broker needs to find it again after a crash or a reboot."""
+
+    spec: LeaseSpec
+    state: LeaseState  # as last known; what is true is asked of the driver and of /proc
+    generation: int
+    device_id: str | None
+    saved_mib: int
+    uid: int  # of the user that it belongs to
+    kernel_id: str
+    token_sha256: str  # hexadecimal; the token itself is never stored
+    boot_id: str  # with pid and start_time: the identity of the kernel process
+    pid: int | None  # None: no process is attached
+    start_time: int | None  # clock ticks since boot
+    connection: str = field(repr=False)  # Jupyter's connection file as JSON text, or ""
+    language: str
+    ipykernel: bool
+    created_ms: int
+    suspends: int
+    resumes: int
+    home_device_id: str | None = None  # where its processes last had their memory: a checkpoint is of that device
+    device_ids: tuple[str, ...] = ()  # of a lease of several devices: all of them, `device_id` first
+    home_device_ids: tuple[str, ...] = ()  # likewise
+    pinned_until_ms: int = 0  # 0: not pinned
+    members: tuple[str, ...] = ()  # processes that were seen in the kernel's tree (`ProcessIdentity.to_text`)
+    released: bool = False  # its kernel is over for good, and the lease ends with what that left behind
+    server: str = ""  # the process that starts its kernel (`ProcessIdentity.to_text`); "": unknown
+    token_file: str = ""  # the path of the token's file, as the kernel's environment names it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationRecord:
+    """A suspend or resume: intent first, then each phase before it is entered."""
+
+    operation_id: int
+    lease_id: str
+    generation: int
+    kind: str  # "suspend" or "resume"
+    device_id: str
+    phase: str
+    begun_ms: int
+    pids: str  # JSON: the processes that it touches
+    saved_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoryLine:
+    """One recorded reason of something that happened to a lease."""
+
+    at_ms: int
+    reason: str  # machine-readable
+    sentence: str  # for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointRecord:
+    """What a lease was from this moment to the next point."""
+
+    lease_id: str
+    at_ms: int
+    state: str
+    used_mib: int
+    saved_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatRecord:
+    """A hub user's entitlement in a pool: what the kernels of one server may have together."""
+
+    seat_id: str
+    owner: str  # the hub's name of the user
+    server: str  # the hub's name of the server; one server has one seat
+    group_name: str  # the group through which the user may use the pool, or ""
+    pool: str
+    fraction_milli: int  # of all its kernels together
+    memory_mib: int  # likewise, on a device
+    devices: int
+    priority: int
+    weight: int
+    max_kernels: int
+    uid: int | None  # the only user of the system that may draw on it; None: whoever has the token
+    device_id: str | None  # where it was placed by forecast
+    token_sha256: str
+    created_ms: int
+    expires_ms: int | None  # None: confirmed, so it stays until it is ended
+    hub: str = ""  # which hub took it, by the address of its API
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord:
+    """What a user did in a pool on one day (days since 1970, UTC), summed over kernels. Times in milliseconds."""
+
+    owner: str
+    pool: str
+    day: int
+    live_ms: int  # kernels were there
+    busy_ms: int  # kernels were busy with the GPU
+    busy_mib_ms: int  # device memory in use while busy, MiB times milliseconds
+    peak_mib: int

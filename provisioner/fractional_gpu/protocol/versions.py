@@ -1,0 +1,66 @@
+"""Which version speaks: the header `X-Jupyter-GPU-Version` of every request and reply, such as `0.3.1; protocol=1`.
+
+Rules:
+
+- The protocol's number changes only when the two sides cannot understand each other at all: then the broker answers nothing but
+  `ping`, and both sides say so. What is only added (routes, fields with defaults, verbs) leaves the number as it is.
+- Within one number a client leaves out every field that has its default, so an older broker understands whatever it knows. The
+  default of a field that was released never changes.
+- A side that says nothing, or what cannot be read, is taken to speak our protocol: the header explains, it gives no rights.
+"""
+
+import re
+from dataclasses import dataclass
+
+from fractional_gpu import __version__
+from fractional_gpu.protocol.limits import PROTOCOL_VERSION
+
+__all__ = ["OWN", "Version", "from_header", "hint", "refusal"]
+
+_HEADER = re.compile(r"([0-9A-Za-z.+!_-]{1,40}); protocol=([0-9]{1,6})", re.ASCII)
+_RESTARTS = {
+    "broker": "update jupyter-fractional-gpu where the broker is installed and restart the broker (kernels live on)",
+    "client": "update jupyter-fractional-gpu in this environment and restart what runs there (the kernel or the server)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A release of this project and the number of the protocol that it speaks."""
+
+    release: str
+    protocol: int
+
+    def to_header(self) -> str:
+        """Return the header's value."""
+        return f"{self.release}; protocol={self.protocol}"
+
+
+OWN = Version(__version__, PROTOCOL_VERSION)
+
+
+def from_header(value: str | None) -> Version | None:
+    """Return what the header's value says; None without one, and for one that cannot be read."""
+    found = _HEADER.fullmatch(value or "")
+    return Version(found[1], int(found[2])) if found is not None else None
+
+
+def refusal(*, client: Version, broker: Version) -> str:
+    """Return why the two cannot work together and what to do, or "" if they can."""
+    if client.protocol == broker.protocol:
+        return ""
+    older = "broker" if broker.protocol < client.protocol else "client"
+    return (
+        f"the GPU broker (version {broker.release}) speaks protocol {broker.protocol} and its client (version {client.release}) "
+        f"protocol {client.protocol}, so they do not understand each other: {_RESTARTS[older]}"
+    )
+
+
+def hint(*, client: Version, broker: Version | None) -> str:
+    """Return what to add to an error that another version may be the reason of, or ""."""
+    if broker is None or broker.release == client.release:
+        return ""
+    return (
+        f" (the GPU broker is version {broker.release} and its client version {client.release}: what one of them has the other may "
+        "not have yet; install the same version on both sides and restart the older one)"
+    )

@@ -1,0 +1,159 @@
+"""How cells that run on one device at the same time slow each other down.
+
+The model: a cell with a GPU utilisation of u on an unshared device leaves the device idle for 1 - u of its time. While the busy cells
+of a device want no more than the device has (their utilisations add up to 100 % or less), they fit into each other's pauses and nobody
+is slowed. Past that, time-slicing shares the device out evenly by demand: the GPU's part of every cell takes as many times longer as
+the demand exceeds the device, the rest of the cell is not affected. A cell thus takes 1 - u + u * max(1, U) times as long, where U is
+the sum of the utilisations. Costs of switching contexts and of contended caches are left out; the model can be switched off.
+
+The machine that is simulated, and what a session asks of it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, PoolSpec
+from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator.traces import Session
+
+__all__ = ["UNSHARED", "Host", "Running", "SharedDevice", "SwapSpeed", "fraction_for", "lease_for"]
+
+UNSHARED = 1_000_000  # the pace of a cell alone: nominal nanoseconds per millisecond
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A cell that runs: nominal time left, in ns, as of `at_ms`. `version` grows whenever its end moves."""
+
+    session_id: str
+    util_percent: int
+    left_ns: int
+    at_ms: int
+    version: int = 0
+
+
+@dataclass(slots=True)
+class SharedDevice:
+    """The cells that run on one device."""
+
+    slowdown: bool
+    running: dict[str, Running] = field(default_factory=dict)
+
+    def begin(self, cell: Running) -> list[tuple[int, Running]]:
+        """Let a cell run. Returns when each cell of the device ends now, for those whose end moved."""
+        self._advance(cell.at_ms)
+        before = self._demand()
+        self.running[cell.session_id] = cell
+        return self._ends(self.running.values() if self._demand() != before else [cell])
+
+    def finish(self, session_id: str, now_ms: int) -> tuple[Running, list[tuple[int, Running]]]:
+        """Take a cell off the device. Returns it, and when the others end now, for those whose end moved."""
+        self._advance(now_ms)
+        before = self._demand()
+        cell = self.running.pop(session_id)
+        cell.version += 1
+        return cell, self._ends(self.running.values() if self._demand() != before else [])
+
+    def _demand(self) -> int:
+        """Return the utilisations' sum in percent, 100 where nobody is slowed."""
+        return max(100, sum(cell.util_percent for cell in self.running.values())) if self.slowdown else 100
+
+    def _stretch(self, cell: Running, demand: int) -> int:
+        """Return how many ten-thousandths of its nominal time the cell takes."""
+        return (100 - cell.util_percent) * 100 + cell.util_percent * demand
+
+    def _advance(self, now_ms: int) -> None:
+        demand = self._demand()
+        for cell in self.running.values():
+            done_ns = (now_ms - cell.at_ms) * UNSHARED * 10_000 // self._stretch(cell, demand)
+            cell.left_ns, cell.at_ms = max(0, cell.left_ns - done_ns), now_ms
+
+    def _ends(self, cells: Iterable[Running]) -> list[tuple[int, Running]]:
+        demand = self._demand()
+        ends = []
+        for cell in cells:
+            cell.version += 1
+            takes_ms = -(-cell.left_ns * self._stretch(cell, demand) // (UNSHARED * 10_000))
+            ends.append((cell.at_ms + takes_ms, cell))
+        return ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapSpeed:
+    """What a suspend or resume takes: ms of its own, and MiB per second in either direction."""
+
+    fixed_ms: int = 300
+    save_mib_per_s: int = 1_800
+    restore_mib_per_s: int = 4_000
+
+    def save_ms(self, mib: int) -> int:
+        """Return how long a checkpoint of so many MiB takes, ms."""
+        return self.fixed_ms + -(-mib * 1000 // self.save_mib_per_s)
+
+    def restore_ms(self, mib: int) -> int:
+        """Return how long a restore of so many MiB takes, ms."""
+        return self.fixed_ms + -(-mib * 1000 // self.restore_mib_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The machine and its policy. The sessions run in `pools[0]`."""
+
+    devices: tuple[DeviceSpec, ...]
+    pools: tuple[PoolSpec, ...]
+    host_memory_mib: int = 1 << 20
+    swap: SwapSpeed = SwapSpeed()
+    parallel_swaps: int = 1
+    slowdown: bool = True
+    every_cell_asks: bool = False
+    request_percent: int = 100  # of its cap, what a session is guaranteed where the pool reserves by use
+    patience_ms: int = 60_000  # a cell that finds no more memory for so long fails
+
+    @property
+    def device_mib(self) -> int:
+        """What the smallest device of the sessions' pool gives to leases, MiB; 0 if it has none."""
+        served = frozenset(self.pools[0].devices)
+        return min((device.leasable_mib for device in self.devices if device.device_id in served), default=0)
+
+
+def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
+    """Return the smallest fraction on offer (milli-GPU) of a device of that size that covers the session's peak memory, and its cap in MiB.
+
+    Raises SimulationError where none does.
+    """
+    peak = max(1, session.peak_mib)
+    if not pool.fractions_milli and peak <= device_mib:
+        milli = -(-peak * 1000 // device_mib)
+        return milli, device_mib * milli // 1000
+    for milli in pool.fractions_milli:
+        if device_mib * milli // 1000 >= peak:
+            return milli, device_mib * milli // 1000
+    most = format_fraction(max(pool.fractions_milli, default=1000))
+    raise SimulationError(
+        f"session {session.session_id!r} holds up to {format_memory(peak)}, but the largest fraction of pool {pool.name!r}, {most} of "
+        f"{format_memory(device_mib)}, does not cover that; simulate larger devices with --devices"
+    )
+
+
+def lease_for(host: Host, session: Session) -> LeaseSpec:
+    """Return what the session asks for: a fraction, or as many whole devices as it uses at once. Raises SimulationError."""
+    pool, device_mib, several = host.pools[0], host.device_mib, session.most_gpus > 1
+    if session.most_gpus > min(pool.max_devices, len(pool.devices)):
+        most = min(pool.max_devices, len(pool.devices))
+        raise SimulationError(
+            f"session {session.session_id!r} uses {session.most_gpus} GPUs at once, but a lease of pool {pool.name!r} may have {most}; "
+            "simulate more with --devices, or leave such sessions out with --one-gpu-only"
+        )
+    whole = PoolSpec(name=pool.name, devices=pool.devices, fractions_milli=(1000,)) if several else pool
+    milli, cap_mib = fraction_for(session, whole, device_mib)
+    return LeaseSpec(
+        lease_id=session.session_id,
+        pool=pool.name,
+        owner=session.user,
+        fraction_milli=milli,
+        reserve_mib=cap_mib,
+        request_mib=max(1, cap_mib * host.request_percent // 100),
+        devices=session.most_gpus if several else 1,
+        priority=session.priority,
+    )

@@ -1,0 +1,174 @@
+"""What a run comes to, in the figures that people compare, and the accounts that keep it up to date moment by moment.
+
+Accounts add up GPU time, devices in use, and memory a second time: from what kernels hold, not from what they reserve, so that
+`out_of_memory` is what a real driver would have refused.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.simulator.traces import Session
+
+__all__ = ["Accounts", "Point", "Result", "Waits", "begin_result", "quantile_ms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A moment of the run: devices on which somebody holds memory, cells on a GPU, cells that wait for one."""
+
+    at_ms: int
+    devices_held: int
+    busy: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Waits from asking to running, ms, sorted; zeros are in."""
+
+    ordered: tuple[int, ...]
+
+    def percentile_ms(self, percent: int) -> int:
+        """Return a percentile, ms."""
+        return quantile_ms(self.ordered, percent)
+
+    def summary(self) -> dict[str, float]:
+        """Return the percentiles in seconds."""
+        named = {f"p{percent}": self.percentile_ms(percent) / 1000 for percent in (50, 90, 95, 99)}
+        return {**named, "max": self.percentile_ms(100) / 1000}
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """The figures of a run. GPU time is counted in milli-GPU times ms: one GPU for a second is 1,000,000."""
+
+    name: str
+    sessions: int
+    cells: int
+    gpu_cells: int
+    devices: int
+    reserved: int = 0  # what the sessions would have reserved, whole GPUs from open to close
+    busy: int = 0  # cells on a GPU, each counted as the GPUs it uses
+    held: int = 0  # devices on which somebody holds memory
+    peak_devices_held: int = 0
+    waits: Waits = field(default_factory=lambda: Waits(()))
+    suspends: int = 0
+    resumes: int = 0
+    preemptions: int = 0
+    moved_mib: int = 0
+    host_peak_mib: int = 0
+    out_of_memory: int = 0
+    lost: int = 0
+    wall_s: float = 0.0
+    timeline: list[Point] = field(default_factory=list)
+    forecast_error: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # by what was forecast; empty: nothing was
+
+    def as_json(self) -> dict[str, object]:
+        """Return what `--json` prints."""
+        return {
+            "sessions": self.sessions,
+            "cells": self.cells,
+            "gpu_cells": self.gpu_cells,
+            "devices": self.devices,
+            "reserved_gpu_hours": _hours(self.reserved),
+            "busy_gpu_hours": _hours(self.busy),
+            "held_gpu_hours": _hours(self.held),
+            "saved_gpu_hours": _hours(self.reserved - self.held),
+            "peak_devices_held": self.peak_devices_held,
+            "wait_s": self.waits.summary(),
+            "suspends": self.suspends,
+            "resumes": self.resumes,
+            "preemptions": self.preemptions,
+            "moved_gib": round(self.moved_mib / 1024, 3),
+            "host_peak_mib": self.host_peak_mib,
+            "out_of_memory": self.out_of_memory,
+            "lost": self.lost,
+            "wall_s": round(self.wall_s, 3),
+            "forecast_error": self.forecast_error,
+        }
+
+
+def _hours(milli_ms: int) -> float:
+    return round(milli_ms / _HOUR_MILLI_MS, 3)
+
+
+def begin_result(name: str, trace: Sequence[Session], devices: int) -> Result:
+    """Return a result with what is known before anything has run."""
+    return Result(
+        name=name,
+        sessions=len(trace),
+        cells=sum(len(session.cells) for session in trace),
+        gpu_cells=sum(cell.gpus > 0 for session in trace for cell in session.cells),
+        devices=devices,
+        reserved=sum(session.gpus * (session.close_ms - session.open_ms) * 1000 for session in trace),
+    )
+
+
+class Accounts:
+    """The books of one run. `running_gpus` and `waiting` are kept by the run."""
+
+    def __init__(self, result: Result, devices: Iterable[DeviceSpec]) -> None:
+        self.result = result
+        self.running_gpus = self.waiting = 0
+        self._sizes = {device.device_id: device.memory_mib for device in devices}
+        self._used = dict.fromkeys(self._sizes, 0)
+        self._holders = dict.fromkeys(self._sizes, 0)
+        self._devices_held = self._accounted_ms = self._host_mib = 0
+
+    def advance(self, now_ms: int) -> None:
+        """Account for the time up to now: nothing has changed since the last call."""
+        passed = now_ms - self._accounted_ms
+        if passed <= 0:
+            return
+        result, timeline = self.result, self.result.timeline
+        result.busy += self.running_gpus * passed * 1000
+        result.held += self._devices_held * passed * 1000
+        result.peak_devices_held = max(result.peak_devices_held, self._devices_held)
+        now = (self._devices_held, self.running_gpus, self.waiting)
+        if not timeline or (timeline[-1].devices_held, timeline[-1].busy, timeline[-1].waiting) != now:
+            timeline.append(Point(self._accounted_ms, *now))
+        self._accounted_ms = now_ms
+
+    def finish(self) -> None:
+        """Close the timeline at its end."""
+        self.result.timeline.append(Point(self._accounted_ms, self._devices_held, self.running_gpus, self.waiting))
+
+    def hold(self, device_ids: Iterable[str]) -> None:
+        """Somebody has a reservation on the devices from now on."""
+        for device_id in device_ids:
+            self._devices_held += self._holders[device_id] == 0
+            self._holders[device_id] += 1
+
+    def let_go(self, device_ids: Iterable[str]) -> None:
+        """Somebody gives them back."""
+        for device_id in device_ids:
+            self._holders[device_id] -= 1
+            self._devices_held -= self._holders[device_id] == 0
+
+    def use(self, device_ids: Iterable[str], mib: int) -> None:
+        """A kernel takes so much more of each device; negative: gives it back."""
+        for device_id in device_ids:
+            self._used[device_id] += mib
+            if mib > 0 and self._used[device_id] > self._sizes[device_id]:
+                self.result.out_of_memory += 1
+
+    def save(self, mib: int) -> None:
+        """So much was moved to the host; negative: back to devices."""
+        self.drop_saved(-mib)
+        self.result.moved_mib += abs(mib)
+
+    def drop_saved(self, mib: int) -> None:
+        """So much of the host's memory is free again."""
+        self._host_mib -= mib
+        self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib)
+
+
+_HOUR_MILLI_MS = 3_600_000 * 1000
+
+
+def quantile_ms(ordered: Sequence[int], percent: int) -> int:
+    """Return the smallest value that `percent` of the values do not exceed (nearest rank); 0 of none."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0

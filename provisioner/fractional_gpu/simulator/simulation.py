@@ -1,0 +1,407 @@
+"""Virtual time: a trace of notebook sessions drives the arbiter that the broker drives in real time.
+
+- One heap of (time, order) moments; the arbiter's effects come back as later moments; nothing depends on a clock or on hash order.
+- A session's kernel is gated. A GPU cell is asked for: the kernel is busy from then on, `Wanted` goes out unless the lease is resident,
+  and the cell runs once granted. The next cell comes as long after it as in the trace: a wait delays everything behind it.
+- A wait is the time from asking to running, the restore included; cells that found their kernel resident count with zero.
+- A swap takes a fixed time and the bytes over the bandwidth. A cell of a suspended kernel that touches no GPU runs without asking.
+- A cell that needs more than is reserved (where a pool reserves by use) takes what it may and waits for more; if none comes for
+  `patience_ms` it fails as out of memory.
+- Device memory is counted a second time, in `accounts`; `lost` counts sessions that could not run to their end.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    Effect,
+    Granted,
+    LeaseEnded,
+    LeaseRefused,
+    Resized,
+    Resume,
+    Shrink,
+    StateChanged,
+    Suspend,
+    WakeAt,
+)
+from fractional_gpu.core.events import (
+    Attached,
+    BusyChanged,
+    DeviceSeen,
+    Event,
+    HostMemorySeen,
+    LeaseMeasured,
+    LeaseReleased,
+    LeaseRequested,
+    PoolConfigured,
+    ProcessExited,
+    ResumeFinished,
+    ResumeOutcome,
+    Shrunk,
+    SuspendFinished,
+    SuspendOutcome,
+    Tick,
+    Wanted,
+)
+from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState
+from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
+from fractional_gpu.simulator.result import Accounts, Result, Waits, begin_result
+from fractional_gpu.simulator.traces import Cell, Session
+
+__all__ = ["simulate"]
+
+Watch = Callable[[Event, Sequence[Effect]], None]
+_MEASURED_MS = 2_000  # from one measurement of the broker to the next
+_TURNED_AWAY = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
+
+
+@dataclass(slots=True, eq=False)
+class _Kernel:
+    """One session as it stands."""
+
+    session: Session
+    spec: LeaseSpec
+    state: LeaseState | None = None
+    device_ids: tuple[str, ...] = ()
+    reserved_mib: int = 0  # on each of its devices: what it may use there
+    memory_mib: int = 0  # what its process holds on each of them, or saved of each on the host
+    next_cell: int = 0
+    asked_ms: int = 0
+    waiting: bool = False
+    growing: bool = False  # let in, and short of memory for its cell
+    running: Running | None = None
+    unfinished: Running | None = None  # a cell that was preempted
+    over: bool = False
+
+    @property
+    def cell(self) -> Cell:
+        """The cell that is asked for or runs."""
+        return self.session.cells[self.next_cell]
+
+    @property
+    def total_mib(self) -> int:
+        """What it holds in all."""
+        return self.memory_mib * self.spec.devices
+
+
+def simulate(
+    host: Host,
+    trace: Sequence[Session],
+    *,
+    watch: Watch | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Run the trace. `watch` sees every event and its effects; `progress` the sessions that ended, and all.
+
+    Raises SimulationError for a session that the host cannot serve at all.
+    """
+    return _Run(host, trace, watch, progress).result()
+
+
+class _Run:
+    def __init__(
+        self,
+        host: Host,
+        trace: Sequence[Session],
+        watch: Watch | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._host = host
+        self._arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
+        self._watch, self._progress = watch, progress
+        self._now_ms = self._order = self._ended = self._wake_version = 0
+        self._moments: list[tuple[int, int, Callable[[], None]]] = []
+        self._events: deque[Event] = deque()
+        self._kernels = {session.session_id: _Kernel(session, lease_for(host, session)) for session in trace}
+        self._shared = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
+        self._result = begin_result("fractional", trace, len(host.devices))
+        self._accounts = Accounts(self._result, host.devices)
+        self._waits: list[int] = []
+
+    def result(self) -> Result:
+        """Run to the end."""
+        self._tell(HostMemorySeen(at_ms=0, budget_mib=self._host.host_memory_mib))
+        for device in self._host.devices:
+            self._tell(DeviceSeen(at_ms=0, device=device))
+        for pool in self._host.pools:
+            self._tell(PoolConfigured(at_ms=0, pool=pool))
+        for kernel in self._kernels.values():
+            self._at(kernel.session.open_ms, partial(self._open, kernel))
+        while self._moments:
+            at_ms, _, act = heappop(self._moments)
+            self._accounts.advance(at_ms)
+            self._now_ms = at_ms
+            act()
+        self._arbiter.validate()
+        self._accounts.finish()
+        self._result.waits = Waits(tuple(sorted(self._waits)))
+        self._result.forecast_error = {
+            view.what: {
+                "count": view.count,
+                "median_relative": view.median_error_permille / 1000,
+                "within_bounds": view.covered_permille / 1000,
+            }
+            for view in self._arbiter.forecasts.errors()
+        }
+        self._result.lost += sum(not kernel.over for kernel in self._kernels.values())
+        return self._result
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _at(self, at_ms: int, act: Callable[[], None]) -> None:
+        self._order += 1
+        heappush(self._moments, (max(at_ms, self._now_ms), self._order, act))
+
+    def _tell(self, event: Event) -> None:
+        """Hand an event to the arbiter and carry out what it says; events that arise on the way come after it."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            effects = self._arbiter.handle(self._events[0])
+            if self._watch is not None:
+                self._watch(self._events[0], effects)
+            for effect in effects:
+                self._carry_out(effect)
+            self._events.popleft()
+
+    # -- what the arbiter says ----------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> None:  # noqa: C901 - one case per effect
+        match effect:
+            case StateChanged():
+                self._changed(self._kernels[effect.lease_id], effect)
+            case Granted():
+                self._granted(self._kernels[effect.lease_id], effect)
+            case Suspend():
+                self._suspend(self._kernels[effect.lease_id], effect)
+            case Resume():
+                self._resume(self._kernels[effect.lease_id], effect)
+            case Shrink():  # it holds no caches: what it uses is what it needs
+                kernel = self._kernels[effect.lease_id]
+                self._tell(
+                    Shrunk(
+                        at_ms=self._now_ms,
+                        lease_id=effect.lease_id,
+                        generation=effect.generation,
+                        used_mib=kernel.total_mib,
+                    )
+                )
+            case Resized():
+                kernel = self._kernels[effect.lease_id]
+                kernel.reserved_mib = effect.reserved_mib or kernel.reserved_mib
+                if kernel.growing:
+                    self._grow(kernel)
+            case WakeAt(at_ms=at_ms):
+                self._wake_version += 1
+                if at_ms is not None:
+                    self._at(at_ms, partial(self._wake, self._wake_version))
+            case LeaseEnded(lease_id=lease_id, reason=reason) if reason != "released":
+                self._result.lost += 1
+                self._kernels[lease_id].over = True
+            case LeaseRefused(lease_id=lease_id, reason=reason) if reason in _TURNED_AWAY:
+                self._result.lost += 1
+                self._kernels[lease_id].over = True
+            case LeaseRefused(lease_id=lease_id, sentence=sentence):
+                raise SimulationError(f"session {lease_id!r} was refused: {sentence}")
+
+    def _wake(self, version: int) -> None:
+        if version == self._wake_version:
+            self._tell(Tick(at_ms=self._now_ms))
+
+    def _changed(self, kernel: _Kernel, change: StateChanged) -> None:
+        if kernel.state in HOLDING:
+            self._accounts.let_go(kernel.device_ids)
+        if change.new in HOLDING and change.device_id is not None:
+            kernel.device_ids = self._devices_of(kernel, change.device_id)
+            self._accounts.hold(kernel.device_ids)
+        kernel.state = change.new
+
+    def _devices_of(self, kernel: _Kernel, device_id: str) -> tuple[str, ...]:
+        if kernel.spec.devices == 1:
+            return (device_id,)
+        view = self._arbiter.lease(kernel.spec.lease_id)
+        return view.device_ids if view is not None else kernel.device_ids
+
+    def _suspend(self, kernel: _Kernel, effect: Suspend) -> None:
+        self._result.suspends += 1
+        if kernel.running is not None or kernel.growing:
+            self._result.preemptions += 1
+            if kernel.running is not None:
+                kernel.unfinished = self._stop(kernel)
+                self._accounts.waiting += 1
+            kernel.growing, kernel.waiting = False, True
+        device_ids, mib, total_mib = kernel.device_ids, kernel.memory_mib, kernel.total_mib
+
+        def saved() -> None:
+            if not kernel.over:
+                self._accounts.use(device_ids, -mib)
+                self._accounts.save(total_mib)
+            self._tell(
+                SuspendFinished(
+                    at_ms=self._now_ms,
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED,
+                    saved_mib=total_mib,
+                )
+            )
+
+        self._at(self._now_ms + self._host.swap.save_ms(total_mib), saved)
+
+    def _resume(self, kernel: _Kernel, effect: Resume) -> None:
+        self._result.resumes += 1
+        kernel.reserved_mib = effect.reserve_mib
+        self._accounts.use(kernel.device_ids, kernel.memory_mib)
+        total_mib = kernel.total_mib
+
+        def restored() -> None:
+            if not kernel.over:
+                self._accounts.save(-total_mib)
+            self._tell(
+                ResumeFinished(
+                    at_ms=self._now_ms,
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    outcome=ResumeOutcome.RESTORED,
+                )
+            )
+
+        self._at(self._now_ms + self._host.swap.restore_ms(total_mib), restored)
+
+    # -- a session ------------------------------------------------------------------------------------------------------
+
+    def _open(self, kernel: _Kernel) -> None:
+        self._tell(LeaseRequested(at_ms=self._now_ms, spec=kernel.spec))
+        if kernel.over:
+            self._ends()
+            return
+        self._tell(Attached(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, gated=True))
+        first = kernel.session.cells[0].start_ms if kernel.session.cells else kernel.session.close_ms
+        self._at(first, partial(self._next, kernel))
+
+    def _next(self, kernel: _Kernel) -> None:
+        """The user executes the next cell, or closes the notebook."""
+        if kernel.next_cell == len(kernel.session.cells):
+            self._close(kernel)
+            return
+        cell = kernel.cell
+        kernel.asked_ms = self._now_ms
+        if not cell.gpus and not self._host.every_cell_asks:
+            self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
+            return
+        self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=True))
+        self._accounts.waiting += 1
+        view = self._arbiter.lease(kernel.spec.lease_id)
+        if kernel.state is LeaseState.RESIDENT and (view is None or not view.yields):
+            self._grow(kernel)
+            return
+        kernel.waiting = True
+        self._tell(Wanted(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+
+    def _granted(self, kernel: _Kernel, grant: Granted) -> None:
+        kernel.reserved_mib = grant.reserved_mib or kernel.spec.reserve_mib
+        if kernel.waiting:
+            kernel.waiting = False
+            self._grow(kernel)
+
+    def _grow(self, kernel: _Kernel) -> None:
+        """The kernel is let in: it takes the memory its cell needs as far as it may, and runs once it has it."""
+        need_mib = kernel.cell.gpu_mib if kernel.cell.gpus and kernel.unfinished is None else kernel.memory_mib
+        mib = min(need_mib, kernel.reserved_mib)
+        if mib != kernel.memory_mib:
+            self._accounts.use(kernel.device_ids, mib - kernel.memory_mib)
+            kernel.memory_mib = mib
+        if kernel.cell.gpus:
+            self._tell(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
+        if mib == need_mib:
+            kernel.growing = False
+            if kernel.spec.request_mib is not None:
+                self._at(self._now_ms + _MEASURED_MS, partial(self._measure_again, kernel))
+            self._run_cell(kernel)
+        elif not kernel.growing:
+            kernel.growing = True
+            self._at(self._now_ms + self._host.patience_ms, partial(self._give_up, kernel, kernel.next_cell))
+
+    def _measure_again(self, kernel: _Kernel) -> None:
+        """The broker sees that the kernel's use grew no further, and gives back what was reserved ahead of it."""
+        if kernel.state is LeaseState.RESIDENT:
+            self._tell(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
+
+    def _give_up(self, kernel: _Kernel, cell: int) -> None:
+        """A cell that is still short of memory fails, as an allocation does that the framework's limit refuses."""
+        if kernel.growing and kernel.next_cell == cell:
+            kernel.growing = False
+            self._result.out_of_memory += 1
+            self._begins(kernel)
+            self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
+            self._done(kernel)
+
+    def _begins(self, kernel: _Kernel) -> None:
+        self._accounts.waiting -= 1
+        if kernel.unfinished is None and kernel.cell.gpus:
+            self._waits.append(self._now_ms - kernel.asked_ms)
+
+    def _run_cell(self, kernel: _Kernel) -> None:
+        """The cell runs on the kernel's devices from now on; what slows it down is looked for on the first of them."""
+        cell = kernel.cell
+        self._begins(kernel)
+        running, kernel.unfinished = kernel.unfinished, None
+        if running is None:
+            util_percent = cell.util_percent if cell.gpus else 0
+            running = Running(kernel.spec.lease_id, util_percent, cell.duration_ms * UNSHARED, self._now_ms)
+        running.at_ms = self._now_ms
+        kernel.running = running
+        self._accounts.running_gpus += cell.gpus
+        self._plan(self._shared[kernel.device_ids[0]].begin(running))
+
+    def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
+        for at_ms, running in ends:
+            self._at(at_ms, partial(self._cell_ends, running, running.version))
+
+    def _cell_ends(self, running: Running, version: int) -> None:
+        if running.version != version:
+            return
+        kernel = self._kernels[running.session_id]
+        self._stop(kernel)
+        self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
+        self._done(kernel)
+
+    def _stop(self, kernel: _Kernel) -> Running:
+        """Take the running cell off its device; the others there may be quicker for it."""
+        stopped, ends = self._shared[kernel.device_ids[0]].finish(kernel.spec.lease_id, self._now_ms)
+        kernel.running = None
+        self._accounts.running_gpus -= kernel.cell.gpus
+        self._plan(ends)
+        return stopped
+
+    def _done(self, kernel: _Kernel) -> None:
+        """The cell is over: the next one, or the end, comes as long after it as in the trace."""
+        cell = kernel.cell
+        kernel.next_cell += 1
+        follows = kernel.cell.start_ms if kernel.next_cell < len(kernel.session.cells) else kernel.session.close_ms
+        thinks_ms = max(0, follows - cell.start_ms - cell.duration_ms)
+        self._at(self._now_ms + thinks_ms, partial(self._next, kernel))
+
+    def _close(self, kernel: _Kernel) -> None:
+        kernel.over = True
+        if kernel.state in HOLDING:
+            self._accounts.use(kernel.device_ids, -kernel.memory_mib)
+        if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
+            self._accounts.drop_saved(kernel.total_mib)
+        self._tell(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+        self._tell(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+        self._ends()
+
+    def _ends(self) -> None:
+        self._ended += 1
+        if self._progress is not None:
+            self._progress(self._ended, self._result.sessions)

@@ -1,0 +1,55 @@
+"""The tables of docs/metrics.md, written from the code: `python -m tests.broker.api.metrics_page`."""
+
+from collections.abc import Iterable
+
+from fractional_gpu.broker.api.metrics_view import SEEN
+from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metric
+from fractional_gpu_hub.metrics import HUB_METRICS
+from tests.support.paths import ROOT
+
+__all__ = ["PAGE", "names", "written"]
+
+PAGE = ROOT / "docs" / "metrics.md"
+_TABLES = {
+    "broker": (*COUNTED, *SEEN),
+    "hub": tuple(
+        Metric(kind, name.removeprefix(PREFIX).removesuffix("_total"), text, labels)
+        for kind, name, labels, text in HUB_METRICS
+    ),
+}
+
+
+def _table(metrics: Iterable[Metric]) -> str:
+    lines = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
+    for metric in metrics:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{PREFIX}{_name(metric)}` | {metric.kind} | {labels} | {metric.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def _name(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.kind == "counter" else metric.name
+
+
+def names() -> set[str]:
+    """Return every name under which a metric may be asked for."""
+    suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+    return {
+        f"{PREFIX}{metric.name}{suffix}"
+        for metrics in _TABLES.values()
+        for metric in metrics
+        for suffix in suffixes[metric.kind]
+    }
+
+
+def written(page: str) -> str:
+    """Return the page with its tables as the code is."""
+    for name, metrics in _TABLES.items():
+        head, begin, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, tail = rest.partition("<!-- end -->\n")
+        page = f"{head}{begin}{_table(metrics)}{end}{tail}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

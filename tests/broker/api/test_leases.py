@@ -1,0 +1,421 @@
+"""A lease is steered by those whose it is, and only a process that was started for it can stand behind it."""
+
+import asyncio
+import json
+import os
+import pwd
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from fractional_gpu.broker.api import handler, lease_service
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.kernels.iopub import IOPubWatch
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.host.peers import PeerCredentials
+from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError
+from fractional_gpu.protocol.errors import BadRequestError, RequestTooLargeError
+from fractional_gpu.protocol.messages import AttachRequest
+from tests.broker.live import BECOME_NOBODY, DEADLINE_S, Answer, LiveBroker, attach_fields, live_broker, started_for
+
+OWN_ROUTES = ("attach", "detach", "acquire", "gate", "answer")
+OTHER_ROUTES = ("suspend", "resume", "pin", "unpin", "resize")
+BODIES: dict[str, Any] = {
+    "attach": {"pid": 1, "start_time": 1, "boot_id": "b", "connection": {}},
+    "gate": {"version": "1", "open": False, "busy": False},
+    "answer": {"number": 0, "word": "pulse"},
+    "pin": {"duration_ms": 1000},
+    "resize": {"fraction_milli": 500, "wait_ms": 0},
+}
+NOBODY = pwd.getpwnam("nobody")
+ASK_AS_ANOTHER = f"""
+import json, socket, sys
+{BECOME_NOBODY}
+line = socket.socket(socket.AF_UNIX)
+line.connect(sys.argv[1])
+line.sendall(sys.stdin.buffer.read())
+head, _, body = line.makefile("rb").read().partition(b"\\r\\n\\r\\n")
+print(json.dumps([int(head.split()[1]), json.loads(body)]))
+"""
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask_as_another(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Make a request as another user: as `nobody` really, where we may (root); else the broker is told that we are another."""
+
+    def really(method: str, target: str, body: object = None, *, token: str | None = None) -> Answer:
+        raw = b"" if body is None else json.dumps(body).encode()
+        lines = [f"{method} {target} HTTP/1.1", "Host: b", "Connection: close", f"Content-Length: {len(raw)}"]
+        lines += [] if token is None else [f"Authorization: Bearer {token}"]
+        said = subprocess.run(
+            [sys.executable, "-S", "-c", ASK_AS_ANOTHER, live.socket],
+            input="\r\n".join([*lines, "", ""]).encode() + raw,
+            cwd="/",
+            capture_output=True,
+            check=True,
+            timeout=DEADLINE_S,
+        )
+        status, decoded = json.loads(said.stdout)
+        return Answer(status, decoded)
+
+    def as_if(method: str, target: str, body: object = None, *, token: str | None = None) -> Answer:
+        with monkeypatch.context() as patch:
+            patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, NOBODY.pw_uid, NOBODY.pw_gid))
+            return live.call(method, target, body, token=token)
+
+    return really if os.geteuid() == 0 else as_if
+
+
+# -- whose lease -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_of_another_user_is_not_to_be_found_even_with_its_token(live: LiveBroker, ask_as_another: Ask) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    answers = [ask_as_another("GET", target, token=token) for token in (None, lease.token, "guess")]
+    answers += [
+        ask_as_another("POST", f"{target}/{route}", BODIES.get(route, {}), token=lease.token)
+        for route in (*OWN_ROUTES, *OTHER_ROUTES)
+    ]
+    for answer in answers:
+        assert (answer.status, answer.error["reason"]) == (404, "unknown-lease")
+        assert (
+            f"there is no lease '{lease.lease_id}' of yours; `jupyter gpu status` lists them" in answer.error["message"]
+        )
+    assert ask_as_another("DELETE", target, token=lease.token).body == {"ok": True}, (
+        "as for any lease that is not there"
+    )
+    assert live.state(lease.lease_id) == "unattached", "it was another's to release"
+    assert ask_as_another("GET", "/v1/status").body["leases"] == []
+
+
+def test_an_administrator_sees_another_users_lease_and_its_owner_sees_only_that(
+    live: LiveBroker, ask_as_another: Ask
+) -> None:
+    live.lease()
+    theirs = ask_as_another("POST", "/v1/leases", {"fraction_milli": 250}).body
+    assert live.call("GET", f"/v1/leases/{theirs['lease_id']}").body["owner"] == "nobody"
+    listed = ask_as_another("GET", "/v1/status").body["leases"]
+    assert [lease["lease_id"] for lease in listed] == [theirs["lease_id"]]
+
+
+@pytest.mark.parametrize("route", OWN_ROUTES)
+def test_a_leases_own_routes_need_its_token(live: LiveBroker, route: str) -> None:
+    lease, other = live.lease(), live.lease()
+    target = f"/v1/leases/{lease.lease_id}/{route}"
+    missing = live.call("POST", target, BODIES.get(route, {}))
+    assert (missing.status, missing.error["reason"]) == (401, "no-token")
+    assert "this needs the lease's token, in the header `Authorization: Bearer TOKEN`" in missing.error["message"]
+    for token in (other.token, "guess", "x" * 4000, "\xe9"):
+        foreign = live.call("POST", target, BODIES.get(route, {}), token=token)
+        assert (foreign.status, foreign.error["reason"]) == (401, "foreign-token")
+        assert "the token is not this lease's" in foreign.error["message"]
+
+
+@pytest.mark.parametrize("route", OTHER_ROUTES)
+def test_a_foreign_token_opens_nothing_that_none_would_open(live: LiveBroker, route: str) -> None:
+    lease, other = live.lease(), live.lease()
+    answer = live.call("POST", f"/v1/leases/{lease.lease_id}/{route}", {}, token=other.token)
+    assert (answer.status, answer.error["reason"]) == (401, "foreign-token")
+
+
+@pytest.mark.parametrize("header", ["guess", "Basic Z3Vlc3M=", "Bearer", "Bearer ", ""])
+def test_an_authorization_of_another_form_is_explained(live: LiveBroker, header: str) -> None:
+    answer = live.call("GET", f"/v1/leases/{live.lease().lease_id}", Authorization=header)
+    assert answer.status == 401
+    assert "the header Authorization is not of the form `Bearer TOKEN`" in answer.error["message"]
+
+
+def test_who_asks_for_fresh_figures_is_answered_after_a_sample(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = live.lease()
+    samples: list[str] = []
+
+    async def sample() -> None:
+        samples.append(reply.lease_id)
+
+    monkeypatch.setattr(live.service, "refresh", sample)
+    with BrokerClient(live.socket, token=reply.token) as client:
+        client.lease(reply.lease_id)
+        assert not samples
+        assert client.lease(reply.lease_id, fresh=True).lease_id == reply.lease_id
+        assert len(samples) == 1
+        client.status()
+        assert client.status(fresh=True).leases
+        assert len(samples) == 2
+
+
+def test_a_device_that_answers_late_does_not_keep_a_reader(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    over, sampled = threading.Event(), threading.Event()
+
+    async def sample() -> None:
+        await asyncio.to_thread(over.wait, DEADLINE_S)
+        sampled.set()
+
+    monkeypatch.setattr(lease_service, "_MEASURE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(live.service, "refresh", sample)
+    try:
+        assert live.call("GET", "/v1/status?fresh=1").status == 200
+        assert not sampled.is_set()
+    finally:
+        over.set()
+
+
+def test_a_second_release_is_no_error_and_what_is_over_is_not_found(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    assert [live.call("DELETE", target, token=lease.token).body for _ in range(3)] == [{"ok": True}] * 3
+    answer = live.call("POST", f"{target}/acquire", {}, token=lease.token)
+    assert (answer.status, answer.error["reason"]) == (404, "unknown-lease")
+
+
+@pytest.mark.parametrize("token", ["", "two\nlines", "two\r\nX-Header: injected", "\N{SNOWMAN}", "x" * 5000])
+def test_a_damaged_token_is_not_sent(live: LiveBroker, token: str) -> None:
+    with BrokerClient(live.socket, token=token) as client, pytest.raises(BadRequestError) as caught:
+        client.lease("any")
+    assert "the lease's token is not one line" in str(caught.value)
+    assert "remove it (a kernel is known without it)" in str(caught.value)
+
+
+def test_a_request_that_is_too_large_is_not_sent(live: LiveBroker) -> None:
+    request = AttachRequest(pid=1, start_time=1, boot_id="b", connection={"key": "x" * 300_000})
+    with (
+        BrokerClient(live.socket) as client,
+        pytest.raises(RequestTooLargeError, match="allowed: 262144"),
+    ):
+        client.attach("any", request)
+
+
+# -- which process -----------------------------------------------------------------------------------------------------------
+
+
+def attach(live: LiveBroker, lease_id: str, token: str, fields: dict[str, Any]) -> Answer:
+    return live.call("POST", f"/v1/leases/{lease_id}/attach", fields, token=token)
+
+
+def test_the_process_that_was_started_for_the_lease_stands_behind_it(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as fields:
+        for _ in range(2):  # a second time changes nothing
+            answer = attach(live, lease.lease_id, lease.token, fields)
+            assert (answer.status, answer.body["state"], answer.body["pid"]) == (200, "unarmed", fields["pid"])
+            assert answer.body["busy"] is True, "nobody has heard of it yet"
+
+
+def test_a_process_of_another_lease_is_refused(live: LiveBroker) -> None:
+    lease, other = live.lease(), live.lease()
+    with started_for(other.lease_id) as fields:
+        answer = attach(live, lease.lease_id, lease.token, fields)
+    assert (answer.status, answer.error["reason"]) == (403, "wrong-lease")
+    assert f"process {fields['pid']} was not started for this lease" in answer.error["message"]
+    assert live.state(lease.lease_id) == "unattached"
+
+
+def test_a_process_without_a_lease_is_refused(live: LiveBroker) -> None:
+    lease = live.lease()
+    answer = attach(live, lease.lease_id, lease.token, attach_fields(os.getpid()))
+    assert (answer.status, answer.error["reason"]) == (403, "wrong-lease")
+
+
+def test_a_process_of_another_user_is_refused(live: LiveBroker) -> None:
+    lease = live.lease()
+    if os.geteuid() == 0:
+        with started_for(lease.lease_id, first=BECOME_NOBODY) as fields:
+            answer = attach(live, lease.lease_id, lease.token, fields)
+        assert answer.error["reason"] == "wrong-uid"
+        assert f"process {fields['pid']} belongs to another user" in answer.error["message"]
+    else:
+        answer = attach(live, lease.lease_id, lease.token, attach_fields(1))
+        assert answer.error["reason"] == "no-permission"
+        assert "the broker may not look at process 1" in answer.error["message"]
+    assert answer.status == 403
+
+
+def test_another_user_cannot_put_our_process_behind_their_lease(ask_as_another: Ask) -> None:
+    theirs = ask_as_another("POST", "/v1/leases", {"fraction_milli": 250}).body
+    with started_for(theirs["lease_id"]) as fields:
+        answer = ask_as_another("POST", f"/v1/leases/{theirs['lease_id']}/attach", fields, token=theirs["token"])
+    assert (answer.status, answer.error["reason"]) == (403, "wrong-uid")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"start_time": 1}, "is another process than the one stated (start time differs)"),
+        ({"boot_id": "yesterday"}, "is another process than the one stated"),
+        ({"pid": 2**22 + 1}, "is not a process that can hold a lease: no process has the id"),
+        ({"pid": 2**62}, "is not a process that can hold a lease"),
+        ({"pid": 0}, "process ids are positive"),
+        ({"pid": -1}, "process ids are positive"),
+        ({"pid": "1"}, "Expected `int`, got `str` - at `$.pid`"),
+        ({"connection": []}, "Expected `object`, got `array` - at `$.connection`"),
+        ({"connection": {}}, "connection field iopub_port is None; allowed: a port from 1 to 65535"),
+        (
+            {"connection": {"ip": "10.0.0.1", "iopub_port": 1, "shell_port": 1}},
+            "connection field ip is '10.0.0.1'; allowed: a loopback",
+        ),
+        ({"connection": {"junk": [{}], "ip": {}}}, "connection field ip is {}; allowed: a loopback"),
+    ],
+    ids=str,
+)
+def test_a_process_that_is_not_as_stated_is_refused(live: LiveBroker, change: dict[str, object], says: str) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as fields:
+        answer = attach(live, lease.lease_id, lease.token, {**fields, **change})
+    assert answer.status == 400
+    assert says in answer.error["message"]
+    assert live.state(lease.lease_id) == "unattached"
+
+
+def test_a_thread_is_no_process(live: LiveBroker) -> None:
+    lease = live.lease()
+    thread = (
+        threading.get_native_id()
+        if threading.current_thread() is not threading.main_thread()
+        else live._thread.native_id
+    )
+    answer = attach(live, lease.lease_id, lease.token, {**attach_fields(os.getpid()), "pid": thread})
+    assert answer.error["reason"] == "no-process"
+    assert f"give the process id {os.getpid()}" in answer.error["message"]
+
+
+def test_a_process_that_has_ended_is_refused(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as fields:
+        pass
+    answer = attach(live, lease.lease_id, lease.token, fields)
+    assert answer.error["reason"] == "no-process"
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError(), OSError(24, "Too many open files")], ids=repr)
+def test_a_process_that_cannot_be_watched_leaves_the_lease_without_one(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def follow(_broker: Broker, _kernel: object, _identity: ProcessIdentity, _connection: str) -> None:
+        raise error
+
+    lease = live.lease()
+    monkeypatch.setattr(Broker, "follow", follow)
+    with started_for(lease.lease_id) as fields:
+        answer = attach(live, lease.lease_id, lease.token, fields)
+    assert answer.status in (400, 500)
+    assert str(fields["pid"]) in answer.error["message"]
+    assert live.state(lease.lease_id) == "unattached"
+
+
+def test_a_lease_that_cannot_be_written_down_is_not_given(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_ledger: Ledger, _record: LeaseRecord) -> None:
+        raise LedgerError("the ledger cannot be used: the disk is full; free some room")
+
+    before = live.call("GET", "/v1/status").body["leases"]
+    monkeypatch.setattr(Ledger, "save_lease", full)
+    answer = live.call("POST", "/v1/leases", {"fraction_milli": 250})
+    monkeypatch.undo()
+    assert (answer.status, answer.error["reason"]) == (500, "ledger")
+    assert answer.error["message"] == "the ledger cannot be used: the disk is full; free some room"
+    assert "POST /v1/leases failed" in caplog.text
+    caplog.clear()  # this one was to be an error
+    assert [lease["lease_id"] for lease in live.call("GET", "/v1/status").body["leases"]] == [
+        one["lease_id"] for one in before
+    ]
+
+
+# -- states in which a thing makes no sense ------------------------------------------------------------------------------------
+
+
+def test_a_lease_without_a_process_has_nothing_to_resume_or_suspend(live: LiveBroker) -> None:
+    lease = live.lease()
+    resume = live.call("POST", f"/v1/leases/{lease.lease_id}/resume", {})
+    assert (resume.status, resume.error["reason"]) == (409, "no-process")
+    assert "the lease has no running kernel; nothing to resume" in resume.error["message"]
+    suspend = live.call("POST", f"/v1/leases/{lease.lease_id}/suspend", {})
+    assert suspend.status == 409
+    assert "the kernel was not suspended" in suspend.error["message"]
+
+
+def test_a_detach_of_nothing_and_an_answer_to_nothing_change_nothing(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    assert live.call("POST", f"{target}/detach", {}, token=lease.token).body == {"ok": True}
+    for number in (0, 1, -5, 2**62):
+        answer = live.call("POST", f"{target}/answer", {"number": number, "word": "closed"}, token=lease.token)
+        assert answer.body == {"ok": True}
+    assert live.state(lease.lease_id) == "unattached"
+
+
+def test_no_room_now_for_a_kernel_that_must_have_it_says_who_is_in_the_way(live: LiveBroker) -> None:
+    first = live.lease(fraction_milli=1000, gated=False)
+    wish = {"fraction_milli": 1000, "gated": False, "wait_ms": 1}
+    answer = live.call("POST", "/v1/leases", wish)
+    assert (answer.status, answer.error["code"]) == (409, "no-room")
+    assert "no GPU became free within 1 ms" in answer.error["message"]
+    assert "try again later, or with a smaller fraction" in answer.error["message"]
+    live.call("DELETE", f"/v1/leases/{first.lease_id}")
+    again = live.lease(fraction_milli=1000, gated=False, wait_ms=-5)
+    assert again.device_id is not None
+    live.call("DELETE", f"/v1/leases/{again.lease_id}")
+
+
+def test_a_class_that_starts_in_the_same_second_waits_for_its_first_kernels_and_is_admitted() -> None:
+    """Thirty kernels of one user, where ten may be starting at a time."""
+    with live_broker(pools={"default": {"unattached_leases": 10}}) as small, ExitStack() as stack:
+        started: list[str] = []
+
+        def start(_number: int) -> None:
+            lease = small.lease(fraction_milli=125)
+            fields = stack.enter_context(started_for(lease.lease_id))
+            assert attach(small, lease.lease_id, lease.token, fields).status == 200
+            started.append(lease.lease_id)
+
+        with ThreadPoolExecutor(30) as threads:
+            list(threads.map(start, range(30)))
+        assert len(started) == 30
+
+
+def test_a_kernel_without_a_gate_that_starts_late_has_its_device_or_is_told_to_start_again() -> None:
+    with live_broker(pools={"default": {"unattached_hold": 0}}) as small:
+        first = small.lease(fraction_milli=1000, gated=False)
+        with started_for(first.lease_id) as fields:
+            assert attach(small, first.lease_id, first.token, fields).status == 200, "no other kernel waited"
+        small.call("DELETE", f"/v1/leases/{first.lease_id}")
+        late = small.lease(fraction_milli=1000, gated=False, wait_ms=5000)
+        other = small.lease(fraction_milli=1000, gated=False, wait_ms=5000)
+        with started_for(other.lease_id) as fields:
+            assert attach(small, other.lease_id, other.token, fields).status == 200
+            with started_for(late.lease_id) as late_fields:
+                refused = attach(small, late.lease_id, late.token, late_fields)
+        assert (refused.status, refused.error["code"]) == (409, "no-room")
+        assert "had not started in time (the pool's unattached_hold)" in refused.error["message"]
+
+
+def test_a_watch_is_made_of_what_an_attach_accepted(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as fields:
+        assert attach(live, lease.lease_id, lease.token, fields).status == 200
+        kernel = live.broker.kernels[lease.lease_id]
+        assert isinstance(kernel.watch, IOPubWatch)
+        assert kernel.busy
+
+
+def test_the_changes_of_a_lease_are_counted_for_it_and_for_no_other(live: LiveBroker) -> None:
+    lease, other = live.lease(), live.lease()
+    kernels, before = live.broker.kernels, live.broker.changes
+    own, others = kernels[lease.lease_id].changes, kernels[other.lease_id].changes
+    with started_for(lease.lease_id) as fields:
+        assert attach(live, lease.lease_id, lease.token, fields).status == 200
+    assert kernels[lease.lease_id].changes > own
+    assert live.broker.changes > before
+    assert kernels[other.lease_id].changes == others

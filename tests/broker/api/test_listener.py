@@ -1,0 +1,86 @@
+"""Whoever knocks on the broker without a pause, or while it can open nothing, costs it neither its loop nor a core."""
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from fractional_gpu.broker.api import listener
+from fractional_gpu.broker.api.listener import keep_drained
+from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError
+from tests.broker.live import DEADLINE_S
+from tests.support.descriptors import no_free_descriptors
+
+
+class Drained(DeviceClaim):
+    """A claim that counts how often it was to be drained, and of how many."""
+
+    calls = 0
+    forgotten = 0
+    drained: asyncio.Event | None = None
+
+    def drain(self) -> int:
+        self.calls += 1
+        asked = super().drain()
+        self.forgotten += asked
+        if self.drained is not None:
+            self.drained.set()
+        return asked
+
+    async def has_forgotten(self, times: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while self.forgotten < times:
+                self.drained = asyncio.Event()
+                await self.drained.wait()
+
+
+@pytest.fixture
+def claim() -> Iterator[Drained]:
+    with Drained.claim(f"GPU-{uuid.uuid4()}") as claim:
+        yield claim
+
+
+def ask(claim: Drained, times: int = 1) -> None:
+    for _ in range(times):
+        with pytest.raises(DeviceClaimedError):
+            DeviceClaim.claim(claim.device_id)
+
+
+async def turns() -> None:
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+async def test_all_who_ask_who_holds_a_device_are_forgotten(claim: Drained) -> None:
+    keep_drained(claim)
+    ask(claim, 200)
+    await turns()
+    assert claim.forgotten == 200
+    assert claim.calls > 1, "nobody else had a turn between them"
+
+
+async def test_without_a_descriptor_a_claim_is_left_alone_for_a_while(
+    claim: Drained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(listener, "_PAUSE_S", 3600)
+    keep_drained(claim)
+    ask(claim)
+    with no_free_descriptors():
+        await turns()
+    assert (claim.calls, claim.forgotten) == (1, 0)
+    assert "Too many open files" in caplog.text
+
+
+async def test_a_claim_is_drained_again_when_there_are_descriptors(
+    claim: Drained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_PAUSE_S", 0.01)
+    keep_drained(claim)
+    ask(claim)
+    with no_free_descriptors():
+        await turns()
+    assert claim.forgotten == 0
+    await claim.has_forgotten(1)
+    ask(claim)
+    await claim.has_forgotten(2)

@@ -1,0 +1,434 @@
+"""Each metric moves when what it counts happens, in a form that Prometheus reads, and none says who anybody is."""
+
+import asyncio
+import re
+import socket
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from fractional_gpu.broker.api.metrics_routes import listen
+from fractional_gpu.broker.api.metrics_view import SEEN
+from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metrics
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    CapBreached,
+    LeaseRefused,
+    Resume,
+    StateChanged,
+    Suspend,
+)
+from fractional_gpu.core.events import (
+    DeviceSeen,
+    Event,
+    LeaseReleased,
+    LeaseRequested,
+    PoolConfigured,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    Tick,
+)
+from fractional_gpu.core.model import (
+    Breach,
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    PoolSpec,
+)
+from fractional_gpu.protocol.messages import AcquireRequest, DrainRequest, ProgressKind
+from fractional_gpu.protocol.seats import SeatRequest
+from tests.broker.api.metrics_page import PAGE, names, written
+from tests.broker.live import DEADLINE_S, LiveBroker, _Connection, live_broker, started_for
+from tests.support.world import until
+
+Values = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+TICK = Tick(at_ms=0)
+
+
+def text_of(live: LiveBroker, accept: str = "text/plain") -> str:
+    connection = _Connection(live.socket)
+    try:
+        connection.request("GET", "/v1/metrics", headers={"Accept": accept})
+        reply = connection.getresponse()
+        text = reply.read().decode()
+        assert reply.status == 200, text
+        return text
+    finally:
+        connection.close()
+
+
+def values_of(text: str) -> Values:
+    families = text_string_to_metric_families(text)
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def value(values: Values, name: str, **labels: str) -> float:
+    """Return a sample; what was never counted is not there."""
+    return values.get((PREFIX + name, frozenset(labels.items())), 0.0)
+
+
+def device(values: Values, name: str) -> float:
+    (found,) = [one for (known, _), one in values.items() if known == PREFIX + name]
+    return found
+
+
+@pytest.fixture
+def fresh() -> Iterator[LiveBroker]:
+    with live_broker() as live:
+        yield live
+
+
+def test_a_day_in_the_life_of_a_kernel_is_counted(fresh: LiveBroker) -> None:
+    with started_for_lease(fresh) as (lease_id, client):
+        before = values_of(text_of(fresh))
+        assert value(before, "leases", pool="default", state="unarmed") == 1
+        list(client.acquire(lease_id, AcquireRequest(wait_ms=10_000)))
+        after = values_of(text_of(fresh))
+        assert value(after, "grants_total", pool="default") == 1
+        assert value(after, "leases", pool="default", state="resident") == 1
+        assert value(after, "leases", pool="default", state="unarmed") == 0
+        assert device(after, "device_reserved_bytes") == 256 * 2**20
+        assert device(after, "device_free_bytes") == device(after, "device_leasable_bytes") - 256 * 2**20
+        list(client.acquire(lease_id, AcquireRequest(wait_ms=10_000)))
+        again = values_of(text_of(fresh))
+        assert value(again, "wait_seconds_count", pool="default") == 2
+        assert value(again, "wait_seconds_bucket", pool="default", le="0.1") >= 1, "who is there already waits no time"
+        client.release(lease_id)
+    over = values_of(text_of(fresh))
+    assert value(over, "leases_admitted_total", pool="default") == 1
+    assert value(over, "leases_ended_total", reason="released") == 1
+    assert value(over, "ledger_write_seconds_count") > value(before, "ledger_write_seconds_count") > 0
+
+
+class started_for_lease:  # noqa: N801 - a context manager
+    """A process with a lease, attached, and a client with its token."""
+
+    def __init__(self, live: LiveBroker) -> None:
+        self._live = live
+        self._lease = live.lease()
+        self._started = started_for(self._lease.lease_id)
+        self._client = BrokerClient(live.socket, token=self._lease.token)
+
+    def __enter__(self) -> tuple[str, BrokerClient]:
+        process = self._started.__enter__()
+        attached = self._live.call(
+            "POST", f"/v1/leases/{self._lease.lease_id}/attach", process, token=self._lease.token
+        )
+        assert attached.status == 200, attached
+        return self._lease.lease_id, self._client
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        self._started.__exit__(None, None, None)
+
+
+def test_who_waits_is_in_the_queue_and_who_gives_up_is_counted(fresh: LiveBroker) -> None:
+    fresh.call("POST", "/v1/devices/0/drain", {})
+    with started_for_lease(fresh) as (lease_id, client):
+        lines = client.acquire(lease_id, AcquireRequest(wait_ms=600_000))
+        assert next(lines).kind == ProgressKind.WAITING
+        during = values_of(text_of(fresh))
+        assert value(during, "queue_length", pool="default") == 1
+        assert device(during, "device_draining") == 1
+        assert device(during, "device_free_bytes") == 0
+        assert isinstance(lines, Generator)
+        lines.close()  # hangs up
+        until(lambda: value(values_of(text_of(fresh)), "queue_length", pool="default") == 0, "its ticket is withdrawn")
+    after = values_of(text_of(fresh))
+    assert value(after, "waits_abandoned_total", pool="default") == 1
+    assert value(after, "wait_seconds_count", pool="default") == 0
+
+
+def test_seats_and_connections_are_counted(fresh: LiveBroker) -> None:
+    with SeatClient(fresh.socket) as client:
+        list(client.take_seat(SeatRequest(owner="secret-ada", pool="default", fraction_milli=250)))
+        values = values_of(text_of(fresh))
+        assert value(values, "seats", pool="default") == 1
+        assert value(values, "seats_waiting", pool="default") == 0
+        assert value(values, "connections", peer="administrator") >= 1
+        assert value(values, "connections", peer="user") == 0
+
+
+def test_a_declined_request_is_counted_by_its_reason(fresh: LiveBroker) -> None:
+    lease = fresh.lease()
+    with started_for(lease.lease_id) as process:
+        fresh.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+        fresh.call("POST", f"/v1/leases/{lease.lease_id}/pin", {"duration_ms": 5 * 3_600_000})
+    (found,) = [
+        (dict(labels)["about"], count)
+        for (name, labels), count in values_of(text_of(fresh)).items()
+        if name == PREFIX + "declined_total"
+    ]
+    assert found == ("pin", 1)
+
+
+def test_no_label_says_who_anybody_is(fresh: LiveBroker) -> None:
+    lease = fresh.lease(kernel_id="secret-kernel", label="secret.ipynb")
+    with SeatClient(fresh.socket, acting_for="secret-boss") as client:
+        list(
+            client.take_seat(
+                SeatRequest(owner="secret-ada", server="secret-server", pool="default", fraction_milli=250)
+            )
+        )
+        client.drain("0", DrainRequest())
+    text = text_of(fresh)
+    assert "secret" not in text
+    assert lease.lease_id not in text
+    assert "root" not in text
+    assert fresh.socket.rpartition("/")[0] not in text
+
+
+# -- what the arbiter says, one by one --------------------------------------------------------------------------------------
+
+
+def counted(*steps: Callable[[Metrics], None]) -> Values:
+    metrics = Metrics(Arbiter())
+    for step in steps:
+        step(metrics)
+    return values_of(generate_latest(metrics.registry).decode())
+
+
+def suspend(operation_id: int, *, preempt: bool = False) -> Suspend:
+    return Suspend(lease_id="x", operation_id=operation_id, generation=1, device_id="d", host_mib=1, preempt=preempt)
+
+
+def suspended(operation_id: int, outcome: SuspendOutcome, saved_mib: int = 0) -> SuspendFinished:
+    return SuspendFinished(
+        at_ms=0, lease_id="x", operation_id=operation_id, generation=1, outcome=outcome, saved_mib=saved_mib
+    )
+
+
+def test_swaps_are_counted_by_what_became_of_them() -> None:
+    def resume(operation_id: int, source: str) -> Resume:
+        return Resume(
+            lease_id="x", operation_id=operation_id, generation=1, device_id="d", from_device_id=source, reserve_mib=1
+        )
+
+    def resumed(operation_id: int, outcome: ResumeOutcome) -> ResumeFinished:
+        return ResumeFinished(at_ms=0, lease_id="x", operation_id=operation_id, generation=1, outcome=outcome)
+
+    values = counted(
+        lambda metrics: metrics.saw(
+            TICK, [suspend(1, preempt=True), suspend(2), resume(3, "d"), resume(4, "e"), resume(5, "e")]
+        ),
+        lambda metrics: metrics.saw(suspended(1, SuspendOutcome.SAVED, 100), []),
+        lambda metrics: metrics.saw(suspended(2, SuspendOutcome.ABORTED), []),
+        lambda metrics: metrics.saw(resumed(3, ResumeOutcome.RESTORED), []),
+        lambda metrics: metrics.saw(resumed(4, ResumeOutcome.RESTORED), []),
+        lambda metrics: metrics.saw(resumed(5, ResumeOutcome.UNKNOWN), []),
+        lambda metrics: metrics.saw(suspended(99, SuspendOutcome.SAVED, 100), []),
+    )
+    assert [value(values, "swap_seconds_count", kind=kind) for kind in ("suspend", "resume", "move")] == [1, 1, 1]
+    assert value(values, "swap_bytes_total", kind="suspend") == 100 * 2**20
+    assert value(values, "swap_failures_total", kind="suspend", outcome="aborted") == 1
+    assert value(values, "swap_failures_total", kind="move", outcome="unknown") == 1
+    assert value(values, "preemptions_total", pool="") == 1
+
+
+def test_quarantines_refusals_and_breaches_are_counted() -> None:
+    def change(new: LeaseState) -> StateChanged:
+        return StateChanged(lease_id="x", old=LeaseState.RESIDENT, new=new, generation=1, device_id=None, saved_mib=0)
+
+    refusal = LeaseRefused(lease_id="x", reason="full", sentence="no")
+    breach = CapBreached(lease_id="x", action=Breach.KILL, sentence="too much")
+    values = counted(
+        lambda metrics: metrics.saw(
+            TICK, [change(LeaseState.QUARANTINED), change(LeaseState.SUSPENDED), refusal, breach]
+        )
+    )
+    assert value(values, "quarantines_total", pool="") == 1
+    assert value(values, "leases_refused_total", reason="full") == 1
+    assert value(values, "cap_breaches_total", action=Breach.KILL.value) == 1
+
+
+def test_a_label_has_only_so_many_values() -> None:
+    refusals = [LeaseRefused(lease_id="x", reason=f"r{number}", sentence="no") for number in range(1000)]
+    values = counted(lambda metrics: metrics.saw(TICK, refusals))
+    found = {
+        dict(labels)["reason"]: count for (name, labels), count in values.items() if name.endswith("refused_total")
+    }
+    assert len(found) == 65
+    assert found["other"] == 1000 - 64
+
+
+def test_nothing_is_kept_of_leases_that_were_refused_or_are_over() -> None:
+    arbiter = Arbiter()
+    metrics = Metrics(arbiter)
+
+    def happens(event: Event) -> None:
+        metrics.saw(event, arbiter.handle(event))
+
+    def request(lease_id: str, pool: str) -> None:
+        spec = LeaseSpec(lease_id=lease_id, pool=pool, owner="me", fraction_milli=250, reserve_mib=10)
+        happens(LeaseRequested(at_ms=0, spec=spec, needs_reservation=True))
+
+    happens(DeviceSeen(at_ms=0, device=DeviceSpec(device_id="d", name="G", memory_mib=1000)))
+    happens(PoolConfigured(at_ms=0, pool=PoolSpec(name="p", devices=("d",))))
+    request("refused", "no such pool")
+    request("admitted", "p")
+    assert metrics._pools == {"admitted": "p"}
+    happens(LeaseReleased(at_ms=0, lease_id="admitted"))
+    assert (metrics._pools, metrics._wanted_s) == ({}, {})
+    values = values_of(generate_latest(metrics.registry).decode())
+    assert [value(values, f"{name}_total", pool="p") for name in ("leases_admitted", "grants")] == [1, 1]
+
+
+async def test_a_loop_that_is_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, seen = Metrics(Arbiter()), asyncio.Event()
+    monkeypatch.setattr("fractional_gpu.broker.metrics._LOOK_S", 0.001)
+    histogram = metrics._metrics["loop_lag_seconds"]
+    observe = histogram.observe
+
+    def noting(lag_s: float) -> None:
+        observe(lag_s)
+        seen.set()
+
+    monkeypatch.setattr(histogram, "observe", noting)
+    task = asyncio.create_task(metrics.watch_loop())
+    async with asyncio.timeout(DEADLINE_S):
+        await seen.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# -- the form ---------------------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_documented_is_there_and_nothing_else(fresh: LiveBroker) -> None:
+    families = {one.name: one for one in text_string_to_metric_families(text_of(fresh)) if one.name.startswith(PREFIX)}
+    documented = {PREFIX + metric.name: metric for metric in (*COUNTED, *SEEN)}
+    created = {name for name in families if name.endswith("_created")}
+    assert set(families) - created == set(documented)
+    for name, metric in documented.items():
+        assert (families[name].type, families[name].documentation) == (metric.kind, metric.help)
+        assert all(set(sample.labels) - {"le"} == set(metric.labels) for sample in families[name].samples), name
+
+
+def test_names_keep_to_prometheus_ways() -> None:
+    names = [metric.name for metric in (*COUNTED, *SEEN)]
+    assert len(set(names)) == len(names)
+    for metric in (*COUNTED, *SEEN):
+        assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_mib", "_ms"))
+        assert not set(metric.labels) & {"user", "owner", "lease", "kernel", "path", "uid"}
+
+
+def test_it_speaks_openmetrics_to_who_asks_for_it(fresh: LiveBroker) -> None:
+    text = text_of(fresh, "application/openmetrics-text; version=1.0.0")
+    assert text.endswith("# EOF\n")
+    names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE ")]
+    assert f"{PREFIX}grants" in names, "a counter's family has no _total there"
+
+
+# -- by TCP -----------------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def port(fresh: LiveBroker) -> Iterator[int]:
+    """The port on which the broker's metrics are."""
+    number = free_port()
+
+    async def begin() -> Any:  # noqa: ANN401 - a server
+        return listen(fresh.broker.metrics.registry, ("127.0.0.1", number))
+
+    server = fresh.on_loop(begin)
+    assert server is not None
+    yield number
+
+    async def end() -> None:
+        server.stop()
+        await server.close_all_connections()
+
+    fresh.on_loop(end)
+
+
+def ask(port: int, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as line:
+        line.sendall(request)
+        answer = b""
+        while part := line.recv(65536):
+            answer += part
+    return answer
+
+
+def test_prometheus_reads_it_by_tcp(port: int) -> None:
+    answer = ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").decode()
+    head, _, text = answer.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 ")
+    assert "Content-Type: text/plain; version=" in head
+    assert value(values_of(text), "queue_length", pool="default") == 0
+    assert (PREFIX + "queue_length", frozenset({("pool", "default")})) in values_of(text)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /v1/status HTTP/1.1", b"404"),
+        (b"POST /metrics HTTP/1.1", b"405"),
+        (b"GET /../metrics HTTP/1.1", b"404"),
+    ],
+)
+def test_nothing_else_is_there(port: int, request_line: bytes, status: bytes) -> None:
+    tail = b"\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    assert ask(port, request_line + tail).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_connection_too_many_is_closed_and_there_is_room_again_later(port: int) -> None:
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) for _ in range(16)]
+    request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+    for one in idle:
+        one.sendall(request)
+        assert one.recv(16).startswith(b"HTTP/1.1 200")
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as late:
+        assert late.recv(1) == b""
+    for one in idle:
+        one.close()
+    closing = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+    def is_served() -> bool:
+        try:
+            return ask(port, closing).startswith(b"HTTP/1.1 200")
+        except ConnectionResetError:
+            return False
+
+    until(is_served, "the others' connections are forgotten")
+
+
+def test_an_address_that_is_taken_is_said_and_the_broker_goes_on(
+    fresh: LiveBroker, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def begin() -> Any:  # noqa: ANN401 - a server
+        return listen(fresh.broker.metrics.registry, ("127.0.0.1", port))
+
+    assert fresh.on_loop(begin) is None
+    assert f"no metrics on 127.0.0.1, port {port}: " in caplog.text
+    assert fresh.is_alive()
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_there_is() -> None:
+    page = PAGE.read_text()
+    assert page == written(page), "write it again: python -m tests.broker.api.metrics_page"
+
+
+def test_the_alerts_ask_for_metrics_that_exist() -> None:
+    rules = PAGE.read_text().partition("rules:")[2].partition("```")[0]
+    asked = set(re.findall(rf"{PREFIX}\w+", rules))
+    assert len(asked) >= 4
+    assert asked <= names()

@@ -1,0 +1,134 @@
+"""What a waiting cell is told by the broker: what it waits for, by name where it may, and anew when a forecast is over."""
+
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from fractional_gpu.broker.api import lease_service
+from fractional_gpu.broker.clock import now_ms, time_of_day
+from fractional_gpu.broker.kernels import request_validation
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.core.rules import fairness, wait_reasons
+from fractional_gpu.protocol.messages import (
+    AcquireRequest,
+    LeaseReply,
+    Progress,
+    ProgressKind,
+)
+from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
+
+
+@contextmanager
+def kernel(live: LiveBroker, label: str, milli: int = 1000) -> Iterator[LeaseReply]:
+    """A kernel, of the whole device if nothing else is said."""
+    lease = live.lease(fraction_milli=milli, label=label)
+    with started_for(lease.lease_id) as process:
+        answer = live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+        assert answer.status == 200, answer
+        yield lease
+
+
+@contextmanager
+def acquiring(live: LiveBroker, lease: LeaseReply) -> Iterator[Iterator[Progress]]:
+    with BrokerClient(live.socket, token=lease.token, timeout_s=DEADLINE_S) as client:
+        stream = client.acquire(lease.lease_id, AcquireRequest(wait_ms=60_000))
+        with closing(stream):  # type: ignore[type-var]
+            yield stream
+
+
+@contextmanager
+def running(live: LiveBroker, label: str, milli: int = 1000) -> Iterator[LeaseReply]:
+    """A kernel that runs a cell: it has the device, or its part of it."""
+    with kernel(live, label, milli) as lease, acquiring(live, lease) as lines:
+        assert [line.kind for line in lines][-1] == ProgressKind.GRANTED
+        yield lease
+
+
+def why(live: LiveBroker, lease: LeaseReply) -> str:
+    """What the status of a waiting kernel says."""
+    body: dict[str, Any] = live.call("GET", f"/v1/leases/{lease.lease_id}").body
+    assert body["position"] == 1
+    sentence: str = body["sentence"]
+    return sentence.partition("device; ")[2]
+
+
+@pytest.fixture
+def live() -> Iterator[LiveBroker]:
+    with live_broker() as live:
+        yield live
+
+
+def test_a_waiting_cell_is_told_which_notebook_is_pinned_and_until_when(live: LiveBroker) -> None:
+    with running(live, "tenant-b.ipynb") as first, kernel(live, "mine.ipynb") as second:
+        assert live.call("POST", f"/v1/leases/{first.lease_id}/pin", {"duration_ms": 3_600_000}).status == 200
+        with acquiring(live, second) as lines:
+            told = next(lines)
+            assert re.search(
+                r"tenant-b\.ipynb is running a cell and is pinned until (\w+ )?\d\d:\d\d$", told.sentence
+            ), told
+            assert why(live, second) == told.sentence.partition("device; ")[2]
+
+
+def test_another_users_notebook_has_no_name(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(live, "secret.ipynb"):
+        monkeypatch.setattr(request_validation, "user_name", lambda _uid: "somebody else")
+        with kernel(live, "mine.ipynb") as second, acquiring(live, second) as lines:
+            assert next(lines).sentence.endswith("another user's kernel is running a cell")
+
+
+def test_a_cell_at_its_closed_gate_is_told_for_how_long_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel alone cannot make room: the other half of the device is busy for ever, and nothing else ends this wait here."""
+    monkeypatch.setattr(fairness, "_TOGETHER_MS", 3_600_000)
+    pool = {"devices": "all", "min_residency": 0, "min_residency_swaps": 0, "preempt": "never"}
+    with (
+        live_broker(pools={"default": pool}) as live,
+        running(live, "busy.ipynb", 500),
+        running(live, "mine.ipynb", 500) as mine,
+        kernel(live, "large.ipynb") as large,
+        acquiring(live, large) as waits,
+    ):
+        assert next(waits).kind == ProgressKind.WAITING
+        with acquiring(live, mine) as lines:
+            told = next(lines)
+            assert (told.kind, told.reason) == (ProgressKind.WAITING, "wait.turn")
+            assert told.expected_ms is not None
+            assert (told.low_ms, told.high_ms) == (0, told.expected_ms)
+            assert 0 < told.expected_ms <= 3_600_000
+            status = live.call("GET", f"/v1/leases/{mine.lease_id}").body
+            assert status["reason"] == "wait.turn"
+            assert status["sentence"] == told.sentence
+            assert 0 < status["expected_ms"] <= told.expected_ms
+
+
+def test_a_waiting_cell_hears_anew_though_nothing_happens(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_service, "_LONGEST_LOOK_S", 0.2)
+    monkeypatch.setattr(wait_reasons, "_MINUTE_MS", 300)
+    with running(live, "analysis.ipynb"), kernel(live, "mine.ipynb") as second, acquiring(live, second) as lines:
+        said = next(line.sentence for line in lines if "has been running" in line.sentence)
+        assert re.search(r"analysis\.ipynb has been running a cell for [\d.]+ m?s$", said), said
+
+
+@pytest.mark.parametrize(
+    ("expected_ms", "age_ms", "news"),
+    [
+        (60_000, 0, False),
+        (30_000, 30_000, False),  # it has counted down
+        (60_000, 30_000, True),  # it has not
+        (90_000, 0, True),
+        (61_000, 500, False),
+    ],
+)
+def test_a_forecast_that_does_not_count_down_is_news(expected_ms: int, age_ms: int, *, news: bool) -> None:
+    told = Progress(kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=60_000, low_ms=1, high_ms=2)
+    now = Progress(
+        kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=expected_ms, low_ms=5, high_ms=6
+    )
+    assert lease_service._is_news(now, told, age_ms) is news
+
+
+def test_a_moment_of_another_day_has_its_day() -> None:
+    assert re.fullmatch(r"\d\d:\d\d", time_of_day(now_ms()))
+    assert re.fullmatch(r"\S+ \d\d:\d\d", time_of_day(now_ms() + 48 * 3_600_000))

@@ -1,0 +1,515 @@
+"""The broker knows whether a kernel is busy, and where it does not know it believes that it is."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zmq.utils.monitor import parse_monitor_message
+
+from fractional_gpu.broker.kernels import iopub
+from fractional_gpu.broker.kernels.iopub import USES, IOPubWatch, connection_from_json
+from tests.broker.kernels.kernel_line import (
+    DEADLINE_S,
+    KEY,
+    KernelLine,
+    Watched,
+    sign,
+)
+
+
+@pytest.fixture
+async def line() -> AsyncIterator[KernelLine]:
+    line = KernelLine()
+    yield line
+    line.close()
+
+
+@pytest.fixture
+async def watched(line: KernelLine) -> AsyncIterator[Watched]:
+    async with Watched(line) as watched:
+        yield watched
+
+
+async def test_a_fresh_watch_counts_as_busy_until_the_kernel_has_answered(line: KernelLine, watched: Watched) -> None:
+    assert await line.subscribed() == b"kernel."
+    probe = await line.asked()
+    assert watched.watch.busy
+    assert not watched.watch.executing
+    await line.say("idle", {"msg_id": "somebody's", "msg_type": "execute_request"})
+    await watched.has_heard_all()
+    assert watched.watch.busy, "an idle of another message says nothing about the main shell"
+    await line.answer(probe)
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_a_kernel_that_is_not_ipykernel_is_heard_whatever_its_topics(line: KernelLine) -> None:
+    async with Watched(line, ipykernel=False) as watched:
+        assert await line.subscribed() == b""
+        await line.answer(await line.asked())
+        await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_an_answer_that_a_late_subscription_missed_is_asked_for_again(
+    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iopub, "_PROBE_PATIENCE_S", 0.02)
+    await line.subscribed()
+    missed = await line.asked()
+    again = await line.asked()
+    assert again["msg_id"] != missed["msg_id"]
+    assert watched.watch.busy
+    await line.answer(again)
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_a_busy_kernel_is_not_flooded_with_questions_and_its_first_late_answer_counts(
+    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iopub, "_PROBE_PATIENCE_S", DEADLINE_S * 2)
+    await line.subscribed()
+    probe = await line.asked()
+    for number in range(200):  # what a late subscriber hears of a running cell and its neighbours
+        await line.say("idle", {"msg_id": f"{number}", "msg_type": "kernel_info_request"})
+    await watched.has_heard_all()
+    assert not await line.shell.poll(0), "every message heard made the watch ask again"
+    await line.answer(probe)
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_an_early_answer_still_counts_after_the_question_was_repeated(
+    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iopub, "_PROBE_PATIENCE_S", 0.02)
+    await line.subscribed()
+    first, _second = await line.asked(), await line.asked()
+    await line.answer(first)
+    await watched.until(lambda: not watched.watch.busy)
+    assert not watched.watch.executing
+
+
+async def test_a_kernel_that_starts_anew_and_names_no_parent_is_in_doubt_again(
+    line: KernelLine, watched: Watched
+) -> None:
+    await watched.settle()
+    await line.say("starting", None)
+    await watched.until(lambda: watched.watch.busy)
+    await line.say("idle", None)
+    await watched.has_heard_all()
+    assert watched.watch.busy, "an idle of nothing says nothing about the main shell"
+    assert not watched.watch.executing
+
+
+@pytest.mark.parametrize("use", sorted(USES))
+async def test_what_may_run_code_or_touch_a_tensor_is_use(line: KernelLine, watched: Watched, use: str) -> None:
+    await watched.settle()
+    request = await line.busy("m", use)
+    await watched.until(lambda: watched.watch.executing)
+    assert watched.watch.busy
+    await line.say("idle", request)
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_questions_about_the_kernel_are_no_use(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    before = watched.changes
+    for kind in ("kernel_info_request", "comm_info_request", "history_request", "usage_request", "debug_request"):
+        await line.busy(kind, kind)
+    await watched.has_heard_all()
+    assert not watched.watch.busy
+    assert watched.changes == before + 2  # the marker's own
+
+
+async def test_overlapping_subshells_are_busy_until_the_last_one_is_done(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    first = await line.busy("first")
+    second = await line.busy("second", subshell_id="s1")
+    await line.say("idle", first)
+    await watched.has_heard_all()
+    assert watched.watch.executing
+    await line.say("idle", second)
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_a_lost_idle_is_found_out_by_asking_that_shell(
+    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await line.subscribed()
+    monkeypatch.setattr(iopub, "_SILENCE_S", 0.05)
+    await line.answer(await line.asked())
+    await watched.until(lambda: not watched.watch.busy)
+    await line.busy("its idle is lost")
+    await watched.until(lambda: watched.watch.executing)
+    probe = await line.asked()
+    assert "subshell_id" not in probe
+    assert watched.watch.executing, "asking is no answer"
+    await line.answer(probe)
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_the_main_shell_does_not_answer_for_a_subshell(
+    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await line.subscribed()
+    monkeypatch.setattr(iopub, "_SILENCE_S", 0.05)
+    await line.answer(await line.asked())
+    await watched.until(lambda: not watched.watch.busy)
+    await line.busy("a training loop that says nothing for hours", subshell_id="s1")
+    await line.busy("its idle is lost")
+    probes = {probe.get("subshell_id"): probe for probe in (await line.asked(), await line.asked())}
+    await line.answer(probes[None])
+    await watched.has_heard_all()
+    assert watched.watch.executing, "the subshell's cell was forgotten"
+    await line.answer(probes["s1"])
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_a_message_with_a_wrong_signature_teaches_nothing(line: KernelLine, watched: Watched) -> None:
+    await line.subscribed()
+    probe = await line.asked()
+    for key in ("a forged key", ""):
+        await line.say("busy", {"msg_id": "forged", "msg_type": "execute_request"}, key=key)
+        await line.say("idle", probe, key=key)
+    await watched.has_heard_all()
+    assert watched.watch.busy, "a forged idle was believed"
+    assert not watched.watch.executing, "a forged busy was believed"
+
+
+async def test_a_kernel_that_starts_anew_is_in_doubt_and_its_old_cells_are_forgotten(
+    line: KernelLine, watched: Watched
+) -> None:
+    await watched.settle()
+    await line.busy("of the old incarnation")
+    await watched.until(lambda: watched.watch.executing)
+    await line.say("starting", {})
+    await watched.until(lambda: not watched.watch.executing)
+    assert watched.watch.busy
+    await line.answer(await line.asked())
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_a_broken_connection_brings_the_doubt_back(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    line.break_line()
+    await watched.until(lambda: watched.watch.busy)
+    assert not watched.watch.executing
+    line.mend_line()
+    await line.subscribed()
+    probe = await line.asked()
+    while watched.watch.busy:  # the first answer may have come before the new subscription
+        await line.answer(probe)
+        await watched.has_heard_all()
+    assert not watched.watch.busy
+
+
+async def test_a_connection_that_breaks_again_and_again_is_made_ever_more_rarely(
+    line: KernelLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    enough, sleep = asyncio.Event(), asyncio.sleep
+
+    async def note(delay: float) -> None:
+        if delay:
+            pauses.append(delay)
+        if len(pauses) == 10:
+            enough.set()
+        await sleep(0)
+
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    line.iopub_port = server.sockets[0].getsockname()[1]
+    async with server, Watched(line), asyncio.timeout(DEADLINE_S):
+        await enough.wait()
+    assert pauses[:10] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0]
+
+
+async def test_a_connection_that_is_refused_is_tried_ever_more_rarely(line: KernelLine, watched: Watched) -> None:
+    trial = watched.watch._socket(line.context, zmq.SUB)
+    iopub._try_rarely(trial)
+    retries = trial.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        trial.connect(f"tcp://127.0.0.1:{held.getsockname()[1]}")
+        async with asyncio.timeout(DEADLINE_S):
+            waits_ms = [int(parse_monitor_message(await retries.recv_multipart())["value"]) for _ in range(5)]
+    trial.disable_monitor()
+    for one in (retries, trial):
+        one.close(linger=0)
+    assert [wait_ms // 100 for wait_ms in waits_ms] == [1, 2, 4, 8, 16]
+
+
+@pytest.fixture
+async def silent_line() -> AsyncIterator[KernelLine]:
+    """A kernel that does not listen yet, and begins with `mend_line`; its port is held, as the provisioner holds one."""
+    line = KernelLine()
+    line.break_line()
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        line.iopub_port = held.getsockname()[1]
+        yield line
+        line.close()
+
+
+@pytest.mark.parametrize("listens", ["at once", "late"])
+async def test_a_kernel_that_starts_is_tried_at_an_even_pace_and_heard(
+    silent_line: KernelLine, monkeypatch: pytest.MonkeyPatch, listens: str
+) -> None:
+    monkeypatch.setattr(iopub, "_START_S", 0.05 if listens == "late" else DEADLINE_S)
+    async with Watched(silent_line) as watched:
+        tried = watched.watch._iopub
+        assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (50, 0)
+        if listens == "late":
+            async with asyncio.timeout(DEADLINE_S):
+                while not tried.reconnect_ivl_max:  # noqa: ASYNC110 - an option of a socket tells nobody
+                    await asyncio.sleep(0.01)
+        silent_line.mend_line()
+        await watched.settle()
+        assert not watched.watch.busy
+        # A line that breaks later is tried ever more rarely, and the shell channel, which is joined after IOPub, always.
+        assert (tried.reconnect_ivl, tried.reconnect_ivl_max) == (100, 15_000)
+        shell = watched.watch._shell
+        assert (shell.reconnect_ivl, shell.reconnect_ivl_max) == (2_000, 15_000)
+
+
+async def test_a_kernel_whose_line_broke_twice_is_heard_and_asked_again(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    for _ in range(2):
+        line.break_line()
+        await watched.until(lambda: watched.watch.busy)
+        line.mend_line()
+        await line.subscribed()
+        while watched.watch.busy:
+            await line.answer(await line.asked())
+            await watched.has_heard_all()
+
+
+async def test_more_busy_messages_than_can_be_remembered_are_doubt(
+    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iopub, "_MOST_BUSY", 3)
+    await watched.settle()
+    for number in range(4):
+        await line.busy(f"{number}")
+    await line.busy("x" * 100_000)
+    await watched.has_heard_all()
+    assert watched.watch.busy
+    assert not watched.watch.executing
+    await line.answer(await line.asked())
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_a_kernel_that_talks_without_a_pause_leaves_everybody_else_a_turn(
+    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await watched.settle()
+    turns, at = 0, list[int]()
+    take = watched.watch._take
+
+    def taken(frames: list[bytes]) -> None:
+        at.append(turns)
+        take(frames)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(watched.watch, "_take", taken)
+    task = asyncio.create_task(others())
+    for number in range(500):
+        await line.say("idle", {"msg_id": f"{number}", "msg_type": "execute_request"})
+    await watched.has_heard_all()
+    task.cancel()
+    assert len(at) >= 500
+    assert len(set(at)) == len(at), "messages were taken in while nobody else had a turn"
+
+
+async def test_a_kernel_that_answers_without_a_pause_leaves_everybody_else_a_turn(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers that the broker throws away are as many as the kernel likes."""
+    answers, turned = iter(range(1000)), asyncio.Event()
+
+    async def answer_at_once() -> list[bytes]:
+        if next(answers, None) is None:
+            await asyncio.Event().wait()
+        return []
+
+    async def other() -> None:
+        turned.set()
+
+    monkeypatch.setattr(watched.watch._shell, "recv_multipart", answer_at_once)
+    tasks = [asyncio.create_task(watched.watch._drain()), asyncio.create_task(other())]
+    await turned.wait()
+    assert next(answers, None) is not None, "all were thrown away before anybody else had a turn"
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_message_that_is_too_long_breaks_the_line_and_the_kernel_is_heard_again(
+    line: KernelLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iopub, "_LONGEST_FRAME", 10_000)
+    monkeypatch.setattr(iopub, "_REJOIN_S", 0.01)
+    async with Watched(line) as watched:
+        await watched.settle()
+        await line.busy("x" * 10_000)
+        await watched.until(lambda: watched.watch.busy)
+        assert not watched.watch.executing
+        assert await line.iopub.recv() == b"\0kernel.", "the line was not broken"
+        assert await line.subscribed() == b"kernel."
+        await line.answer(await line.asked())
+        await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_what_is_too_long_for_a_status_teaches_nothing(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    await line.busy("long", padding="x" * iopub._LONGEST_STATUS)
+    await watched.has_heard_all()
+    assert not watched.watch.busy
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_an_encrypted_kernel_is_heard_on_either_loopback(host: str) -> None:
+    line = KernelLine(host, zmq.curve_keypair())
+    try:
+        async with Watched(line) as watched:
+            assert watched.watch.busy, "nothing was heard yet"
+            await watched.settle()
+            assert not watched.watch.busy
+    finally:
+        line.close()
+
+
+# -- any bytes ---------------------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+HEADERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "msg_id": st.text() | JSON,
+        "msg_type": st.sampled_from(["status", *USES]) | JSON,
+        "subshell_id": st.none() | st.text() | JSON,
+    },
+)
+STATUS = st.fixed_dictionaries({}, optional={"execution_state": st.sampled_from(["busy", "idle", "starting"]) | JSON})
+DEEP = st.integers(1, 50_000).map(lambda depth: b'{"x":' + b"[" * depth + b"]" * depth + b"}")
+PART = (HEADERS | STATUS | JSON).map(lambda value: json.dumps(value).encode()) | st.binary() | DEEP
+
+
+@st.composite
+def signed_frames(draw: st.DrawFn) -> list[bytes]:
+    parts = draw(st.lists(PART, min_size=4, max_size=4))
+    return [*draw(st.lists(st.binary(), max_size=2)), b"<IDS|MSG>", sign(parts, KEY).encode(), *parts]
+
+
+async def test_no_frames_whatever_make_the_watch_fail() -> None:
+    line = KernelLine()
+
+    @settings(max_examples=400, deadline=None)
+    @given(st.lists(st.binary() | st.just(b"<IDS|MSG>"), max_size=9) | signed_frames())
+    def take_anything(frames: list[bytes]) -> None:
+        heard.watch._take(frames)
+        assert len(heard.watch._busy) <= 10_000
+
+    async with Watched(line) as heard:
+        take_anything()
+    line.close()
+
+
+async def test_frames_that_end_too_early_teach_nothing(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    for frames in (
+        [b"<IDS|MSG>"],
+        [b"kernel.", b"<IDS|MSG>"],
+        [b"kernel.", b"<IDS|MSG>", b"signature"],
+        [b"kernel."],
+        [b"kernel.", b""],
+    ):
+        await line.iopub.send_multipart(frames)
+    await watched.has_heard_all()
+    assert not watched.watch.busy
+
+
+# -- connections -------------------------------------------------------------------------------------------------------------
+
+GOOD = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 5001, "shell_port": 5002, "key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"transport": "udp"}, ["transport is 'udp'", "allowed: tcp, ipc"]),
+        ({"ip": "10.0.0.1"}, ["ip is '10.0.0.1'", "allowed: a loopback address such as 127.0.0.1"]),
+        ({"ip": "::"}, ["ip is '::'", "loopback"]),
+        ({"ip": "127.0.0.1.evil.org"}, ["evil.org", "loopback"]),
+        ({"ip": "127.1"}, ["'127.1'", "loopback"]),
+        ({"ip": 2130706433}, ["2130706433", "loopback"]),
+        ({"ip": ["::1"]}, ["['::1']", "loopback"]),
+        ({"transport": "ipc", "ip": "kernel-ipc"}, ["'kernel-ipc'", "absolute path of at most 100 bytes"]),
+        ({"transport": "ipc", "ip": "/" + "x" * 200}, ["/xxx", "...", "absolute path of at most 100 bytes"]),
+        ({"iopub_port": 0}, ["iopub_port is 0", "1 to 65535"]),
+        ({"iopub_port": True}, ["iopub_port is True", "1 to 65535"]),
+        ({"shell_port": "5002"}, ["shell_port is '5002'", "1 to 65535"]),
+        ({"shell_port": None}, ["shell_port is None", "1 to 65535"]),
+        ({"shell_port": 10**4000}, ["shell_port is 1000", "..."]),
+        ({"key": 5}, ["key is not text", "signing key"]),
+        ({"signature_scheme": "hmac-rot13"}, ["'hmac-rot13'", "hmac-sha256"]),
+        ({"signature_scheme": "hmac-shake_128"}, ["'hmac-shake_128'", "hmac-sha256"]),
+        ({"signature_scheme": {"x": "y" * 500}}, ["...", "hmac-sha256"]),
+        ({"curve_publickey": "short", "curve_secretkey": "short"}, ["curve_publickey and curve_secretkey", "40 Z85"]),
+        ({"curve_publickey": "#" * 40, "curve_secretkey": "#" * 40}, ["40 Z85"]),
+        ({"curve_publickey": "0" * 40}, ["40 Z85"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_connection_that_cannot_be_used_is_refused_with_what_is_allowed(
+    change: dict[str, object], says: list[str]
+) -> None:
+    with pytest.raises(ValueError, match=r"^connection field") as caught:
+        connection_from_json({**GOOD, **change})
+    assert all(part in str(caught.value) for part in says), caught.value
+    assert len(str(caught.value)) < 300
+
+
+NEARLY = {
+    "transport": st.sampled_from(["tcp", "ipc"]) | JSON,
+    "ip": st.sampled_from(["127.0.0.1", "localhost", "::1", "/x"]) | st.ip_addresses().map(str) | JSON,
+    "iopub_port": st.integers(-1, 70_000) | JSON,
+    "shell_port": st.integers(-1, 70_000) | JSON,
+    "key": st.text() | JSON,
+    "signature_scheme": st.sampled_from(["hmac-sha256", "hmac-md5", "hmac-blake2b"]) | JSON,
+    "curve_publickey": st.none() | st.text("0a#", min_size=40, max_size=40) | JSON,
+    "curve_secretkey": st.none() | st.text("0a#", min_size=40, max_size=40) | JSON,
+}
+
+
+async def test_any_contents_are_a_connection_that_can_be_watched_or_a_value_error() -> None:
+    context = zmq.asyncio.Context()
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.fixed_dictionaries({}, optional=NEARLY))
+    def check_anything(info: dict[str, object]) -> None:
+        try:
+            connection = connection_from_json(info)
+        except ValueError as error:
+            assert "connection field" in str(error)  # noqa: PT017 - only if it is one
+        else:
+            IOPubWatch(context, connection, ipykernel=True, changed=asyncio.Event().set).close()
+
+    check_anything()
+    context.destroy(linger=0)

@@ -1,0 +1,119 @@
+"""The machine's memory and each kernel's control group are watched, and what is short there is told once."""
+
+import os
+
+import pytest
+
+from fractional_gpu.broker.monitoring.host_memory import HostBudget, Pressure
+from fractional_gpu.core.events import HostPressureSeen
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.host.memory import Headroom
+from tests.broker.monitoring.test_sampler import LEASE, World
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "saved_mib", "budget_mib"),
+    [
+        (50_000, 0, 8_000),  # plenty: what is configured
+        (5_000, 3_000, 7_000),  # 5,000 more, of which 1,000 stay free
+        (1_000, 3_000, 3_000),  # nothing more
+        (400, 3_000, 2_400),  # 600 are to go back
+        (0, 500, 0),
+    ],
+)
+def test_the_budget_leaves_the_machine_some_room(room_mib: int, saved_mib: int, budget_mib: int) -> None:
+    budget = HostBudget(8_000, 50_000, room=lambda: Headroom(room_mib, "the test"))
+    assert budget(saved_mib) == budget_mib
+
+
+def test_a_small_machine_keeps_something_free_too() -> None:
+    assert HostBudget(1_000, 1_000, room=lambda: Headroom(300, "the test"))(0) == 44
+
+
+def rooms(**mib: int) -> set[str]:
+    pids = {name: number for number, name in enumerate(mib)}
+    left = dict(enumerate(mib.values()))
+
+    def room(pid: int) -> Headroom:
+        if left[pid] < 0:
+            raise ProcessLookupError
+        return Headroom(left[pid], "a group")
+
+    return Pressure(room, lambda: Headroom(10_000, "the system's memory"))(pids, 0.0)
+
+
+def test_who_has_no_room_in_its_group_is_pressed() -> None:
+    assert rooms(a=0, b=1, c=-1, d=0) == {"a", "d"}
+
+
+def test_where_the_machine_is_full_nobody_s_group_is_to_blame() -> None:
+    full = Headroom(0, "the system's memory")
+    assert Pressure(lambda _pid: full, lambda: full)({"a": 1}, 0.0) == set()
+
+
+def test_who_is_gone_or_saved_nothing_is_not_asked_for() -> None:
+    assert Pressure()({"me": os.getpid()}, 0.0) in (set(), {"me"})
+    assert Pressure(system=lambda: pytest.fail("asked"))({}, 0.0) == set()
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "looks_s"),
+    [
+        (0, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),  # until it is over
+        (10_000, [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]),
+        (40_000, [0, 6, 12, 18]),
+        (500_000, [0, 10, 20]),
+    ],
+)
+def test_the_more_room_there_is_the_more_rarely_it_is_looked_at(room_mib: int, looks_s: list[int]) -> None:
+    looks: list[int] = []
+
+    def room(_pid: int) -> Headroom:
+        looks.append(now_s)
+        return Headroom(room_mib, "a group")
+
+    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    for now_s in range(0, 22, 2):
+        assert pressure({"a": 1}, now_s) == ({"a"} if room_mib == 0 else set())
+    assert looks == looks_s
+
+
+@pytest.mark.parametrize("filled_gib_s", [1, 3, 8])
+@pytest.mark.parametrize("left_gib", range(5, 100, 5))
+def test_several_processes_that_fill_a_large_group_are_seen_as_soon_as_it_is_full(
+    left_gib: int, filled_gib_s: int
+) -> None:
+    def room(_pid: int) -> Headroom:
+        return Headroom(max(0, left_gib - filled_gib_s * now_s) * 1024, "a group")
+
+    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    for now_s in range(0, 200, 2):
+        full = filled_gib_s * now_s >= left_gib
+        assert pressure({"a": 1}, now_s) == ({"a"} if full else set()), f"{now_s} s"
+
+
+def test_who_is_new_or_has_another_process_is_looked_at_at_once() -> None:
+    looks: list[int] = []
+
+    def room(pid: int) -> Headroom:
+        looks.append(pid)
+        return Headroom(500_000, "a group")
+
+    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    for now_s, pids in enumerate(({"a": 1}, {"a": 1, "b": 2}, {"a": 3, "b": 2}, {"b": 2}, {"a": 3, "b": 2})):
+        pressure(pids, now_s)
+    assert looks == [1, 2, 3, 3], "one that was resident meanwhile is new again"
+
+
+@pytest.mark.parametrize(("state", "told"), [(LeaseState.SUSPENDED, [True, False]), (LeaseState.RESIDENT, [])])
+async def test_pressure_is_told_when_it_comes_and_when_it_goes(
+    monkeypatch: pytest.MonkeyPatch, state: LeaseState, told: list[bool]
+) -> None:
+    world = World(state)
+    seen: list[bool] = []
+    for short in (False, True, True, False):
+        monkeypatch.setattr(world.watcher, "_pressure", lambda pids, _now_s, short=short: set(pids) if short else set())
+        events = [event for event in await world.told() if isinstance(event, HostPressureSeen)]
+        assert all(event.lease_id == LEASE for event in events)
+        seen += [event.pressed for event in events]
+    assert seen == told

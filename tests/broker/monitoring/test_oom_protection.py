@@ -1,0 +1,494 @@
+"""A suspended kernel is not the one that the out-of-memory killer takes, and who is taken is told why.
+
+Processes, control groups and the killer are real; the driver is played. Adjustments are raised first, so that whoever runs the tests may
+lower them again.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.monitoring import oom_protection
+from fractional_gpu.broker.monitoring.oom_protection import OomProtection
+from fractional_gpu.broker.monitoring.sampler import Watcher
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.recovery.recovery import recover
+from fractional_gpu.broker.supervision import oom_kills
+from fractional_gpu.broker.supervision.oom_kills import OomKills
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.events import (
+    DeviceSeen,
+    HostMemorySeen,
+    PoolConfigured,
+    Wanted,
+)
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    LeaseState,
+    LeaseView,
+    PoolSpec,
+)
+from fractional_gpu.gpu.interface import Monitor, ProcessState
+from fractional_gpu.host import oom
+from fractional_gpu.host.memory import Headroom, smallest_limit
+from fractional_gpu.host.process import ProcessIdentity, identify
+from fractional_gpu.host.tree import Snapshot, scan
+from fractional_gpu.ledger.ledger import Ledger
+from tests.broker.driver import DEVICE, Driver, swaps_of
+from tests.broker.live import DEADLINE_S, attach_fields
+from tests.broker.monitoring.test_sampler import LEASE, view_of
+from tests.broker.recovery.test_recovery import record_of
+from tests.support.control_group import JOIN, memory_group
+
+RAISED = 600
+LIMIT_MIB = 400
+S, L = ProcessState, LeaseState
+
+# Holds memory as a suspended kernel does, and reads it back. It fills page by page: the killer comes in the middle of that.
+KERNEL = """
+import sys
+held = []
+for line in sys.stdin:
+    word, _, number = line.partition(" ")
+    if word == "hold":
+        for _ in range(int(number)):
+            held.append(b"state" * 209715)
+    print("whole" if all(part == b"state" * 209715 for part in held) else "damaged", flush=True)
+"""
+
+
+class Process:
+    """A process with the id of a lease in its environment, in a group, whose adjustment is raised."""
+
+    def __init__(self, lease_id: str, group: Path | None = None) -> None:
+        join = "" if group is None else JOIN.format(group=str(group))
+        raised = f"open('/proc/self/oom_score_adj', 'w').write('{RAISED}')"
+        self.popen = subprocess.Popen(
+            [sys.executable, "-S", "-c", f"{join}\n{raised}\n{KERNEL}"],
+            env={"JUPYTER_GPU_LEASE": lease_id},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.lease_id = lease_id
+        assert self.ask("look") == "whole"
+        self.identity = identify(self.popen.pid)
+
+    def ask(self, line: str) -> str:
+        """Say a line and return the answer, "" if it ended instead."""
+        assert self.popen.stdin is not None
+        assert self.popen.stdout is not None
+        self.popen.stdin.write(f"{line}\n")
+        self.popen.stdin.flush()
+        return self.popen.stdout.readline().strip()
+
+    @property
+    def adjustment(self) -> int:
+        return oom.adjustment(self.popen.pid)
+
+    def end(self) -> None:
+        self.popen.kill()
+        self.popen.communicate()
+
+
+@contextmanager
+def process(lease_id: str = LEASE, group: Path | None = None) -> Iterator[Process]:
+    made = Process(lease_id, group)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+# -- the adjustment of one process -------------------------------------------------------------------------------------------
+
+
+def test_an_adjustment_is_lowered_and_put_back() -> None:
+    with process() as one:
+        assert oom.lower(one.identity, 250) == one.adjustment == 250
+        assert oom.lower(one.identity, 400) == 250, "it is never raised"
+        oom.put_back(one.identity, RAISED)
+        assert one.adjustment == RAISED
+        oom.put_back(one.identity, 100)
+        assert one.adjustment == RAISED, "nor lowered"
+
+
+@pytest.mark.parametrize("floor", [-1000, -321, 0, 17, RAISED])
+def test_it_is_lowered_as_far_as_is_permitted(monkeypatch: pytest.MonkeyPatch, floor: int) -> None:
+    tried: list[int] = []
+
+    def permitted(_file: int, value: int) -> bool:
+        tried.append(value)
+        return value >= floor
+
+    monkeypatch.setattr(oom, "_permitted", permitted)
+    with process() as one:
+        assert oom.lower(one.identity, -400) == max(-400, floor)
+    assert len(tried) < 15
+    assert all(value < RAISED for value in tried)
+
+
+def test_another_process_that_has_the_pid_by_now_is_left_alone() -> None:
+    with process() as one:
+        other = replace(one.identity, start_time=one.identity.start_time - 1)
+        for change in (oom.lower, oom.put_back):
+            with pytest.raises(ProcessLookupError):
+                change(other, 0)
+        assert one.adjustment == RAISED
+    with pytest.raises(ProcessLookupError):
+        oom.lower(one.identity, 0)
+
+
+def test_the_smallest_group_is_what_is_full_first() -> None:
+    with memory_group(LIMIT_MIB) as group, process(group=group) as one:
+        limit = smallest_limit(one.popen.pid)
+        assert limit.mib == LIMIT_MIB
+        assert str(group) in limit.limited_by
+        assert oom.kill_counter(one.popen.pid).parent == group
+        assert oom.kill_count(oom.kill_counter(one.popen.pid)) == 0
+
+
+def test_the_system_s_log_names_what_was_killed() -> None:
+    with memory_group(LIMIT_MIB) as group, process(group=group) as one, process(group=group) as other:
+        assert oom.was_killed(one.identity) in (False, None)
+        one.ask(f"hold {2 * LIMIT_MIB}")
+        one.popen.wait(DEADLINE_S)
+        assert oom.was_killed(one.identity) in (True, None)
+        assert oom.was_killed(other.identity) in (False, None)
+        earlier = replace(one.identity, start_time=one.identity.start_time + 10**9)
+        assert oom.was_killed(earlier) in (False, None), "the log tells of another process that had the pid"
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------------
+
+
+class Leases:
+    """Plays the broker: one lease, of which the state is what the test says."""
+
+    def __init__(self, identity: ProcessIdentity, uid: int = 1000) -> None:
+        self.kernel = Kernel(lease_id=LEASE, uid=uid, token_sha256="", identity=identity)
+        self.changes = 0
+        self.stirred = asyncio.Event()
+        self.view: LeaseView = view_of(L.RESIDENT)
+
+    def views(self) -> list[tuple[Kernel, LeaseView]]:
+        return [(self.kernel, self.view)]
+
+    def becomes(self, state: LeaseState, *, saved_mib: int = 0, used_mib: int = 0) -> None:
+        self.view = replace(view_of(state), saved_mib=saved_mib, used_mib=used_mib)
+        self.changes += 1
+        self.stirred.set()
+        self.stirred = asyncio.Event()
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oom_protection, "smallest_limit", lambda _pid: Headroom(LIMIT_MIB, "the test's group"))
+
+
+def protection_of(leases: Leases, tmp_path: Path) -> OomProtection:
+    return OomProtection(cast("Broker", leases), tmp_path / "ledger.oom.json")
+
+
+@pytest.mark.usefixtures("limit")
+async def test_saved_state_does_not_count_while_it_is_saved(tmp_path: Path) -> None:
+    with process() as one:
+        leases = Leases(one.identity)
+        protection = protection_of(leases, tmp_path)
+        await protection.apply()
+        assert one.adjustment == RAISED
+        leases.becomes(L.SUSPENDING, used_mib=100)
+        await protection.apply()
+        assert one.adjustment == RAISED - 250, "what is being saved is a quarter of what is there"
+        leases.kernel.checkpointed = {one.identity: 80}
+        leases.becomes(L.SUSPENDED, saved_mib=80)
+        await protection.apply()
+        assert one.adjustment == RAISED - 200
+        leases.becomes(L.RESUMING, saved_mib=80)
+        await protection.apply()
+        assert one.adjustment == RAISED - 200
+        leases.becomes(L.RESIDENT)
+        await protection.apply()
+        assert one.adjustment == RAISED
+        assert json.loads((tmp_path / "ledger.oom.json").read_text()) == []
+
+
+@pytest.mark.usefixtures("limit")
+async def test_a_killed_broker_leaves_it_to_the_next_to_put_it_back(tmp_path: Path) -> None:
+    with process() as one:
+        leases = Leases(one.identity)
+        leases.becomes(L.SUSPENDED, saved_mib=100)
+        await protection_of(leases, tmp_path).apply()
+        assert one.adjustment == RAISED - 250
+        leases.becomes(L.RESIDENT)
+        task = asyncio.create_task(protection_of(leases, tmp_path).run())
+        async with asyncio.timeout(DEADLINE_S):
+            while one.adjustment != RAISED:  # noqa: ASYNC110 - the system says nothing of it
+                await asyncio.sleep(0)
+        leases.becomes(L.SUSPENDED, saved_mib=100)
+        async with asyncio.timeout(DEADLINE_S):
+            while one.adjustment == RAISED:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert one.adjustment == RAISED - 250, "kernels outlive the broker"
+
+
+@pytest.mark.usefixtures("limit")
+async def test_nothing_is_changed_that_could_not_be_written_down(tmp_path: Path) -> None:
+    with process() as one:
+        leases = Leases(one.identity)
+        leases.becomes(L.SUSPENDED, saved_mib=100)
+        record = tmp_path / "there" / "ledger.oom.json"
+        protection = OomProtection(cast("Broker", leases), record)
+        await protection.apply()
+        assert one.adjustment == RAISED
+        record.parent.mkdir()
+        await protection.apply()
+        assert one.adjustment == RAISED - 250, "it is tried again"
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '[{"identity": {}}]', "{}", "null"])
+async def test_a_record_that_cannot_be_read_stops_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "ledger.oom.json").write_text(content)
+    protection = protection_of(Leases(identify(1)), tmp_path)
+    protection._read()
+    assert protection._lowered == {}
+
+
+@pytest.mark.usefixtures("limit")
+async def test_who_may_change_nothing_says_so_once_and_tries_no_process_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="fractional_gpu.broker.monitoring.oom_protection")
+    tried: list[int] = []
+
+    def permitted(_file: int, value: int) -> bool:
+        tried.append(value)
+        return False
+
+    monkeypatch.setattr(oom, "_permitted", permitted)
+    with process() as one:
+        leases = Leases(one.identity)
+        protection = protection_of(leases, tmp_path)
+        for saved_mib in (100, 120):
+            leases.becomes(L.SUSPENDED, saved_mib=saved_mib)
+            await protection.apply()
+        assert len(set(tried)) == len(tried)
+        (said,) = caplog.records
+        assert "CAP_SYS_RESOURCE is missing" in said.message
+        assert protection._lowered == {}
+        leases.becomes(L.RESIDENT)
+        await protection.apply()
+        assert one.adjustment == RAISED
+
+
+@pytest.mark.usefixtures("limit")
+async def test_what_a_suspended_kernel_starts_does_not_keep_the_adjustment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adjustments below 0 take a privilege, so they are played here."""
+    given: dict[int, int] = {}
+    with process() as kernel, process("child") as child, process("another") as other:
+        given |= {kernel.popen.pid: 0, child.popen.pid: -250, other.popen.pid: -250}
+
+        def lower(identity: ProcessIdentity, target: int) -> int:
+            given[identity.pid] = target
+            return target
+
+        def put_back(identity: ProcessIdentity, value: int) -> None:
+            given[identity.pid] = max(given[identity.pid], value)
+
+        monkeypatch.setattr(oom_protection, "adjustment", lambda pid: given.get(pid, 0))
+        monkeypatch.setattr(oom_protection, "lower", lower)
+        monkeypatch.setattr(oom_protection, "put_back", put_back)
+        monkeypatch.setattr(oom_protection, "_ticks", lambda: child.identity.start_time)
+        started = {1000: [child.identity, kernel.identity], 1001: [other.identity]}
+        snapshot = SimpleNamespace(started=lambda uid, since: started[uid] if since else [])
+        monkeypatch.setattr(oom_protection, "scan", lambda: cast("Snapshot", snapshot))
+        leases = Leases(kernel.identity)
+        protection = protection_of(leases, tmp_path)
+        leases.becomes(L.SUSPENDED, saved_mib=100)
+        await protection.apply()
+        protection._swept_s = 0.0
+        await protection.apply()
+        assert given == {kernel.popen.pid: -250, child.popen.pid: 0, other.popen.pid: -250}
+        given[child.popen.pid] = -250
+        leases.becomes(L.RESIDENT)
+        await protection.apply()
+        assert given == {kernel.popen.pid: 0, child.popen.pid: 0, other.popen.pid: -250}
+
+
+def test_the_processes_that_a_user_has_started_since_are_found() -> None:
+    with process() as one:
+        since = one.identity.start_time
+        found = scan()
+        assert one.identity in found.started(0, since)
+        assert one.identity not in found.started(0, since + 1)
+        assert one.identity not in found.started(1, 0)
+
+
+# -- a full group ------------------------------------------------------------------------------------------------------------
+
+SAVED_MIB = {"first": 200, "second": 60}
+
+
+@asynccontextmanager
+async def broker_of(tmp_path: Path, driver: Driver, *processes: Process) -> AsyncIterator[Broker]:
+    """A broker that finds these leases: those with saved state are suspended, the others on the device."""
+    ledger = Ledger.open(tmp_path / "ledger.sqlite")
+    for one in processes:
+        saved_mib = SAVED_MIB.get(one.lease_id, 0)
+        record = record_of(
+            attach_fields(one.popen.pid),
+            L.SUSPENDED if saved_mib else L.RESIDENT,
+            saved_mib=saved_mib,
+            home_device_id=DEVICE,
+        )
+        ledger.save_lease(replace(record, spec=replace(record.spec, lease_id=one.lease_id, reserve_mib=200)))
+    swaps = swaps_of(driver)
+    broker = Broker(Arbiter(first_operation_id=100), cast("Monitor", driver), swaps, LedgerWriter(ledger))
+    broker.dispatch(DeviceSeen(at_ms=now_ms(), device=DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)))
+    broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=(DEVICE,))))
+    broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
+    try:
+        await recover(broker, swaps, ledger)
+        yield broker
+    finally:
+        await broker.close()
+
+
+async def until(broker: Broker, lease_id: str, state: LeaseState) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while (view := broker.arbiter.lease(lease_id)) is None or view.state is not state:
+            await broker.stirred.wait()
+
+
+@pytest.mark.parametrize("protected", [True, False])
+async def test_in_a_full_group_the_one_that_filled_it_is_taken_and_told_why(tmp_path: Path, *, protected: bool) -> None:
+    """Without the protection the first one is taken, which is the biggest: what is protected here is in need of it."""
+    driver = Driver()
+    with memory_group(LIMIT_MIB) as group, ExitStack() as stack:
+        first, second, neighbour = (
+            stack.enter_context(process(name, group)) for name in ("first", "second", "neighbour")
+        )
+        for one in (first, second):
+            driver.has_context(one.popen.pid, S.CHECKPOINTED, SAVED_MIB[one.lease_id])
+            assert one.ask(f"hold {SAVED_MIB[one.lease_id]}") == "whole"
+        driver.has_context(neighbour.popen.pid, S.RUNNING, 100)
+        async with broker_of(tmp_path, driver, first, second, neighbour) as broker:
+            watcher = Watcher(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
+            await watcher.sample()
+            protection = OomProtection(broker, tmp_path / "ledger.oom.json")
+            if protected:
+                await protection.apply()
+            await asyncio.to_thread(neighbour.ask, f"hold {LIMIT_MIB - sum(SAVED_MIB.values())}")
+            taken, others = (neighbour, [first, second]) if protected else (first, [second, neighbour])
+            await until(broker, taken.lease_id, L.UNATTACHED)
+            assert taken.popen.wait(DEADLINE_S) == -9
+            (notice,) = broker.kernels[taken.lease_id].notices
+            assert "out-of-memory killer ended this kernel" in notice
+            assert f"control group {group} ({LIMIT_MIB} MiB)" in notice
+            assert ("200 MiB that were saved from the GPU" in notice) is not protected
+            for one in others:
+                assert one.popen.poll() is None
+                assert one.ask("look") == "whole"
+                assert broker.kernels[one.lease_id].notices == []
+                if one.lease_id in SAVED_MIB:
+                    broker.dispatch(Wanted(at_ms=now_ms(), lease_id=one.lease_id))
+                    await until(broker, one.lease_id, L.RESIDENT)
+                    assert driver.states[one.popen.pid] is S.RUNNING
+                    assert one.ask("look") == "whole"
+            await protection.apply()
+            assert {one.adjustment for one in others} == {RAISED}
+            await broker.writer.flushed()
+            lines = broker.writer.ledger.story(taken.lease_id)
+            assert [line for line in lines if notice in str(line)], "its story has it, too"
+
+
+async def test_who_ends_by_itself_is_not_said_to_have_been_killed(tmp_path: Path) -> None:
+    driver = Driver()
+    with memory_group(LIMIT_MIB) as group, process("first", group) as victim, process("neighbour", group) as one:
+        driver.has_context(one.popen.pid, S.RUNNING, 100)
+        async with broker_of(tmp_path, driver, one) as broker:
+            watcher = Watcher(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
+            await asyncio.to_thread(victim.ask, f"hold {LIMIT_MIB}")  # of no lease, and before the broker looked
+            assert victim.popen.wait(DEADLINE_S) == -9
+            await watcher.sample()
+            one.end()
+            await until(broker, "neighbour", L.UNATTACHED)
+            assert broker.kernels["neighbour"].notices == []
+
+
+@pytest.fixture
+def kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OomKills:
+    """Two kernels in a group that has lost no process yet."""
+    file = tmp_path / "memory.events"
+    file.write_text("oom 3\noom_kill 0\n")
+    monkeypatch.setattr(oom_kills, "kill_counter", lambda _pid: file)
+    monkeypatch.setattr(oom_kills, "smallest_limit", lambda _pid: Headroom(LIMIT_MIB, "the test's group"))
+    monkeypatch.setattr(oom_kills, "was_killed", lambda _identity: None)
+    made = OomKills()
+    made.see(made.look({1, 2}, 0.0))
+    return made
+
+
+def kernel(pid: int) -> ProcessIdentity:
+    return ProcessIdentity("boot", pid, 1)
+
+
+def test_one_kill_accounts_for_one_kernel(kills: OomKills, tmp_path: Path) -> None:
+    (tmp_path / "memory.events").write_text("oom 4\noom_kill 1\n")
+    assert kills.account_for(kernel(2)) == "the test's group"
+    assert kills.account_for(kernel(1)) == ""
+    assert kills.account_for(kernel(3)) == "", "it was never seen"
+
+
+@pytest.mark.parametrize(("ended", "told"), [(1, False), (2, True)])
+def test_where_the_log_can_be_read_it_decides_which_kernel_it_was(
+    kills: OomKills, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int, *, told: bool
+) -> None:
+    monkeypatch.setattr(oom_kills, "was_killed", lambda identity: identity.pid == 2)
+    (tmp_path / "memory.events").write_text("oom_kill 1\n")
+    assert bool(kills.account_for(kernel(ended))) is told
+
+
+def test_a_kernel_that_came_since_a_look_began_is_not_forgotten(kills: OomKills, tmp_path: Path) -> None:
+    look = kills.look({1, 2}, 1.0)
+    kills.follow(3, 1.0)
+    kills.see(look)
+    kills.see(kills.look({1, 3}, 2.0))
+    (tmp_path / "memory.events").write_text("oom_kill 1\n")
+    assert kills.account_for(kernel(2)) == "", "it is nobody's kernel any more"
+    assert kills.account_for(kernel(3)) == "the test's group"
+
+
+def test_two_kills_at_once_account_for_two(kills: OomKills, tmp_path: Path) -> None:
+    (tmp_path / "memory.events").write_text("oom_kill 2\n")
+    assert kills.account_for(kernel(1)) == kills.account_for(kernel(2)) == "the test's group"
+
+
+@pytest.mark.parametrize(("age_s", "told"), [(14, True), (31, False)])
+def test_an_old_kill_accounts_for_no_kernel(kills: OomKills, tmp_path: Path, age_s: int, *, told: bool) -> None:
+    (tmp_path / "memory.events").write_text("oom_kill 1\n")
+    for second in range(1, age_s + 1):
+        kills.see(kills.look({1, 2}, float(second)))
+    assert bool(kills.account_for(kernel(1))) is told
+
+
+def test_a_group_that_is_gone_or_cannot_be_read_accounts_for_nothing(kills: OomKills, tmp_path: Path) -> None:
+    (tmp_path / "memory.events").unlink()
+    assert kills.account_for(kernel(1)) == ""
+    kills.see(kills.look({2, 3}, 20.0))
+    assert kills.account_for(kernel(2)) == kills.account_for(kernel(3)) == ""

@@ -1,0 +1,444 @@
+"""The broker sees who uses which device, says what changed and only that, and gives a voice to kernels that cannot ask."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.monitoring import sampler as watch_module
+from fractional_gpu.broker.monitoring.sampler import Watcher
+from fractional_gpu.broker.supervision.enforcement import Backstop
+from fractional_gpu.broker.supervision.oom_kills import OomKills
+from fractional_gpu.broker.supervision.survivors import Survivors
+from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.core.events import (
+    DeviceLost,
+    DeviceSeen,
+    Event,
+    HostMemorySeen,
+    LeaseMeasured,
+)
+from fractional_gpu.core.model import (
+    HOLDING,
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    LeaseView,
+    PoolSpec,
+    ReserveBy,
+)
+from fractional_gpu.gpu.interface import (
+    DeviceSensors,
+    DeviceUse,
+    GPUError,
+    GPUErrorCode,
+    ProcessState,
+)
+from fractional_gpu.host.process import ProcessIdentity, identify
+from tests.broker.driver import DEVICE, Driver
+from tests.broker.live import DEADLINE_S
+
+STRANGER = 1  # a process of no lease
+LEASE = "lease"
+
+
+class World:
+    """Plays the broker and its arbiter: one lease, whose kernel is this very process."""
+
+    def __init__(self, state: LeaseState = LeaseState.RESIDENT, *, reserve_mib: int = 500) -> None:
+        self.monitor = Driver()
+        self.arbiter = self
+        self.host_saved_mib = 0
+        self.changes = 0
+        self.sensors: dict[str, DeviceSensors] = {}
+        self.backstop = Backstop(cast("Broker", self))
+        self.survivors = Survivors(cast("Broker", self), cast("Swaps", SimpleNamespace()))
+        self.oom_kills = OomKills()
+        self.used_mib: dict[str, int] = {}
+        self.events: list[Event] = []
+        self.saved: list[frozenset[ProcessIdentity]] = []
+        self.wanted: list[str] = []
+        self.stopped: list[bool] = []
+        self.view = view_of(state, reserve_mib)
+        self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
+        self.kernels = {LEASE: self.kernel}
+        self.pool = PoolSpec(name="default", devices=(DEVICE,))
+        self.budget_mib = 4096
+        device = DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)
+        self.watcher = Watcher(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
+
+    def lease(self, lease_id: str) -> LeaseView | None:
+        return self.view if lease_id == LEASE else None
+
+    def views(self) -> list[tuple[Kernel, LeaseView]]:
+        return [(self.kernel, self.view)]
+
+    def roots(self) -> list[Any]:
+        return [self.kernel.identity]
+
+    def pools(self) -> dict[str, PoolSpec]:
+        return {"default": self.pool}
+
+    def reserves_by_use(self, pool: str) -> bool:
+        return self.pools()[pool].reserve_by is ReserveBy.USE
+
+    def save(self, kernel: Kernel) -> None:
+        self.saved.append(kernel.members)
+
+    def want_for(self, kernel: Kernel) -> None:
+        self.wanted.append(kernel.lease_id)
+
+    def note_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
+        if stopped != bool(kernel.stopped):
+            kernel.stopped = "stopped" * stopped
+            self.stopped.append(stopped)
+
+    def dispatch(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, LeaseMeasured):
+            self.view = replace(self.view, used_mib=event.used_mib)
+
+    async def told(self) -> list[Event]:
+        """What one look tells."""
+        self.events = []
+        await self.watcher.sample()
+        return self.events
+
+
+def view_of(state: LeaseState, reserve_mib: int = 500) -> LeaseView:
+    spec = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500, reserve_mib=reserve_mib)
+    return LeaseView(
+        reserved_mib=reserve_mib if state in HOLDING else 0,
+        spec=spec, state=state, generation=1, device_id=DEVICE, saved_mib=0, used_mib=0, busy=False, since_ms=0,
+        last_active_ms=0, operation_id=None, reason="", sentence="",
+    )  # fmt: skip
+
+
+def strangers(events: list[Event]) -> list[int]:
+    return [event.stranger_mib for event in events if isinstance(event, DeviceSeen)]
+
+
+async def test_what_is_seen_is_told_once_until_it_changes() -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    world.monitor.has_context(STRANGER, ProcessState.RUNNING, 100)
+    first = await world.told()
+    assert next(event for event in first if isinstance(event, LeaseMeasured)).used_mib == 300
+    assert strangers(first) == [100]
+    assert [event.budget_mib for event in first if isinstance(event, HostMemorySeen)] == [4096]
+    assert world.used_mib == {DEVICE: 400}
+    assert await world.told() == []
+    world.monitor.mib[STRANGER] = 150
+    assert strangers(await world.told()) == [150]
+
+
+@pytest.mark.parametrize(("reserve_by", "again"), [(ReserveBy.USE, [300]), (ReserveBy.CAP, [])])
+async def test_where_use_is_reserved_the_end_of_growth_is_told(reserve_by: ReserveBy, again: list[int]) -> None:
+    world = World()
+    world.pool = replace(world.pool, reserve_by=reserve_by)
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    for expected in ([300], again, []):
+        assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == expected
+
+
+async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    use = world.monitor.use
+    looks: list[str] = []
+
+    def counted(device_id: str) -> DeviceUse:
+        looks.append(device_id)
+        return use(device_id)
+
+    monkeypatch.setattr(world.monitor, "use", counted)
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    await asyncio.gather(*(world.watcher.refresh() for _ in range(20)))
+    assert [event.used_mib for event in world.events if isinstance(event, LeaseMeasured)] == [300]
+    assert len(looks) == 1
+    world.monitor.mib[os.getpid()] = 350
+    await world.watcher.refresh()
+    assert world.view.used_mib == 350
+    assert len(looks) == 2
+
+
+async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    await world.told()
+    world.view = view_of(LeaseState.RESIDENT)  # another process, seen to use as much
+    assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
+
+
+async def test_what_goes_past_a_reservation_is_covered_by_nobody() -> None:
+    world = World(reserve_mib=500)
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 700)
+    assert strangers(await world.told()) == [200]
+
+
+async def test_what_a_lease_without_a_reservation_uses_is_covered_by_nobody() -> None:
+    world = World(LeaseState.UNARMED)
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    events = await world.told()
+    assert strangers(events) == [300]
+    (measured,) = [event for event in events if isinstance(event, LeaseMeasured)]
+    assert (measured.used_mib, measured.armed) == (300, True)
+
+
+@pytest.mark.parametrize("code", [GPUErrorCode.DEVICE_LOST, GPUErrorCode.UNKNOWN])
+async def test_a_device_that_cannot_be_read_is_lost_until_it_is_seen_again(
+    monkeypatch: pytest.MonkeyPatch, code: GPUErrorCode
+) -> None:
+    def fail(_device_id: str) -> None:
+        raise GPUError(code, "it fell off the bus")
+
+    world = World()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.monitor, "use", fail)
+        assert [
+            type(event) for event in await world.told() if not isinstance(event, HostMemorySeen | LeaseMeasured)
+        ] == [DeviceLost]
+        assert await world.told() == []
+    assert strangers(await world.told()) == [0]
+
+
+async def test_a_look_that_a_change_overtook_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    real, looks = world.monitor.use, 0
+
+    def overtaken(device_id: str) -> object:
+        nonlocal looks
+        looks += 1
+        world.changes += looks == 1
+        world.monitor.others_mib = looks
+        return real(device_id)
+
+    monkeypatch.setattr(world.monitor, "use", overtaken)
+    await world.told()
+    assert (looks, world.used_mib) == (2, {DEVICE: 2})
+
+
+@pytest.mark.parametrize("its_own", [False, True], ids=["another's", "its own"])
+async def test_changes_without_end_blind_nobody_but_to_the_lease_that_changes(
+    monkeypatch: pytest.MonkeyPatch, its_own: bool
+) -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    world.monitor.has_context(STRANGER, ProcessState.RUNNING, 0)
+    real = world.monitor.use
+
+    def overtaken(device_id: str) -> object:
+        world.changes += 1
+        world.kernel.changes += its_own
+        world.monitor.mib[STRANGER] += 10
+        return real(device_id)
+
+    monkeypatch.setattr(world.monitor, "use", overtaken)
+    for looks in (3, 6):
+        events = await world.told()
+        assert strangers(events) == [10 * looks]
+    assert world.changes == 6
+    measured = [event.used_mib for event in events if isinstance(event, LeaseMeasured)]
+    assert (world.view.used_mib, measured) == (0 if its_own else 300, [])
+
+
+async def test_a_lease_that_came_during_a_look_is_measured_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    world.kernels.clear()
+    real, looks = world.monitor.use, 0
+
+    def overtaken(device_id: str) -> object:
+        nonlocal looks
+        looks += 1
+        world.changes += looks <= 3
+        if looks == 3:
+            world.kernels[LEASE] = world.kernel
+        return real(device_id)
+
+    monkeypatch.setattr(world.monitor, "use", overtaken)
+    assert [event for event in await world.told() if isinstance(event, LeaseMeasured)] == []
+    assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_stopped_kernel_is_told_while_somebody_waits_and_again_when_it_goes_on(*, waited_for: bool) -> None:
+    world = World()
+    with subprocess.Popen([sys.executable, "-S", "-c", "open(0).read()"], stdin=subprocess.PIPE) as process:
+        world.kernel.identity = identify(process.pid)
+        world.kernel.waiting = int(waited_for)
+        world.watcher.look_at_stopped()
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        world.watcher.look_at_stopped()
+        world.kernel.waiting = 0
+        process.send_signal(signal.SIGCONT)
+        os.waitpid(process.pid, os.WCONTINUED)
+        world.watcher.look_at_stopped()
+        process.kill()
+    assert world.stopped == ([True, False] if waited_for else [])
+
+
+def test_a_kernel_without_a_context_whose_extension_did_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fractional_gpu.broker.monitoring.sampler.time.monotonic", lambda: 1000.0)
+    world = World(LeaseState.UNARMED)
+    world.kernel.link = GateLink(1000.0)
+    world.kernel.executing_since_s = 1000.0 - 5
+    world.watcher.relieve_silent()
+    assert world.wanted == []
+    world.kernel.link.mute = True
+    world.watcher.relieve_silent()
+    assert world.wanted == [LEASE]
+
+
+async def test_small_changes_of_the_host_budget_are_not_told() -> None:
+    world = World()
+    await world.told()
+    for budget_mib, told in ((4100, 0), (4096 - 255, 0), (4096 - 256, 1), (-5, 1)):
+        world.budget_mib = budget_mib
+        budgets = [event.budget_mib for event in await world.told() if isinstance(event, HostMemorySeen)]
+        assert budgets == [max(0, budget_mib)] * told
+
+
+@pytest.mark.parametrize(
+    ("state", "linked", "silent_s", "busy_s", "exempt", "wanted"),
+    [
+        (LeaseState.SUSPENDED, False, 0, 0, False, False),  # idle
+        (LeaseState.SUSPENDED, False, 0, 0.5, False, False),  # a moment's completion
+        (LeaseState.SUSPENDED, False, 0, 5, False, True),  # blocked in a CUDA call, nobody to ask for it
+        (LeaseState.SUSPENDED, True, 0, 0, False, False),
+        (LeaseState.SUSPENDED, True, 0, 5, False, True),  # an inspection that touched a tensor
+        (LeaseState.SUSPENDED, True, 0, 5, True, False),  # a cell that said that it needs no GPU
+        (LeaseState.SUSPENDED, True, 60, 0, False, True),  # Python does not run: a thread blocks with the GIL held
+        (LeaseState.SUSPENDED, True, 60, 0, True, True),
+        (LeaseState.UNARMED, False, 0, 5, False, True),  # its extension never came
+        (LeaseState.UNARMED, True, 60, 5, False, False),
+        (LeaseState.UNARMED, True, 0, 15, False, True),  # its extension cannot reach the broker to ask
+        (LeaseState.UNARMED, True, 0, 15, True, False),
+        (LeaseState.RESIDENT, False, 0, 5, False, False),
+        (LeaseState.RESUMING, True, 60, 5, False, False),
+        (LeaseState.QUARANTINED, False, 0, 5, False, False),
+    ],
+)
+def test_a_kernel_that_needs_the_gpu_and_cannot_say_so_gets_a_ticket(  # noqa: PLR0917 - a table
+    monkeypatch: pytest.MonkeyPatch,
+    state: LeaseState,
+    linked: bool,
+    silent_s: float,
+    busy_s: float,
+    exempt: bool,
+    wanted: bool,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("fractional_gpu.broker.monitoring.sampler.time.monotonic", lambda: now_s)
+    world = World(state)
+    if linked:
+        world.kernel.link = GateLink(now_s - silent_s)
+        world.kernel.link.exempt = exempt
+    world.kernel.executing_since_s = now_s - busy_s if busy_s else None
+    world.watcher.relieve_silent()
+    assert world.wanted == [LEASE] * wanted
+    world.kernel.waiting = 1
+    world.watcher.relieve_silent()
+    assert world.wanted == [LEASE] * wanted, "its own ticket is enough"
+
+
+class Reader:
+    """Plays the stream to an extension that reads whatever is written, or nothing."""
+
+    def __init__(self, *, reads: bool) -> None:
+        self.reads = reads
+
+    def keep_alive(self) -> bool:
+        return True
+
+    def is_read(self) -> bool | None:
+        return self.reads
+
+
+@pytest.mark.parametrize("between_s", [2.0, 20.0, 60.0, 600.0])
+@pytest.mark.parametrize("reads", [True, False])
+def test_only_time_in_which_the_broker_looked_counts_as_silence(
+    monkeypatch: pytest.MonkeyPatch, between_s: float, *, reads: bool
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    world = World(LeaseState.SUSPENDED)
+    link = world.kernel.link = GateLink(now_s)
+    link.stream = Reader(reads=reads)
+    for _ in range(30):  # as often as a driver that is slow to answer, or a machine that stood still, lets it
+        now_s += between_s
+        world.watcher.look_at_lines()
+        world.watcher.relieve_silent()
+    assert bool(world.wanted) is not reads
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_is_held_up_is_not_stuck_and_has_time_to_read_when_he_goes_on(
+    monkeypatch: pytest.MonkeyPatch, *, goes_on: bool
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    world, reader = World(LeaseState.SUSPENDED), Reader(reads=False)
+    link = world.kernel.link = GateLink(now_s)
+    link.stream = reader
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+
+    def looks() -> None:
+        nonlocal now_s
+        for _ in range(63):
+            now_s += 2.0
+            world.watcher.look_at_lines()
+            world.watcher.relieve_silent()
+
+    try:
+        world.kernel.identity = identify(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        looks()
+        assert world.wanted == []
+        process.send_signal(signal.SIGCONT)
+        os.waitpid(process.pid, os.WCONTINUED)
+        reader.reads = goes_on
+        looks()
+        assert bool(world.wanted) is not goes_on
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("executing", [False, True])
+async def test_the_next_look_comes_soon_when_anything_happens_or_a_cell_runs(
+    monkeypatch: pytest.MonkeyPatch, executing: bool
+) -> None:
+    monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", DEADLINE_S * 2)
+    monkeypatch.setattr(watch_module, "_STEP_S", 0.0)
+    world, stirred = World(LeaseState.SUSPENDED), asyncio.Event()
+    world.kernel.executing_since_s = 1.0 if executing else None
+    if not executing:
+        asyncio.get_running_loop().call_soon(stirred.set)
+    async with asyncio.timeout(DEADLINE_S) as patience:  # half of what the pause lasts at rest
+        await world.watcher._pause(stirred)
+    assert not patience.expired()
+    assert stirred.is_set() is not executing
+
+
+async def test_at_rest_the_next_look_is_that_of_the_next_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watch_module, "_STEP_S", DEADLINE_S * 2)
+    async with asyncio.timeout(DEADLINE_S) as patience:  # half of what a step lasts when anything happens
+        await World().watcher._pause(stirred := asyncio.Event())
+    assert not patience.expired()
+    assert not stirred.is_set()

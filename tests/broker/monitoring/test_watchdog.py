@@ -1,0 +1,135 @@
+"""The watchdog ends a broker whose loop stands still, and no other."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.broker.monitoring import watchdog
+from fractional_gpu.broker.monitoring.watchdog import EXIT_HUNG, Watchdog
+
+DEADLINE_S = 60.0
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def log_file(tmp_path: Path) -> Iterator[Path]:
+    handler = logging.FileHandler(tmp_path / "broker.log")
+    logging.getLogger().addHandler(handler)
+    yield tmp_path / "broker.log"
+    logging.getLogger().removeHandler(handler)
+    handler.close()
+
+
+@pytest.fixture(autouse=True)
+def undebugged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest itself loads pdb."""
+    monkeypatch.setattr(watchdog, "_DEBUGGERS", frozenset())
+
+
+class Clock:
+    """Seconds that pass by `step_s` each time that the watchdog looks."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._looks = 0
+        self._looked = threading.Condition()
+
+    def __call__(self) -> float:
+        with self._looked:
+            self._looks += 1
+            self._looked.notify_all()
+            return self._looks * self._step_s
+
+    def await_looks(self, more: int) -> None:
+        """Block the calling thread until the watchdog has looked so many times more."""
+        with self._looked:
+            wanted = self._looks + more
+            assert self._looked.wait_for(lambda: self._looks >= wanted, DEADLINE_S)
+
+
+class Ends:
+    """What the watchdog calls to end the process."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.ended = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self.ended.set()
+
+
+def a_recognizable_place(block: Callable[[], object]) -> None:
+    block()
+
+
+def test_a_blocked_loop_is_ended_with_the_stacks_of_its_threads_in_the_log(log_file: Path) -> None:
+    ends = Ends()
+
+    async def blocked() -> None:
+        with Watchdog(0.5, end=ends):
+            a_recognizable_place(lambda: ends.ended.wait(DEADLINE_S))
+
+    asyncio.run(blocked())
+    assert ends.codes == [EXIT_HUNG]
+    text = log_file.read_text()
+    assert "CRITICAL the event loop has stood still" in text
+    assert "in a_recognizable_place" in text
+
+
+async def test_a_loop_that_answers_between_long_steps_stays() -> None:
+    ends, clock = Ends(), Clock(0.2)
+    with Watchdog(1.0, end=ends, clock=clock):  # looks ten times in the limit
+        for _ in range(8):
+            clock.await_looks(3)
+            await asyncio.sleep(0)
+    assert ends.codes == []
+
+
+async def test_time_in_which_the_watchdog_itself_did_not_run_does_not_count() -> None:
+    ends, clock = Ends(), Clock(HOUR_S)
+    with Watchdog(1.0, end=ends, clock=clock):
+        for _ in range(3):
+            clock.await_looks(3)  # hours went by, and it looked three times
+            await asyncio.sleep(0)
+    assert ends.codes == []
+
+
+async def test_a_loop_that_a_debugger_holds_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_is_debugged", lambda: True)
+    ends, clock = Ends(), Clock(0.2)
+    with Watchdog(1.0, end=ends, clock=clock):
+        clock.await_looks(20)
+    assert ends.codes == []
+
+
+async def test_a_loop_that_goes_on_while_its_stacks_are_written_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    writing, answered, told = threading.Event(), threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def write_slowly(_still_s: float) -> None:
+        writing.set()
+        assert answered.wait(DEADLINE_S)
+
+    def write(sentence: str) -> None:
+        assert "went on" in sentence
+        loop.call_soon_threadsafe(told.set)
+
+    monkeypatch.setattr(watchdog, "_write_stacks", write_slowly)
+    monkeypatch.setattr(watchdog, "_write", write)
+    ends = Ends()
+    with Watchdog(0.5, end=ends):
+        a_recognizable_place(lambda: writing.wait(DEADLINE_S))
+        loop.call_soon(answered.set)
+        await told.wait()
+    assert ends.codes == []
+
+
+async def test_without_a_limit_nothing_watches() -> None:
+    before = threading.active_count()
+    with Watchdog(None, end=Ends()):
+        assert threading.active_count() == before

@@ -1,0 +1,35 @@
+"""Without a broker, too, nothing is restored to find out whether there is room."""
+
+from typing import cast
+
+import pytest
+
+from fractional_gpu.broker.process.backend import Backend
+from fractional_gpu.broker.process.rescue import _bring_back, _Found
+from fractional_gpu.gpu.interface import DeviceInfo, ProcessState
+from tests.broker.driver import DEVICE, Driver, kernel_of, swaps_of
+
+
+class OneDevice:
+    """A backend of the test's driver."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.monitor = driver
+
+    @property
+    def devices(self) -> list[DeviceInfo]:
+        return self.monitor.devices()[:1]
+
+
+@pytest.mark.parametrize("saved_mib", [None, 0])
+async def test_what_nobody_wrote_down_comes_back_only_to_an_empty_device(saved_mib: int | None) -> None:
+    driver = Driver()
+    async with kernel_of() as (kernel, _, pids):
+        driver.has_context(pids[0], ProcessState.CHECKPOINTED, 300)
+        driver.has_context(1, ProcessState.RUNNING, 900)
+        found = _Found(kernel=kernel, label="", device_id=DEVICE, saved_mib=saved_mib)
+        backend = cast("Backend", OneDevice(driver))
+        assert (await _bring_back(swaps_of(driver), backend, found))[0] == "no-room"
+        assert driver.calls == []
+        del driver.states[1], driver.mib[1]
+        assert await _bring_back(swaps_of(driver), backend, found) == ("restored", "its memory is on the device again")

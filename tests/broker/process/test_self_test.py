@@ -1,0 +1,121 @@
+"""Whether checkpoints are possible is tried on a process of our own before any kernel depends on it."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.process.self_test import Trial
+from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event
+from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.gpu.interface import GPUErrorCode
+from fractional_gpu.gpu.simulated import faults
+from fractional_gpu.gpu.simulated.host import create, destroy
+from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
+from fractional_gpu.gpu.worker_link import WorkerLink
+
+
+class World:
+    """Plays the broker of a simulated host."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (device,) = create(folder, "1x512MiB").devices
+        self.specs = {device.device_id: DeviceSpec(device_id=device.device_id, name=device.name, memory_mib=512)}
+        self.monitor = SimulatedMonitor(folder)
+        self.arbiter = Arbiter()
+        self.kernels: dict[str, object] = {}
+        self.used_mib: dict[str, int] = {}
+        self.backstop = SimpleNamespace(ours=set[int]())
+        self.swaps = SimpleNamespace(counts_processes=False)
+        for spec in self.specs.values():
+            self.dispatch(DeviceSeen(at_ms=0, device=spec, stranger_mib=7))
+
+    def dispatch(self, event: Event) -> None:
+        self.arbiter.handle(event)
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[WorkerLink]:
+        worker = WorkerLink(f"simulated:{self.folder}")
+        try:
+            yield worker
+        finally:
+            await worker.close()
+
+    async def found(self) -> str:
+        """What a trial finds."""
+        async with self.worker() as worker:
+            return await Trial(cast("Broker", self), cast("Swaps", self.swaps), worker, self.specs).make()
+
+    @property
+    def why_not(self) -> str:
+        """What the arbiter was told of the device."""
+        (view,) = self.arbiter.devices()
+        assert view.stranger_mib == 7
+        (spec,) = self.specs.values()
+        assert spec.why_not == view.why_not
+        return view.why_not
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "host")
+    with closing(made.monitor):
+        yield made
+    destroy(made.folder)
+
+
+async def test_where_it_works_nothing_changes(world: World) -> None:
+    assert "it works, and took" in await world.found()
+    assert world.why_not == ""
+    (device_id,) = world.specs
+    assert world.monitor.use(device_id).processes == (), "nothing is left behind"
+    assert world.backstop.ours == set()
+    assert world.swaps.counts_processes, "the device counted the process by its pid"
+
+
+@pytest.mark.parametrize("code", [GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED])
+async def test_what_is_refused_for_good_becomes_the_devices_reason(world: World, code: GPUErrorCode) -> None:
+    faults.inject(world.folder, "lock", f"fail:{code.value}")
+    found = await world.found()
+    assert world.why_not
+    assert world.why_not in found
+
+
+async def test_a_refusal_does_not_bring_a_lost_device_back(world: World) -> None:
+    (device_id,) = world.specs
+    world.arbiter.handle(DeviceLost(at_ms=0, device_id=device_id))
+    faults.inject(world.folder, "lock", f"fail:{GPUErrorCode.NOT_PERMITTED.value}")
+    await world.found()
+    assert [device.lost for device in world.arbiter.devices()] == [True]
+    assert world.specs[device_id].why_not
+
+
+async def test_what_went_wrong_for_another_reason_proves_nothing(world: World) -> None:
+    faults.inject(world.folder, "checkpoint", f"fail:{GPUErrorCode.OPERATING_SYSTEM.value}")
+    assert "checkpointing was tried" in await world.found()
+    assert world.why_not == ""
+
+
+async def test_a_process_that_gets_no_memory_proves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_GPU_MEMORY_MIB", "1")
+    assert "no device memory could be had" in await world.found()
+    assert world.why_not == ""
+
+
+@pytest.mark.parametrize("why", ["kernels", "use", "reason"])
+async def test_nobody_is_disturbed_by_it(world: World, why: str) -> None:
+    (device_id,) = world.specs
+    if why == "kernels":
+        world.kernels["lease"] = object()
+    elif why == "use":
+        world.used_mib[device_id] = 300
+    else:
+        world.specs[device_id] = DeviceSpec(device_id=device_id, name="G", memory_mib=512, why_not="MIG")
+    assert await world.found() == "checkpointing was not tried: no device is free for it"

@@ -1,0 +1,274 @@
+"""A broker that cannot start says why in one sentence, which reaches whoever needed it, and leaves everything as it was."""
+
+import json
+import sqlite3
+import urllib.error
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.broker.kernels.sharing import launch_environment
+from fractional_gpu.broker.process import backend
+from fractional_gpu.broker.process.backend import BackendError, open_backend
+from fractional_gpu.client.discovery import ensure_broker
+from fractional_gpu.client.state_folder import make_state_folder
+from fractional_gpu.core.model import LeaseSpec, PoolSpec
+from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+from tests.support.world import Server, World, new_world
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A world whose environment is this process's, so that it starts brokers as a provisioner does."""
+    with new_world() as made:
+        for name, value in made.environment.items():
+            monkeypatch.setenv(name, value)
+        yield made
+
+
+def complaint(world: World) -> str:
+    """What whoever needed a broker is told; nothing serves."""
+    with pytest.raises(BrokerUnavailableError) as caught:
+        ensure_broker(world.socket)
+    assert world.broker_pid() is None
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "Traceback" not in message
+    return message
+
+
+def ledger_of(world: World) -> Path:
+    return make_state_folder(world.socket) / "ledger-simulated.sqlite"
+
+
+def earlier_ledger_of(world: World) -> Path:
+    """Where an earlier version had it."""
+    return Path(world.socket).with_name("ledger-simulated.sqlite")
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"this is not a database" * 100)
+
+
+def emptiness(path: Path) -> None:
+    path.touch()
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def newer(path: Path) -> None:
+    Ledger.open(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 999")
+
+
+def foreign(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE songs (name TEXT)")
+        connection.commit()
+    path.chmod(0o600)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (garbage, ["is not a ledger", "put a backup in its place"]),
+        (emptiness, ["is empty (zero bytes)", "put a backup in its place"]),
+        (folder, ["is a directory, not a regular file", "move it away or choose another state_dir"]),
+        (newer, ["was written by a newer version (schema 999", "install that version again"]),
+        (foreign, ["is a database of another program", "choose another state_dir"]),
+    ],
+)
+@pytest.mark.parametrize("place", [ledger_of, earlier_ledger_of])
+def test_an_unreadable_ledger_stops_the_broker_and_is_left_as_it_is(
+    world: World, spoil: Callable[[Path], None], says: list[str], place: Callable[[World], Path]
+) -> None:
+    path = place(world)
+    spoil(path)
+    before = path.read_bytes() if path.is_file() else None
+    message = complaint(world)
+    assert message.startswith(f"the ledger {path} ")
+    assert all(part in message for part in says), message
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ("c.GPUBroker.pool = {}", ["c.GPUBroker.pool is unknown", "pools"]),
+        (
+            "c.GPUBroker.pools = {'default': {'fractions': [1.5]}}",
+            ["['fractions']", "1.5", "more than 0 and at most 1"],
+        ),
+        (
+            "c.GPUBroker.pools = {'default': {'devices': [7]}}",
+            ["['devices']", "there is no such device; this host has: 0 SIM-"],
+        ),
+        ("c.GPUBroker.idle_exit = 'soon'", ["c.GPUBroker.idle_exit = 'soon'", "30s, 5m, 2h or 0 or 'never'"]),
+        ("c.GPUBroker.pools = {", ["jupyter_gpu_config.py, line 1", "'{' was never closed"]),
+        ("raise RuntimeError('by itself')", ["jupyter_gpu_config.py, line 1", "RuntimeError: by itself"]),
+    ],
+)
+def test_a_bad_configuration_stops_the_broker_with_the_place_and_what_is_allowed(
+    world: World, config: str, says: list[str]
+) -> None:
+    world.configure(config)
+    message = complaint(world)
+    assert not message.startswith("jupyter gpu broker: ")  # a dialog has no use for the command's name
+    assert str(world.folder / "config" / "jupyter_gpu_config.py") in message
+    assert all(part in message for part in says), message
+
+
+@pytest.mark.parametrize("simulate", ["lots", "0x1GiB", "100x1GiB"])
+def test_simulated_devices_that_cannot_be_are_refused_with_what_is_allowed(
+    world: World, monkeypatch: pytest.MonkeyPatch, simulate: str
+) -> None:
+    monkeypatch.setenv("JUPYTER_GPU_SIMULATE", simulate)
+    message = complaint(world)
+    assert f"simulated devices {simulate!r} are " in message
+    assert "allowed: COUNTxMEMORY such as 2x80GiB" in message
+
+
+@pytest.mark.parametrize("what", ["", ".lock"])
+def test_something_else_in_the_sockets_place_is_named(world: World, what: str) -> None:
+    (Path(world.socket + what)).mkdir()
+    message = complaint(world)
+    assert world.socket in message
+    assert "--socket" in message
+
+
+def test_a_file_in_the_sockets_place_is_left_alone(world: World) -> None:
+    Path(world.socket).write_text("precious")
+    message = complaint(world)
+    assert f"{world.socket} is there and is not a socket; move it away" in message
+    assert Path(world.socket).read_text() == "precious"
+
+
+def test_without_a_gpu_the_sentence_says_why_and_how_to_try_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class NoDevices:
+        kind = "nvidia"
+        why_none = "the NVIDIA driver is not installed"
+
+        def devices(self) -> list[DeviceInfo]:
+            return []
+
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[NoDevices] = []
+    monkeypatch.setattr(backend, "open_monitor", lambda _: NoDevices())
+    with pytest.raises(BackendError) as caught, open_backend(None, str(tmp_path / "s")):
+        pass
+    assert str(caught.value) == (
+        "no GPU was found: the NVIDIA driver is not installed; to try things out without one, set "
+        "JUPYTER_GPU_SIMULATE=1x2GiB in the environment before you start Jupyter"
+    )
+    assert len(closed) == 1
+
+
+def test_a_service_waits_for_its_first_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At boot a service may start before the driver's kernel module is loaded, and before the driver works."""
+    device = DeviceInfo(device_id="GPU-0", index=0, name="G", memory_mib=1, simulated=False, checkpointable=True)
+    looks: list[list[DeviceInfo] | GPUError] = [[], [], GPUError(GPUErrorCode.UNKNOWN, "it fails"), [device]]
+
+    class Late:
+        kind = "nvidia"
+        why_none = "the kernel module is not loaded"
+
+        def devices(self) -> list[DeviceInfo]:
+            look = looks.pop(0)
+            if isinstance(look, GPUError):
+                raise look
+            return look
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    pauses: list[float] = []
+    monkeypatch.setattr(backend, "open_monitor", lambda _: Late())
+    monkeypatch.setattr("time.sleep", pauses.append)
+    with open_backend(None, str(tmp_path / "s"), patient=True) as opened:
+        assert opened.devices == (device,)
+    assert pauses == [1, 2, 4]
+    assert [record.message.partition(":")[2] for record in caplog.records] == [
+        (
+            " no GPU was found: the kernel module is not loaded; to try things out without one, set JUPYTER_GPU_SIMULATE=1x2GiB in the "
+            "environment before you start Jupyter"
+        ),
+        " it fails",
+    ]
+
+
+# -- all the way to the person ---------------------------------------------------------------------------------------------------
+
+
+def dialog(server: Server, kernelspec: str) -> str:
+    """What JupyterLab shows under "Error Starting Kernel": the message of the failed request."""
+    notebook = {"path": "n.ipynb", "name": "n.ipynb", "type": "notebook"}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        server.request("POST", "api/sessions", {**notebook, "kernel": {"name": kernelspec}})
+    with caught.value as reply:
+        message: str = json.loads(reply.read())["message"]
+    assert "\n" not in message
+    return message
+
+
+def rewrite(world: World, kernelspec: str, **config: object) -> None:
+    """Change the kernelspec's wish by hand, as people do."""
+    path = world.kernels_dir / kernelspec / "kernel.json"
+    spec = json.loads(path.read_text())
+    spec["metadata"]["kernel_provisioner"]["config"].update(config)
+    path.write_text(json.dumps(spec))
+
+
+def test_what_stops_a_kernel_reaches_the_dialog_in_one_sentence(world: World) -> None:
+    (name,) = world.install(250)
+    path = ledger_of(world)
+    garbage(path)
+    with Server(world) as server:
+        assert f"the ledger {path} is not a ledger" in dialog(server, name)
+        path.unlink()
+        wishes: list[tuple[dict[str, object], list[str]]] = [
+            ({"fraction": 0}, ["fraction '0' is out of range", "more than 0 and at most 1"]),
+            ({"fraction": 1.5}, ["fraction '1.5' is out of range", "more than 0 and at most 1"]),
+            ({"fraction": "abc"}, ["fraction 'abc' is not a fraction", '"1/4"']),
+            ({"fraction": "1e99999999"}, ["fraction '1e99999999' is not a fraction", '"1/4"']),
+            ({"fraction": "0.26"}, ["0.26", "1/4"]),
+            ({"fraction": "1/4", "pool": "gold"}, ["there is no pool 'gold'", "pools: default"]),
+            ({"pool": "default", "memory": "2TiB"}, ["2048 GiB was asked", "can give 1 GiB", "ask for that or less"]),
+            ({"memory": "a lot"}, ["memory 'a lot' is not a size", "20GiB"]),
+            ({"memory": None, "devices": 2}, ["fraction is '1/4' with 2 devices", "leave fraction out"]),
+            ({"devices": 1, "fractoin": 1}, ["'fractoin'", "did you mean 'fraction'?"]),
+        ]
+        for wish, says in wishes:
+            rewrite(world, name, **wish)
+            message = dialog(server, name)
+            assert all(part in message for part in says), message
+        assert world.status().leases == []
+        assert server.request("GET", "api/kernels") == []
+
+
+def test_a_broker_that_a_kernel_starts_is_not_bound_to_the_kernel_s_share(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = "/nowhere/libvgpu.so"  # HAMi-core would show the broker a device of the kernel's size
+    pool = PoolSpec(name="p", devices=(), hami_library=library)
+    spec = LeaseSpec(lease_id="abc", pool="p", owner="ann", fraction_milli=250, reserve_mib=100)
+    theirs = {**launch_environment(pool, spec), "LD_PRELOAD": f"libm.so.6:{library}"}
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    ensure_broker(world.socket).close()
+    pid = world.broker_pid()
+    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    inherited = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert {name: inherited[name] for name in theirs if name in inherited} == {"LD_PRELOAD": "libm.so.6"}

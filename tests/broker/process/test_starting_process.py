@@ -1,0 +1,45 @@
+"""A process that was started a moment ago is believed, though /proc does not show its new environment yet."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fractional_gpu.broker.kernels import request_validation
+from fractional_gpu.host.process import environment_value
+
+NAME = "JUPYTER_GPU_LEASE"
+
+
+@contextmanager
+def about_to_become(lease_id: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that takes on the lease's id with an exec once it reads a line."""
+    argv = ["sh", "-c", f"read go; exec env {NAME}={lease_id} cat"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, env={"PATH": os.environ["PATH"]}) as process:
+        yield process
+
+
+async def test_the_new_environment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str | None] = []
+    with about_to_become("mine") as process:
+
+        def look(pid: int, name: str) -> str | None:
+            value = environment_value(pid, name)
+            looks.append(value)
+            if len(looks) == 1:  # only now does it go on
+                assert process.stdin is not None
+                process.stdin.write(b"go\n")
+                process.stdin.flush()
+            return value
+
+        monkeypatch.setattr(request_validation, "environment_value", look)
+        assert await request_validation._environment_soon(process.pid, NAME, "mine") == "mine"
+    assert looks[0] is None
+
+
+async def test_what_stays_another_ones_is_told_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_validation, "_EXEC_PATIENCE_S", 0.05)
+    with about_to_become("mine") as process:
+        assert await request_validation._environment_soon(process.pid, NAME, "mine") is None

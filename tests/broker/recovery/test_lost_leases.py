@@ -1,0 +1,446 @@
+"""A broker without its ledger: leases of living processes are taken back, and nobody gets anything by a claim alone."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.broker import Broker, now_ms, token_digest
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files, read_seat_files
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.recovery.lost_leases import LostLeases
+from fractional_gpu.broker.recovery.lost_processes import UNKNOWN_CONNECTION
+from fractional_gpu.broker.recovery.recovery import recover
+from fractional_gpu.config import load
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    LeaseView,
+    PoolSpec,
+)
+from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
+from fractional_gpu.host.files import replace_file
+from fractional_gpu.host.process import ProcessIdentity, identify
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
+from tests.broker.driver import DEVICE, Driver, swaps_of
+from tests.broker.live import BECOME_NOBODY
+
+S, L = ProcessState, LeaseState
+CONNECTION = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 9, "shell_port": 9, "key": "k"}
+
+SEAT = SeatRecord(
+    seat_id="seat", owner="ann", server="ann/", group_name="", pool="default", fraction_milli=250, memory_mib=250, devices=1,
+    priority=0, weight=100, max_kernels=2, uid=None, device_id=None, token_sha256=token_digest("secret"), created_ms=1, expires_ms=9,
+)  # fmt: skip
+
+
+class OneDevice(Driver):
+    """A machine with one device: where a checkpoint was made is no question."""
+
+    def devices(self) -> list[Any]:
+        return super().devices()[:1]
+
+
+@contextmanager
+def carrier(
+    lease_id: str, socket: Path, *, connection: Path | None = None, first: str = "", **environment: str
+) -> Iterator[ProcessIdentity]:
+    """A process that was started for a lease of the broker on `socket`; it is a kernel if it names a connection file."""
+    argv = [sys.executable, "-S", "-c", f"{first}\nprint(flush=True); open(0).read()"]
+    process = subprocess.Popen(
+        [*argv, "-f", str(connection)] if connection is not None else argv,
+        env={
+            "JUPYTER_GPU_LEASE": lease_id,
+            "JUPYTER_GPU_SOCKET": str(socket),
+            "PATH": os.environ["PATH"],
+            **environment,
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd="/",
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield identify(process.pid)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    return tmp_path / "broker.sock"
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Path:
+    path = tmp_path / "kernel-0b9c.json"
+    path.write_text(json.dumps(CONNECTION))
+    return path
+
+
+def record_of(lease_id: str, identity: ProcessIdentity, **changes: Any) -> LeaseRecord:  # noqa: ANN401 - fields
+    spec = LeaseSpec(
+        lease_id=lease_id, pool="default", owner="me", fraction_milli=250, reserve_mib=200, priority=7, seat="s"
+    )
+    values: dict[str, Any] = {
+        "spec": spec, "state": L.SUSPENDED, "generation": 7, "device_id": DEVICE, "saved_mib": 150, "uid": os.getuid(),
+        "kernel_id": "k", "token_sha256": "abc", **identity.to_dict(), "connection": json.dumps(CONNECTION),
+        "language": "python", "ipykernel": True, "created_ms": 1, "suspends": 3, "resumes": 2, **changes,
+    }  # fmt: skip
+    return LeaseRecord(**values)
+
+
+def write_record(socket: Path, record: LeaseRecord) -> Path:
+    """Leave a second record as an earlier broker would have."""
+    folder = Path(f"{socket}.leases")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"{record.spec.lease_id}.json"
+    path.write_bytes(msgspec.json.encode(record))
+    path.chmod(0o600)
+    return path
+
+
+@asynccontextmanager
+async def started(
+    socket: Path, driver: Driver, *, everyone: bool = False, ledger: Ledger | None = None
+) -> AsyncIterator[tuple[Broker, LostLeases]]:
+    """A broker that has just started on the socket, with a new ledger unless one is given."""
+    ledger = ledger or Ledger.open(socket.with_name("ledger.sqlite"))
+    swaps = swaps_of(driver)
+    broker = Broker(Arbiter(), cast("Monitor", driver), swaps, LedgerWriter(ledger))
+    for device in driver.devices():
+        spec = DeviceSpec(device_id=device.device_id, name=device.name, memory_mib=device.memory_mib)
+        broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))
+    devices = tuple(device.device_id for device in driver.devices())
+    broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=devices)))
+    broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
+    files = broker.files = LeaseFiles(Path(f"{socket}.leases"))
+    lost = LostLeases(broker, swaps, ledger, files, socket=str(socket), everyone=everyone)
+    try:
+        await recover(broker, swaps, ledger, await lost.find())
+        yield broker, lost
+    finally:
+        await broker.close()
+
+
+def view_of(broker: Broker, lease_id: str) -> LeaseView:
+    view = broker.arbiter.lease(lease_id)
+    assert view is not None
+    return view
+
+
+async def test_a_second_record_gives_a_lease_back_as_it_was(socket: Path) -> None:
+    driver = OneDevice()
+    with carrier("one", socket) as process:
+        driver.has_context(process.pid, S.CHECKPOINTED, 150)
+        write_record(socket, record_of("one", process))
+        async with started(socket, driver) as (broker, _):
+            view, kernel = view_of(broker, "one"), broker.kernels["one"]
+            assert (view.state, view.saved_mib, view.device_id) == (L.SUSPENDED, 150, DEVICE)
+            assert (view.spec.fraction_milli, view.spec.reserve_mib, view.spec.priority, view.spec.seat) == (
+                250,
+                200,
+                7,
+                "s",
+            )
+            assert (kernel.identity, kernel.token_sha256, kernel.suspends) == (process, "abc", 3)
+            await broker.writer.flushed()
+            assert broker.writer.ledger.has_lease("one"), "the new ledger knows it"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"uid": 4242}, {"boot_id": "yesterday"}, {"start_time": 1}, {"pid": 1}, {"pid": None}], ids=str
+)
+async def test_a_record_counts_only_for_the_process_that_it_names(socket: Path, wrong: dict[str, Any]) -> None:
+    with carrier("one", socket) as process:
+        path = write_record(socket, record_of("one", process, **wrong))
+        async with started(socket, OneDevice(), everyone=True) as (broker, _):
+            assert broker.arbiter.leases() == []
+        assert not path.exists()
+
+
+async def test_a_record_of_another_lease_is_not_taken_by_a_process(socket: Path) -> None:
+    """A kernel of the same user does not become another lease's by a record that names it."""
+    with carrier("mine", socket) as process:
+        write_record(socket, record_of("richer", process))
+        async with started(socket, OneDevice()) as (broker, _):
+            assert broker.arbiter.leases() == []
+
+
+async def test_records_that_others_could_have_written_are_not_read(socket: Path) -> None:
+    with carrier("one", socket) as process:
+        path = write_record(socket, record_of("one", process))
+        path.chmod(0o622)
+        assert read_lease_files(path.parent) == []
+        path.chmod(0o600)
+        assert [record.spec.lease_id for record in read_lease_files(path.parent)] == ["one"]
+        path.parent.chmod(0o777)
+        assert read_lease_files(path.parent) == []
+        path.parent.chmod(0o700)
+        (other := socket.with_name("other")).hardlink_to(path)
+        assert read_lease_files(path.parent) == [], "who has its other name could have written it"
+        other.unlink()
+        path.rename(path.with_name("another.json"))
+        assert read_lease_files(path.parent) == [], "its name is another lease's"
+
+
+async def test_what_the_ledger_knows_to_be_over_stays_over(socket: Path) -> None:
+    driver = OneDevice()
+    with carrier("one", socket) as process, Ledger.open(socket.with_name("ledger.sqlite")) as ledger:
+        driver.has_context(process.pid, S.RUNNING, 150)
+        path = write_record(socket, record := record_of("one", process))
+        ledger.save_lease(record)
+        ledger.end_lease("one", 1, "released")
+        async with started(socket, driver, ledger=ledger) as (broker, _):
+            assert broker.arbiter.leases() == []
+            assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "milli"),
+    [
+        ((S.CHECKPOINTED, 300), L.SUSPENDED, 1000),  # of unknown size: it comes back to an empty device
+        ((S.RUNNING, 300), L.RESIDENT, 500),  # the smallest fraction that holds it
+        ((S.RUNNING, 100), L.RESIDENT, 125),
+        ((S.LOCKED, 100), L.RESIDENT, 125),  # a suspend was half done
+    ],
+)
+async def test_without_a_record_the_driver_and_the_devices_say_what_a_lease_has(
+    socket: Path, connection: Path, found: tuple[ProcessState, int], state: LeaseState, milli: int
+) -> None:
+    driver = OneDevice()
+    boast = {"JUPYTER_GPU_MEMORY_MIB": "900", "JUPYTER_GPU_DEFAULT_POOL": "rich"}
+    with carrier("one", socket, connection=connection, **boast) as process:
+        driver.has_context(process.pid, *found)
+        async with started(socket, driver) as (broker, _):
+            view, kernel = view_of(broker, "one"), broker.kernels["one"]
+            assert (view.state, view.device_id) == (state, DEVICE)
+            assert (view.spec.fraction_milli, view.spec.reserve_mib, view.spec.priority) == (milli, milli, 0)
+            assert (view.spec.pool, view.spec.seat, kernel.kernel_id) == ("default", "", "0b9c")
+            assert json.loads(kernel.connection) == CONNECTION
+            assert driver.states[process.pid] is not S.LOCKED
+
+
+async def test_a_checkpoint_without_record_or_connection_is_kept(socket: Path) -> None:
+    driver = OneDevice()
+    with carrier("one", socket) as process:
+        driver.has_context(process.pid, S.CHECKPOINTED, 300)
+        async with started(socket, driver) as (broker, _):
+            assert view_of(broker, "one").state is L.SUSPENDED
+            assert broker.kernels["one"].identity == process
+            await broker.writer.flushed()
+            (kept,) = broker.writer.ledger.live_leases()
+            assert kept.connection == UNKNOWN_CONNECTION
+        async with started(socket, driver) as (broker, _):
+            assert broker.kernels["one"].identity == process, "the next broker knows it, too"
+
+
+async def test_where_the_device_of_a_checkpoint_is_unknown_the_lease_is_quarantined(
+    socket: Path, connection: Path
+) -> None:
+    driver = Driver()  # four devices
+    with carrier("one", socket, connection=connection) as process:
+        driver.has_context(process.pid, S.CHECKPOINTED, 300)
+        async with started(socket, driver) as (broker, _):
+            assert view_of(broker, "one").state is L.QUARANTINED
+            assert not [call for call in driver.calls if call[0] == "restore"]
+
+
+async def test_a_lease_of_unknown_size_gets_the_one_that_it_uses(socket: Path, connection: Path) -> None:
+    driver = OneDevice()
+    with carrier("one", socket, connection=connection) as process:
+        driver.has_context(process.pid, S.CHECKPOINTED, 300)
+        async with started(socket, driver) as (broker, lost):
+            assert not await lost._is_sized("one")
+        driver.states[process.pid] = S.RUNNING  # it was brought back
+        async with started(socket, driver) as (broker, lost):
+            assert view_of(broker, "one").spec.fraction_milli == 1000
+            assert lost._unsized == {"one"}, "a broker later it is still to be done"
+            assert await lost._is_sized("one")
+            spec = view_of(broker, "one").spec
+            assert (spec.fraction_milli, spec.reserve_mib) == (500, 500)
+
+
+async def test_a_flood_of_claims_takes_no_room(socket: Path, connection: Path) -> None:
+    """What has nothing on a device gets nothing: nor does what once belonged to a kernel and is none."""
+    driver = OneDevice()
+    with (
+        carrier("claim-1", socket, connection=connection),
+        carrier("claim-2", socket, connection=connection),
+        carrier("job", socket) as job,
+        carrier("real", socket, connection=connection) as real,
+    ):
+        driver.has_context(real.pid, S.CHECKPOINTED, 300)
+        driver.has_context(job.pid, S.RUNNING, 300)
+        async with started(socket, driver) as (broker, _):
+            assert [view.spec.lease_id for view in broker.arbiter.leases()] == ["real"]
+            assert broker.arbiter.devices()[0].reserved_mib == 0
+
+
+async def test_a_claim_about_which_the_driver_says_nothing_holds_nothing(socket: Path, connection: Path) -> None:
+    driver = OneDevice()
+    with carrier("one", socket, connection=connection) as process:
+        driver.failures["state", process.pid] = GPUErrorCode.NOT_PERMITTED
+        async with started(socket, driver) as (broker, _):
+            assert broker.arbiter.leases() == []
+
+
+async def test_kernels_of_another_broker_are_its_own(socket: Path, connection: Path) -> None:
+    driver = OneDevice()
+    with carrier("one", socket.with_name("other.sock"), connection=connection) as process:
+        driver.has_context(process.pid, S.CHECKPOINTED, 300)
+        async with started(socket, driver) as (broker, _):
+            assert broker.arbiter.leases() == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="starts processes of another user")
+async def test_a_broker_of_one_user_takes_no_lease_of_another_user(socket: Path, connection: Path) -> None:
+    driver = OneDevice()
+    with carrier("one", socket, connection=connection, first=BECOME_NOBODY) as process:
+        driver.has_context(process.pid, S.CHECKPOINTED, 300)
+        async with started(socket, driver) as (broker, _):
+            assert broker.arbiter.leases() == []
+        async with started(socket, driver, everyone=True) as (broker, _):
+            assert broker.kernels["one"].uid == 65534
+            assert view_of(broker, "one").spec.owner == "nobody"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="starts processes of another user")
+async def test_nobody_takes_the_lease_of_another_user_by_its_id(socket: Path, connection: Path) -> None:
+    """The thief carries the id and was there first; the record names the owner's process."""
+    driver = OneDevice()
+    with (
+        carrier("one", socket, connection=connection, first=BECOME_NOBODY) as thief,
+        carrier("one", socket, connection=connection) as owner,
+    ):
+        driver.has_context(thief.pid, S.RUNNING, 10)
+        driver.has_context(owner.pid, S.CHECKPOINTED, 150)
+        write_record(socket, record_of("one", owner))
+        async with started(socket, driver, everyone=True) as (broker, _):
+            assert (broker.kernels["one"].identity, broker.kernels["one"].uid) == (owner, 0)
+            assert view_of(broker, "one").spec.reserve_mib == 200
+
+
+async def test_files_follow_the_leases_and_are_put_back(socket: Path) -> None:
+    files = LeaseFiles(Path(f"{socket}.leases"))
+    with carrier("one", socket) as process:
+        record = record_of("one", process)
+        for state in (L.RESIDENT, L.SUSPENDED):
+            files.put(replace(record, state=state))
+        await files.flushed()
+        (path,) = files.folder.iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert [found.state for found in read_lease_files(files.folder)] == [L.SUSPENDED]
+        path.unlink()
+        files.folder.rmdir()
+        files._changed |= files._missing({"one.json"})
+        files._begin()
+        await files.flushed()
+        assert read_lease_files(files.folder) == [replace(record, state=L.SUSPENDED)]
+        files.drop("one")
+        await files.close()
+        assert not files.folder.exists(), "nothing is left of a broker without leases"
+
+
+async def test_a_record_is_not_written_into_a_file_that_has_another_name(socket: Path) -> None:
+    files = LeaseFiles(Path(f"{socket}.leases"))
+    precious = socket.with_name("precious")
+    precious.write_text("keep")
+    files.folder.mkdir(mode=0o700)
+    (files.folder / ".one.json").hardlink_to(precious)  # where it is written before it replaces the old one
+    with carrier("one", socket) as process:
+        files.put(record_of("one", process))
+        await files.flushed()
+        assert precious.read_text() == "keep"
+        assert [record.spec.lease_id for record in read_lease_files(files.folder)] == ["one"]
+    await files.close()
+
+
+async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = LeaseFiles(Path(f"{socket}.leases"))
+    files.folder.write_text("in the way")
+    with carrier("one", socket) as process:
+        files.put(record_of("one", process))
+        await files.flushed()
+        assert "not up to date" in caplog.text
+        files.folder.unlink()
+        files.put(record_of("two", process))
+        await files.flushed()
+        assert {record.spec.lease_id for record in read_lease_files(files.folder)} == {"one", "two"}
+    await files.close()
+
+
+async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
+    """With it a server's next kernels keep what the hub gave it; a seat that was ended stays so."""
+    async with started(socket, OneDevice()) as (broker, _):
+        seats = Service(broker, load(None, {})).seats
+        for name in ("kept", "ended"):
+            seat = replace(SEAT, seat_id=name, server=name)
+            await broker.writer.run(partial(broker.writer.ledger.save_seat, seat))
+            seats._seats[name] = seat
+            await seats.confirm(name)
+        seats.release("ended")
+        assert broker.files is not None
+        await broker.files.flushed()
+    socket.with_name("ledger.sqlite").unlink()
+    async with started(socket, OneDevice()) as (broker, _):
+        seats = Service(broker, load(None, {})).seats
+        seats.recover(broker.writer.ledger)
+        assert seats.of_token("secret") == "kept"
+        await broker.writer.flushed()
+        assert [seat.seat_id for seat in broker.writer.ledger.live_seats()] == ["kept"]
+
+
+@given(st.binary(max_size=200) | st.from_regex(rb'\{"spec": .{0,100}', fullmatch=True))
+def test_any_bytes_in_a_record_are_decoded_or_left_out(text: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        for suffix in (".json", ".seat"):
+            (Path(name) / f"one{suffix}").write_bytes(text)
+        folder = Path(name)
+        folder.chmod(0o700)
+        assert read_lease_files(folder) == []
+        assert read_seat_files(folder) == []
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "[" * 50_000, '{"shell_port": 1, "iopub_port": 2, "ip": "10.0.0.1"}', "\x00"]
+)
+async def test_a_connection_file_that_is_none_makes_a_kernel_that_cannot_be_heard(
+    socket: Path, connection: Path, content: str
+) -> None:
+    replace_file(connection, content.encode())
+    driver = OneDevice()
+    with carrier("one", socket, connection=connection) as process:
+        driver.has_context(process.pid, S.RUNNING, 100)
+        async with started(socket, driver) as (broker, _):
+            assert view_of(broker, "one").state is L.RESIDENT
+            assert broker.kernels["one"].busy
+
+
+async def test_a_connection_file_that_is_a_pipe_holds_nobody_up(socket: Path, connection: Path) -> None:
+    os.remove(connection)  # noqa: PTH107 - at once
+    os.mkfifo(connection)
+    driver = OneDevice()
+    with carrier("one", socket, connection=connection) as process:
+        driver.has_context(process.pid, S.RUNNING, 100)
+        async with started(socket, driver) as (broker, _):
+            assert view_of(broker, "one").state is L.RESIDENT

@@ -1,0 +1,285 @@
+"""A new broker believes the driver and /proc, not the ledger; what cannot be known is neither dead nor free."""
+
+import asyncio
+import errno
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.kernels import process_inspector
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.recovery.recovery import recover
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.events import (
+    DeviceSeen,
+    HostMemorySeen,
+    PoolConfigured,
+    Wanted,
+)
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    PoolSpec,
+)
+from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
+from fractional_gpu.host.tree import Snapshot
+from fractional_gpu.host.tree import scan as real_scan
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
+from tests.broker.driver import DEVICE, OTHERS, Driver, swaps_of
+from tests.broker.live import DEADLINE_S, started_for
+from tests.broker.persistence.disk import Disk
+
+LEASE = "lease-of-tests"
+S, L = ProcessState, LeaseState
+
+
+def record_of(process: dict[str, Any] | None, state: LeaseState, **changes: Any) -> LeaseRecord:  # noqa: ANN401 - fields
+    spec = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500, reserve_mib=500, gated=False)
+    identity = {"boot_id": "", "pid": None, "start_time": None}
+    connection = ""
+    if process is not None:
+        identity = {name: process[name] for name in identity}
+        connection = json.dumps(process["connection"])
+    values: dict[str, Any] = {
+        "spec": spec, "state": state, "generation": 7, "device_id": DEVICE, "saved_mib": 0, "uid": 0, "kernel_id": "k",
+        "token_sha256": "", **identity, "connection": connection, "language": "python", "ipykernel": True,
+        "created_ms": 1, "suspends": 3, "resumes": 2, **changes,
+    }  # fmt: skip
+    return LeaseRecord(**values)
+
+
+@asynccontextmanager
+async def recovered(
+    tmp_path: Path,
+    driver: Driver,
+    *records: LeaseRecord,
+    operations: Sequence[OperationRecord] = (),
+    full_disk: bool = False,
+) -> AsyncIterator[Broker]:
+    """A new broker that finds this in its ledger, and, with `full_disk`, can write nothing until it has found everything."""
+    ledger = Disk.open(tmp_path / "ledger.sqlite")
+    for record in records:
+        ledger.save_lease(record)
+    for operation in operations:
+        ledger.begin(operation)
+    swaps = swaps_of(driver)
+    broker = Broker(Arbiter(first_operation_id=100), cast("Monitor", driver), swaps, LedgerWriter(ledger))
+    broker.dispatch(DeviceSeen(at_ms=now_ms(), device=DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)))
+    broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=(DEVICE,))))
+    broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
+    try:
+        ledger.full = full_disk
+        await recover(broker, swaps, ledger)
+        await asyncio.gather(broker.writer.flushed(), return_exceptions=True)
+        ledger.full = False
+        yield broker
+    finally:
+        await broker.close()
+
+
+@pytest.mark.parametrize(
+    ("was", "found", "state"),
+    [
+        (L.RESIDENT, S.RUNNING, L.RESIDENT),
+        (L.SUSPENDED, S.RUNNING, L.RESIDENT),
+        (L.RESIDENT, S.CHECKPOINTED, L.SUSPENDED),
+        (L.SUSPENDED, S.CHECKPOINTED, L.SUSPENDED),
+        (L.SUSPENDING, S.LOCKED, L.RESIDENT),
+        (L.RESIDENT, None, L.RESIDENT),  # its gate may be open: it may create a context at any moment
+        (L.UNARMED, None, L.UNARMED),
+        (L.RESIDENT, S.FAILED, L.QUARANTINED),
+        (L.SUSPENDED, S.CHECKPOINTING, L.QUARANTINED),
+    ],
+)
+async def test_what_the_driver_says_is_believed(
+    tmp_path: Path, was: LeaseState, found: ProcessState | None, state: LeaseState
+) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        if found is not None:
+            driver.has_context(process["pid"], found, 300)
+        async with recovered(
+            tmp_path, driver, record_of(process, was, saved_mib=300 if was is L.SUSPENDED else 0)
+        ) as broker:
+            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
+            assert view is not None
+            assert view.state is state
+            assert view.generation > 7
+            assert kernel.identity is not None
+            assert kernel.busy, "nobody has heard of it yet"
+            assert (kernel.suspends, kernel.resumes) == (3, 2)
+            assert (driver.states.get(process["pid"]) is S.LOCKED) is False, "it was left locked"
+
+
+async def test_after_a_reboot_nobody_is_taken_for_the_kernel_that_had_its_pid(tmp_path: Path) -> None:
+    """What was saved is gone with the machine's memory, and a process that has the pid by chance is nobody's kernel."""
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.CHECKPOINTED, 300)
+        record = record_of({**process, "boot_id": "yesterday"}, L.SUSPENDED, saved_mib=300, device_id=None)
+        async with recovered(tmp_path, driver, record) as broker:
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert (view.state, view.saved_mib, broker.kernels[LEASE].identity) == (L.UNATTACHED, 0, None)
+            assert driver.states[process["pid"]] is S.CHECKPOINTED, "nothing is done to a stranger"
+            assert not [name for name, _ in driver.calls]
+
+
+async def test_a_driver_that_does_not_answer_makes_nothing_free(tmp_path: Path) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.failures["state", process["pid"]] = GPUErrorCode.WORKER_HUNG
+        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT)) as broker:
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert (view.state, view.device_id) == (L.QUARANTINED, DEVICE)
+            assert broker.arbiter.devices()[0].reserved_mib == 500
+
+
+async def test_a_lease_whose_process_has_ended_waits_for_another(tmp_path: Path) -> None:
+    with started_for(LEASE) as process:
+        pass
+    for record in (record_of(process, L.RESIDENT), record_of(None, L.UNATTACHED)):
+        async with recovered(tmp_path, Driver(), record) as broker:
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert view.state is L.UNATTACHED
+            assert broker.arbiter.devices()[0].reserved_mib == 0
+
+
+UNDER_WAY = OperationRecord(
+    operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
+    begun_ms=1, pids="[]", saved_mib=300,
+)  # fmt: skip
+
+
+async def test_an_operation_that_was_under_way_is_closed_with_what_was_found(tmp_path: Path) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.CHECKPOINTED, 0)
+        async with recovered(tmp_path, driver, record_of(process, L.SUSPENDING), operations=[UNDER_WAY]) as broker:
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert (view.state, view.saved_mib) == (L.SUSPENDED, 300)
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        assert ledger.open_operations() == []
+
+
+async def test_a_lease_that_was_found_on_a_full_disk_comes_back_when_there_is_room_on_it(tmp_path: Path) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.CHECKPOINTED, 300)
+        record = record_of(process, L.SUSPENDING)
+        async with recovered(tmp_path, driver, record, operations=[UNDER_WAY], full_disk=True) as broker:
+            broker.dispatch(Wanted(at_ms=now_ms(), lease_id=LEASE))
+            async with asyncio.timeout(DEADLINE_S):
+                while (view := broker.arbiter.lease(LEASE)) is None or view.state is not L.RESIDENT:
+                    await broker.stirred.wait()
+            await broker.writer.flushed()
+            assert broker.writer.ledger.open_operations() == []
+
+
+@pytest.mark.parametrize("quarantined", [False, True])
+@pytest.mark.parametrize(("left_mib", "state"), [(299, L.QUARANTINED), (300, L.RESIDENT)])
+async def test_what_an_earlier_broker_left_half_saved_comes_back_only_if_it_has_room(
+    tmp_path: Path, left_mib: int, state: LeaseState, *, quarantined: bool
+) -> None:
+    """What was to be saved is in the open operation, and in the lease once the operation is over."""
+    driver = Driver()
+    with started_for(LEASE) as process, started_for(LEASE) as other:
+        driver.has_context(process["pid"], S.CHECKPOINTED, 300)
+        driver.has_context(other["pid"], S.LOCKED, 300)
+        driver.others_mib = 1000 - 300 - left_mib
+        operation = OperationRecord(
+            operation_id=5, lease_id=LEASE, generation=7, kind="suspend", device_id=DEVICE, phase="checkpointing",
+            begun_ms=1, pids="[]", saved_mib=600,
+        )  # fmt: skip
+        if quarantined:
+            record, operations = record_of(process, L.QUARANTINED, saved_mib=600), []
+        else:
+            record, operations = record_of(process, L.SUSPENDING), [operation]
+        async with recovered(tmp_path, driver, record, operations=operations) as broker:
+            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
+            assert view is not None
+            assert view.state is state
+            again = broker.record(kernel)
+            assert again is not None
+            assert again.saved_mib == (600 if state is L.QUARANTINED else 0), "the broker after this one needs it, too"
+
+
+@pytest.mark.parametrize("connection", ["{}", "[]", "not JSON", '{"ip": "10.0.0.1", "iopub_port": 1, "shell_port": 1}'])
+async def test_a_kernel_whose_line_cannot_be_listened_to_is_kept_and_counts_as_busy(
+    tmp_path: Path, connection: str
+) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.RUNNING, 300)
+        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT, connection=connection)) as broker:
+            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
+            assert view is not None
+            assert (view.state, view.busy, kernel.busy) == (L.RESIDENT, True, True)
+            record = broker.record(kernel)
+            assert record is not None
+            assert record.connection == connection, "a broker that understands it may come back"
+
+
+async def test_all_leases_are_found_with_one_look_at_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, looks = Driver(), list[str]()
+
+    def scan(name: str) -> Snapshot:
+        looks.append(name)
+        return real_scan(name)
+
+    monkeypatch.setattr(process_inspector, "scan", scan)
+    names = [f"lease-{number}" for number in range(4)]
+    with ExitStack() as stack:
+        processes = [stack.enter_context(started_for(name)) for name in names]
+        for process in processes:
+            driver.has_context(process["pid"], S.RUNNING, 100)
+        found = [record_of(process, L.RESIDENT) for process in processes]
+        records = [
+            replace(record, spec=replace(record.spec, lease_id=name, reserve_mib=100))
+            for name, record in zip(names, found, strict=True)
+        ]
+        async with recovered(tmp_path, driver, *records) as broker:
+            assert {view.state for view in broker.arbiter.leases()} == {L.RESIDENT}
+            assert len(looks) == 1
+
+
+async def test_leases_are_found_though_the_first_look_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, looks = Driver(), list[str]()
+
+    def scan(name: str) -> Snapshot:
+        looks.append(name)
+        if len(looks) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real_scan(name)
+
+    monkeypatch.setattr(process_inspector, "scan", scan)
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.RUNNING, 300)
+        async with recovered(tmp_path, driver, record_of(process, L.RESIDENT)) as broker:
+            assert [view.state for view in broker.arbiter.leases()] == [L.RESIDENT]
+
+
+async def test_a_lease_of_several_devices_comes_back_on_all_of_them(tmp_path: Path) -> None:
+    driver = Driver()
+    with started_for(LEASE) as process:
+        driver.has_context(process["pid"], S.RUNNING, 300)
+        devices = (DEVICE, OTHERS[0])
+        record = record_of(process, L.RESIDENT, device_ids=devices, home_device_ids=devices, home_device_id=DEVICE)
+        async with recovered(tmp_path, driver, record) as broker:
+            assert broker.kernels[LEASE].homes == devices
+            again = broker.record(broker.kernels[LEASE])
+            assert again is not None
+            assert again.home_device_ids == devices

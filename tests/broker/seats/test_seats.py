@@ -1,0 +1,799 @@
+"""A hub takes seats from a broker, and kernels never have more than the seat that they draw on."""
+
+import asyncio
+import json
+import logging
+import os
+import pwd
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, closing, contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import pytest
+
+from fractional_gpu.broker.broker import now_ms
+from fractional_gpu.broker.seats import seats as seats_module
+from fractional_gpu.broker.seats.seats import Seats
+from fractional_gpu.broker.services.status_stream import Feed
+from fractional_gpu.client.replies import decode_message
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.core.events import DeviceSeen
+from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.ledger import UsageRecord
+from fractional_gpu.ledger.records import SeatRecord
+from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
+from fractional_gpu.protocol.messages import HostStatus, LeaseRequest
+from fractional_gpu.protocol.seats import (
+    OfferRequest,
+    ProgressKind,
+    SeatProgress,
+    SeatRequest,
+)
+from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
+
+CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a day that is not today, nor near it
+POOLS: dict[str, Any] = {
+    "default": {"wait_bound": "100%", "kernels_per_seat": 2, "price": "0.80 EUR"},
+}
+
+
+@pytest.fixture(scope="module")
+def _live() -> Iterator[LiveBroker]:
+    with live_broker(seats_required=True, pools=POOLS) as live:
+        yield live
+
+
+@pytest.fixture
+def live(_live: LiveBroker) -> Iterator[LiveBroker]:
+    yield _live
+    with client_of(_live) as client:
+        for seat in client.seats().seats:
+            client.release_seat(seat.seat_id)
+    leases = _live.call("GET", "/v1/status").body["leases"]
+    for lease in leases:
+        _live.call("DELETE", f"/v1/leases/{lease['lease_id']}")
+
+
+def client_of(live: LiveBroker) -> SeatClient:
+    return SeatClient(live.socket, timeout_s=DEADLINE_S)
+
+
+def take(live: LiveBroker, **fields: Any) -> SeatProgress:  # noqa: ANN401 - SeatRequest's
+    """Take a seat, and return the last line."""
+    request = SeatRequest(**{"owner": "ada", "pool": "default", "fraction_milli": 250, **fields})
+    with client_of(live) as client:
+        return list(client.take_seat(request))[-1]
+
+
+def ask(live: LiveBroker, seat: SeatProgress, **fields: Any) -> Any:  # noqa: ANN401
+    """Ask for a kernel on the seat."""
+    token = fields.pop("token", seat.token)
+    request = LeaseRequest(**{"fraction_milli": 250, "seat": seat.seat_id, **fields})
+    return live.call("POST", "/v1/leases", asdict(request), token=token)
+
+
+def test_a_kernel_gets_owner_and_priority_from_its_seat(live: LiveBroker) -> None:
+    seat = take(live)
+    assert seat.kind == ProgressKind.GRANTED
+    assert seat.memory_mib == 256
+    answer = ask(live, seat, label="notebook")
+    assert answer.status == 200, answer
+    lease = live.call("GET", f"/v1/leases/{answer.body['lease_id']}").body
+    assert (lease["owner"], lease["seat"]) == ("ada", seat.seat_id)
+    with client_of(live) as client:
+        (status,) = client.seats().seats
+    assert (status.owner, status.kernels, status.used_milli) == ("ada", 1, 250)
+
+
+@pytest.mark.parametrize(
+    ("wish", "reason", "sentence"),
+    [
+        ({"fraction_milli": 500}, "seat-full", "a kernel of 1/2 GPU was asked, but this server has 1/4 GPU"),
+        ({"memory_mib": 300}, "seat-memory", "a kernel with 300 MiB was asked"),
+        ({"priority": 5}, "seat-priority", "priority 5 was asked, but this server has 0"),
+    ],
+)
+def test_a_kernel_that_asks_for_more_than_its_seat_is_refused(
+    live: LiveBroker, caplog: pytest.LogCaptureFixture, wish: dict[str, Any], reason: str, sentence: str
+) -> None:
+    seat = take(live)
+    with caplog.at_level(logging.WARNING):
+        refused = ask(live, seat, **wish).error
+    assert refused["reason"] == reason
+    assert sentence in refused["message"]
+    assert any("seat of 'ada'" in record.getMessage() and reason in record.getMessage() for record in caplog.records)
+
+
+def test_all_kernels_of_a_seat_share_it(live: LiveBroker) -> None:
+    seat = take(live, fraction_milli=500)
+    assert ask(live, seat).status == 200
+    refused = ask(live, seat, fraction_milli=500).error
+    assert refused["reason"] == "seat-full"
+    assert "of which its other kernels have 1/4" in refused["message"]
+    assert ask(live, seat).status == 200
+    assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full"
+
+
+def test_a_kernel_grows_within_its_seat_and_no_further(live: LiveBroker) -> None:
+    seat = take(live, fraction_milli=500)
+    lease = ask(live, seat).body
+    target = f"/v1/leases/{lease['lease_id']}/resize"
+    refused = live.call("POST", target, {"fraction_milli": 750}, token=lease["token"]).error
+    assert refused["reason"] == "seat-full"
+    assert "a kernel of 3/4 GPU was asked, but this server has 1/2 GPU" in refused["message"]
+    assert live.call("POST", target, {"memory_mib": 600}, token=lease["token"]).error["reason"] == "seat-memory"
+    grown = live.call("POST", target, {"fraction_milli": 500}, token=lease["token"])
+    assert (grown.status, grown.body["fraction_milli"]) == (200, 500)
+    assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full", "what it grew by is taken"
+
+
+def test_a_seat_has_so_many_kernels_and_no_more(live: LiveBroker) -> None:
+    seat = take(live, fraction_milli=500)
+    assert [ask(live, seat, fraction_milli=125).status for _ in range(2)] == [200, 200]
+    refused = ask(live, seat, fraction_milli=125).error
+    assert (refused["reason"], "2 kernels with a GPU, the most" in refused["message"]) == ("seat-kernels", True)
+
+
+def test_without_a_seat_nobody_gets_a_kernel_where_seats_are_required(live: LiveBroker) -> None:
+    refused = live.call("POST", "/v1/leases", asdict(LeaseRequest(fraction_milli=250))).error
+    assert refused["reason"] == "no-seat"
+    assert "choose a GPU when you start your server" in refused["message"]
+
+
+def test_a_foreign_token_or_a_seat_that_is_over_gives_the_same_refusal(live: LiveBroker) -> None:
+    mine, other = take(live), take(live, owner="bob")
+    answers = [
+        ask(live, mine, token=other.token),
+        ask(live, mine, token=None),
+        ask(live, mine, token="x" * 43),
+        ask(live, SeatProgress(kind="granted", seat_id="0" * 24, token=mine.token)),
+    ]
+    assert {answer.status for answer in answers} == {401}
+    assert len({answer.error["message"] for answer in answers}) == 1
+
+
+def test_an_ended_seat_gives_no_more_kernels(live: LiveBroker) -> None:
+    seat = take(live)
+    lease_id = ask(live, seat).body["lease_id"]
+    with client_of(live) as client:
+        client.release_seat(seat.seat_id)
+        client.release_seat(seat.seat_id)
+    assert ask(live, seat).error["reason"] == "foreign-seat"
+    # Nothing ran behind the lease: it is over, too.
+    assert live.call("GET", f"/v1/leases/{lease_id}").status == 404
+
+
+def test_a_seat_that_is_not_confirmed_ends_by_itself(live: LiveBroker) -> None:
+    kept = take(live)
+    with client_of(live) as client:
+        assert client.confirm_seat(kept.seat_id).expires_ms is None
+    lost = take(live, owner="bob", ttl_ms=2_000)  # longer than a busy disk takes to write it down
+
+    async def gone() -> None:
+        seats: Seats = live.service.seats
+        while any(seat.seat_id == lost.seat_id for seat in seats.live()):
+            await seats._changed.wait()
+
+    live.on_loop(gone)
+    with client_of(live) as client:
+        assert [seat.seat_id for seat in client.seats().seats] == [kept.seat_id]
+        with pytest.raises(NotFoundError, match="it may have expired"):
+            client.confirm_seat(lost.seat_id)
+
+
+def test_a_server_has_one_seat(live: LiveBroker) -> None:
+    first, second = take(live, server="lab"), take(live, server="lab", fraction_milli=500)
+    other = take(live, server="named")
+    with client_of(live) as client:
+        assert [seat.seat_id for seat in client.seats().seats] == [second.seat_id, other.seat_id]
+    assert ask(live, first).error["reason"] == "foreign-seat"
+
+
+def test_only_the_user_whose_seat_it_is_may_draw_on_it(live: LiveBroker) -> None:
+    seat = take(live, uid=12_345)
+    # Root may; anybody else with the token, who could have stolen it, may not.
+    body = json.dumps(asdict(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
+    reply = as_nobody(live, "POST", "/v1/leases", body, token=seat.token)
+    assert " 403 " in reply.partition("\n")[0]
+    assert "belongs to another user" in reply
+
+
+def test_nobody_but_the_hub_takes_sees_or_ends_seats(live: LiveBroker) -> None:
+    seat = take(live)
+    body = json.dumps(asdict(SeatRequest(owner="eve", pool="default", fraction_milli=1000)))
+    for method, target, content in (
+        ("POST", "/v1/seats", body),
+        ("GET", "/v1/seats", ""),
+        ("DELETE", f"/v1/seats/{seat.seat_id}", ""),
+        ("POST", f"/v1/seats/{seat.seat_id}/confirm", "{}"),
+        ("POST", "/v1/offers", json.dumps(asdict(OfferRequest(owner="eve")))),
+    ):
+        reply = as_nobody(live, method, target, content)
+        assert " 403 " in reply.partition("\n")[0], reply
+        assert "not-admin" in reply
+    with client_of(live) as client:
+        assert [one.seat_id for one in client.seats().seats] == [seat.seat_id]
+
+
+def test_users_of_one_uid_see_and_steer_only_what_is_of_their_seat(live: LiveBroker) -> None:
+    seats = [take(live, owner=owner) for owner in ("ada", "bob")]
+    leases = []
+    for seat in seats:
+        body = json.dumps(asdict(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
+        reply = as_nobody(live, "POST", "/v1/leases", body, token=seat.token)
+        leases.append(json.loads(reply.partition("\n\n")[2]))
+
+    def seen(token: str | None) -> list[str]:
+        status = json.loads(as_nobody(live, "GET", "/v1/status", "", token=token).partition("\n\n")[2])
+        return [lease["lease_id"] for lease in status["leases"]]
+
+    ids = [lease["lease_id"] for lease in leases]
+    assert seen(seats[0].token) == ids[:1]
+    assert seen(leases[1]["token"]) == ids[1:]
+    assert seen(None) == []
+    own, foreign = f"/v1/leases/{ids[0]}", f"/v1/leases/{ids[1]}"
+    assert " 200 " in as_nobody(live, "GET", own, "", token=seats[0].token)
+    assert " 404 " in as_nobody(live, "GET", own, "")
+    as_nobody(live, "DELETE", own, "")  # as for a lease that is over: no error
+    assert " 200 " in as_nobody(live, "GET", own, "", token=seats[0].token), "it was not ended"
+    assert " 401 " in as_nobody(live, "GET", foreign, "", token=seats[0].token)
+    assert " 401 " in as_nobody(live, "POST", own + "/detach", "{}", token=seats[0].token), "the kernel's own route"
+
+
+def as_nobody(live: LiveBroker, method: str, target: str, body: str, *, token: str | None = None) -> str:
+    """Make one request from a process of another user and return the whole reply."""
+    authorization = f"Authorization: Bearer {token}\r\n" if token else ""
+    request = (
+        f"{method} {target} HTTP/1.1\r\nHost: broker\r\nConnection: close\r\n{authorization}"
+        f"Content-Length: {len(body.encode())}\r\n\r\n{body}"
+    )
+    program = (
+        "import socket, sys\n"
+        + BECOME_NOBODY
+        + """
+line = socket.socket(socket.AF_UNIX)
+line.connect(sys.argv[1])
+line.sendall(sys.argv[2].encode())
+while part := line.recv(65536):
+    sys.stdout.write(part.decode())
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program, live.socket, request],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_a_full_pool_lets_wait_first_come_first_served(live: LiveBroker) -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%"}}
+    with live_broker(pools=pools) as small, client_of(small) as first, client_of(small) as second:
+        holder = take(small, fraction_milli=1000)
+        lines = [
+            client.take_seat(SeatRequest(owner=owner, pool="default", fraction_milli=1000, wait_ms=60_000))
+            for client, owner in ((first, "bob"), (second, "eve"))
+        ]
+        waiting = [next(iter(line)) for line in lines]
+        assert [line.position for line in waiting] == [1, 2]
+        assert "has promised 1 GiB of the 1 GiB that it may promise" in waiting[0].sentence
+        assert waiting[1].sentence == "somebody else waits before you for a place in pool 'default'"
+        with client_of(small) as hub:
+            assert hub.seats().waiting == {"default": 2}
+            hub.release_seat(holder.seat_id)
+            granted = list(lines[0])[-1]
+            assert granted.kind == ProgressKind.GRANTED
+            hub.release_seat(granted.seat_id)
+        assert list(lines[1])[-1].kind == ProgressKind.GRANTED
+    assert live.is_alive()
+
+
+@contextmanager
+def waiting_for(live: LiveBroker, owner: str, fraction_milli: int) -> Iterator[Iterator[SeatProgress]]:
+    """A request for a seat in the pool's line; what it is told further."""
+    with client_of(live) as client:
+        lines = client.take_seat(
+            SeatRequest(owner=owner, pool="default", fraction_milli=fraction_milli, wait_ms=3_600_000)
+        )
+        assert next(lines).kind == ProgressKind.WAITING
+        yield lines
+
+
+def test_the_status_shows_seats_and_their_queue_to_whom_they_concern() -> None:
+    nobody = pwd.getpwnam("nobody").pw_uid
+    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as small:
+
+        def seen(token: str | None = None) -> HostStatus:
+            return decode_message(HostStatus, small.call("GET", "/v1/status", token=token).body)
+
+        holder = take(small, owner="ada", server="big", fraction_milli=500, uid=nobody)
+        other = take(small, owner="eve", fraction_milli=500, uid=0)
+        ask(small, other)
+        with waiting_for(small, "bob", 1000):
+            status = seen()
+            assert [(one.owner, one.server, one.kernels, one.used_milli) for one in status.seats] == [
+                ("ada", "big", 0, 0),
+                ("eve", "", 1, 250),
+            ]
+            (wait,) = status.seat_queue
+            assert (wait.pool, wait.position, wait.owner, wait.fraction_milli) == ("default", 1, "bob", 1000)
+            assert wait.memory_mib == 1024
+            own = seen(other.token)
+            assert [one.owner for one in own.seats] == ["eve"], "a seat's token shows that seat"
+            assert own.seat_queue == []
+            theirs = json.loads(as_nobody(small, "GET", "/v1/status", "").partition("\n\n")[2])
+            assert [one["owner"] for one in theirs["seats"]] == ["ada"]
+            assert "seat_queue" not in theirs or theirs["seat_queue"] == []
+            assert holder.token not in json.dumps(asdict(status))
+            text = render_status(status)
+    assert "ada/big" in text
+    assert "waiting for a seat of pool default:" in text
+    assert "    1. bob: 1 GPU, 1 GiB, for " in text
+
+
+def a_stranger_takes(live: LiveBroker, mib: int) -> None:
+    """Another program has so much of the device from now on."""
+
+    async def see() -> None:
+        (device,) = live.broker.devices.values()
+        spec = DeviceSpec(device_id=device.device_id, name=device.name, memory_mib=device.memory_mib)
+        live.broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=mib))
+
+    live.on_loop(see)
+
+
+def offered_free(live: LiveBroker) -> list[int]:
+    with client_of(live) as client:
+        (pool,) = client.offers(OfferRequest(owner="max")).pools
+    return [one.fraction_milli for one in pool.fractions if one.free]
+
+
+def test_small_seats_pass_a_large_one_that_has_no_room_so_many_times_and_no_more() -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%", "max_passed_over": 2}}
+    with live_broker(pools=pools) as live, client_of(live) as hub:
+        holder = take(live, owner="ada")
+        with waiting_for(live, "bob", 1000) as large:
+            assert offered_free(live) == [125, 250, 500, 750]
+            small = [take(live, owner=f"small{number}", fraction_milli=125) for number in range(2)]
+            assert {one.kind for one in small} == {ProgressKind.GRANTED}
+            assert offered_free(live) == [], "the room is kept for the one that was passed twice"
+            late = take(live, owner="late", fraction_milli=125)
+            assert (late.kind, late.reason) == (ProgressKind.REFUSED, "seat-queue")
+            for one in (holder, *small):
+                hub.release_seat(one.seat_id)
+            assert list(large)[-1].kind == ProgressKind.GRANTED
+
+
+def test_room_is_not_kept_for_a_seat_that_even_the_empty_pool_cannot_serve_any_more() -> None:
+    pools = {"default": {"oversubscription": 2, "wait_bound": "100%", "max_passed_over": 1}}
+    with live_broker(pools=pools) as live, client_of(live) as hub:
+        holders = [take(live, owner=owner, fraction_milli=1000) for owner in ("ada", "eve")]
+        with waiting_for(live, "bob", 1000):
+            a_stranger_takes(live, 256)
+            for one in holders:
+                hub.release_seat(one.seat_id)
+            small = [take(live, owner=f"small{number}", fraction_milli=125) for number in range(4)]
+            assert {one.kind for one in small} == {ProgressKind.GRANTED}
+            assert seats_waiting(live) == {"default": 1}
+
+
+def test_of_seats_that_wait_those_that_fit_are_given_when_one_ends() -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%"}}
+    with live_broker(pools=pools) as live, client_of(live) as hub:
+        take(live, owner="ada", fraction_milli=750)
+        quarter = take(live, owner="eve", fraction_milli=250)
+        with waiting_for(live, "bob", 1000), waiting_for(live, "max", 250) as small, waiting_for(live, "kim", 500):
+            hub.release_seat(quarter.seat_id)
+            assert list(small)[-1].kind == ProgressKind.GRANTED
+            assert seats_waiting(live) == {"default": 2}
+
+
+@contextmanager
+def held_back(live: LiveBroker) -> Iterator[None]:
+    """Nothing that is written reaches the disk during the block."""
+    live.disk.goes_on.clear()
+    try:
+        yield
+    finally:
+        live.disk.goes_on.set()
+
+
+def ask_at_once(live: LiveBroker, requests: Sequence[dict[str, Any]]) -> list[SeatProgress]:
+    """Take seats over as many connections at once; nothing is written before each one is either refused or about to be written."""
+    with ThreadPoolExecutor(len(requests)) as threads:
+        with held_back(live):
+            asked = [threads.submit(partial(take, live, **fields)) for fields in requests]
+
+            async def decided() -> None:
+                seats: Seats = live.service.seats
+                deadline_s = time.monotonic() + DEADLINE_S
+                while len(seats.live()) + sum(one.done() for one in asked) < len(requests):
+                    assert time.monotonic() < deadline_s, "some wait behind a seat that is being written down"
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(seats._changed.wait(), 0.05)
+
+            live.on_loop(decided)
+            assert seats_waiting(live) == {}
+        return [one.result(DEADLINE_S) for one in asked]
+
+
+def seats_waiting(live: LiveBroker) -> dict[str, int]:
+    with client_of(live) as client:
+        return client.seats().waiting
+
+
+@pytest.mark.parametrize("when_full", ["wait", "refuse"])
+def test_seats_asked_for_at_once_are_all_given_though_the_disk_is_slow(when_full: str) -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%", "when_full": when_full}}
+    with live_broker(pools=pools) as live:
+        told = ask_at_once(live, [{"owner": f"user{number}", "wait_ms": 0} for number in range(6)])
+        reasons = sorted(one.reason for one in told if one.kind == ProgressKind.REFUSED)
+        assert reasons == ["pool-full", "pool-full"], "four quarters fit, and no other request is in the way"
+        assert len({one.seat_id for one in told if one.kind == ProgressKind.GRANTED}) == 4
+    with live_broker(pools={"default": {"wait_bound": "100%", "when_full": when_full}}) as live:
+        told = ask_at_once(live, [{"owner": f"user{number}", "wait_ms": 0} for number in range(6)])
+        assert {one.kind for one in told} == {ProgressKind.GRANTED}
+
+
+def test_a_seat_that_cannot_be_written_down_gives_its_room_back() -> None:
+    with (
+        live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live,
+        client_of(live) as client,
+    ):
+        live.disk.full = True
+        with pytest.raises(InternalBrokerError, match="the disk is full"):
+            take(live, fraction_milli=1000)
+        assert client.seats().seats == []
+        live.disk.full = False
+        assert take(live, owner="bob", fraction_milli=1000).kind == ProgressKind.GRANTED
+
+
+def test_a_request_that_is_dropped_while_its_seat_is_written_down_keeps_no_room() -> None:
+    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live:
+        seats: Seats = live.service.seats
+        with held_back(live):
+
+            async def drop() -> None:
+                line = seats.take(SeatRequest(owner="ada", pool="default", fraction_milli=1000))
+                asked = asyncio.ensure_future(anext(line))
+                while not seats.live():
+                    await seats._changed.wait()
+                asked.cancel()
+                await asyncio.wait([asked])
+                await line.aclose()
+
+            live.on_loop(drop)
+            assert seats.live() == []
+        assert take(live, owner="bob", fraction_milli=1000).kind == ProgressKind.GRANTED
+        assert [seat.owner for seat in found_again(live)] == ["bob"]
+
+
+def test_two_seats_of_a_user_that_wait_together_keep_the_users_limit() -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%", "user_limits": {"fraction": "1/2"}}}
+    with live_broker(pools=pools) as live, client_of(live) as hub:
+        holder = [take(live, owner=owner, fraction_milli=500).seat_id for owner in ("eve", "kim")]
+        clients = [client_of(live) for _ in range(2)]
+        lines = [
+            client.take_seat(
+                SeatRequest(owner="bob", server=server, pool="default", fraction_milli=500, wait_ms=60_000)
+            )
+            for client, server in zip(clients, "ab", strict=True)
+        ]
+        assert [next(iter(line)).position for line in lines] == [1, 2]
+        for seat_id in holder:
+            hub.release_seat(seat_id)
+        first, second = (list(line)[-1] for line in lines)
+        assert first.kind == ProgressKind.GRANTED
+        assert (second.kind, second.reason) == (ProgressKind.REFUSED, "user-limit")
+        for client in clients:
+            client.close()
+
+
+def test_a_later_request_for_the_same_server_ends_the_seat_that_is_being_written_down() -> None:
+    with live_broker(pools={"default": {"wait_bound": "100%"}}) as live:
+        seats: Seats = live.service.seats
+
+        async def ask_twice() -> list[SeatProgress]:
+            request = SeatRequest(owner="ada", server="lab", pool="default", fraction_milli=250)
+            lines = [seats.take(request), seats.take(request)]
+            asked: list[asyncio.Future[SeatProgress]] = []
+            for line in lines:
+                before = seats.live()
+                asked.append(asyncio.ensure_future(anext(line)))
+                while seats.live() == before:
+                    await seats._changed.wait()
+            live.disk.goes_on.set()
+            told = [await one for one in asked]
+            for line in lines:
+                await line.aclose()
+            return told
+
+        with held_back(live):
+            older, newer = live.on_loop(ask_twice)
+        assert (older.kind, older.reason) == (ProgressKind.REFUSED, "seat-ended")
+        assert newer.kind == ProgressKind.GRANTED
+        assert [seat.seat_id for seat in found_again(live)] == [newer.seat_id]
+
+
+def test_who_gives_up_leaves_the_queue(live: LiveBroker) -> None:
+    pools = {"default": {"oversubscription": 1, "wait_bound": "100%"}}
+    with live_broker(pools=pools) as small, client_of(small) as client, client_of(small) as hub:
+        take(small, fraction_milli=1000)
+        line = client.take_seat(SeatRequest(owner="bob", pool="default", fraction_milli=1000, wait_ms=60_000))
+        with closing(line):  # type: ignore[type-var]
+            assert next(iter(line)).position == 1
+        seats: Seats = small.service.seats
+
+        async def left() -> None:
+            while seats.listing().waiting:
+                await seats._changed.wait()
+
+        small.on_loop(left)
+        refused = list(hub.take_seat(SeatRequest(owner="eve", pool="default", fraction_milli=1000)))[-1]
+        assert (refused.kind, refused.reason) == (ProgressKind.REFUSED, "pool-full")
+        assert "choose a smaller fraction or another pool" in refused.sentence
+    assert live.is_alive()
+
+
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    (
+        {"groups": {"staff": {}}},
+        {"groups": ["students"]},
+        "pool-group",
+        "is for members of staff, and you are in students",
+    ),
+    ({"groups": {"staff": {}}}, {}, "pool-group", "is for members of staff, and you are in none"),
+    ({"hours": f"{CLOSED} 08:00-08:30"}, {}, "pool-closed", f"opens next on {CLOSED} 08:00"),
+    ({"user_limits": {"fraction": "1/2"}}, {"fraction_milli": 750}, "user-limit", "you may have 1/2 GPU in this pool"),
+    (
+        {"groups": {"staff": {}}, "group_limits": {"staff": {"fraction": "1/8"}}},
+        {"groups": ["staff"]},
+        "group-limit",
+        "group 'staff' may have 1/8 GPU",
+    ),
+    (
+        {"group_limits": {"staff": {"fraction": 1}, "students": {"fraction": "1/8"}}},
+        {"groups": ["ghosts", "students"]},
+        "group-limit",
+        "group 'students' may have 1/8 GPU",
+    ),
+    ({}, {"memory_mib": 2048}, "larger-than-device", "the largest device of pool 'default' can give 1 GiB"),
+]
+
+
+@pytest.mark.parametrize(("policy", "wish", "reason", "sentence"), REFUSALS)
+def test_who_may_not_have_a_seat_is_told_why(
+    policy: dict[str, Any], wish: dict[str, Any], reason: str, sentence: str
+) -> None:
+    with live_broker(pools={"default": policy}) as live:
+        refused = take(live, wait_ms=1000, **wish)
+    assert (refused.kind, refused.reason) == (ProgressKind.REFUSED, reason)
+    assert sentence in refused.sentence
+
+
+def test_limits_count_the_users_other_servers_and_not_the_one_that_is_replaced() -> None:
+    with live_broker(pools={"default": {"user_limits": {"fraction": "1/2"}, "wait_bound": "100%"}}) as live:
+        assert take(live, server="a").kind == ProgressKind.GRANTED
+        assert take(live, server="b").kind == ProgressKind.GRANTED
+        refused = take(live, server="c")
+        assert refused.reason == "user-limit"
+        assert "your other servers have 1/2 GPU; stop one of them" in refused.sentence
+        assert take(live, server="b").kind == ProgressKind.GRANTED
+        assert take(live, owner="bob", server="a").kind == ProgressKind.GRANTED
+
+
+def test_the_terms_of_the_group_are_the_seats() -> None:
+    groups = {"students": {}, "staff": {"weight": 300, "priority": 7}}
+    with live_broker(pools={"default": {"groups": groups}}) as live, client_of(live) as client:
+        seat = take(live, groups=["students", "staff"])
+        (status,) = client.seats().seats
+        assert (status.group, status.weight, status.priority, seat.priority) == ("staff", 300, 7, 7)
+        lease_id = ask(live, seat).body["lease_id"]
+
+        async def spec() -> Any:  # noqa: ANN401 - what a test looks at
+            view = live.broker.arbiter.lease(lease_id)
+            assert view is not None
+            return view.spec
+
+        found = live.on_loop(spec)
+        assert (found.owner, found.group, found.priority, found.owner_weight) == ("ada", "staff", 7, 300)
+
+
+def test_what_makes_no_sense_is_refused_at_once(live: LiveBroker) -> None:
+    for wish, sentence in (
+        ({"pool": "gold"}, "there is no pool 'gold'; pools: default"),
+        ({"fraction_milli": 333}, "offers 1/8, 1/4, 1/2, 3/4, 1"),
+        ({"fraction_milli": 0}, "allowed: 1 to 1000"),
+        ({"owner": ""}, "owner is empty"),
+        ({"owner": "a\x1b[2J"}, "cannot be printed"),
+        ({"ttl_ms": 0}, "ttl_ms is 0"),
+    ):
+        with pytest.raises(BadRequestError, match=sentence.replace("[", r"\[")):
+            take(live, **wish)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "remedy"),
+    [
+        ({"owner": "a\u202eb"}, "'a\\u202eb', has U+202E (right-to-left override)", "rename the user at the hub"),
+        ({"owner": "a\nb"}, "'a\\nb', has U+000A (control character)", "rename the user at the hub"),
+        ({"server": "x\u200f"}, "'x\\u200f', has U+200F (right-to-left mark)", "start a server with another name"),
+        ({"owner": "a" * 201}, "has 201 characters; allowed: 200", "rename the user at the hub"),
+    ],
+)
+def test_a_name_with_control_or_direction_marks_is_refused_with_a_way_out(
+    live: LiveBroker, fields: dict[str, Any], said: str, remedy: str
+) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        take(live, **fields)
+    assert said in str(caught.value)
+    assert remedy in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_offers_say_what_is_free_what_it_costs_and_what_to_expect(live: LiveBroker) -> None:
+    with client_of(live) as client:
+        offers = client.offers(OfferRequest(owner="ada"))
+    assert (offers.default_pool, offers.default_fraction_milli, offers.simulated) == ("default", 250, True)
+    (pool,) = offers.pools
+    assert (pool.pool, pool.why_not, pool.free_mib, pool.devices) == ("default", "", 1024, 1)
+    quarter = pool.fractions[1]
+    assert (quarter.fraction_milli, quarter.memory_mib, quarter.price) == (250, 256, "0.20 EUR per hour")
+    assert quarter.free
+    assert quarter.sentence == "free now; about 100 % of the cells start at once"
+
+
+def test_offers_leave_out_the_pools_of_others_and_say_why_one_is_closed() -> None:
+    policy = {"groups": {"staff": {}}, "hours": f"{CLOSED} 08:00-08:30"}
+    with live_broker(pools={"default": policy}) as live, client_of(live) as client:
+        assert client.offers(OfferRequest(owner="ada")).pools == []
+        offers = client.offers(OfferRequest(owner="ada", groups=["staff"]))
+    assert (offers.default_pool, offers.default_fraction_milli) == ("", 0)
+    (pool,) = offers.pools
+    assert "is closed now" in pool.why_not
+
+
+def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
+    with live_broker(pools={"default": {"wait_bound": "5%", "when_full": "refuse"}}) as live, client_of(live) as client:
+        count = 0
+        while take(live, owner=f"user{count}").kind == ProgressKind.GRANTED:
+            count += 1
+            assert count < 50
+        assert count > 4, "more than the caps alone would allow"
+        refused = take(live, owner="one more")
+        assert refused.reason == "pool-full"
+        assert f"{count} servers use it" in refused.sentence
+        assert "of the cells would wait longer than 30 s for the GPU (5 % are allowed)" in refused.sentence
+        offer = client.offers(OfferRequest(owner="one more")).pools[0].fractions[1]
+        assert (offer.free, offer.sentence) == (False, "full now")
+        # Somebody who is known to use little still finds room ...
+        hour = 3_600_000
+        light = UsageRecord(
+            owner="light",
+            pool="default",
+            day=1,
+            live_ms=1000 * hour,
+            busy_ms=hour,
+            busy_mib_ms=hour * 100,
+            peak_mib=100,
+        )
+
+        async def learn() -> None:
+            live.service.seats.forecasts.learn([light])
+
+        live.on_loop(learn)
+        assert take(live, owner="light").kind == ProgressKind.GRANTED
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        (
+            {},
+            "a seat of 1 GPU never shares a device, not even with one of 1/8: 22.5 % of their cells would wait longer than 30 s",
+        ),
+        ({"fractions": ["1"]}, "a seat of 1 GPU never shares a device, not even with one of 1: "),
+        ({"wait_bound": "25%"}, ""),
+        ({"expected_use": "3%"}, ""),
+        ({"wait_target": "10m"}, ""),
+        ({"fractions": ["1/8", "1/2", "3/4"]}, ""),
+        ({"oversubscription": 1}, ""),
+    ],
+)
+def test_a_pool_whose_largest_fraction_never_shares_says_so(
+    caplog: pytest.LogCaptureFixture, terms: dict[str, Any], said: str
+) -> None:
+    with live_broker(seats_required=True, pools={"default": terms}) as live, client_of(live) as client:
+
+        async def recover() -> None:
+            live.service.seats.recover(live.disk)
+
+        live.on_loop(recover)  # as a broker does at its start
+        logged = [line for line in caplog.messages if line.startswith("pool 'default': ")]
+        (pool,) = client.pools().pools
+        assert (logged or [""]) == [pool.note]
+        assert said in pool.note
+        assert bool(said) == bool(pool.note)
+        if said:
+            assert client.change_pool("default", {"wait_bound": "100%"}).note == ""
+
+
+def test_seats_outlive_the_broker() -> None:
+    with live_broker() as live:
+        seat = take(live)
+
+        assert [one.seat_id for one in found_again(live)] == [seat.seat_id]
+
+
+def found_again(live: LiveBroker) -> list[SeatRecord]:
+    """What the next broker would find."""
+
+    async def again() -> list[SeatRecord]:
+        await live.broker.writer.run(lambda: None)  # everything before is on the disk
+        fresh = Seats(live.broker, live.service.settings)
+        fresh.recover(live.broker.writer.ledger)
+        return fresh.live()
+
+    return live.on_loop(again)
+
+
+def test_a_seat_is_confirmed_when_that_is_on_the_disk() -> None:
+    with live_broker() as live, client_of(live) as client:
+        seat = take(live)
+        live.disk.full = True
+        with pytest.raises(InternalBrokerError, match="the disk is full"):
+            client.confirm_seat(seat.seat_id)
+        live.disk.full = False
+        assert [one.expires_ms is None for one in found_again(live)] == [False]
+        client.confirm_seat(seat.seat_id)
+        assert [one.expires_ms is None for one in found_again(live)] == [True]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_seat_that_ended_on_a_full_disk_is_not_there_for_the_next_broker(
+    monkeypatch: pytest.MonkeyPatch, *, stops: bool
+) -> None:
+    monkeypatch.setattr(seats_module, "_WRITE_AGAIN_S", 3600 if stops else 0.01)
+    with live_broker() as live, client_of(live) as client:
+        seat = take(live)
+        client.confirm_seat(seat.seat_id)
+        live.disk.full = True
+        client.release_seat(seat.seat_id)
+        assert [one.seat_id for one in found_again(live)] == [seat.seat_id], "it could not be written down"
+        live.disk.full = False
+        if stops:
+            live.on_loop(live.stop_seats)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while found_again(live):
+            assert time.monotonic() < deadline_s, "it is there for good"
+
+
+def test_the_socket_is_the_one_that_others_may_reach(live: LiveBroker) -> None:
+    """The refusals above are the broker's: other users do reach it."""
+    assert '"pid"' in as_nobody(live, "GET", "/v1/ping", "")
+
+
+def test_a_seats_news_are_of_its_own_leases(live: LiveBroker) -> None:
+    ada, bob = take(live), take(live, owner="bob")
+    leases = {seat.seat_id: ask(live, seat).body["lease_id"] for seat in (ada, bob)}
+    for seat in (ada, bob):
+        told = live.call("GET", "/v1/events", token=seat.token).body
+        assert [lease["lease_id"] for lease in told["leases"]] == [leases[seat.seat_id]]
+
+    async def told_to_the_uid() -> HostStatus | None:
+        async with aclosing(Feed(live.broker, live.socket).follow(os.getuid())) as news:
+            return await anext(news)
+
+    status = live.on_loop(told_to_the_uid)
+    while status is None:
+        status = live.on_loop(told_to_the_uid)
+    assert status.leases == []  # containers share uids

@@ -1,0 +1,184 @@
+"""What administrators do to somebody's lease: who may, what is refused, and that an eviction leaves no process behind."""
+
+import json
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fractional_gpu.broker.kernels import process_ending
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol.errors import BadRequestError, ConflictError
+from fractional_gpu.protocol.messages import EvictRequest, MoveRequest
+from tests.broker.live import BECOME_NOBODY, LiveBroker, attach_fields, started_for
+
+# A kernel that will not end when it is asked to, with a child in a session of its own.
+STUBBORN = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-S", "-c", "open(0).read()"], stdin=subprocess.PIPE, start_new_session=True)
+print(child.pid, flush=True)
+open(0).read()
+"""
+
+# A kernel that says when it is asked to end, and ends when its input does.
+SLOW_TO_END = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+print("ready", flush=True)
+open(0).read()
+"""
+
+
+def attached(live: LiveBroker, process: dict[str, Any], lease_id: str, token: str) -> None:
+    answer = live.call("POST", f"/v1/leases/{lease_id}/attach", process, token=token)
+    assert answer.status == 200, answer
+
+
+def test_an_eviction_that_does_not_say_that_it_means_it_ends_nothing(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as process:
+        attached(live, process, lease.lease_id, lease.token)
+        for body in ({}, {"confirm": False}):
+            error = live.call("POST", f"/v1/leases/{lease.lease_id}/evict", body).error
+            assert error["reason"] == "not-confirmed"
+            assert "all its variables are lost" in error["message"]
+        assert live.state(lease.lease_id) == "unarmed"
+
+
+def test_an_evicted_kernel_ends_and_its_lease_with_it(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as process, BrokerClient(live.socket) as client:
+        attached(live, process, lease.lease_id, lease.token)
+        client.evict(lease.lease_id, EvictRequest(confirm=True))
+        assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404
+        assert _is_over(process["pid"])
+
+
+def test_the_next_kernel_says_who_ended_the_last_one_and_why(live: LiveBroker) -> None:
+    lease = live.lease(kernel_id="a notebook's")
+    with started_for(lease.lease_id) as process, BrokerClient(live.socket) as client:
+        attached(live, process, lease.lease_id, lease.token)
+        client.evict(lease.lease_id, EvictRequest(confirm=True, why="the class needs\x1b[2J it"))
+        ended = live.broker.metrics.registry.get_sample_value("jupyter_gpu_leases_ended_total", {"reason": "evicted"})
+        assert ended is not None
+        assert ended >= 1
+        other, again, third = (live.lease(kernel_id=name) for name in ("another", "a notebook's", "a notebook's"))
+        lines = {one.lease_id: client.story(one.lease_id).lines for one in (other, again, third)}
+        (line,) = [one for one in lines[again.lease_id] if one.reason == "evicted"]
+        assert line.sentence.startswith("An administrator (root) ended the kernel that was here before, at ")
+        assert "the reason given: the class needs?[2J it. Its variables are lost" in line.sentence
+        assert all(one.reason != "evicted" for name in (other, third) for one in lines[name.lease_id])
+        assert live.broker.kernels[again.lease_id].notices == [line.sentence], "shown when its extension connects"
+
+
+def test_one_that_does_not_listen_is_made_to_end_with_its_children(live: LiveBroker, monkeypatch: Any) -> None:  # noqa: ANN401
+    monkeypatch.setattr(process_ending, "GRACE_S", 0.1)
+    lease = live.lease()
+    environment = {"JUPYTER_GPU_LEASE": lease.lease_id}
+    argv = [sys.executable, "-S", "-c", STUBBORN]
+    with (
+        subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as kernel,
+        BrokerClient(live.socket) as client,
+    ):
+        assert kernel.stdout is not None
+        child = int(kernel.stdout.readline())
+        attached(live, attach_fields(kernel.pid), lease.lease_id, lease.token)
+        client.evict(lease.lease_id, EvictRequest(confirm=True))
+        assert kernel.wait() == -signal.SIGKILL
+        assert _is_over(child)
+    assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404
+
+
+def test_a_kernel_that_is_started_again_while_it_is_evicted_does_not_get_the_lease_that_ends(live: LiveBroker) -> None:
+    lease = live.lease()
+    argv = [sys.executable, "-S", "-c", SLOW_TO_END]
+    environment = {"JUPYTER_GPU_LEASE": lease.lease_id}
+    with subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdin is not None
+        assert kernel.stdout is not None
+        assert kernel.stdout.readline() == b"ready\n"
+        attached(live, attach_fields(kernel.pid), lease.lease_id, lease.token)
+        with ThreadPoolExecutor(1) as administrator:
+            evicted = administrator.submit(live.call, "POST", f"/v1/leases/{lease.lease_id}/evict", {"confirm": True})
+            assert kernel.stdout.readline() == b"asked to end\n"
+            for method, what in (("GET", ""), ("POST", "/detach"), ("POST", "/attach")):
+                body = attach_fields(kernel.pid) if what == "/attach" else None
+                answer = live.call(method, f"/v1/leases/{lease.lease_id}{what}", body, token=lease.token)
+                assert (answer.status, answer.error["reason"]) == (404, "unknown-lease"), what
+            assert live.state(lease.lease_id) == "unarmed", "whoever has it evicted sees it until it is over"
+            kernel.stdin.close()
+            assert evicted.result().body == {"ok": True}
+    assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404
+
+
+def test_a_lease_without_a_process_is_simply_over(live: LiveBroker) -> None:
+    lease = live.lease()
+    assert live.call("POST", f"/v1/leases/{lease.lease_id}/evict", {"confirm": True}).body == {"ok": True}
+    assert live.call("GET", f"/v1/leases/{lease.lease_id}").status == 404
+    again = live.call("POST", f"/v1/leases/{lease.lease_id}/evict", {"confirm": True})
+    assert again.error["reason"] == "unknown-lease"
+
+
+def test_nobody_but_an_administrator_moves_or_evicts_even_what_is_their_own(live: LiveBroker) -> None:
+    code = (
+        BECOME_NOBODY
+        + """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[2])
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.messages import EvictRequest, LeaseRequest, MoveRequest
+with BrokerClient(sys.argv[1]) as client:
+    lease = client.create_lease(LeaseRequest(fraction_milli=250))
+    for act in (lambda: client.move(lease.lease_id, MoveRequest()), lambda: client.evict(lease.lease_id, EvictRequest(confirm=True))):
+        try:
+            act()
+        except FractionalGPUError as error:
+            print(error.status, error.reason)
+    print(client.lease(lease.lease_id).state)
+    client.release(lease.lease_id)
+"""
+    )
+    importable = code.replace(
+        "import os, pwd", "import os, pwd, sys, json, fractional_gpu.client.client, fractional_gpu.protocol.messages"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", importable, live.socket, json.dumps([])], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["403 not-admin", "403 not-admin", "unattached"]
+
+
+def test_a_move_that_cannot_be_is_refused_with_the_reason(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as process, BrokerClient(live.socket) as client:
+        attached(live, process, lease.lease_id, lease.token)
+
+        def refused(request: MoveRequest) -> str:
+            try:
+                client.move(lease.lease_id, request)
+            except ConflictError as error:
+                return f"{error.reason}: {error}"
+            raise AssertionError("it was moved")
+
+        assert refused(MoveRequest()).startswith("not-resident: the kernel is unarmed")
+        assert refused(MoveRequest(device="0")).startswith("not-resident")
+        answer = live.call("POST", f"/v1/leases/{lease.lease_id}/move", {"device": "7"})
+        assert (answer.status, answer.error["reason"]) == (404, "unknown-device")
+
+
+def test_what_is_not_understood_is_refused(live: LiveBroker) -> None:
+    lease = live.lease()
+    for action, body in (("evict", {"confirm": "yes"}), ("evict", {"sure": True}), ("move", {"device": 1})):
+        answer = live.call("POST", f"/v1/leases/{lease.lease_id}/{action}", body)
+        assert (answer.status, answer.error["code"]) == (400, BadRequestError.code), (action, body)
+
+
+def _is_over(pid: int) -> bool:
+    """Whether it has ended, though its parent may not have asked for its status yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True

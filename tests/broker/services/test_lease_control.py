@@ -1,0 +1,396 @@
+"""What people may change about leases that exist, and administrators about devices; and what of it is refused, with which words."""
+
+import grp
+import os
+import pwd
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from fractional_gpu.broker.api import handler
+from fractional_gpu.broker.clock import wall_ms
+from fractional_gpu.broker.kernels import request_validation
+from fractional_gpu.broker.kernels.request_validation import Peer, lease_spec
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.events import DeviceSeen, PoolConfigured
+from fractional_gpu.core.model import (
+    DeviceSpec,
+    Limits,
+    PoolSpec,
+    ReserveBy,
+)
+from fractional_gpu.host.peers import PeerCredentials
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, FractionalGPUError
+from fractional_gpu.protocol.messages import AcquireRequest, LeaseRequest
+from tests.broker.live import DEADLINE_S, LiveBroker, started_for
+from tests.support.world import until
+
+
+def device_of(live: LiveBroker) -> dict[str, Any]:
+    (device,) = live.call("GET", "/v1/status").body["devices"]
+    assert isinstance(device, dict)
+    return device
+
+
+# -- telling -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_story_is_read_back_oldest_first(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+        live.call("POST", f"/v1/leases/{lease.lease_id}/detach", {}, token=lease.token)
+    told = live.call("GET", f"/v1/leases/{lease.lease_id}/story").body
+    assert (told["lease_id"], told["omitted"]) == (lease.lease_id, 0)
+    times = [line["at_ms"] for line in told["lines"]]
+    assert times == sorted(times)
+    assert times
+    assert all(line["reason"] and line["sentence"] for line in told["lines"])
+
+
+def test_a_history_has_a_point_for_each_state(live: LiveBroker) -> None:
+    lease = live.lease()
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+    with BrokerClient(live.socket, token=lease.token) as client:
+        history = client.history(lease.lease_id)
+    assert (history.lease_id, history.cap_mib) == (lease.lease_id, 256)
+    states = [point.state for point in history.points]
+    assert states[0] == "unattached"
+    assert "unarmed" in states
+    assert all(one.at_ms <= other.at_ms for one, other in zip(history.points, history.points[1:], strict=False))
+
+
+def test_neighbours_have_names_only_for_their_own_user(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = live.lease(gated=False, label="mine.ipynb", wait_ms=1000)
+    also = live.lease(gated=False, label="also.ipynb", wait_ms=1000)
+    try:
+        monkeypatch.setattr(request_validation, "user_name", lambda _uid: "somebody else")
+        theirs = live.lease(gated=False, label="secret.ipynb", wait_ms=1000)
+        try:
+            told = live.call("GET", f"/v1/leases/{mine.lease_id}").body["neighbours"]
+        finally:
+            live.call("DELETE", f"/v1/leases/{theirs.lease_id}")
+    finally:
+        for lease in (mine, also):
+            live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+    assert sorted((one["label"], one["reserved_mib"]) for one in told) == [("", 256), ("also.ipynb", 256)]
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_lasts_as_long_as_was_said_and_is_on_the_disk_when_that_is_answered(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"{target}/attach", process, token=lease.token)
+        answer = live.call("POST", f"{target}/pin", {"duration_ms": 3_600_000})
+        assert answer.status == 200, answer
+        assert 3_500_000 < answer.body["pinned_ms"] <= 3_600_000
+        assert saved_pin_ms(live, lease.lease_id) > 3_500_000
+        again = live.call("POST", f"{target}/pin", {"duration_ms": 600_000})
+        assert 500_000 < again.body["pinned_ms"] <= 600_000, "a new pin replaces the one there was"
+        assert live.call("POST", f"{target}/unpin", {}).body["pinned_ms"] == 0
+        assert saved_pin_ms(live, lease.lease_id) < 0
+        assert live.call("POST", f"{target}/unpin", {}).status == 200
+
+
+def saved_pin_ms(live: LiveBroker, lease_id: str) -> int:
+    """How long the ledger says that the lease stays pinned."""
+    (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease_id]
+    return record.pinned_until_ms - wall_ms()
+
+
+@pytest.mark.parametrize(
+    ("duration_ms", "status", "says"),
+    [
+        (0, 400, "duration_ms is 0; allowed: 1 or more"),
+        (-1, 400, "duration_ms is -1; allowed: 1 or more"),
+        (5 * 3_600_000, 409, "a pin of 5 h was asked, pool 'default' allows 4 h at a time"),
+    ],
+)
+def test_a_pin_that_is_not_allowed_is_refused_with_the_limit(
+    live: LiveBroker, duration_ms: int, status: int, says: str
+) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"{target}/attach", process, token=lease.token)
+        answer = live.call("POST", f"{target}/pin", {"duration_ms": duration_ms})
+        assert answer.status == status
+        assert says in answer.error["message"]
+        assert live.call("GET", target).body["pinned_ms"] == 0
+
+
+def test_pins_have_a_budget_for_each_user(live: LiveBroker) -> None:
+    leases = [live.lease() for _ in range(3)]
+    with ExitStack() as stack:
+        answers = []
+        for lease in leases:
+            process = stack.enter_context(started_for(lease.lease_id))
+            live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+            answers.append(live.call("POST", f"/v1/leases/{lease.lease_id}/pin", {"duration_ms": 210 * 60_000}))
+        assert [answer.status for answer in answers] == [200, 200, 409]
+        assert answers[2].error["reason"] == "pin-budget"
+        assert "unpin another kernel" in answers[2].error["message"]
+        live.call("POST", f"/v1/leases/{leases[0].lease_id}/unpin", {})
+        assert live.call("POST", f"/v1/leases/{leases[2].lease_id}/pin", {"duration_ms": 3_600_000}).status == 200
+        for lease in leases:
+            live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_is_not_on_a_device_has_its_new_size_at_once(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    bigger = live.call("POST", f"{target}/resize", {"fraction_milli": 500}).body
+    assert (bigger["fraction_milli"], bigger["reserve_mib"]) == (500, 512)
+    more = live.call("POST", f"{target}/resize", {"memory_mib": 600}).body
+    assert (more["fraction_milli"], more["reserve_mib"]) == (500, 600)
+    same = live.call("POST", f"{target}/resize", {}).body
+    assert (same["fraction_milli"], same["reserve_mib"]) == (500, 600)
+    (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease.lease_id]
+    assert (record.spec.fraction_milli, record.spec.reserve_mib) == (500, 600), "on the disk before it was answered"
+
+
+@pytest.mark.parametrize(
+    ("size", "status", "says"),
+    [
+        ({"fraction_milli": 0}, 400, "fraction_milli is 0; allowed: 1 to 1000"),
+        ({"fraction_milli": 1001}, 400, "fraction_milli is 1001; allowed: 1 to 1000"),
+        ({"memory_mib": 0}, 400, "memory_mib is 0; allowed: 1 or more"),
+        ({"memory_mib": 5000}, 400, "the largest device of pool 'default' can give 1 GiB"),
+        ({"fraction_milli": 300}, 409, "1/4"),
+    ],
+)
+def test_a_size_that_is_not_on_offer_is_refused_with_what_is(
+    live: LiveBroker, size: dict[str, int], status: int, says: str
+) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    answer = live.call("POST", f"{target}/resize", size)
+    assert answer.status == status, answer
+    assert says in answer.error["message"]
+    assert live.call("GET", target).body["fraction_milli"] == 250
+
+
+def test_a_size_without_room_is_waited_for_and_the_newest_wish_counts(live: LiveBroker) -> None:
+    small, large = live.lease(gated=False, wait_ms=1000), live.lease(gated=False, fraction_milli=750, wait_ms=1000)
+    target = f"/v1/leases/{small.lease_id}"
+    told: list[str] = []
+
+    def resize(fraction_milli: int, wait_ms: int) -> None:
+        answer = live.call("POST", f"{target}/resize", {"fraction_milli": fraction_milli, "wait_ms": wait_ms})
+        told.append(f"{fraction_milli}: {answer.error['reason'] if answer.status >= 400 else 'done'}")
+
+    with started_for(small.lease_id) as process:
+        attached = live.call("POST", f"{target}/attach", process, token=small.token)
+        assert attached.body["state"] == "resident"
+        resize(500, 0)
+        assert told == ["500: timeout"]
+        waiting = threading.Thread(target=resize, args=(500, 60_000))
+        waiting.start()
+        kernel = live.broker.kernels[small.lease_id]
+        until(lambda: kernel.resizing is not None, "the first wish waits")
+        newer = threading.Thread(target=resize, args=(750, 60_000))
+        newer.start()
+        waiting.join(DEADLINE_S)
+        assert told == ["500: timeout", "500: replaced"]
+        live.call("DELETE", f"/v1/leases/{large.lease_id}")
+        newer.join(DEADLINE_S)
+        assert told[2:] == ["750: done"]
+        assert live.call("GET", target).body["reserved_mib"] == 768
+        live.call("DELETE", target)
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drained(live: LiveBroker) -> Iterator[dict[str, Any]]:
+    """The device, which is being emptied as long as the test runs."""
+    answer = live.call("POST", "/v1/devices/0/drain", {"evict_busy": False})
+    assert answer.status == 200, answer
+    yield answer.body
+    live.call("POST", "/v1/devices/0/undrain", {})
+
+
+def test_a_device_is_emptied_until_it_is_said_otherwise(live: LiveBroker, drained: dict[str, Any]) -> None:
+    assert drained["draining"]
+    assert device_of(live)["draining"]
+    ledger = live.broker.writer.ledger
+    assert ledger.drained() == {drained["device_id"]: False}
+    live.call("POST", f"/v1/devices/{drained['device_id']}/drain", {"evict_busy": True})
+    assert ledger.drained() == {drained["device_id"]: True}
+    answer = live.call("POST", f"/v1/devices/{drained['device_id'][:9]}/undrain", {})
+    assert (answer.status, answer.body["draining"]) == (200, False)
+    assert ledger.drained() == {}
+    assert not device_of(live)["draining"]
+
+
+def test_nobody_comes_to_a_device_that_is_emptied_and_all_do_afterwards(
+    live: LiveBroker, drained: dict[str, Any]
+) -> None:
+    lease = live.lease()
+    told: list[str] = []
+    waiting = threading.Event()
+
+    def acquire() -> None:
+        with BrokerClient(live.socket, token=lease.token) as client:
+            for progress in client.acquire(lease.lease_id, AcquireRequest(wait_ms=60_000)):
+                told.append(f"{progress.kind}: {progress.reason}")
+                waiting.set()
+
+    with started_for(lease.lease_id) as process:
+        live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+        asking = threading.Thread(target=acquire)
+        asking.start()
+        try:
+            assert waiting.wait(DEADLINE_S)
+            assert told == ["waiting: wait.device-draining"]
+        finally:
+            live.call("POST", f"/v1/devices/{drained['device_id']}/undrain", {})
+            asking.join(DEADLINE_S)
+        assert told[-1].startswith("granted: ")
+
+
+@pytest.mark.parametrize(("device", "says"), [("7", "'7' is no device of this broker; there are: 0 "), ("", "")])
+def test_a_device_that_is_not_there_is_named_with_those_that_are(live: LiveBroker, device: str, says: str) -> None:
+    answer = live.call("POST", f"/v1/devices/{device}/drain", {})
+    assert answer.status == 404
+    assert says in answer.error["message"]
+
+
+def test_only_administrators_empty_devices(live: LiveBroker) -> None:
+    peer = Peer(credentials=PeerCredentials(1, 65_534, 65_534), token=None, admin=False)
+
+    async def ask() -> str:
+        with pytest.raises(ForbiddenError) as caught:
+            await live.service.steering.drain(peer, "0", evict_busy=True)
+        with pytest.raises(ForbiddenError):
+            await live.service.steering.undrain(peer, "0")
+        return str(caught.value)
+
+    assert "only an administrator (root, the user who runs the broker, or a member of its admin_group)" in live.on_loop(
+        ask
+    )
+    assert not device_of(live)["draining"]
+
+
+# -- wishes ------------------------------------------------------------------------------------------------------------------
+
+
+def arbiter_with(**policy: Any) -> Arbiter:  # noqa: ANN401 - PoolSpec's fields
+    arbiter = Arbiter()
+    for number in range(4):
+        device = DeviceSpec(device_id=f"d{number}", name="G", memory_mib=1000)
+        arbiter.handle(DeviceSeen(at_ms=0, device=device))
+    devices = tuple(f"d{number}" for number in range(4))
+    arbiter.handle(PoolConfigured(at_ms=0, pool=PoolSpec(name="default", devices=devices, **policy)))
+    return arbiter
+
+
+def peer(*, admin: bool = False) -> Peer:
+    return Peer(credentials=PeerCredentials(1, os.getuid(), os.getgid()), token=None, admin=admin)
+
+
+@pytest.mark.parametrize(
+    ("policy", "request_fields", "error", "says"),
+    [
+        ({}, {"devices": 5, "fraction_milli": 1000}, BadRequestError, "devices is 5; allowed: 1 to 4 (pool 'default' has 4"),
+        ({"max_devices": 2}, {"devices": 3, "fraction_milli": 1000}, BadRequestError, "allowed: 1 to 2"),
+        ({}, {"devices": 0}, BadRequestError, "devices is 0; allowed: 1 to 4"),
+        ({}, {"devices": 2}, BadRequestError, "devices is 2 with a fraction of 1/4; several devices are whole ones"),
+        ({}, {"priority": 1}, ForbiddenError, "priority 1 was asked, but in pool 'default' users may ask for 0 at most"),
+        ({"max_priority": 5}, {"priority": 6}, ForbiddenError, "users may ask for 5 at most"),
+        ({}, {"request_mib": 100}, BadRequestError, "pool 'default' reserves all that a kernel may use; leave request_mib out"),
+        ({"reserve_by": ReserveBy.USE}, {"request_mib": 300}, BadRequestError, "request_mib is 300; allowed: 1 to 250"),
+        ({"reserve_by": ReserveBy.USE}, {"request_mib": 0}, BadRequestError, "request_mib is 0; allowed: 1 to 250"),
+    ],
+)  # fmt: skip
+def test_a_wish_that_is_not_allowed_is_refused_with_what_is(
+    policy: dict[str, Any], request_fields: dict[str, Any], error: type[FractionalGPUError], says: str
+) -> None:
+    request = LeaseRequest(**{"fraction_milli": 250, **request_fields})
+    with pytest.raises(error) as caught:
+        lease_spec(arbiter_with(**policy), peer(), request)
+    assert says in str(caught.value)
+
+
+def test_several_devices_are_asked_for_whole(live: LiveBroker) -> None:
+    spec = lease_spec(arbiter_with(), peer(), LeaseRequest(fraction_milli=1000, devices=4))
+    assert (spec.devices, spec.reserve_mib, spec.request_mib) == (4, 1000, None)
+    answer = live.call("POST", "/v1/leases", asdict(LeaseRequest(fraction_milli=1000, devices=2)))
+    assert (answer.status, answer.error["reason"]) == (400, "bad-devices")
+
+
+def test_an_administrator_may_have_any_priority_and_others_up_to_the_pools() -> None:
+    assert lease_spec(arbiter_with(), peer(admin=True), LeaseRequest(fraction_milli=250, priority=900)).priority == 900
+    modest = LeaseRequest(fraction_milli=250, priority=5)
+    assert lease_spec(arbiter_with(max_priority=5), peer(), modest).priority == 5
+
+
+def test_where_use_is_reserved_the_fraction_is_guaranteed_and_the_memory_is_the_cap() -> None:
+    arbiter = arbiter_with(reserve_by=ReserveBy.USE)
+    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=800))
+    assert (spec.reserve_mib, spec.request_mib) == (800, 250)
+    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=100))
+    assert (spec.reserve_mib, spec.request_mib) == (100, 100)
+    spec = lease_spec(arbiter, peer(), LeaseRequest(fraction_milli=250, memory_mib=800, request_mib=50))
+    assert (spec.reserve_mib, spec.request_mib) == (800, 50)
+
+
+def test_a_user_counts_for_the_first_group_with_limits_that_they_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = grp.getgrgid(os.getgid()).gr_name
+    limits = (("nobody-is-in-this-group", Limits(leases=1)), (mine, Limits(leases=2)))
+    request = LeaseRequest(fraction_milli=250)
+    assert lease_spec(arbiter_with(group_limits=limits), peer(), request).group == mine
+    assert lease_spec(arbiter_with(group_limits=limits[:1]), peer(), request).group == ""
+    assert lease_spec(arbiter_with(), peer(), request).group == ""
+
+    def unknown(_uid: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert lease_spec(arbiter_with(group_limits=limits), peer(), request).group == ""
+
+
+AskInGroup = Callable[[str | None], int]
+
+
+@pytest.fixture
+def ask_in_group(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> AskInGroup:
+    """Ask as another user whose groups are ours, with that group as the administrators'; return the status."""
+    groups = {"nogroup": -2, "this one": os.getgid(), None: None}
+
+    def ask(name: str | None) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
+            patch.setattr(live.service, "admin_gid", groups[name])
+            return live.call("POST", "/v1/devices/0/undrain", {}).status
+
+    return ask
+
+
+def test_a_member_of_the_administrators_group_is_an_administrator(ask_in_group: AskInGroup) -> None:
+    assert ask_in_group("nogroup") == 403
+    assert ask_in_group(None) == 403
+    assert ask_in_group("this one") == 200
+
+
+def test_an_administrators_group_that_the_host_lacks_is_an_error_that_names_it() -> None:
+    settings = load(None, {"admin_group": "no-such-group"})
+    with pytest.raises(ConfigError, match=r"c\.GPUBroker\.admin_group = 'no-such-group': this host has no such group"):
+        settings.admin_gid()
+    assert load().admin_gid() is None
+    mine = grp.getgrgid(os.getgid()).gr_name
+    assert load(None, {"admin_group": mine}).admin_gid() == os.getgid()

@@ -1,0 +1,184 @@
+"""What a context takes is learnt from one moment in which the frameworks' and the device's figures are both known, or not at all."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.iopub import IOPubWatch
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.supervision import context_learner
+from fractional_gpu.broker.supervision.context_learner import ContextLearner
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.gpu.interface import DeviceUse, ProcessUse
+from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.protocol.messages import GateAnswer, GateVerb
+
+DEVICE, OTHER = "GPU-0", "GPU-1"
+PROCESS, CHILD = (ProcessIdentity("b", pid, 1) for pid in (7, 8))
+CAP_MIB = 20_000
+
+
+class Watch:
+    """A kernel's line to its messages."""
+
+    busy = executing = False
+
+
+class World:
+    """As much of a broker as learning needs, with one kernel that is idle."""
+
+    def __init__(self, used_mib: int = 10_900) -> None:
+        self.state = LeaseState.RESIDENT
+        self.homes: tuple[str, ...] = (DEVICE,)
+        self.use = {PROCESS.pid: used_mib, CHILD.pid: 3000}
+        self.kernel = Kernel(lease_id="lease", uid=1000, token_sha256="", identity=PROCESS, homes=self.homes)
+        self.kernel.watch = cast("IOPubWatch", Watch())
+        self.kernel.link = GateLink(0.0)
+        self.kernels = {"lease": self.kernel}
+        self.devices = {one: SimpleNamespace(name="H100") for one in (DEVICE, OTHER)}
+        self.arbiter = SimpleNamespace(lease=lambda _: self._view())
+        self.monitor = SimpleNamespace(use=self._use)
+        self.learner = ContextLearner(cast("Broker", self))
+
+    def _view(self) -> SimpleNamespace:
+        return SimpleNamespace(state=self.state, spec=SimpleNamespace(reserve_mib=CAP_MIB))
+
+    def _use(self, device_id: str) -> DeviceUse:
+        processes = tuple(ProcessUse(pid=pid, used_mib=mib) for pid, mib in self.use.items())
+        return DeviceUse(memory_mib=80_000, device_id=device_id, used_mib=sum(self.use.values()), processes=processes)
+
+    def may_use(self, _: Kernel) -> tuple[str, ...]:
+        return self.homes if self.state is LeaseState.RESIDENT else ()
+
+    def environment(self, lease_id: str, device_ids: tuple[str, ...]) -> dict[str, str]:
+        return {"JUPYTER_GPU_CONTEXT_MIB": str(self.learner.context_mib(lease_id, device_ids))}
+
+    @property
+    def context_mib(self) -> int:
+        return self.learner.context_mib("lease", [DEVICE])
+
+    @property
+    def link(self) -> GateLink:
+        assert self.kernel.link is not None
+        return self.kernel.link
+
+    async def answer(self, word: str = "done", detail: str = "gc, torch, reserved_mib=10000") -> None:
+        """Answer the command that comes next, as an extension does."""
+        command = await self.link.next()
+        assert command is not None
+        assert command.verb == GateVerb.SHRINK
+        self.link.take(GateAnswer(number=command.number, word=word, detail=detail), 1.0)
+
+    async def suspended(self, detail: str = "gc, torch, reserved_mib=10000") -> None:
+        """A suspend as `Swaps` makes it: caches are given back, then what the locked process has is counted."""
+        asked = asyncio.create_task(self.link.ask(GateVerb.SHRINK, 30))
+        await self.answer(detail=detail)
+        await asked
+        self.kernel.checkpointed = {PROCESS: self.use[PROCESS.pid], CHILD: self.use[CHILD.pid]}
+        self.kernel.homes, self.state = self.homes, LeaseState.SUSPENDED
+        self.learner.suspended(self.kernel)
+
+
+async def test_a_suspend_teaches_what_the_kernel_s_own_process_has_beside_its_framework() -> None:
+    world = World()
+    assert world.context_mib == 512
+    await world.suspended()
+    assert world.context_mib == 928
+
+
+@pytest.mark.parametrize("detail", ["gc, torch", "", "gc, torch failed: reserved_mib=many"])
+async def test_an_extension_that_does_not_tell_teaches_nothing(detail: str) -> None:
+    world = World()
+    await world.suspended(detail)
+    assert world.context_mib == 512
+
+
+async def test_a_kernel_on_several_devices_teaches_nothing_and_gets_the_largest() -> None:
+    world = World()
+    world.homes = (DEVICE, OTHER)
+    await world.suspended()
+    assert world.context_mib == 512
+    world.devices[OTHER] = SimpleNamespace(name="B200")
+    world.homes = (OTHER,)
+    await world.suspended()
+    assert (world.context_mib, world.learner.context_mib("lease", [DEVICE, OTHER])) == (512, 928)
+
+
+async def test_a_suspend_that_failed_teaches_nothing() -> None:
+    world = World()
+    await world.suspended()
+    other = World()
+    other.kernel.checkpointed = {PROCESS: 10_900}
+    other.link.reserved_mib = 10_000
+    other.learner.suspended(other.kernel)
+    assert (world.context_mib, other.context_mib) == (928, 512)
+
+
+async def told(world: World) -> dict[str, str]:
+    """What the extension is told next."""
+    command = await world.link.next()
+    assert command is not None
+    assert command.verb == GateVerb.LIMIT
+    return command.environment
+
+
+async def test_a_kernel_over_its_cap_is_asked_when_it_is_idle_and_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_learner, "_AGAIN_S", 0)
+    world = World()
+    Watch.busy = True
+    try:
+        world.learner.breached(world.kernel)
+        world.learner.breached(world.kernel)
+        await asyncio.sleep(0)
+        assert world.link._queue.empty(), "a cell runs"
+    finally:
+        Watch.busy = False
+    world.kernel.notify()
+    await world.answer("busy", "a cell runs")
+    await world.answer()
+    assert await told(world) == {"JUPYTER_GPU_CONTEXT_MIB": "928"}
+    assert world.context_mib == 928
+    await world.learner.close()
+
+
+async def test_a_cell_that_begins_while_it_is_counted_spoils_the_figure() -> None:
+    world = World()
+
+    def use(device_id: str) -> DeviceUse:
+        world.kernel.waiting = 1
+        return World._use(world, device_id)
+
+    world.monitor = SimpleNamespace(use=use)
+    world.learner.breached(world.kernel)
+    await world.answer()
+    await asyncio.gather(*world.learner._asking.values())
+    assert world.context_mib == 512
+
+
+async def test_asking_ends_with_the_kernel_and_with_the_broker() -> None:
+    world = World()
+    world.kernel.waiting = 1
+    world.learner.breached(world.kernel)
+    await asyncio.sleep(0)
+    await world.learner.close()
+    assert world.learner._asking == {}
+    world.kernel.waiting, world.kernel.link = 0, None
+    world.learner.breached(world.kernel)
+    await asyncio.gather(*world.learner._asking.values())
+    assert world.context_mib == 512
+
+
+async def test_what_other_users_kernels_taught_gives_way_to_more_of_them_but_the_own_figure_counts() -> None:
+    world = World()
+    await world.suspended()
+    for number in range(4):
+        other = Kernel(lease_id=f"lease {number}", uid=2000, token_sha256="", identity=PROCESS, homes=(DEVICE,))
+        other.checkpointed, other.link = {PROCESS: 10_600}, world.link
+        world.kernels[other.lease_id] = other
+        world.learner.suspended(other)
+    assert world.learner.context_mib("lease 0", [DEVICE]) == 608
+    assert world.context_mib == 928

@@ -1,0 +1,220 @@
+"""The counters decide whether a kernel without a running cell is idle: soon after a cell, during work, and for devices that say nothing."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.kernels.iopub import IOPubWatch
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.supervision.gpu_activity import QUIET_S, UNANSWERED_QUIET_S, IdleCounters
+from fractional_gpu.core.model import LeaseState, LeaseView
+from fractional_gpu.gpu.interface import DeviceActivity, GPUError, GPUErrorCode
+from fractional_gpu.host.clock import since_boot_us
+from fractional_gpu.host.process import identify
+from tests.broker.driver import DEVICE, Quiet
+from tests.broker.monitoring.test_sampler import LEASE, view_of
+
+SECOND = 1_000_000
+SETTLE_US = SECOND
+
+
+class World:
+    """Plays the broker: one kernel, this very process, and a device whose counters say what the test says."""
+
+    def __init__(self, state: LeaseState = LeaseState.RESIDENT) -> None:
+        self.monitor = self
+        self.arbiter = self
+        self.view: LeaseView = view_of(state)
+        self.quiet = Quiet()
+        self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
+        self.kernel.watch = cast("IOPubWatch", self.quiet)
+        self.kernels = {LEASE: self.kernel}
+        self.worked_us: Mapping[int, int] = {}
+        self.known_until_us: int | None = None
+        self.tells = True
+        self.error: GPUError | None = None
+        self.looks = 0
+        self.looked = asyncio.Event()
+        self.asked_again_s = 0.0
+        self.counters = IdleCounters(cast("Broker", self), steady_s=lambda: self.asked_again_s)
+
+    def lease(self, lease_id: str) -> LeaseView | None:
+        return self.view if lease_id == LEASE else None
+
+    def views(self) -> list[tuple[Kernel, LeaseView]]:
+        return [(self.kernel, self.view)]
+
+    def roots(self) -> list[Any]:
+        return [self.kernel.identity]
+
+    def look_at_use(self, kernel: Kernel) -> None:
+        self.counters.see(kernel, self.view)
+
+    def activity(self, device_id: str, _since_us: int) -> DeviceActivity | None:
+        assert device_id == DEVICE
+        self.looks += 1
+        if self.error is not None:
+            raise self.error
+        if not self.tells:
+            return None
+        known = self.known_until_us if self.known_until_us is not None else since_boot_us()
+        return DeviceActivity(known_until_us=known, settle_us=SETTLE_US, worked_us=dict(self.worked_us))
+
+    async def look(self) -> None:
+        """Look once, as the loop does."""
+        self.counters._looks = True
+        if watched := self.counters._watched():
+            await self.counters._look(watched)
+
+    @property
+    def busy(self) -> Any:  # noqa: ANN401 - bool, of which mypy would believe that it stays
+        return self.kernel.busy
+
+    def cell_ends(self) -> int:
+        """A cell runs and ends; return when, in microseconds."""
+        self.counters._looks = True
+        self.quiet.busy = True
+        self.look_at_use(self.kernel)
+        self.quiet.busy = False
+        self.look_at_use(self.kernel)
+        assert self.kernel.idle_us is not None
+        return self.kernel.idle_us
+
+
+async def test_right_after_a_cell_nobody_knows_and_then_the_counters_do() -> None:
+    world = World()
+    end_us = world.cell_ends()
+    assert world.busy
+    world.known_until_us = end_us + SETTLE_US - 1
+    world.worked_us = {os.getpid(): end_us - 5}
+    await world.look()
+    assert world.busy, "what the cell did may still be told"
+    world.known_until_us = end_us + SETTLE_US
+    await world.look()
+    assert not world.busy, "what it did before its end is no work now"
+
+
+async def test_work_after_the_cell_keeps_it_busy_until_it_has_been_quiet() -> None:
+    world = World()
+    end_us = world.cell_ends()
+    world.worked_us = {os.getpid(): end_us + SECOND}
+    world.known_until_us = end_us + SECOND
+    await world.look()
+    assert world.busy
+    world.worked_us = {}
+    world.known_until_us = end_us + SECOND + int(QUIET_S * SECOND) - 1
+    await world.look()
+    assert world.busy, "a short pause"
+    world.known_until_us += 1
+    await world.look()
+    assert not world.busy
+    world.worked_us = {os.getpid(): world.known_until_us}
+    await world.look()
+    assert world.busy, "it began anew"
+
+
+async def test_work_of_another_process_is_not_its_work() -> None:
+    world = World()
+    end_us = world.cell_ends()
+    world.worked_us = {1: end_us + SECOND}
+    world.known_until_us = end_us + SECOND
+    await world.look()
+    assert not world.busy
+
+
+async def test_a_kernel_that_cannot_say_that_it_is_idle_is_so_once_its_counters_were_quiet_for_longer() -> None:
+    world = World()
+    now_us = since_boot_us()
+    world.worked_us = {os.getpid(): now_us - int(UNANSWERED_QUIET_S * SECOND) + SECOND}
+    assert not await world.counters.is_quiet(world.kernel)
+    world.worked_us = {os.getpid(): now_us - int(UNANSWERED_QUIET_S * SECOND) - 1, 1: now_us}
+    assert await world.counters.is_quiet(world.kernel), "work of another process is not its work"
+    world.error = GPUError(GPUErrorCode.UNKNOWN, "no")
+    assert not await world.counters.is_quiet(world.kernel), "unknown is not quiet"
+    world.error, world.tells = None, False
+    assert await world.counters.is_quiet(world.kernel), "a device that tells nothing leaves it to the messages"
+
+
+async def test_a_person_who_asks_is_not_kept_waiting_by_work() -> None:
+    world = World()
+    world.cell_ends()
+    world.kernel.suspend_wishes += 1
+    assert not world.busy
+    world.quiet.busy = True
+    assert world.busy, "a cell is in the way"
+
+
+async def test_a_device_that_tells_nothing_or_fails_leaves_it_to_the_messages() -> None:
+    world = World()
+    world.cell_ends()
+    world.error = GPUError(GPUErrorCode.UNKNOWN, "no")
+    await world.look()
+    assert not world.busy
+    world.error, world.tells = None, False
+    world.cell_ends()
+    await world.look()
+    assert not world.busy
+    looks = world.looks
+    world.cell_ends()
+    assert not world.busy, "it is not waited for again"
+    await world.look()
+    assert world.looks == looks, "nor asked"
+
+
+async def test_a_device_that_told_nothing_is_asked_again_after_a_minute() -> None:
+    world = World()
+    world.tells = False
+    world.cell_ends()
+    await world.look()
+    world.tells = True
+    world.asked_again_s = 59.9
+    await world.look()
+    assert world.looks == 1
+    world.asked_again_s = 60.0
+    await world.look()
+    assert world.looks == 2
+    world.cell_ends()
+    assert world.busy, "it tells again, and is waited for"
+
+
+async def test_a_lease_that_is_not_resident_has_nothing_to_work_on() -> None:
+    world = World(LeaseState.SUSPENDED)
+    world.cell_ends()
+    assert not world.busy
+    world.kernel.working = True
+    assert world.counters._watched() == []
+    assert not world.busy
+
+
+async def test_nobody_is_held_to_work_by_counters_that_nobody_reads() -> None:
+    world = World()
+    world.look_at_use(world.kernel)
+    assert not world.busy
+
+
+async def test_the_loop_looks_soon_after_a_cell() -> None:
+    world = World()
+    loop = asyncio.create_task(world.counters.run())
+    try:
+        await asyncio.sleep(0)
+        world.cell_ends()
+        async with asyncio.timeout(30):
+            while world.busy:  # noqa: ASYNC110 - the loop tells nobody
+                await asyncio.sleep(0.01)
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+    assert world.looks >= 2
+
+
+async def test_who_is_known_to_be_quiet_is_looked_at_more_rarely() -> None:
+    world = World()
+    world.counters._looks = True
+    ended_us = world.cell_ends()
+    assert world.counters._pause_s() < QUIET_S / 2, "nothing is known of it yet"
+    world.known_until_us = ended_us + SETTLE_US
+    await world.look()
+    assert not world.busy
+    assert world.counters._pause_s() == QUIET_S, "work that goes on and on is never missed: it counts for so long"

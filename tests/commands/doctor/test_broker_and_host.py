@@ -1,0 +1,179 @@
+"""The socket, the ledger, the configuration and host memory."""
+
+import sqlite3
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.commands.doctor import host as doctor_host
+from fractional_gpu.commands.doctor.broker import check_broker, check_ledgers
+from fractional_gpu.commands.doctor.finding import Finding, Severity
+from fractional_gpu.commands.doctor.host import (
+    check_memory,
+    check_settings,
+    check_simulation,
+    check_versions,
+)
+from fractional_gpu.gpu.interface import DeviceInfo
+from fractional_gpu.host.memory import Headroom
+from fractional_gpu.ledger.ledger import Ledger
+from tests.support.fake_broker import FakeBroker
+
+
+def device(memory_mib: int) -> DeviceInfo:
+    return DeviceInfo(
+        device_id="GPU-1", index=0, name="H100", memory_mib=memory_mib, simulated=False, checkpointable=True
+    )
+
+
+def the(findings: list[Finding]) -> Finding:
+    (found,) = findings
+    return found
+
+
+# -- the broker -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_broker_is_ordinary(jupyter_home: Path) -> None:
+    path, found = check_broker(None)
+    assert path is not None
+    assert path.startswith(str(jupyter_home))
+    assert the(found).severity is Severity.NOTE
+
+
+def test_a_broker_that_serves_is_named(tmp_path: Path) -> None:
+    with FakeBroker(str(tmp_path / "b.sock")) as broker:
+        path, found = check_broker(broker.path)
+    assert path == broker.path
+    assert found[0].check == "broker"
+    assert f"serves on {broker.path}: 0 leases" in found[0].finding
+
+
+def test_a_folder_that_is_not_there_means_no_broker_and_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "b.sock").mkdir(mode=0o700)
+    _, found = check_broker(str(tmp_path / "b.sock" / "x" / "y"))
+    assert the(found).severity is Severity.NOTE
+    (tmp_path / "file").write_text("")
+    _, found = check_broker(str(tmp_path / "file" / "b.sock"))
+    assert the(found).severity is Severity.ERROR
+
+
+def test_a_socket_path_that_is_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", "/tmp/" + "x" * 200)  # noqa: S108 - nothing is made there
+    path, found = check_broker(None)
+    assert path is None
+    assert "longer than 100 bytes" in the(found).finding
+    assert the(found).severity is Severity.ERROR
+
+
+# -- the ledger -------------------------------------------------------------------------------------------------------------
+
+
+def ledgers(folder: Path) -> list[Finding]:
+    return list(check_ledgers(str(folder / "broker.sock"), None))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "state"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def test_no_ledger_is_ordinary(folder: Path) -> None:
+    assert the(ledgers(folder)).severity is Severity.NOTE
+
+
+def test_a_sound_ledger_is_read_while_its_broker_has_it(folder: Path) -> None:
+    with Ledger.open(folder / "ledger.sqlite"):
+        found = the(ledgers(folder))
+        assert (found.severity, "with 0 live leases" in found.finding) == (Severity.OK, True)
+    before = (folder / "ledger.sqlite").read_bytes()
+    assert the(ledgers(folder)).severity is Severity.OK
+    assert (folder / "ledger.sqlite").read_bytes() == before
+
+
+def test_a_ledger_in_the_configured_folder_is_the_one_that_counts(folder: Path, jupyter_home: Path) -> None:
+    state = folder / "elsewhere"
+    text = f"c.GPUBroker.state_dir = {str(state)!r}\n"
+    (jupyter_home / "config" / "jupyter_gpu_config.py").write_text(text)
+    Ledger.open(state / "ledger.sqlite").close()
+    settings, _ = check_settings()
+    assert str(state) in the(list(check_ledgers(str(folder / "broker.sock"), settings))).finding
+
+
+def test_what_is_no_ledger_is_an_error(folder: Path) -> None:
+    file = folder / "ledger.sqlite"
+    for content in (b"", b"no database at all, but long enough to be one" * 100):
+        file.write_bytes(content)
+        assert the(ledgers(folder)).severity is Severity.ERROR
+        file.unlink()
+
+
+def test_a_newer_or_damaged_ledger_is_an_error(folder: Path) -> None:
+    file = folder / "ledger-simulated.sqlite"
+    Ledger.open(file).close()
+    with sqlite3.connect(file) as connection:
+        connection.execute("PRAGMA user_version = 999")
+    connection.close()
+    assert "newer version" in the(ledgers(folder)).finding
+    file.write_bytes(file.read_bytes()[:4096])
+    assert the(ledgers(folder)).severity is Severity.ERROR
+
+
+# -- configuration, versions, memory ---------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_that_cannot_be_read_is_an_error_and_its_file_is_named(jupyter_home: Path) -> None:
+    file = jupyter_home / "config" / "jupyter_gpu_config.py"
+    file.write_text("c.GPUBroker.devcies = 'all'")
+    settings, found = check_settings()
+    assert settings is None
+    assert the(found).severity is Severity.ERROR
+    assert str(file) in the(found).finding
+
+
+def test_the_defaults_are_ordinary() -> None:
+    settings, found = check_settings()
+    assert settings is not None
+    assert the(found).severity is Severity.OK
+
+
+def test_an_installation_that_jupyter_does_not_see_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "entry_points", lambda **_: [])
+    versions, provisioner = check_versions()
+    assert versions.severity is Severity.OK
+    assert (provisioner.check, provisioner.severity) == ("provisioner", Severity.ERROR)
+
+
+def test_simulation_is_said_and_a_bad_wish_is_an_error() -> None:
+    assert list(check_simulation(None)) == []
+    assert "2 GiB, 2 GiB" in the(list(check_simulation("2x2GiB"))).finding
+    assert the(list(check_simulation("two"))).severity is Severity.ERROR
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, system_mib: int, here_mib: int, *devices: DeviceInfo) -> list[Finding]:
+    monkeypatch.setattr(doctor_host, "system_headroom", lambda **_: Headroom(system_mib, "the system's memory"))
+    monkeypatch.setattr(doctor_host, "headroom", lambda *_, **__: Headroom(here_mib, "the memory limit of a group"))
+    return list(check_memory(devices, None))
+
+
+def test_enough_host_memory_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, group = memory(monkeypatch, 2000, 2000, device(1000))
+    assert (host.severity, group.severity) == (Severity.OK, Severity.OK)
+
+
+def test_less_host_memory_than_device_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, group = memory(monkeypatch, 2000, 2000, device(1500), device(1500))
+    assert (host.severity, group.severity) == (Severity.WARNING, Severity.OK)
+    assert "2.9 GiB" in host.finding
+
+
+def test_a_control_group_smaller_than_a_device_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory(monkeypatch, 2000, 1000, device(1500))[1].severity is Severity.WARNING
+    assert memory(monkeypatch, 2000, 1700, device(1500))[1].severity is Severity.NOTE
+
+
+def test_memory_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    assert the(list(check_memory((), None, proc=tmp_path))).severity is Severity.ERROR

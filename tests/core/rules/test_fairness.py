@@ -1,0 +1,194 @@
+"""Always-busy kernels share what there is by their weights: their users first, and each user's kernels among themselves.
+
+What is shared is milli-GPU times time, busy and resident. The tests run hours of virtual time in which everybody always wants more than
+its part, with swaps that take their time, and allow 5 % of each part; the model checks every law on the way (no preemption before the
+minimum residency among them).
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+
+from fractional_gpu.core.books.records import Bucket, Lease
+from fractional_gpu.core.model import LeaseSpec
+from fractional_gpu.core.scheduler.queue_pass import Pass
+from tests.benchmarks.decision_time import Crowd
+from tests.core.driving import device, pool
+from tests.core.theatre import FOR_EVER, Actor, Theatre
+
+HOUR_MS = 3_600_000
+SLACK = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who shares what: kernels as (user, the user's weight, the kernel's weight, its fraction)."""
+
+    kernels: tuple[tuple[str, int, int, int], ...]
+    devices: int = 1
+    swap_ms: int = 500
+    min_residency_ms: int = 10_000
+    parallel_swaps: int = 1
+    hours: int = 1
+
+
+CASES = {
+    "two equals": Case((("a", 100, 100, 1000), ("b", 100, 100, 1000))),
+    "five for two devices": Case(tuple((user, 100, 100, 1000) for user in "abcde"), devices=2),
+    "one user comes with many": Case((*[("a", 100, 100, 500)] * 6, ("b", 100, 100, 500), ("b", 100, 100, 500))),
+    "users' weights": Case(
+        tuple((user, weight, 100, 500) for user, weight in [("a", 100), ("b", 200), ("c", 300)] * 2)
+    ),
+    "a user's own weights": Case((("a", 100, 300, 1000), ("a", 100, 100, 1000), ("b", 100, 100, 1000))),
+    "a weight of a tenth": Case((("a", 1000, 100, 1000), ("b", 100, 100, 1000)), hours=3),
+    "different fractions": Case(
+        (("a", 100, 100, 1000), *[("b", 100, 100, 500)] * 2, *[("c", 100, 100, 250)] * 4), parallel_swaps=2, hours=2
+    ),
+    "slow swaps": Case((("a", 100, 100, 1000), ("b", 200, 100, 1000)), swap_ms=9_000, hours=6),
+    "no minimum but that of the swaps": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=0),
+    "a long minimum": Case((("a", 100, 100, 1000), ("b", 300, 100, 1000)), min_residency_ms=300_000, hours=24),
+}
+
+
+@pytest.mark.parametrize("leases", [150, 600])
+def test_a_decision_looks_at_few_owners_however_many_wait(leases: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a swap has begun and no room is left, what all others wait for is noted at once, not owner by owner."""
+    visits = Counter[int]()
+    visit = Pass._visit
+    crowd = Crowd(leases, 8, 1.0, fair=True)
+    crowd.run(2 * leases, timed=False)
+
+    def counted(one: Pass, bucket: Bucket, lease: Lease) -> bool:
+        visits[event] += 1
+        return visit(one, bucket, lease)
+
+    monkeypatch.setattr(Pass, "_visit", counted)
+    for event in range(400):  # noqa: B007 - counted by
+        crowd.run(1, timed=False)
+    assert sum(visits.values()) > 0
+    assert max(visits.values()) <= 16
+
+
+def _begin(case: Case) -> tuple[Theatre, list[Actor]]:
+    ids = [f"d{number}" for number in range(case.devices)]
+    policy = replace(
+        pool(*ids, min_residency_ms=case.min_residency_ms, may_move=True),
+        preempt_equals=True,
+        min_residency_swaps_milli=4_000,
+    )
+    play = Theatre(
+        [device(name) for name in ids],
+        [policy],
+        swap_ms=lambda _: case.swap_ms,
+        parallel_swaps=case.parallel_swaps,
+        whole_every=100,
+    )
+    actors = []
+    for number, (user, owner_weight, weight, milli) in enumerate(case.kernels):
+        spec = LeaseSpec(
+            lease_id=f"{user}{number}",
+            pool="p",
+            owner=user,
+            fraction_milli=milli,
+            reserve_mib=milli,
+            owner_weight=owner_weight,
+            weight=weight,
+        )
+        actors.append(play.enter(Actor(spec, lambda: FOR_EVER), at_ms=number * 10))
+    return play, actors
+
+
+@cache
+def _played(name: str) -> tuple[Theatre, list[Actor]]:
+    """Play a case to its end, once for all tests."""
+    play, actors = _begin(CASES[name])
+    play.run(CASES[name].hours * HOUR_MS)
+    return play, actors
+
+
+def _shares(play: Theatre, actors: list[Actor]) -> dict[str, float]:
+    """Milli-GPU hours by kernel."""
+    return {actor.spec.lease_id: actor.spec.fraction_milli * play.ran_ms(actor) / HOUR_MS for actor in actors}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_busy_shares_follow_the_weights(name: str) -> None:
+    case = CASES[name]
+    play, actors = _played(name)
+    shares, weights, users = _shares(play, actors), dict[str, int](), Counter[str]()
+    for actor in actors:
+        weights[actor.spec.owner] = actor.spec.owner_weight
+        users[actor.spec.owner] += round(shares[actor.spec.lease_id] * 1_000)
+    total = sum(users.values())
+    for user, weight in weights.items():
+        expected = weight / sum(weights.values())
+        assert abs(users[user] / total - expected) <= SLACK * expected, (users, shares)
+        own = [actor for actor in actors if actor.spec.owner == user]
+        for actor in own:
+            part = shares[actor.spec.lease_id] * 1_000 / users[user]
+            expected = actor.spec.weight / sum(other.spec.weight for other in own)
+            assert abs(part - expected) <= SLACK * expected, (user, shares)
+    assert total / 1_000 > 0.5 * 1_000 * case.devices * case.hours, "most of the time goes to work, not to swaps"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nobody_is_swapped_more_often_than_the_minimum_residency_allows(name: str) -> None:
+    case = CASES[name]
+    play, actors = _played(name)
+    least_ms = max(case.min_residency_ms, 4 * 2 * case.swap_ms)
+    for actor in actors:
+        assert actor.preempted <= play.now / (least_ms + 2 * case.swap_ms) + 1, actor.spec.lease_id
+    assert play.swaps["preempt"] > 20
+
+
+def test_whoever_was_away_has_saved_nothing_up() -> None:
+    play, (first, second) = _begin(CASES["two equals"])
+    play.run(HOUR_MS)
+    late = play.enter(Actor(replace(first.spec, lease_id="late", owner="late"), lambda: FOR_EVER), at_ms=play.now)
+    before = {actor: play.ran_ms(actor) for actor in (first, second)}
+    play.run(2 * HOUR_MS)
+    ran = [play.ran_ms(late), *(play.ran_ms(actor) - before[actor] for actor in (first, second))]
+    assert max(ran) - min(ran) <= SLACK * HOUR_MS, ran
+
+
+def test_whoever_rests_a_while_gets_its_part_again_and_no_more() -> None:
+    play, (first, _) = _begin(CASES["two equals"])
+    resting = play.enter(
+        Actor(replace(first.spec, lease_id="rests", owner="rests"), lambda: HOUR_MS // 6, lambda: HOUR_MS), at_ms=0
+    )
+    play.run(4 * HOUR_MS)
+    assert len(resting.waits_ms) >= 2
+    assert max(resting.waits_ms) <= 3 * 60_000
+
+
+def test_a_higher_priority_preempts_a_lower_one_once_it_has_had_its_minimum() -> None:
+    policy = replace(pool(min_residency_ms=20_000), preempt_priorities=True)
+    play = Theatre([device("d0")], [policy], swap_ms=lambda _: 200)
+
+    def spec(name: str, priority: int) -> LeaseSpec:
+        return LeaseSpec(lease_id=name, pool="p", owner=name, fraction_milli=1000, reserve_mib=1000, priority=priority)
+
+    low = play.enter(Actor(spec("low", 0), lambda: FOR_EVER))
+    high = play.enter(Actor(spec("high", 1), lambda: 5_000, lambda: 60_000), at_ms=1_000)
+    play.run(19_000)
+    assert (play.ran_ms(low), high.waits_ms) == (19_000, [])
+    play.run(HOUR_MS)
+    assert max(high.waits_ms) <= 20_000
+    assert low.preempted == high.suspends or low.preempted == high.suspends + 1
+    assert play.ran_ms(low) > 0.8 * HOUR_MS, "it goes on as soon as the higher one rests"
+
+
+def test_equals_do_not_preempt_each_other_where_the_pool_does_not_say_so() -> None:
+    play = Theatre([device("d0")], [pool()], swap_ms=lambda _: 200)
+    kernels = [
+        play.enter(
+            Actor(
+                LeaseSpec(lease_id=name, pool="p", owner=name, fraction_milli=1000, reserve_mib=1000), lambda: FOR_EVER
+            )
+        )
+        for name in ("a", "b")
+    ]
+    play.run(HOUR_MS)
+    assert [play.ran_ms(kernel) for kernel in kernels] == [HOUR_MS, 0]

@@ -1,0 +1,152 @@
+"""A waiting ticket says which kernels are in its way, what they do, and until when; of other users it gives no names."""
+
+from dataclasses import replace
+
+import pytest
+
+from fractional_gpu.core.effects import Recorded, Suspend
+from fractional_gpu.core.events import (
+    Attached,
+    Checkpointable,
+    LeaseMeasured,
+    LeaseReleased,
+    LeaseRequested,
+    PinRequested,
+    SuspendFinished,
+    SuspendOutcome,
+)
+from fractional_gpu.core.model import LeaseState
+from tests.core.driving import Hand, device, pool, spec
+
+
+def start(hand: Hand, name: str, *, owner: str = "ann", label: str = "", mib: int = 600) -> None:
+    what = replace(spec(name, mib), owner=owner, label=label)
+    hand.send(LeaseRequested(at_ms=hand.now, spec=what))
+    hand.send(Attached(at_ms=hand.now, lease_id=name, gated=True))
+
+
+def run(hand: Hand, name: str, *, owner: str = "ann", label: str = "", mib: int = 600) -> None:
+    start(hand, name, owner=owner, label=label, mib=mib)
+    hand.want(name)
+    hand.work(name)
+
+
+def waits(hand: Hand, name: str = "b") -> str:
+    """Have another kernel of ann's want the device; return why it waits."""
+    if hand.arbiter.lease(name) is None:
+        start(hand, name, label=f"{name}.ipynb")
+        hand.want(name)
+    return hand.ticket(name).sentence.partition("device; ")[2]
+
+
+def test_a_running_cell_is_named_with_how_long_it_has_run() -> None:
+    hand = Hand()
+    run(hand, "a", label="analysis.ipynb")
+    assert waits(hand) == "analysis.ipynb is running a cell"
+    hand.wait(12 * 60_000)
+    assert waits(hand) == "analysis.ipynb has been running a cell for 12 min"
+    assert hand.ticket("b").reason == "wait.busy-neighbour"
+
+
+def test_another_users_kernel_has_no_name() -> None:
+    hand = Hand()
+    run(hand, "a", owner="bob", label="secret.ipynb")
+    hand.wait(60_000)
+    assert waits(hand) == "another user's kernel has been running a cell for 1 min"
+    hand.rest("a")
+
+
+def test_a_pin_is_told_with_its_end() -> None:
+    hand = Hand()
+    run(hand, "a", label="tenant-b.ipynb")
+    hand.rest("a")
+    hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=1_800_000))
+    assert waits(hand) == "tenant-b.ipynb is pinned for 30 min more"
+    hand.arbiter.moment = lambda at_ms: f"<{at_ms // 60_000}>"
+    hand.wait(1)
+    assert waits(hand) == "tenant-b.ipynb is pinned until <30>"
+    hand.work("a")
+    assert waits(hand) == "tenant-b.ipynb is running a cell and is pinned until <30>"
+
+
+def test_the_story_says_times_from_then_on() -> None:
+    """Effects are the same on every machine: no time of day is in them."""
+    hand = Hand()
+    hand.arbiter.moment = lambda _at_ms: "noon"
+    run(hand, "a")
+    hand.rest("a")
+    hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=1_800_000))
+    start(hand, "b")
+    told = [one.sentence for one in hand.want("b") if isinstance(one, Recorded) and one.lease_id == "b"]
+    assert told
+    assert not [sentence for sentence in told if "noon" in sentence]
+    assert "noon" in hand.ticket("b").sentence
+
+
+def test_a_kernel_that_cannot_be_saved_says_why() -> None:
+    hand = Hand()
+    run(hand, "a", label="managed.ipynb")
+    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=100, armed=True))
+    hand.send(Checkpointable(at_ms=0, lease_id="a", why_not="it has managed memory"))
+    hand.rest("a")
+    assert waits(hand) == "managed.ipynb cannot be suspended: it has managed memory: it waits until one of them ends"
+
+
+@pytest.mark.parametrize("owner", ["ann", "bob"])
+def test_a_suspend_that_was_refused_is_told_with_its_reason_to_its_own_user(owner: str) -> None:
+    hand = Hand()
+    run(hand, "a", owner=owner, label="halted.ipynb")
+    hand.rest("a")
+    start(hand, "b")
+    effects = hand.want("b")
+    suspend = next(one for one in effects if type(one).__name__ == "Suspend")
+    hand.send(_refused(hand, suspend))
+    assert hand.state("a") is LeaseState.RESIDENT
+    name = "halted.ipynb" if owner == "ann" else "another user's kernel"
+    why = " (process 7 is stopped)" if owner == "ann" else ""
+    assert waits(hand) == f"{name} could not be suspended{why}; the next attempt follows within a minute"
+
+
+def _refused(hand: Hand, suspend: object) -> SuspendFinished:
+    assert isinstance(suspend, Suspend)
+    return SuspendFinished(
+        at_ms=hand.now,
+        lease_id=suspend.lease_id,
+        operation_id=suspend.operation_id,
+        generation=suspend.generation,
+        outcome=SuspendOutcome.REFUSED,
+        sentence="process 7 is stopped",
+    )
+
+
+def test_a_kernel_that_came_a_moment_ago_may_run_first() -> None:
+    hand = Hand()
+    start(hand, "a", label="new.ipynb")
+    hand.want("a")
+    assert waits(hand) == "new.ipynb came onto the device a moment ago and may run for 10 s more"
+
+
+def test_many_kernels_in_the_way_are_told_in_one_sentence() -> None:
+    hand = Hand(device(memory_mib=1000), pools=[pool()])
+    for number in range(3):
+        run(hand, f"o{number}", owner="bob", mib=100)
+    for number in range(4):
+        run(hand, f"m{number}", label=f"m{number}.ipynb", mib=100)
+    start(hand, "b", mib=1000)
+    hand.want("b")
+    assert waits(hand) == (
+        "another user's kernel is running a cell (and 2 more); m0.ipynb is running a cell; 3 more kernels are in the way"
+    )
+    assert len(hand.ticket("b").blockers) == 7
+
+
+def test_a_kernel_that_is_brought_back_is_in_the_way_and_says_so() -> None:
+    hand = Hand()
+    hand.idle("a")
+    hand.start("c")
+    hand.saved(hand.want("c"))
+    hand.work("c")
+    hand.want("a")
+    hand.send(LeaseReleased(at_ms=hand.now, lease_id="c"))
+    assert hand.state("a") is LeaseState.RESUMING
+    assert waits(hand) == "kernel a is being brought back to its device"

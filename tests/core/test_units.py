@@ -1,0 +1,129 @@
+"""Human units are read strictly and at once, and what is printed can be read back."""
+
+import string
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fractional_gpu.core.units import (
+    format_duration,
+    format_fraction,
+    format_memory,
+    parse_duration_ms,
+    parse_fraction_milli,
+    parse_memory_mib,
+)
+
+
+def repr_type(value: object) -> str:
+    """Name a case; the numbers are too large to be printed."""
+    return type(value).__name__
+
+
+ODD = [
+    "", " ", "abc", "1e99999999", "1e9", "1E-3", "inf", "nan", "-1", "+1", "1/0", "0/0", "1//2", "1/2/3", "1/2m", "m", "1_0", "0x1", "1,5",
+    ".", "/", "\N{ARABIC-INDIC DIGIT FOUR}", "1/\N{ARABIC-INDIC DIGIT FOUR}", "9" * 65, "0." + "1" * 80, "250 m", "1\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_what_is_not_a_fraction_is_refused_at_once_with_what_is_allowed(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a fraction; allowed: more than 0 and at most 1") as caught:
+        parse_fraction_milli(text)
+    assert repr(text[:64]) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, 1.5, 2, "0", "1.5", "3/2", "1001m", "0m", "0/5", 10**18])
+def test_a_fraction_out_of_range_is_refused_with_what_is_allowed(value: str | float) -> None:
+    with pytest.raises(
+        ValueError, match=r'is out of range; allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"'
+    ):
+        parse_fraction_milli(value)
+
+
+@pytest.mark.parametrize(
+    "value", [True, None, [1], float("nan"), float("inf"), 1e300, 10**5000, -(10**5000)], ids=repr_type
+)
+def test_what_is_no_text_or_number_of_ordinary_length_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"fraction .* is not a fraction; allowed"):
+        parse_fraction_milli(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "milli"),
+    [
+        (0.25, 250),
+        ("1/4", 250),
+        ("250m", 250),
+        (" .5 ", 500),
+        ("1.", 1000),
+        (1, 1000),
+        ("1/3", 333),
+        ("0.0001", 1),
+        ("0.5m", 1),
+    ],
+)
+def test_a_fraction_is_read_in_thousandths(value: str | float, milli: int) -> None:
+    assert parse_fraction_milli(value) == milli
+
+
+@given(st.integers(1, 1000))
+def test_a_fraction_that_is_printed_reads_back_the_same(milli: int) -> None:
+    assert parse_fraction_milli(format_fraction(milli)) == milli
+    assert parse_fraction_milli(f"{milli}m") == milli
+    assert parse_fraction_milli(milli / 1000) == milli
+
+
+@given(st.text(st.sampled_from(string.digits + "./meE-+_ x"), max_size=80) | st.text(max_size=80))
+def test_any_text_is_a_fraction_in_range_or_a_value_error(text: str) -> None:
+    try:
+        milli = parse_fraction_milli(text)
+    except ValueError as error:
+        assert "allowed: more than 0 and at most 1" in str(error)  # noqa: PT017 - only if it is one
+    else:
+        assert 1 <= milli <= 1000
+
+
+@given(st.text(max_size=80) | st.integers() | st.floats() | st.booleans() | st.none())
+def test_any_size_or_duration_is_a_whole_number_or_a_value_error(value: object) -> None:
+    for parse in (parse_memory_mib, parse_duration_ms):
+        try:
+            number = parse(value)  # type: ignore[arg-type]
+        except ValueError as error:
+            assert "allowed: a" in str(error)  # noqa: PT017 - only if it is one
+        else:
+            assert number >= 0
+
+
+@pytest.mark.parametrize(
+    "value", [10**5000, -(10**5000), "9" * 65, "1e9999999GiB", "GiB", "0", "1KiB", -1, 1.5, True, None], ids=repr_type
+)
+def test_what_is_not_a_size_is_refused_at_once_with_what_is_allowed(value: object) -> None:
+    with pytest.raises(ValueError, match=r"memory .* is .*; allowed: a positive size such as 512MiB, 20GiB or 20GB"):
+        parse_memory_mib(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [10**5000, "1e99s", "5 minutes", "-1s", True, None, 1.5], ids=repr_type)
+def test_what_is_not_a_duration_is_refused_at_once_with_what_is_allowed(value: object) -> None:
+    with pytest.raises(
+        ValueError, match=r"duration .* is not a duration; allowed: a duration such as 30s, 5m, 2h or 0"
+    ):
+        parse_duration_ms(value)  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 2**40))
+def test_a_size_that_is_printed_reads_back_within_its_last_digit(mib: int) -> None:
+    read = parse_memory_mib(format_memory(mib))
+    assert abs(read - mib) <= (
+        0 if mib < 1024 else 1024 * Fraction(1, 20) + 1
+    )  # half a digit, and a MiB that reading rounds off
+
+
+@given(st.integers(0, 10**9))
+def test_a_duration_is_printed_without_a_fraction_of_a_millisecond(ms: int) -> None:
+    printed = format_duration(ms)
+    assert printed.endswith((" ms", " s", " min", " h"))
+    if ms < 60_000:
+        assert abs(parse_duration_ms(printed.replace(" ", "")) - ms) <= 50

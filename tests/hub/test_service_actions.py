@@ -1,0 +1,69 @@
+"""What pages ask for is taken back when they go away; seats are ended by administrators who mean it."""
+
+# ruff: noqa: ASYNC240 -- nobody waits for this loop
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError
+from fractional_gpu.protocol.seats import SeatRequest
+from fractional_gpu_hub.service.actions import Acts
+from fractional_gpu_hub.service.views import Viewer
+from tests.broker.live import live_broker
+from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease
+
+LEASE = {"pool": "default", "label": "", "kernel_id": "k", "fraction_milli": 250, "gated": True}
+
+
+@pytest.mark.parametrize("admin", [False, True], ids=["a user, whose kernel is looked up first", "an administrator"])
+async def test_a_page_that_goes_away_takes_a_waiting_resume_back(
+    tmp_path_factory: pytest.TempPathFactory, admin: bool
+) -> None:
+    socket: Path = tmp_path_factory.mktemp("s") / "b.sock"
+    with FakeBroker(str(socket)) as broker:
+        broker.leases["lease-1"] = FakeLease(request=LEASE, token="", state="suspended")
+        broker.extra["seat"] = "seat-1"
+        held = broker.held["resume"] = threading.Event()
+        acts = Acts(broker.path)
+        asked = asyncio.ensure_future(acts.lease(Viewer(name="me", admin=admin), "lease-1", "resume", {}))
+        await asyncio.to_thread(broker.wait_for, lambda: "resume" in broker.routes())
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.to_thread(acts._threads.shutdown)  # its thread has ended
+        finally:
+            held.set()
+        assert broker.routes().count("resume") == 1
+
+
+async def test_an_administrator_who_means_it_releases_a_seat_and_the_audit_log_has_it() -> None:
+    with live_broker(pools={"default": {"wait_bound": "100%"}}) as live:
+        acts = Acts(live.socket)
+
+        def take() -> str:
+            with SeatClient(live.socket) as client:
+                return list(client.take_seat(SeatRequest(owner="ada", pool="default", fraction_milli=250)))[-1].seat_id
+
+        def seats() -> int:
+            with SeatClient(live.socket) as client:
+                return len(client.seats().seats)
+
+        seat_id = await asyncio.to_thread(take)
+        with pytest.raises(ForbiddenError):
+            await acts.release_seat(Viewer(name="ada", admin=False), seat_id, {"confirm": True})
+        with pytest.raises(BadRequestError, match="send confirm = true"):
+            await acts.release_seat(Viewer(name="grace", admin=True), seat_id, {})
+        assert await asyncio.to_thread(seats) == 1
+        assert await acts.release_seat(Viewer(name="grace", admin=True), seat_id, {"confirm": True}) == {"ok": True}
+        assert await asyncio.to_thread(seats) == 0
+        written = [json.loads(line) for line in Path(live.service.audit.path).read_text().splitlines()]
+        done = {(line["act"], line["acting_for"]) for line in written if line["outcome"] == "done"}
+        assert ("seat.end", "grace") in done
+        acts.close()

@@ -1,0 +1,169 @@
+"""A kernel whose command takes the lease: started by whatever knows nothing of provisioners, it is a leased kernel like any other."""
+
+import json
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.connect import write_connection_file
+
+from fractional_gpu.jupyter.kernelspecs import install
+from fractional_gpu.jupyter.launcher import main
+from tests.support.kernels import plain_manager
+from tests.support.managed import client_of, entered, must
+from tests.support.stories import CHECK, fill
+from tests.support.world import DEADLINE_S, Server, World, new_world, until
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with new_world() as made:
+        yield made
+
+
+def installed(world: World, milli: int, base: str = "python3") -> str:
+    """Install a kernelspec with the launcher and return its name."""
+    folder = str(world.kernels_dir)
+    (spec,) = install("default", [milli], directory=folder, simulated=True, launcher=True, base=base)
+    assert spec.launcher
+    return spec.name
+
+
+def command_of(world: World, name: str, connection_file: str) -> list[str]:
+    """The kernelspec's command as a program formats it that knows nothing else of kernelspecs."""
+    argv = json.loads((world.kernels_dir / name / "kernel.json").read_text())["argv"]
+    return [word.replace("{connection_file}", connection_file) for word in argv]
+
+
+@contextmanager
+def started(world: World, name: str, kernel_id: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The kernel as such a program starts it."""
+    path, _ = write_connection_file(str(world.folder / "run" / f"kernel-{kernel_id}.json"))
+    process = subprocess.Popen(command_of(world, name, path), env=world.environment, cwd=world.notebooks)
+    try:
+        yield process, path
+    finally:
+        process.kill()
+        process.wait()
+
+
+def tokens(world: World) -> set[Path]:
+    return set((world.folder / "run" / "gpu").glob("*.token"))
+
+
+def test_two_launched_kernels_take_turns_and_keep_every_byte(world: World) -> None:
+    name = installed(world, 750)
+    with entered(world):
+        managers = [plain_manager(name) for _ in range(2)]
+        for manager in managers:
+            manager.start_kernel(cwd=str(world.notebooks))
+        try:
+            with client_of(managers[0]) as first, client_of(managers[1]) as second:
+                must(first, fill(1, 24))
+                must(second, fill(2, 24))
+                for _ in range(2):
+                    for client in (first, second):
+                        assert must(client, CHECK) == "intact\n"
+                pids = {int(must(client, "import os; print(os.getpid())")) for client in (first, second)}
+            leases = world.status().leases
+            assert {lease.pid for lease in leases} == pids  # the processes that were started are the kernels
+            assert all(lease.gated and lease.suspends and lease.fraction_milli == 750 for lease in leases)
+        finally:
+            for manager in managers:
+                manager.shutdown_kernel(now=True)
+
+
+def test_the_lease_is_the_processs_and_ends_with_it(world: World) -> None:
+    name, kernel_id = installed(world, 250), uuid.uuid4().hex
+    with started(world, name, kernel_id) as (process, _):
+        until(lambda: world.broker_pid() and world.status().leases, "a lease is taken")
+        first = world.lease(kernel_id).lease_id
+        until(lambda: world.lease(kernel_id).pid == process.pid, "it is attached")
+        (token,) = tokens(world)
+        assert token.stat().st_mode & 0o777 == 0o600
+    until(lambda: not world.status().leases, "the lease ended with the process")
+    until(lambda: not token.exists(), "its token's file, too")
+    with started(world, name, kernel_id) as (process, _):
+        until(lambda: [one.pid for one in world.status().leases] == [process.pid], "the new process alone has a lease")
+        assert world.lease(kernel_id).lease_id != first
+        assert len(tokens(world)) == 1
+
+
+def test_a_server_starts_it_like_any_kernel_and_takes_no_second_lease(world: World) -> None:
+    name = installed(world, 250)
+    world.environment["JUPYTER_DEFAULT_PROVISIONER_NAME"] = "fractional-gpu-provisioner"
+    with Server(world) as server:
+        notebook = server.start(name)
+        notebook.must(fill(1, 24))
+        assert world.lease(notebook.kernel_id).state == "resident"
+        notebook.restart()
+        assert notebook.must("print('again')").text == "again\n"
+        until(lambda: world.lease(notebook.kernel_id).gated or None, "the new process's extension connects")
+        notebook.shut_down()
+
+
+def test_without_room_there_is_one_sentence_and_no_kernel(world: World) -> None:
+    name = installed(world, 250)
+    world.configure("c.GPUBroker.pools = {'other': {}}\n")
+    with started(world, name, "x") as (process, path):
+        assert process.wait(60) == 1
+    command = command_of(world, name, path)
+    done = subprocess.run(command, env=world.environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("No GPU for this kernel: there is no pool 'default'")
+    assert done.stderr.count("\n") == 1
+    assert tokens(world) == set()
+    assert world.status().leases == []
+
+
+def test_a_command_that_cannot_be_run_leaves_no_lease(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    path, _ = write_connection_file(str(world.folder / "run" / "kernel-y.json"))
+    command = [sys.executable, "-P", "-m", "fractional_gpu.jupyter.launcher", "--", "/nowhere/kernel", path]
+    done = subprocess.run(command, env=world.environment, check=False)
+    assert done.returncode == 1
+    assert "The kernel's command /nowhere/kernel cannot be run: No such file or directory" in capfd.readouterr().err
+    assert world.status().leases == []
+    assert tokens(world) == set()
+
+
+def test_a_command_without_a_connection_file_is_refused_before_anything_is_asked(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with entered(world):
+            assert main(["--", "kernel", "-f", "{connection_file}"]) == 1
+            assert main(["--fraction", "lots", "--", "kernel"]) == 1
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "'kernel -f {connection_file}' names no connection file" in first
+    assert "fraction 'lots'" in second
+    assert world.broker_pid() is None
+
+
+def test_an_interrupt_means_what_it_always_means(world: World) -> None:
+    name = installed(world, 250)
+    with entered(world):
+        manager = plain_manager(name)
+        manager.start_kernel(cwd=str(world.notebooks))
+
+        def interrupt(message: dict[str, Any]) -> None:
+            if message["content"].get("text") == "runs\n":
+                manager.interrupt_kernel()
+
+        try:
+            with client_of(manager) as client:
+                code = "import time; print('runs', flush=True); time.sleep(600)"
+                # without stop_on_error: ipykernel aborts what comes in the moment after a failed cell's reply
+                reply = client.execute_interactive(code, timeout=DEADLINE_S, output_hook=interrupt, stop_on_error=False)
+                assert reply["content"]["ename"] == "KeyboardInterrupt"
+                assert must(client, "print('here')") == "here\n"
+        finally:
+            manager.shutdown_kernel(now=True)

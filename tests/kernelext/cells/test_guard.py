@@ -1,0 +1,85 @@
+"""What the guard keeps to however a cell ends, on a shell that is only as much of IPython's as it needs."""
+
+import sys
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fractional_gpu_kernel.cells.acquire import Acquirer
+from fractional_gpu_kernel.cells.first_grant import FirstGrant
+from fractional_gpu_kernel.cells.gate import Gate
+from fractional_gpu_kernel.cells.guard import Guard
+from fractional_gpu_kernel.cells.needs_gpu import BURST
+from fractional_gpu_kernel.magics.bursts import CellBursts
+from fractional_gpu_kernel.memory.imports import ImportHooks
+from fractional_gpu_kernel.memory.limits import MemoryLimits
+
+
+class Shell:
+    """Notes the cells that it runs."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.events = SimpleNamespace(register=lambda *_: None)
+
+    async def run_cell_async(self, raw_cell: str, **_: object) -> None:
+        self.ran.append(raw_cell)
+
+
+class InterruptedBursts:
+    """A Ctrl-C strikes while the larger share is given back."""
+
+    def begin(self, *_: object) -> None:
+        pass
+
+    def end(self, *_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+
+def finish(cell: Coroutine[Any, Any, None]) -> None:
+    """Run what never really waits."""
+    with pytest.raises(StopIteration):
+        cell.send(None)
+
+
+def test_an_interrupt_while_a_burst_is_given_back_leaves_no_cell_running() -> None:
+    shell, limits = Shell(), MemoryLimits({})
+    gate = Gate(limits.bind)
+    gate.open({})
+    bursts = cast("CellBursts", InterruptedBursts())
+    guard = Guard(
+        shell,
+        gate,
+        cast("Acquirer", None),
+        limits,
+        FirstGrant(ImportHooks(), {}),
+        exempt=lambda _: None,
+        bursts=lambda: bursts,
+    )
+    guard.install()
+    with pytest.raises(KeyboardInterrupt):
+        finish(shell.run_cell_async("%%gpu 1\n1", transformed_cell=f"{BURST}1\n1"))
+    assert (shell.ran, gate.close()) == (["%%gpu 1\n1"], "closed")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_limit_is_not_lowered_while_another_cell_runs(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    told: list[int] = []
+    pool = SimpleNamespace(set_limit=lambda size: told.append(size >> 20))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(get_default_memory_pool=lambda: pool))
+    shell, limits = Shell(), MemoryLimits({"JUPYTER_GPU_MEMORY_MIB": "20480"})
+    gate = Gate(limits.bind)
+    gate.open({"JUPYTER_GPU_MEMORY_MIB": "10240"})
+    if beside:
+        gate.enter("a cell of another subshell")
+    first = FirstGrant(ImportHooks(), {})
+    bursts = cast("CellBursts", None)
+    Guard(shell, gate, cast("Acquirer", None), limits, first, exempt=lambda _: None, bursts=lambda: bursts).install()
+    finish(shell.run_cell_async("1", transformed_cell="1"))
+    assert (shell.ran, limits.is_stale) == (["1"], beside)
+    assert told == ([] if beside else [10240 - 512])
+    gate.open({"JUPYTER_GPU_MEMORY_MIB": "40960"})
+    finish(shell.run_cell_async("2", transformed_cell="2"))
+    assert told[-1] == 40960 - 512, "a larger one does no harm"

@@ -1,0 +1,164 @@
+"""A cell that waits for input is paused, told of, and enters the gate anew: whichever thread asks, and however the wait ends."""
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from fractional_gpu_kernel.cells import inputs as inputs_module
+from fractional_gpu_kernel.cells.acquire import Acquirer
+from fractional_gpu_kernel.cells.gate import Gate
+from fractional_gpu_kernel.cells.inputs import Cell, Inputs, running_cell
+from fractional_gpu_kernel.cells.wait import RefusedError
+
+
+class Kernel:
+    """A kernel whose user types what the test says."""
+
+    def __init__(self) -> None:
+        self.types: Callable[[], str] = lambda: "typed"
+
+    def raw_input(self, prompt: str = "") -> str:
+        return prompt + self.types()
+
+    def getpass(self, prompt: str = "") -> str:
+        return prompt + self.types()
+
+    @staticmethod
+    def get_parent(_channel: str) -> dict[str, dict[str, str]]:
+        return {"header": {"msg_id": "request"}}
+
+
+class Side:
+    """A kernel, its gate, and what the broker is told."""
+
+    def __init__(self) -> None:
+        self.kernel = Kernel()
+        self.gate = Gate(lambda _: None)
+        self.gate.open({})
+        self.told: list[Sequence[str]] = []
+        shell = SimpleNamespace(kernel=self.kernel, display_pub=None)
+        self.inputs = Inputs(shell, self.gate, cast("Acquirer", None), self.told.append)
+        self.inputs.install()
+
+    def within(self, *marks: str) -> None:
+        """Run a cell, in this thread."""
+        for mark in marks:
+            self.gate.enter(mark)
+        running_cell.set(Cell(marks, threading.get_ident()))
+
+
+@pytest.fixture
+def side() -> Side:
+    return Side()
+
+
+@pytest.mark.parametrize("name", ["raw_input", "getpass"])
+def test_a_cell_is_paused_while_it_waits_and_runs_when_it_is_answered(side: Side, name: str) -> None:
+    side.within("outer", "inner")
+    seen: list[bool] = []
+
+    def types() -> str:
+        seen.append(side.gate.is_running)
+        return "yes"
+
+    side.kernel.types = types
+    assert getattr(side.kernel, name)("sure? ") == "sure? yes"
+    assert seen == [False]
+    assert side.gate.is_running
+    assert side.told == [["request"], []]
+    side.inputs.uninstall()
+    getattr(side.kernel, name)()
+    assert len(side.told) == 2
+
+
+def test_an_answer_at_a_shut_gate_waits_with_the_inner_mark_and_all_run_then(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side.within("outer", "inner")
+    waited: list[object] = []
+
+    def wait(gate: Gate, _acquirer: object, _line: object, mark: object) -> None:
+        waited.append(mark)
+        gate.open({})
+
+    monkeypatch.setattr(inputs_module, "wait_for_gpu", wait)
+    side.kernel.types = side.gate.close
+    assert side.kernel.raw_input() == "closed"
+    assert waited == ["inner"]
+    side.gate.leave("inner")
+    assert side.gate.close() == "busy", "the cell around it runs, too"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, EOFError])
+def test_a_wait_that_ends_without_an_answer_lets_the_cell_go_on_at_once(side: Side, error: type[BaseException]) -> None:
+    side.within("cell")
+
+    def types() -> str:
+        side.gate.close()
+        raise error
+
+    side.kernel.types = types
+    with pytest.raises(error):
+        side.kernel.raw_input()
+    assert side.gate.is_running
+    assert side.told[-1] == []
+
+
+def test_a_refusal_of_the_gpu_fails_the_cell_and_says_that_the_input_was_read(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side.within("cell")
+
+    def refuse(*_: object) -> None:
+        raise RefusedError("the lease is over")
+
+    monkeypatch.setattr(inputs_module, "wait_for_gpu", refuse)
+    side.kernel.types = side.gate.close
+    with pytest.raises(RuntimeError, match="the input was read, but the cell cannot go on: the lease is over"):
+        side.kernel.raw_input()
+    assert side.told[-1] == []
+
+
+def test_a_thread_that_asks_says_nothing_about_the_cell(side: Side) -> None:
+    side.within("cell")
+    cell = running_cell.get()
+    seen: list[bool] = []
+
+    def types() -> str:
+        seen.append(side.gate.is_running)
+        return ""
+
+    def ask() -> None:
+        running_cell.set(cell)  # as `asyncio.to_thread` does
+        side.kernel.raw_input()
+
+    side.kernel.types = types
+    for target in (ask, side.kernel.raw_input):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    assert seen == [True, True]
+    assert side.told == []
+
+
+def test_a_cell_without_the_gpu_is_told_of_and_never_waits(side: Side) -> None:
+    side.within()
+    side.kernel.types = side.gate.close
+    assert side.kernel.raw_input() == "closed"
+    assert side.told == [["request"], []]
+
+
+def test_a_request_that_is_refused_at_once_leaves_nothing_behind(side: Side) -> None:
+    side.within("cell")
+
+    def types() -> str:
+        raise RuntimeError("this frontend does not support input requests")
+
+    side.kernel.types = types
+    with pytest.raises(RuntimeError, match="does not support"):
+        side.kernel.raw_input()
+    assert side.inputs.waiting == []
+    assert side.gate.is_running

@@ -1,0 +1,475 @@
+"""What cells of a real kernel go through at the gate."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.protocol.messages import GateVerb, Progress
+from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
+from tests.kernelext.scripted_broker import ScriptedBroker
+
+PROMPT_S = 15.0  # on the slowest machine; nothing else would end the wait
+
+
+def open_gate(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    """Have the first cell granted, and the gate's line connected."""
+    broker.stream("gate")
+    broker.grant_at_once = True
+    assert kernel.run("pass").status == "ok"
+    broker.grant_at_once = False
+
+
+def test_a_cell_waits_is_granted_and_runs_with_the_device_bound(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    stream = broker.stream("acquire")
+    stream.waiting("lease-2 runs a cell on the only GPU.")
+    kernel.until_shown(request, "lease-2 runs a cell on the only GPU.")
+    stream.granted(CUDA_VISIBLE_DEVICES="GPU-7")
+    outcome = kernel.finish(request)
+    assert (outcome.status, outcome.printed) == ("ok", "GPU-7\n")
+    assert outcome.kinds.index("clear_output") < outcome.kinds.index("stream"), "the line is gone before the output"
+
+
+def test_a_grant_at_once_shows_nothing(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.grant_at_once = True
+    outcome = kernel.run("1 + 1")
+    assert outcome.kinds == ["status", "execute_input", "execute_result", "status"]
+
+
+def test_an_open_gate_adds_no_requests(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    open_gate(kernel, broker)
+    before = broker.routes()
+    for code in ("1", "import asyncio; await asyncio.sleep(0)", "   ", "1/0", "get_ipython().run_cell('2')"):
+        kernel.run(code)
+    assert broker.routes() == before
+
+
+def test_close_while_idle_shuts_the_gate_and_the_next_cell_waits(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    open_gate(kernel, broker)
+    broker.stream("gate").command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "closed"
+    request = kernel.send("x = 1")
+    broker.stream("acquire", 2).granted()
+    assert kernel.finish(request).status == "ok"
+
+
+@pytest.mark.parametrize(
+    "code", ["print('on'); open(fifo).close()", "print('on'); await asyncio.to_thread(open, fifo)"]
+)
+def test_close_while_a_cell_runs_is_answered_busy(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path, code: str
+) -> None:
+    open_gate(kernel, broker)
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    kernel.run(f"import asyncio; fifo = {str(fifo)!r}")
+    request = kernel.send(code)
+    kernel.until_published(request, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    broker.stream("gate").command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "busy"
+    broker.stream("gate").command(GateVerb.SHRINK, 6)
+    assert broker.answer_to(6) == "busy"
+    fifo.write_text("")
+    assert kernel.finish(request).status == "ok"
+    broker.stream("gate").command(GateVerb.CLOSE, 7)
+    assert broker.answer_to(7) == "closed"
+
+
+@pytest.mark.parametrize(
+    "code", ["1/0", "def f(:", "%%nonsense\nx", "get_ipython().run_cell('')", "get_ipython().run_cell('1/0');", "  "]
+)
+def test_after_any_cell_the_gate_can_be_shut(kernel: RunningKernel, broker: ScriptedBroker, code: str) -> None:
+    open_gate(kernel, broker)
+    kernel.run(code)
+    broker.stream("gate").command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "closed"
+
+
+def test_nested_cells_keep_the_outer_one_running(kernel: RunningKernel, broker: ScriptedBroker, folder: Path) -> None:
+    open_gate(kernel, broker)
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    kernel.run(f"fifo = {str(fifo)!r}")
+    nested = (
+        "ip = get_ipython(); ip.run_cell('1'); ip.run_cell(''); ip.run_cell('%gpu help'); ip.run_cell('1/0'); "
+        "from IPython.display import display; display('now'); open(fifo).close()"
+    )
+    request = kernel.send(nested)
+    kernel.until_published(
+        request, lambda messages: any("now" in str(each["content"].get("data")) for each in messages)
+    )
+    broker.stream("gate").command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "busy"
+    fifo.write_text("")
+    assert kernel.finish(request).status == "ok"
+
+
+@pytest.mark.parametrize("asks", ["input()", "import getpass; getpass.getpass()"])
+def test_a_cell_that_waits_for_input_is_told_of_and_lets_the_gate_be_shut_and_waits_there_when_it_is_answered(
+    kernel: RunningKernel, broker: ScriptedBroker, asks: str
+) -> None:
+    open_gate(kernel, broker)
+    request = kernel.send(f"{asks}\nprint('on')", allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=60)
+    broker.wait_for(lambda: any(one["word"] == "input" and one["detail"] == request for one in broker.bodies("answer")))
+    stream = broker.stream("gate")
+    stream.command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "closed"
+    stream.command(GateVerb.SHRINK, 6)
+    assert broker.answer_to(6) == "done"
+    kernel.client.input("typed")
+    ticket = broker.stream("acquire", 2)
+    ticket.waiting("lease-2 runs a cell on the only GPU.")
+    kernel.until_shown(request, "lease-2 runs a cell on the only GPU.")
+    ticket.granted()
+    outcome = kernel.finish(request)
+    assert outcome.status == "ok"
+    assert outcome.printed.endswith("on\n")
+    broker.wait_for(lambda: broker.bodies("answer")[-1].get("detail", "") == "")
+
+
+@pytest.mark.parametrize("code", ["x = 1", "import asyncio; await asyncio.sleep(0)"])
+def test_an_interrupt_ends_the_wait_at_once(kernel: RunningKernel, broker: ScriptedBroker, code: str) -> None:
+    request = kernel.send(f"{code}; print('ran')")
+    broker.stream("acquire").waiting("busy")
+    kernel.until_shown(request, "busy")
+    start = time.monotonic()
+    kernel.interrupt()
+    outcome = kernel.finish(request)
+    assert time.monotonic() - start < PROMPT_S
+    assert outcome.error[0] == "KeyboardInterrupt"
+    assert outcome.printed == ""
+    broker.wait_for(lambda: "acquire" in broker.hung_up)  # the ticket is withdrawn
+    broker.grant_at_once = True
+    assert kernel.run("print('again')").printed == "again\n"
+    handler = kernel.run("import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+    assert handler.printed == "True\n", "ipykernel's own handler is back"
+
+
+def test_a_refusal_fails_the_cell_and_stops_run_all(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    first, second = kernel.send("print('ran')"), kernel.send("print('ran too')")
+    broker.stream("acquire").refused("Your pool has 20 GiB; this kernel asked for 40 GiB.")
+    outcome = kernel.finish(first)
+    assert outcome.error == (
+        "InputRejected",
+        "This cell did not run. Your pool has 20 GiB; this kernel asked for 40 GiB.",
+    )
+    (shown,) = outcome.of_type("error")
+    assert shown["traceback"] == [f"{outcome.error[0]}: {outcome.error[1]}"], "one sentence, no stack of ours"
+    assert kernel.finish(second).status == "aborted"
+    broker.grant_at_once = True
+    assert kernel.run("print('now')").printed == "now\n"
+
+
+def test_a_broker_that_does_not_know_the_lease_fails_the_cell(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.leases.clear()
+    assert kernel.run("1").error == ("InputRejected", "This cell did not run. there is no lease lease-1")
+
+
+def test_an_hour_is_over_and_the_kernel_asks_again(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("print('ran')")
+    broker.stream("acquire").refused("no GPU within the time allowed", reason="timeout")
+    broker.stream("acquire", 2).granted()
+    assert kernel.finish(request).printed == "ran\n"
+
+
+def test_a_silent_cell_waits_and_shows_nothing(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("x = 41", silent=True)
+    stream = broker.stream("acquire")
+    stream.waiting("busy")
+    stream.granted()
+    outcome = kernel.finish(request)
+    assert outcome.status == "ok"
+    assert outcome.kinds == ["status", "status"]
+    assert kernel.run("print(x + 1)").printed == "42\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "%gpu",
+        "# note\n\n%gpu help",
+        "%gpu?",
+        "%%cpu\nx = 1",
+        "%%cpu\nimport asyncio; await asyncio.sleep(0)",
+        " \n",
+        "%%cpu",
+    ],
+)
+def test_what_does_not_need_the_gpu_does_not_ask_for_it(
+    kernel: RunningKernel, broker: ScriptedBroker, code: str
+) -> None:
+    assert kernel.run(code).status == "ok"
+    assert kernel.run(code, silent=True).status == "ok"
+    assert kernel.run(code, store_history=False).status == "ok"
+    assert "acquire" not in broker.routes()
+
+
+def test_cells_nested_in_a_cpu_cell_do_not_ask_either(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    outcome = kernel.run("%%cpu\nget_ipython().run_cell('print(6 * 7)');\n'last'")
+    assert outcome.printed == "42\n"
+    assert [content["data"]["text/plain"] for content in outcome.of_type("execute_result")] == ["'last'"]
+    assert "acquire" not in broker.routes()
+
+
+def test_a_cpu_cell_tells_the_broker_that_it_needs_no_ticket(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.stream("gate")
+    kernel.run("%%cpu\n1")
+    broker.wait_for(lambda: broker.words() == ["exempt", "done"])
+
+
+def test_completions_are_not_blocked_by_a_shut_gate(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.client.complete("%gpu s")
+    reply = kernel.finish(request).reply["content"]
+    assert reply["matches"] == ["status", "suspend"]
+    assert "acquire" not in broker.routes()
+
+
+def test_the_broker_opens_the_gate_while_a_cell_waits(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    gate = broker.stream("gate")
+    request = kernel.send("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    broker.stream("acquire").waiting("busy")
+    gate.command(GateVerb.OPEN, 3, CUDA_VISIBLE_DEVICES="GPU-3")
+    assert broker.answer_to(3) == "open"
+    assert kernel.finish(request).printed == "GPU-3\n"
+    broker.wait_for(lambda: "acquire" in broker.hung_up)
+
+
+def test_close_while_a_cell_waits_is_answered_busy(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    gate = broker.stream("gate")
+    request = kernel.send("1")
+    acquire = broker.stream("acquire")
+    gate.command(GateVerb.CLOSE, 3)
+    assert broker.answer_to(3) == "busy"
+    acquire.granted()
+    assert kernel.finish(request).status == "ok"
+
+
+def test_a_broker_that_dies_during_the_wait_is_asked_again_when_it_is_back(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    request = kernel.send("print('ran')")
+    broker.stream("acquire").waiting("busy")
+    kernel.until_shown(request, "busy")
+    broker.stream("acquire").break_off()  # another serves there already when the kernel looks: it need not be started
+    broker.stream("acquire", 2).granted()
+    assert kernel.finish(request).printed == "ran\n"
+
+
+def test_a_kernel_starts_the_broker_that_its_folder_names(folder: Path) -> None:
+    started = folder / "started"
+    (folder / "broker.json").write_text(
+        f'{{"argv": ["/bin/sh", "-c", "echo no GPU driver is loaded >&2; touch {started}; exit 3"], "env": {{}}}}'
+    )
+    with running_kernel(kernel_environment(folder, str(folder / "broker.sock"))) as kernel:
+        name, message = kernel.run("1").error
+        assert started.exists()
+        assert (name, "no GPU driver is loaded" in message) == ("InputRejected", True), message
+        started.unlink()
+        assert "goes on" not in "".join(kernel.run("%gpu").shown)
+        assert not started.exists(), "looking does not start a broker"
+
+
+def test_the_line_is_connected_again_and_tells_the_state_of_the_gate(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    open_gate(kernel, broker)
+    assert broker.stream("gate").body["open"] is False
+    broker.stop()
+    assert kernel.run("print('without a broker')").printed == "without a broker\n"
+    broker.start()
+    assert broker.stream("gate", 2).body == {**broker.stream("gate").body, "open": True, "busy": False}
+
+
+@pytest.mark.parametrize("read", ["open(fifo).close()", "await asyncio.to_thread(lambda: open(fifo).close())"])
+def test_a_preempted_cell_runs_on_and_the_next_one_asks(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path, read: str
+) -> None:
+    open_gate(kernel, broker)
+    gate, fifo = broker.stream("gate"), folder / "fifo"
+    os.mkfifo(fifo)
+    kernel.run(f"import asyncio; fifo = {str(fifo)!r}")
+    running = kernel.send(f"print('on'); {read}; print('over')")
+    kernel.until_published(running, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    gate.command(GateVerb.PREEMPT, 5)
+    assert broker.answer_to(5) == "closed"
+    assert broker.count("acquire") == 1
+    fifo.write_text("")
+    assert kernel.finish(running).printed == "on\nover\n"
+    following = kernel.send("print('next')")
+    broker.stream("acquire", 2).granted()
+    assert kernel.finish(following).printed == "next\n"
+
+
+@pytest.mark.parametrize(
+    "cell", ["get_ipython().run_cell('print(2)')", "get_ipython().run_cell_magic('gpu', '1/4', 'print(2)')"]
+)
+def test_a_cell_within_a_cell_waits_without_clearing_what_the_outer_one_has_printed(
+    kernel: RunningKernel, broker: ScriptedBroker, cell: str
+) -> None:
+    open_gate(kernel, broker)
+    request = kernel.send(f"print(1); input(); {cell}", allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=60)
+    broker.stream("gate").command(GateVerb.PREEMPT, 5)
+    assert broker.answer_to(5) == "closed"
+    kernel.client.input("")
+    stream = broker.stream("acquire", 2)
+    stream.waiting("lease-2 runs a cell on the only GPU.")
+    kernel.until_shown(request, "lease-2 runs a cell on the only GPU.")
+    stream.granted()
+    outcome = kernel.finish(request)
+    assert (outcome.status, outcome.printed, outcome.shown[-1]) == ("ok", "1\n2\n", "")
+    assert "clear_output" not in outcome.kinds
+
+
+def test_a_new_limit_reaches_torch_on_the_idle_main_loop_and_raising_it_does_not_wait_for_a_cell(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    open_gate(kernel, broker)
+    gate = broker.stream("gate")
+    gate.command(GateVerb.LIMIT, 1, JUPYTER_GPU_MEMORY_MIB="4096")
+    assert broker.answer_to(1) == "done"
+    kernel.run(
+        "import asyncio, sys, types\n"
+        "calls, told = [], asyncio.Event()\n"
+        "def limit(fraction, device): calls.append(round(fraction * 100)); told.set()\n"
+        "torch = types.ModuleType('torch'); torch.cuda = types.SimpleNamespace(\n"
+        "    _lazy_call=None, is_initialized=lambda: True, device_count=lambda: 1,\n"
+        "    get_device_properties=lambda _: types.SimpleNamespace(total_memory=100 * 2**30),\n"
+        "    set_per_process_memory_fraction=limit)\n"
+        "sys.modules['torch'] = torch"
+    )
+    running = kernel.send("print('on'); await told.wait(); print(calls)")
+    kernel.until_published(running, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    gate.command(GateVerb.LIMIT, 2, JUPYTER_GPU_MEMORY_MIB=str(51712))
+    assert kernel.finish(running).printed == "on\n[50]\n", "raised beneath the cell"
+    lowering = "print('on'); input(); await asyncio.sleep(0); print(calls)"
+    running = kernel.send(lowering, allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=60)
+    gate.command(GateVerb.LIMIT, 3, JUPYTER_GPU_MEMORY_MIB=str(26112))
+    assert broker.answer_to(3) == "done"
+    kernel.client.input("")
+    assert kernel.finish(running).printed == "on\n[50]\n", "not lowered beneath a cell"
+    assert kernel.run("print(calls)").printed == "[50, 25]\n"
+
+
+def test_cells_run_although_their_new_limit_cannot_be_told(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    open_gate(kernel, broker)
+    kernel.run(
+        "import sys, types\n"
+        "def spoilt(fraction, device): raise RuntimeError('CUDA error: device-side assert triggered')\n"
+        "torch = types.ModuleType('torch'); torch.cuda = types.SimpleNamespace(\n"
+        "    _lazy_call=None, is_initialized=lambda: True, device_count=lambda: 1,\n"
+        "    get_device_properties=lambda _: types.SimpleNamespace(total_memory=100 * 2**30),\n"
+        "    set_per_process_memory_fraction=spoilt)\n"
+        "sys.modules['torch'] = torch"
+    )
+    broker.stream("gate").command(GateVerb.LIMIT, 1, JUPYTER_GPU_MEMORY_MIB="4096")
+    assert broker.answer_to(1) == "done"
+    assert kernel.run("print('ran')").printed == "ran\n"
+    assert kernel.run("import asyncio; await asyncio.sleep(0); print('awaited')").printed == "awaited\n"
+
+
+def test_where_the_pool_allows_it_a_cell_overlaps_with_the_resume_and_its_ticket_stays(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    gate = broker.stream("gate")
+    request = kernel.send("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    stream = broker.stream("acquire")
+    stream.waiting("lease-2 is being saved")
+    stream.send(
+        Progress(kind="waiting", reason="wait.restoring", overlap=True, environment={"CUDA_VISIBLE_DEVICES": "GPU-9"})
+    )
+    assert kernel.finish(request).printed == "GPU-9\n"
+    following = kernel.send(
+        "import asyncio, fractional_gpu_kernel\n"
+        "gate, = (extension.gate for extension in fractional_gpu_kernel._loaded.values())\n"
+        "print('shut' if not gate.is_open else 'open')\n"
+        "while not gate.is_open: await asyncio.sleep(0.001)\n"
+        "print('open')"
+    )
+    kernel.until_published(following, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    gate.command(GateVerb.CLOSE, 1)
+    assert broker.answer_to(1) == "busy"
+    assert (broker.count("acquire"), broker.hung_up) == (1, []), "one ticket, which is still there"
+    stream.granted()
+    assert kernel.finish(following).printed == "shut\nopen\n"
+    assert kernel.run("print('at once')").printed == "at once\n"
+    assert broker.count("acquire") == 1
+
+
+def test_shrink_runs_on_the_idle_main_loop(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    open_gate(kernel, broker)
+    kernel.run(
+        "import sys, types, threading\n"
+        "calls = []\n"
+        "torch = types.ModuleType('torch'); torch.cuda = types.SimpleNamespace(\n"
+        "    is_initialized=lambda: True, empty_cache=lambda: calls.append(threading.current_thread() is threading.main_thread()))\n"
+        "sys.modules['torch'] = torch"
+    )
+    gate = broker.stream("gate")
+    gate.command(GateVerb.CLOSE, 1)
+    gate.command(GateVerb.SHRINK, 2)
+    assert (broker.answer_to(1), broker.answer_to(2)) == ("closed", "done")
+    broker.grant_at_once = True
+    assert kernel.run("print(calls)").printed == "[True]\n"
+
+
+def test_a_subshell_waits_without_signals_and_shares_the_ticket(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    message = kernel.client.session.msg("create_subshell_request")
+    kernel.client.control_channel.send(message)
+    subshell = kernel.client.get_control_msg(timeout=60)["content"]["subshell_id"]
+    in_subshell = kernel.send_with_header("print('subshell')", subshell_id=subshell)
+    stream = broker.stream("acquire")
+    stream.waiting("busy")
+    kernel.until_shown(in_subshell, "busy")
+    in_main = kernel.send("print('main')")
+    kernel.until_shown(in_main, "busy")
+    kernel.interrupt()  # ends the main wait only: the ticket stays while somebody waits
+    assert kernel.finish(in_main).error[0] == "KeyboardInterrupt"
+    stream.granted()
+    assert kernel.finish(in_subshell).printed == "subshell\n"
+    assert broker.count("acquire") == 1
+
+
+def test_a_forked_child_has_an_inert_gate(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    open_gate(kernel, broker)
+    broker.stream("gate").command(GateVerb.CLOSE, 1)
+    assert broker.answer_to(1) == "closed"
+    code = (
+        "%%cpu\n"
+        "import os\n"
+        "read, write = os.pipe()\n"
+        "if (pid := os.fork()) == 0:\n"
+        "    get_ipython().run_cell('x = 6 * 7', silent=True)\n"
+        "    os.write(write, str(x).encode()); os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "print(os.read(read, 10))\n"
+    )
+    assert kernel.run(code).printed == "b'42'\n"
+    assert broker.count("acquire") == 1, "only the parent's first cell asked"
+    assert broker.hung_up == []
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
+        "import os; os.setuid(65534)",
+    ],
+    ids=["no-descriptors", "another-user"],
+)
+def test_a_kernel_that_cannot_call_its_broker_any_more_obeys_and_is_let_in_by_it(
+    kernel: RunningKernel, broker: ScriptedBroker, breaks: str
+) -> None:
+    open_gate(kernel, broker)
+    stream = broker.stream("gate")
+    stream.command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "closed"
+    assert kernel.run(f"%%cpu\n{breaks}").status == "ok"
+    request = kernel.send("print('on')")
+    kernel.until_shown(request, "This kernel cannot ask for the GPU")
+    stream.command(GateVerb.OPEN)
+    assert kernel.finish(request).printed == "on\n"

@@ -1,0 +1,489 @@
+"""What `%gpu` says and does in a real kernel, notices, and a kernel without a lease."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.protocol.errors import (
+    ConflictError,
+    ForbiddenError,
+    InternalBrokerError,
+    NoRoomError,
+    NotFoundError,
+)
+from fractional_gpu.protocol.messages import GateCommand, GateVerb
+from fractional_gpu_kernel.magics.commands import COMMANDS
+from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
+from tests.kernelext.scripted_broker import LEASE, ScriptedBroker
+from tests.support.fake_broker import DEADLINE_S
+
+
+def test_status_shows_the_share_in_plain_words(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.extra = {
+        "used_mib": 1536,
+        "saved_mib": 512,
+        "device_name": "NVIDIA H200",
+        "position": 2,
+        "state": "suspended",
+        "age_ms": 65_000,
+        "sentence": "Suspended because <lease-2> needed the room.",
+        "suspends": 3,
+        "resumes": 2,
+    }
+    outcome = kernel.run("%gpu")
+    (text,) = outcome.shown
+    assert text.splitlines() == [
+        "share   1/4 GPU, 2 GiB of device memory, pool default",
+        "state   saved in host memory; the next cell brings it back (for 1 min)",
+        "device  NVIDIA H200 (simulated)",
+        "memory  [###############-----] 1.5 GiB of 2 GiB used",
+        "saved   512 MiB held in host memory",
+        "queue   place 2",
+        "so far  suspended 3 times, resumed 2 times",
+        "last    Suspended because <lease-2> needed the room.",
+    ]
+    (content,) = outcome.of_type("display_data")
+    assert "&lt;lease-2&gt;" in content["data"]["text/html"]
+    assert kernel.run("%gpu status").shown == [text]
+
+
+def test_a_lease_that_is_over_is_said_in_one_sentence(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.leases.clear()
+    assert kernel.run("%gpu").error == ("GPURequestError", "there is no lease lease-1")
+
+
+def test_status_without_a_broker_says_what_that_means(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.stop()
+    (text,) = kernel.run("%gpu").shown
+    assert "no GPU broker serves at" in text
+    assert "the next cell starts the broker again" in text
+
+
+SLIPS = {
+    "%gpu supend": "%gpu supend is not known; allowed: status, request, resize, suspend, resume, pin, unpin, release, top, history, "
+    "explain, help. Did you mean %gpu suspend?",
+    "%gpu status now": "%gpu status: unrecognized arguments: now; usage: %gpu status [-h]",
+    "%gpu request": "%gpu request: the following arguments are required: FRACTION; "
+    "usage: %gpu request [-h] [--memory SIZE] [--pool NAME] FRACTION",
+    "%gpu request 1/2 --pool big": "%gpu request: this kernel is in pool 'default', and a running kernel cannot change to 'big'; restart "
+    "it with a kernel of that pool (`jupyter gpu kernels install --pool big` adds one to the launcher)",
+    "%gpu resize": "%gpu resize: give a FRACTION, --memory SIZE, or both, such as %gpu resize 1/2",
+    "%gpu resize 3/2": '%gpu resize: fraction \'3/2\' is out of range; allowed: more than 0 and at most 1, as 0.25, "1/4" or "250m"',
+    "%gpu resize --memory lots": "%gpu resize: memory 'lots' is not a size; allowed: a positive size such as 512MiB, 20GiB or 20GB",
+    "%gpu pin forever": "%gpu pin: 'forever' is not a duration that it takes; allowed: more than 0, such as 30s, 10m or 1h, or always",
+    "%gpu pin 0": "%gpu pin: '0' is not a duration that it takes; allowed: more than 0, such as 30s, 10m or 1h, or always",
+    "%gpu history --last 0s": "%gpu history: '0s' is not a duration that it takes; allowed: more than 0, such as 30s, 10m or 1h",
+    "%gpu explain --lines all": "%gpu explain: --lines 'all' is not a number of lines; allowed: 1 to 999999",
+    "%gpu help pim": "%gpu pim is not known; allowed: status, request, resize, suspend, resume, pin, unpin, release, top, history, "
+    "explain, help. Did you mean %gpu pin?",
+    "%gpu pin '30m": '%gpu: "pin \'30m" cannot be split into words: No closing quotation',
+    "get_ipython().run_cell_magic('cpu', 'quiet', '1')": "%%cpu takes no arguments; given: quiet",
+}
+
+
+def test_a_slip_is_answered_with_what_is_allowed(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.grant_at_once = True
+    for line, message in SLIPS.items():
+        assert kernel.run(line).error == ("UsageError", message), line
+    assert not {"pin", "resize"} & set(broker.routes())
+
+
+REFUSALS = {
+    "%gpu pin 5h": ("pin", ConflictError("a pin lasts 4 h at most here; given: 5 h", reason="pin-too-long")),
+    "%gpu unpin": ("unpin", ConflictError("the kernel has ended")),
+    "%gpu resize 1": ("resize", NoRoomError("1 GPU is 80 GiB; pool default allows 1/2 at most")),
+    "%gpu request 1": ("resize", ConflictError("the lease uses 30 GiB")),
+    "%gpu history": ("history", NotFoundError("there is no lease lease-1 of yours")),
+    "%gpu explain": ("story", InternalBrokerError("the broker failed; its log says why")),
+    "%gpu top": ("status", ForbiddenError("not yours")),
+}
+
+
+def test_a_refusal_of_the_broker_is_shown_in_its_words(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    for line, (route, error) in REFUSALS.items():
+        broker.fail = {route: error}
+        assert kernel.run(line).error == ("GPURequestError", str(error)), line
+
+
+def test_help_lists_every_command_and_tells_more_about_one(kernel: RunningKernel) -> None:
+    printed = kernel.run("%gpu help").printed
+    listed = [line.split()[1] for line in printed.splitlines() if line.startswith("%gpu ")]
+    assert listed == [*COMMANDS, "COMMAND"]
+    assert "%%gpu FRACTION" in printed
+    assert kernel.run("%gpu -h").printed == printed
+    more = kernel.run("%gpu pin --help").printed
+    assert "usage: %gpu pin [-h] [DURATION]" in more
+    assert kernel.run("%gpu help pin").printed == more
+    shown = kernel.run("%gpu?").reply["content"]["payload"][0]["data"]["text/plain"]
+    assert "%gpu resize 1/2" in shown
+    assert "at the cell's end" in kernel.run("%%gpu?").reply["content"]["payload"][0]["data"]["text/plain"]
+
+
+def test_suspend_asks_when_the_cell_is_over_and_tells_the_result_in_its_place(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.held["suspend"] = threading.Event()
+    request = kernel.send("%gpu suspend")
+    outcome = kernel.finish(request)
+    assert outcome.shown == ["[gpu] Suspends as soon as this cell is over."]
+    broker.wait_for(lambda: "suspend" in broker.routes())
+    broker.held["suspend"].set()
+    messages = kernel.until_shown(request, "Suspended: this kernel holds no GPU memory")
+    first, update = [m for m in messages if m["msg_type"].endswith("display_data")]
+    assert update["msg_type"] == "update_display_data"
+    assert first["content"]["transient"] == update["content"]["transient"]
+
+
+def test_a_suspend_that_is_refused_says_why(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.fail["suspend"] = ConflictError("host memory is short: 2 GiB are needed, 1 GiB is left")
+    request = kernel.send("%gpu suspend")
+    kernel.until_shown(request, "Not suspended: host memory is short: 2 GiB are needed, 1 GiB is left")
+
+
+def test_suspend_in_a_subshell_does_not_wait_for_a_main_shell_that_stands_still(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    kernel.client.control_channel.send(kernel.client.session.msg("create_subshell_request"))
+    subshell = kernel.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"]
+    in_main = kernel.send("%%cpu\nimport threading\ngo_on = threading.Event()\nprint('stands')\ngo_on.wait()")
+    kernel.until_published(in_main, lambda messages: any(one["msg_type"] == "stream" for one in messages))
+    request = kernel.send_with_header("%gpu suspend", subshell_id=subshell)
+    kernel.until_shown(request, "Suspended: this kernel holds no GPU memory")
+    assert broker.routes().count("suspend") == 1
+    kernel.send_with_header("%%cpu\ngo_on.set()", subshell_id=subshell)
+    assert kernel.finish(in_main).status == "ok"
+
+
+def test_a_suspend_waits_for_its_own_shells_cell(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    kernel.client.control_channel.send(kernel.client.session.msg("create_subshell_request"))
+    subshell = kernel.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"]
+    code = "import threading\ngo_on = threading.Event()\nget_ipython().run_line_magic('gpu', 'suspend')\ngo_on.wait()"
+    in_main = kernel.send(f"%%cpu\n{code}")
+    kernel.until_shown(in_main, "Suspends as soon as this cell is over.")
+    kernel.finish(kernel.send_with_header("%%cpu\npass", subshell_id=subshell))  # another shell's cell is over
+    asked = "[one.join() for one in threading.enumerate() if one.name == 'gpu-after-cell']"
+    asked = f"%%cpu\nimport asyncio\nawait asyncio.sleep(0)\n{asked}"  # what the loop was to call soon, it has called
+    assert kernel.finish(kernel.send_with_header(asked, subshell_id=subshell)).status == "ok"
+    assert "suspend" not in broker.routes()
+    kernel.send_with_header("%%cpu\ngo_on.set()", subshell_id=subshell)
+    kernel.finish(in_main)
+    kernel.until_shown(in_main, "Suspended: this kernel holds no GPU memory")
+    assert broker.routes().count("suspend") == 1
+
+
+def test_resume_waits_with_a_live_line_and_marks_no_cell_as_running(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    request = kernel.send("%gpu resume")
+    stream = broker.stream("acquire")
+    stream.waiting("lease-2 is being saved.")
+    kernel.until_shown(request, "lease-2 is being saved.")
+    stream.granted()
+    outcome = kernel.finish(request)
+    assert (outcome.status, outcome.shown[-1]) == ("ok", "[gpu] This kernel is on the GPU.")
+    assert kernel.run("%gpu resume").shown == ["[gpu] This kernel is on the GPU."]
+    broker.stream("gate").command(GateVerb.CLOSE, 1)
+    assert broker.answer_to(1) == "closed"
+
+
+def test_an_interrupted_resume_is_a_keyboard_interrupt(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("%gpu resume")
+    broker.stream("acquire").waiting("busy")
+    kernel.until_shown(request, "busy")
+    kernel.interrupt()
+    assert kernel.finish(request).error[0] == "KeyboardInterrupt"
+    broker.wait_for(lambda: "acquire" in broker.hung_up)
+
+
+def test_cpu_through_run_cell_magic_does_not_ask(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    outcome = kernel.run("%%cpu\nget_ipython().run_cell_magic('cpu', '', 'print(6 * 7)')")
+    assert outcome.printed == "42\n"
+    assert "acquire" not in broker.routes()
+
+
+def test_release_ends_the_pin_and_gives_the_reservation_back(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("%gpu release")
+    kernel.until_shown(request, "Released: no GPU memory is reserved for this kernel.")
+    assert [route for route in broker.routes() if route in {"unpin", "suspend"}] == ["unpin", "suspend"]
+
+
+@pytest.mark.parametrize("earlier", ["suspend", "release"])
+@pytest.mark.parametrize("later", ["pin 30m", "resume", "request 1/4"])
+def test_of_commands_that_contradict_each_other_the_later_one_wins(
+    kernel: RunningKernel, broker: ScriptedBroker, earlier: str, later: str
+) -> None:
+    broker.grant_at_once = True
+    broker.extra = {"pinned_ms": 1_800_000, "state": "resident"}
+    request = kernel.send(f"%gpu {earlier}\n%gpu {later}")
+    kernel.until_shown(request, f"%gpu {later.split(maxsplit=1)[0]} came later, and the later command counts.")
+    kernel.finish(request)
+    kernel.run("%gpu")  # what was to be asked after the first cell has had its chance
+    assert not {"suspend", "unpin"} & set(broker.routes())
+    request = kernel.send(f"%gpu pin\n%gpu {earlier}")
+    kernel.until_shown(request, "this kernel holds no GPU memory" if earlier == "suspend" else "Released:")
+
+
+def test_a_later_cell_withdraws_what_the_broker_has_not_begun(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.held["suspend"] = threading.Event()
+    request = kernel.send("%gpu release")
+    kernel.finish(request)
+    broker.wait_for(lambda: "suspend" in broker.routes())
+    assert kernel.run("%gpu pin").status == "ok"
+    kernel.until_shown(request, "Not released: %gpu pin came later, and the later command counts.")
+    broker.held["suspend"].set()
+
+
+def test_a_pin_says_how_long_and_what_it_does(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.extra = {"pinned_ms": 1_800_000, "state": "resident"}
+    assert kernel.run("%gpu pin").shown == [
+        "[gpu] Pinned for 30 min: not suspended for others or for being idle. %gpu unpin ends it."
+    ]
+    broker.extra = {"pinned_ms": 7_200_000, "state": "suspended"}
+    assert kernel.run("%gpu pin 2h").shown[0].endswith("It counts when the kernel is on the GPU: %gpu resume.")
+    assert [body["duration_ms"] for body in broker.bodies("pin")] == [1_800_000, 7_200_000]
+    assert kernel.run("%gpu unpin").shown == ["[gpu] Not pinned: this kernel may be suspended when it is idle."]
+
+
+def test_a_resize_binds_the_new_limit_and_says_it(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.grant_at_once = True
+    kernel.run("import os, sys, types; sys.modules['jax'] = types.ModuleType('jax')")
+    broker.extra = {"reserve_mib": 4096}
+    (text,) = kernel.run("%gpu resize 1/2 --memory 4GiB").shown
+    assert "Its share is 1/2 GPU, 4 GiB of device memory now." in text
+    assert "JAX read the limit when it was imported" in text
+    assert kernel.run("print(os.environ['JUPYTER_GPU_MEMORY_MIB'])").printed == "4096\n"
+    assert broker.bodies("resize") == [
+        {"fraction_milli": 500, "memory_mib": 4096, "wait_ms": 3_600_000, "burst": False}
+    ]
+
+
+def test_a_resize_that_waits_can_be_interrupted_and_hangs_up(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.held["resize"] = threading.Event()
+    request = kernel.send("import asyncio\nget_ipython().run_line_magic('gpu', 'resize 1/2')\nawait asyncio.sleep(0)")
+    broker.stream("acquire").granted()
+    follower = broker.stream("events")
+    waits = broker.host_status(
+        position=2, sentence="10 GiB are needed", expected_ms=30_000, low_ms=20_000, high_ms=90_000
+    )
+    follower.send(waits)
+    kernel.until_shown(
+        request,
+        "waits for its new share (place 2 in the queue; about 30 s more, likely 20 s to 2 min): 10 GiB are needed.",
+    )
+    kernel.interrupt()
+    assert kernel.finish(request).error[0] == "KeyboardInterrupt"
+    broker.wait_for(lambda: "events" in broker.hung_up)
+    broker.held["resize"].set()
+
+
+def test_a_later_resize_asks_when_the_cell_is_over(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("%gpu resize 1/2 --later")
+    messages = kernel.until_shown(request, "Its share is 1/2 GPU")
+    assert broker.bodies("resize")[0]["fraction_milli"] == 500
+    assert any("as soon as this cell is over" in str(message["content"]) for message in messages)
+
+
+def test_request_resizes_and_waits_for_the_gpu(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    request = kernel.send("%gpu request 1/2 --pool default")
+    broker.stream("acquire").granted()
+    assert kernel.finish(request).shown[-1] == (
+        "[gpu] This kernel is on the GPU. Its share is 1/2 GPU, 2 GiB of device memory now."
+    )
+
+
+def test_a_warning_while_the_kernel_idles_is_shown_at_once_without_making_it_busy(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.grant_at_once = True
+    gate = broker.stream("gate")
+    request = kernel.send("1")
+    kernel.finish(request)
+    gate.send(
+        GateCommand(verb=GateVerb.NOTICE, number=1, sentence="Suspended in 1 min for being idle; %gpu pin keeps it.")
+    )
+    published = kernel.until_shown(request, "Suspended in 1 min")
+    after = published[[message["msg_type"] for message in published].index("execute_result") + 2 :]
+    assert [message["msg_type"] for message in after] == ["display_data"], "output only, no busy status"
+    following = kernel.run("2")
+    (blank,) = [
+        each["content"]
+        for each in kernel.until_published(request, lambda m: len(m) > len(published) - 1)
+        if each["msg_type"] == "update_display_data"
+    ]
+    assert blank["data"]["text/plain"] == ""
+    assert following.shown == []
+
+
+def test_a_notice_is_shown_once_above_the_next_cell(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.grant_at_once = True
+    notice = GateCommand(verb=GateVerb.NOTICE, number=1, sentence="This lease is moved to another device tonight.")
+    broker.stream("gate").send(notice)
+    assert broker.answer_to(1) == "done"
+    assert kernel.run("1", silent=True).shown == []
+    assert kernel.run("1").shown[0] == "[gpu] This lease is moved to another device tonight."
+    assert kernel.run("'again'").shown == []
+
+
+def test_a_notice_that_comes_while_a_cell_runs_is_shown_beneath_it_and_stays(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.grant_at_once = True
+    gate = broker.stream("gate")
+    request = kernel.send("print(input())", allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=DEADLINE_S)
+    gate.send(GateCommand(verb=GateVerb.NOTICE, number=1, sentence="This kernel uses more than its cap."))
+    assert broker.answer_to(1) == "done"
+    kernel.client.input("typed")
+    outcome = kernel.finish(request)
+    assert (outcome.printed, outcome.shown) == ("typed\n", ["[gpu] This kernel uses more than its cap."])
+    assert kernel.run("2").shown == []
+
+
+@pytest.mark.parametrize(
+    "cell", ["%%capture\nprint(input())", "get_ipython().run_cell('1')\nprint(input())"], ids=["captured", "nested"]
+)
+def test_a_notice_is_not_lost_to_a_cell_within_the_cell(
+    kernel: RunningKernel, broker: ScriptedBroker, cell: str
+) -> None:
+    broker.grant_at_once = True
+    gate = broker.stream("gate")
+    request = kernel.send(cell, allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=DEADLINE_S)
+    gate.send(GateCommand(verb=GateVerb.NOTICE, number=1, sentence="This kernel uses more than its cap."))
+    assert broker.answer_to(1) == "done"
+    kernel.client.input("typed")
+    assert kernel.finish(request).shown == ["[gpu] This kernel uses more than its cap."]
+    assert kernel.run("2").shown == []
+    kinds = [message["msg_type"] for message in kernel.until_published(request, lambda _: True)]
+    assert "update_display_data" not in kinds, "it stays"
+
+
+def test_what_a_client_runs_for_itself_takes_no_notice_from_the_next_cell(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.grant_at_once = True
+    notice = GateCommand(verb=GateVerb.NOTICE, number=1, sentence="This lease is moved to another device tonight.")
+    broker.stream("gate").send(notice)
+    assert broker.answer_to(1) == "done"
+    assert kernel.run("1", store_history=False).shown == []
+    assert kernel.run("1").shown == ["[gpu] This lease is moved to another device tonight."]
+
+
+def test_a_message_to_a_widget_waits_too(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.stream("gate")
+    kernel.run(
+        "%%cpu\n"
+        "import comm\n"
+        "def opened(comm, message): comm.on_msg(lambda _: print('callback'))\n"
+        "comm.get_comm_manager().register_target('widget', opened)"
+    )
+    session, channel = kernel.client.session, kernel.client.shell_channel
+    channel.send(session.msg("comm_open", {"comm_id": "c", "target_name": "widget", "data": {}}))
+    message = session.msg("comm_msg", {"comm_id": "c", "data": {}})
+    channel.send(message)
+    stream = broker.stream("acquire")
+    stream.granted()
+    request = str(message["header"]["msg_id"])
+    published = kernel.until_published(request, lambda messages: any(m["msg_type"] == "stream" for m in messages))
+    assert [m["content"]["text"] for m in published if m["msg_type"] == "stream"] == ["callback\n"]
+
+
+def test_a_kernel_without_a_lease_runs_and_says_why_it_has_none(folder: Path) -> None:
+    environment = kernel_environment(folder, str(folder / "broker.sock"))
+    del environment["JUPYTER_GPU_LEASE"]
+    environment["JUPYTER_GPU_NOTICE"] = "Started without a GPU: the pool has no room after the restart."
+    with running_kernel(environment) as kernel:
+        outcome = kernel.run("1 + 1")
+        assert outcome.shown == [f"[gpu] {environment['JUPYTER_GPU_NOTICE']}"]
+        assert kernel.run("1 + 1").shown == []
+        assert kernel.run("%%cpu\nprint(6 * 7)").printed == "42\n"
+        assert environment["JUPYTER_GPU_NOTICE"] in kernel.run("%gpu").printed
+
+
+def test_a_notebook_for_a_share_runs_to_its_end_on_a_kernel_without_one(folder: Path) -> None:
+    environment = kernel_environment(folder, str(folder / "broker.sock"))
+    del environment["JUPYTER_GPU_LEASE"]
+    with running_kernel(environment) as kernel:
+        for line in ("%gpu", "%gpu resize 1/2", "%gpu pin always", "%gpu suspend"):
+            outcome = kernel.run(line)
+            assert outcome.status == "ok", line
+            assert "This kernel has no share of a GPU" in outcome.printed, line
+        cell = "from __future__ import annotations\nimport asyncio\nprint(await asyncio.sleep(0, 42))"
+        outcome = kernel.run(f"\n%%gpu 1/2 --memory 4GiB\n{cell}")
+        assert (outcome.status, outcome.printed) == ("ok", "42\n")
+        (note,) = outcome.shown
+        assert note.startswith(
+            "[gpu] This cell runs without the larger share that %%gpu asks for. This kernel has no share"
+        )
+        assert "44" in kernel.run("%%gpu 1\n%%time\nprint(44)").printed
+        assert kernel.run("get_ipython().run_cell_magic('gpu', '1', 'print(45)')").printed == "45\n"
+        assert kernel.run(f"%%cpu\n{cell}").printed == "42\n"
+        assert kernel.run("%load_ext fractional_gpu_kernel\n%gpu").status == "ok", (
+            "what the documents tell to put above"
+        )
+        assert kernel.run("%unload_ext fractional_gpu_kernel").status == "ok"
+        assert kernel.run("%%gpu 1\nprint(47)").printed != "47\n"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"to\xffken", b"two\nlines"])
+def test_a_kernel_whose_token_is_gone_or_damaged_asks_without_one(
+    folder: Path, broker: ScriptedBroker, content: bytes | None
+) -> None:
+    """The broker knows it by its process: nobody is asked to restart a kernel for a file."""
+    environment = kernel_environment(folder, broker.path)
+    if content is None:
+        (folder / "token").unlink()
+    else:
+        (folder / "token").write_bytes(content)
+    broker.leases[LEASE].token = ""  # only a request without a token is answered
+    broker.grant_at_once = True
+    with running_kernel(environment) as kernel:
+        assert kernel.run("print(6 * 7)").printed == "42\n"
+
+
+def test_unloading_leaves_an_ordinary_kernel(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.stream("gate")
+    assert kernel.run("%%cpu\n%unload_ext fractional_gpu_kernel").status == "ok"
+    assert kernel.run("print('free')").printed == "free\n"
+    assert kernel.run("%gpu").status == "error"
+    assert "acquire" not in broker.routes()
+    broker.wait_for(lambda: "gate" in broker.hung_up)
+
+
+_OTHERS = """%%cpu
+shell, cells = get_ipython(), []
+ours = shell.run_cell_async
+
+def counted(raw_cell, *args, **kwargs):
+    cells.append(raw_cell)
+    return ours(raw_cell, *args, **kwargs)
+
+shell.run_cell_async = counted
+shell.register_magic_function(lambda line: print("theirs"), "line", "gpu")
+shell.input_transformers_cleanup.clear()
+shell.Completer.custom_matchers.clear()
+shell.events.callbacks["pre_run_cell"].clear()
+shell.extension_manager.unload_extension("fractional_gpu_kernel")
+"""
+
+
+def test_unloading_takes_out_only_what_is_ours(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.stream("gate")
+    assert kernel.run(_OTHERS).status == "ok"
+    assert kernel.run("print('free')").printed == "free\n"
+    assert kernel.run("%gpu").printed == "theirs\n"
+    assert kernel.run("print(len(cells))").printed == "3\n"
+    broker.wait_for(lambda: "gate" in broker.hung_up)
+
+
+def test_what_was_there_before_is_there_again(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.stream("gate")
+    again = "shell = get_ipython()\nshell.register_magic_function(lambda line: print('theirs'), 'line', 'gpu')\n"
+    again += "own = shell.run_cell_async\nshell.run_cell_async = lambda *args, **kwargs: own(*args, **kwargs)\nkept = shell.run_cell_async"
+    assert kernel.run("%%cpu\n%unload_ext fractional_gpu_kernel").status == "ok"
+    assert kernel.run(again).status == "ok"
+    assert kernel.run("%load_ext fractional_gpu_kernel").status == "ok"
+    assert kernel.run("%%cpu\n%unload_ext fractional_gpu_kernel").status == "ok"
+    assert kernel.run("%gpu").printed == "theirs\n"
+    assert kernel.run("print(shell.run_cell_async is kept)").printed == "True\n"
