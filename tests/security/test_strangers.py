@@ -20,7 +20,7 @@ from fractional_gpu.broker.api import (
     rate_limit,
 )
 from fractional_gpu.broker.services.status import host_status
-from fractional_gpu.broker.token_bucket import Rates
+from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol import limits
 from fractional_gpu.protocol.errors import BrokerUnavailableError, TooManyRequestsError
@@ -329,7 +329,7 @@ def test_our_client_waits_as_long_as_it_is_told_and_goes_on(monkeypatch: pytest.
 def test_nobody_pushes_what_matters_out_of_the_log(live: LiveBroker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     application: Any = live.server.request_callback
-    application.settings["limiter"]._lines = Rates(1 / 3600, burst=10)
+    application.settings["limiter"]._lines = TokenBucket(1 / 3600, burst=10)
     for _ in range(30):
         live.call("GET", "/v1/leases/nobody")
     assert sum("refused" in record.message for record in caplog.records) == 10

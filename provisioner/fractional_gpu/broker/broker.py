@@ -29,8 +29,8 @@ from fractional_gpu.broker.persistence.lease_files import LeaseFiles
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.persistence.token_files import TokenFiles
 from fractional_gpu.broker.supervision.context_learner import ContextLearner
-from fractional_gpu.broker.supervision.enforcement import Backstop
-from fractional_gpu.broker.supervision.gpu_activity import IdleCounters
+from fractional_gpu.broker.supervision.enforcement import Enforcement
+from fractional_gpu.broker.supervision.gpu_activity import GpuActivity
 from fractional_gpu.broker.supervision.oom_kills import OomKills
 from fractional_gpu.broker.supervision.survivors import Survivors
 from fractional_gpu.broker.swap.operations import Operations
@@ -106,7 +106,9 @@ class Broker:
         self.kernels: dict[str, Kernel] = {}
         self.devices: dict[str, DeviceInfo] = {}
         self.queue_changed = asyncio.Event()
-        self.stirred = asyncio.Event()  # anything at all may have changed; take it before looking, then wait for it
+        self.anything_changed = (
+            asyncio.Event()
+        )  # anything at all may have changed; take it before looking, then wait for it
         self.last_use_s = time.monotonic()
         self.stopping = False
         self.used_mib: dict[str, int] = {}  # by device, as last measured
@@ -118,9 +120,9 @@ class Broker:
         self._swaps = swaps
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
-        self.counters = IdleCounters(self)
-        swaps.is_quiet = self.counters.is_quiet
-        self.backstop = Backstop(self)
+        self.gpu_activity = GpuActivity(self)
+        swaps.is_quiet = self.gpu_activity.is_quiet
+        self.enforcement = Enforcement(self)
         self.oom_kills = OomKills()
         self.contexts = ContextLearner(self)
         self.survivors = Survivors(self, swaps)
@@ -154,8 +156,8 @@ class Broker:
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)
         failpoints.reach(f"{point}.after")
-        self.stirred.set()
-        self.stirred = asyncio.Event()
+        self.anything_changed.set()
+        self.anything_changed = asyncio.Event()
         return effects
 
     def _failpoint(self, event: Event) -> str:
@@ -278,7 +280,7 @@ class Broker:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
     def _close_gate(self, lease_id: str) -> None:
-        """Have the kernel's next cell ask. Where no extension is connected, IOPub says when one begins (`look_at_use`)."""
+        """Have the kernel's next cell ask. Where no extension is connected, IOPub says when one begins (`sync_busy_state`)."""
         kernel = self.kernels.get(lease_id)
         if kernel is not None and kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
@@ -292,14 +294,14 @@ class Broker:
             self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def _breached(self, breach: CapBreached) -> None:
-        self.backstop.breached(breach)
+        self.enforcement.breached(breach)
         if (kernel := self.kernels.get(breach.lease_id)) is not None and not self.stopping:
             self.contexts.breached(kernel)
 
     def _stepped(self, lease_id: str) -> None:
         """What an operation is about to save is known: have it in the second record, too."""
         if (kernel := self.kernels.get(lease_id)) is not None:
-            self.noted(kernel)
+            self.save_second_record(kernel)
 
     def _suspend_finished(self, kernel: Kernel) -> None:
         self.contexts.suspended(kernel)
@@ -312,7 +314,7 @@ class Broker:
         ):
             # Preempted: the arbiter has filed its ticket. Should its cell end without the GPU, nobody needs that any more.
             kernel.wanted_by_broker = kernel.waiting == 0
-        self.look_at_use(kernel)
+        self.sync_busy_state(kernel)
 
     def _ended(self, lease_id: str, reason: str) -> None:
         kernel = self.kernels.pop(lease_id, None)
@@ -330,8 +332,8 @@ class Broker:
     def _trouble_changed(self) -> None:
         """Tell all who wait or follow that the ledger can, or cannot, be written."""
         self._wake_queue()
-        self.stirred.set()
-        self.stirred = asyncio.Event()
+        self.anything_changed.set()
+        self.anything_changed = asyncio.Event()
 
     def _wake_queue(self) -> None:
         self.queue_changed.set()
@@ -382,7 +384,7 @@ class Broker:
         self.oom_kills.follow(identity.pid, time.monotonic())
         kernel.connection = connection
         kernel.watch = IOPubWatch(
-            self._zmq, checked, ipykernel=kernel.ipykernel, changed=partial(self.look_at_use, kernel)
+            self._zmq, checked, ipykernel=kernel.ipykernel, changed=partial(self.sync_busy_state, kernel)
         )
         self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
 
@@ -425,12 +427,12 @@ class Broker:
         """Add a line to the lease's story."""
         self.writer.submit(partial(self.writer.ledger.record, lease_id, wall_ms(), reason, sentence))
 
-    def look_at_use(self, kernel: Kernel) -> None:
+    def sync_busy_state(self, kernel: Kernel) -> None:
         """Tell the arbiter whether the kernel is busy, and want the GPU for one that nobody else speaks for."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.state in (LeaseState.UNATTACHED, LeaseState.ENDED):
             return
-        self.counters.see(kernel, view)
+        self.gpu_activity.see(kernel, view)
         if view.busy != kernel.busy:
             self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
             kernel.notify()
@@ -445,7 +447,7 @@ class Broker:
             if view.yields and not view.at_gate:
                 self._cell_began(kernel)
         if executing and kernel.link is None and not view.spec.gated:
-            self.want_for(kernel)
+            self.request_on_behalf(kernel)
 
     def note_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
         """A signal or a debugger stopped the process, or it goes on. While stopped it stays on its device, and its neighbours hear why."""
@@ -467,7 +469,7 @@ class Broker:
             measured = LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib, armed=used_mib > 0)
             self.dispatch(measured)
 
-    def want_for(self, kernel: Kernel) -> None:
+    def request_on_behalf(self, kernel: Kernel) -> None:
         """File a ticket on behalf of a kernel that cannot or did not ask."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.revoked or kernel.wanted_by_broker:
@@ -488,7 +490,7 @@ class Broker:
     def save(self, kernel: Kernel, *, limit: bool = False) -> None:
         """Write the lease as it stands; with `limit`, tell the kernel its memory limit once that is on the disk."""
         kernel.save_due = False
-        record = self.noted(kernel)
+        record = self.save_second_record(kernel)
         if record is None:
             return
         device_ids = _reserved(record)
@@ -520,7 +522,7 @@ class Broker:
         elif limit and kernel.link is not None and (device_ids := self.may_use(kernel)):
             kernel.link.send(GateVerb.LIMIT, environment=self.environment(kernel.lease_id, device_ids))
 
-    def noted(self, kernel: Kernel) -> LeaseRecord | None:
+    def save_second_record(self, kernel: Kernel) -> LeaseRecord | None:
         """Return what `record` returns, once it is on its way to the second records."""
         record = self.record(kernel)
         if record is not None and self.files is not None:

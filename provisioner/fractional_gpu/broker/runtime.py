@@ -30,7 +30,7 @@ class Runtime(Protocol):
     def dispatch(self, event: Event) -> list[Effect]: ...  # noqa: D102
     def environment(self, lease_id: str, device_ids: Sequence[str]) -> dict[str, str]: ...  # noqa: D102
     def exited(self, kernel: "Kernel") -> None: ...  # noqa: D102
-    def look_at_use(self, kernel: "Kernel") -> None: ...  # noqa: D102
+    def sync_busy_state(self, kernel: "Kernel") -> None: ...  # noqa: D102
     def may_use(self, kernel: "Kernel") -> tuple[str, ...]: ...  # noqa: D102
     def process_gone(self, kernel: "Kernel", identity: ProcessIdentity) -> None: ...  # noqa: D102
     def roots(self) -> list[ProcessIdentity]: ...  # noqa: D102

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Hashable
 
-__all__ = ["Rates"]
+__all__ = ["TokenBucket"]
 
 _KEPT = 1024  # buckets; beyond that the full ones are forgotten, which changes nothing
 
 
-class Rates:
+class TokenBucket:
     """`per_s` in the long run and `burst` at once, for each key by itself."""
 
     def __init__(self, per_s: float, burst: float, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -86,7 +86,7 @@ def resident(live: LiveBroker, stack: ExitStack) -> LeaseReply:
         assert kernel.watch is not None
         kernel.watch.close()
         kernel.watch = cast("IOPubWatch", Quiet())
-        live.broker.look_at_use(kernel)
+        live.broker.sync_busy_state(kernel)
 
     live.on_loop(be_idle)
     return lease
@@ -170,4 +170,4 @@ def test_who_hangs_up_while_the_kernel_is_busy_has_not_asked_for_its_suspend(
 
 
 async def _look(live: LiveBroker, kernel: Kernel) -> None:
-    live.broker.look_at_use(kernel)
+    live.broker.sync_busy_state(kernel)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.broker import token_bucket
-from fractional_gpu.broker.token_bucket import Rates
+from fractional_gpu.broker.token_bucket import TokenBucket
 
 STEPS = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 3)), max_size=80)
 
@@ -12,7 +12,7 @@ STEPS = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 3)), max_size=80)
 @given(STEPS, st.floats(0.1, 20), st.integers(1, 10))
 def test_nobody_gets_more_than_the_burst_and_the_rate(steps: list[tuple[float, int]], per_s: float, burst: int) -> None:
     now_s, taken = 0.0, dict.fromkeys(range(4), 0)
-    buckets = Rates(per_s, burst, clock=lambda: now_s)
+    buckets = TokenBucket(per_s, burst, clock=lambda: now_s)
     for pause_s, key in steps:
         now_s += pause_s
         taken[key] += buckets.take(key) == 0
@@ -22,7 +22,7 @@ def test_nobody_gets_more_than_the_burst_and_the_rate(steps: list[tuple[float, i
 @given(STEPS, st.floats(0.1, 20), st.integers(1, 10))
 def test_who_comes_again_when_he_was_told_gets_in(steps: list[tuple[float, int]], per_s: float, burst: int) -> None:
     now_s = 0.0
-    buckets = Rates(per_s, burst, clock=lambda: now_s)
+    buckets = TokenBucket(per_s, burst, clock=lambda: now_s)
     for pause_s, key in steps:
         now_s += pause_s
         wait_s = buckets.take(key)
@@ -34,7 +34,7 @@ def test_who_comes_again_when_he_was_told_gets_in(steps: list[tuple[float, int]]
 
 def test_forgetting_those_who_have_all_their_tokens_changes_nothing_and_bounds_the_memory() -> None:
     now_s = 0.0
-    buckets = Rates(1.0, 2, clock=lambda: now_s)
+    buckets = TokenBucket(1.0, 2, clock=lambda: now_s)
     for uid in range(3 * token_bucket._KEPT):
         assert buckets.take(uid) == 0
         now_s += 0.01

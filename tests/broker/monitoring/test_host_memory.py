@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fractional_gpu.broker.monitoring.host_memory import HostBudget, Pressure
+from fractional_gpu.broker.monitoring.host_memory import HostBudget, HostMemoryPressure
 from fractional_gpu.core.events import HostPressureSeen
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.memory import Headroom
@@ -39,7 +39,7 @@ def rooms(**mib: int) -> set[str]:
             raise ProcessLookupError
         return Headroom(left[pid], "a group")
 
-    return Pressure(room, lambda: Headroom(10_000, "the system's memory"))(pids, 0.0)
+    return HostMemoryPressure(room, lambda: Headroom(10_000, "the system's memory"))(pids, 0.0)
 
 
 def test_who_has_no_room_in_its_group_is_pressed() -> None:
@@ -48,12 +48,12 @@ def test_who_has_no_room_in_its_group_is_pressed() -> None:
 
 def test_where_the_machine_is_full_nobody_s_group_is_to_blame() -> None:
     full = Headroom(0, "the system's memory")
-    assert Pressure(lambda _pid: full, lambda: full)({"a": 1}, 0.0) == set()
+    assert HostMemoryPressure(lambda _pid: full, lambda: full)({"a": 1}, 0.0) == set()
 
 
 def test_who_is_gone_or_saved_nothing_is_not_asked_for() -> None:
-    assert Pressure()({"me": os.getpid()}, 0.0) in (set(), {"me"})
-    assert Pressure(system=lambda: pytest.fail("asked"))({}, 0.0) == set()
+    assert HostMemoryPressure()({"me": os.getpid()}, 0.0) in (set(), {"me"})
+    assert HostMemoryPressure(system=lambda: pytest.fail("asked"))({}, 0.0) == set()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_more_room_there_is_the_more_rarely_it_is_looked_at(room_mib: int, l
         looks.append(now_s)
         return Headroom(room_mib, "a group")
 
-    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    pressure = HostMemoryPressure(room, lambda: Headroom(1_000_000, "the system's memory"))
     for now_s in range(0, 22, 2):
         assert pressure({"a": 1}, now_s) == ({"a"} if room_mib == 0 else set())
     assert looks == looks_s
@@ -86,7 +86,7 @@ def test_several_processes_that_fill_a_large_group_are_seen_as_soon_as_it_is_ful
     def room(_pid: int) -> Headroom:
         return Headroom(max(0, left_gib - filled_gib_s * now_s) * 1024, "a group")
 
-    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    pressure = HostMemoryPressure(room, lambda: Headroom(1_000_000, "the system's memory"))
     for now_s in range(0, 200, 2):
         full = filled_gib_s * now_s >= left_gib
         assert pressure({"a": 1}, now_s) == ({"a"} if full else set()), f"{now_s} s"
@@ -99,7 +99,7 @@ def test_who_is_new_or_has_another_process_is_looked_at_at_once() -> None:
         looks.append(pid)
         return Headroom(500_000, "a group")
 
-    pressure = Pressure(room, lambda: Headroom(1_000_000, "the system's memory"))
+    pressure = HostMemoryPressure(room, lambda: Headroom(1_000_000, "the system's memory"))
     for now_s, pids in enumerate(({"a": 1}, {"a": 1, "b": 2}, {"a": 3, "b": 2}, {"b": 2}, {"a": 3, "b": 2})):
         pressure(pids, now_s)
     assert looks == [1, 2, 3, 3], "one that was resident meanwhile is new again"

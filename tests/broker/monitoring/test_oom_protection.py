@@ -21,7 +21,7 @@ from fractional_gpu.broker.broker import Broker, now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.monitoring import oom_protection
 from fractional_gpu.broker.monitoring.oom_protection import OomProtection
-from fractional_gpu.broker.monitoring.sampler import Watcher
+from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.supervision import oom_kills
@@ -179,7 +179,7 @@ class Leases:
     def __init__(self, identity: ProcessIdentity, uid: int = 1000) -> None:
         self.kernel = Kernel(lease_id=LEASE, uid=uid, token_sha256="", identity=identity)
         self.changes = 0
-        self.stirred = asyncio.Event()
+        self.anything_changed = asyncio.Event()
         self.view: LeaseView = view_of(L.RESIDENT)
 
     def views(self) -> list[tuple[Kernel, LeaseView]]:
@@ -188,8 +188,8 @@ class Leases:
     def becomes(self, state: LeaseState, *, saved_mib: int = 0, used_mib: int = 0) -> None:
         self.view = replace(view_of(state), saved_mib=saved_mib, used_mib=used_mib)
         self.changes += 1
-        self.stirred.set()
-        self.stirred = asyncio.Event()
+        self.anything_changed.set()
+        self.anything_changed = asyncio.Event()
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ async def broker_of(tmp_path: Path, driver: Driver, *processes: Process) -> Asyn
 async def until(broker: Broker, lease_id: str, state: LeaseState) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while (view := broker.arbiter.lease(lease_id)) is None or view.state is not state:
-            await broker.stirred.wait()
+            await broker.anything_changed.wait()
 
 
 @pytest.mark.parametrize("protected", [True, False])
@@ -388,7 +388,7 @@ async def test_in_a_full_group_the_one_that_filled_it_is_taken_and_told_why(tmp_
             assert one.ask(f"hold {SAVED_MIB[one.lease_id]}") == "whole"
         driver.has_context(neighbour.popen.pid, S.RUNNING, 100)
         async with broker_of(tmp_path, driver, first, second, neighbour) as broker:
-            watcher = Watcher(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
+            watcher = Sampler(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
             await watcher.sample()
             protection = OomProtection(broker, tmp_path / "ledger.oom.json")
             if protected:
@@ -422,7 +422,7 @@ async def test_who_ends_by_itself_is_not_said_to_have_been_killed(tmp_path: Path
     with memory_group(LIMIT_MIB) as group, process("first", group) as victim, process("neighbour", group) as one:
         driver.has_context(one.popen.pid, S.RUNNING, 100)
         async with broker_of(tmp_path, driver, one) as broker:
-            watcher = Watcher(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
+            watcher = Sampler(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
             await asyncio.to_thread(victim.ask, f"hold {LIMIT_MIB}")  # of no lease, and before the broker looked
             assert victim.popen.wait(DEADLINE_S) == -9
             await watcher.sample()

@@ -15,8 +15,8 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.gate import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.monitoring import sampler as watch_module
-from fractional_gpu.broker.monitoring.sampler import Watcher
-from fractional_gpu.broker.supervision.enforcement import Backstop
+from fractional_gpu.broker.monitoring.sampler import Sampler
+from fractional_gpu.broker.supervision.enforcement import Enforcement
 from fractional_gpu.broker.supervision.oom_kills import OomKills
 from fractional_gpu.broker.supervision.survivors import Survivors
 from fractional_gpu.broker.swap.swap import Swaps
@@ -60,7 +60,7 @@ class World:
         self.host_saved_mib = 0
         self.changes = 0
         self.sensors: dict[str, DeviceSensors] = {}
-        self.backstop = Backstop(cast("Broker", self))
+        self.enforcement = Enforcement(cast("Broker", self))
         self.survivors = Survivors(cast("Broker", self), cast("Swaps", SimpleNamespace()))
         self.oom_kills = OomKills()
         self.used_mib: dict[str, int] = {}
@@ -74,7 +74,7 @@ class World:
         self.pool = PoolSpec(name="default", devices=(DEVICE,))
         self.budget_mib = 4096
         device = DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)
-        self.watcher = Watcher(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
+        self.watcher = Sampler(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
 
     def lease(self, lease_id: str) -> LeaseView | None:
         return self.view if lease_id == LEASE else None
@@ -94,7 +94,7 @@ class World:
     def save(self, kernel: Kernel) -> None:
         self.saved.append(kernel.members)
 
-    def want_for(self, kernel: Kernel) -> None:
+    def request_on_behalf(self, kernel: Kernel) -> None:
         self.wanted.append(kernel.lease_id)
 
     def note_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
@@ -425,20 +425,20 @@ async def test_the_next_look_comes_soon_when_anything_happens_or_a_cell_runs(
 ) -> None:
     monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", DEADLINE_S * 2)
     monkeypatch.setattr(watch_module, "_STEP_S", 0.0)
-    world, stirred = World(LeaseState.SUSPENDED), asyncio.Event()
+    world, anything_changed = World(LeaseState.SUSPENDED), asyncio.Event()
     world.kernel.executing_since_s = 1.0 if executing else None
     if not executing:
-        asyncio.get_running_loop().call_soon(stirred.set)
+        asyncio.get_running_loop().call_soon(anything_changed.set)
     async with asyncio.timeout(DEADLINE_S) as patience:  # half of what the pause lasts at rest
-        await world.watcher._pause(stirred)
+        await world.watcher._pause(anything_changed)
     assert not patience.expired()
-    assert stirred.is_set() is not executing
+    assert anything_changed.is_set() is not executing
 
 
 async def test_at_rest_the_next_look_is_that_of_the_next_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", 0.01)
     monkeypatch.setattr(watch_module, "_STEP_S", DEADLINE_S * 2)
     async with asyncio.timeout(DEADLINE_S) as patience:  # half of what a step lasts when anything happens
-        await World().watcher._pause(stirred := asyncio.Event())
+        await World().watcher._pause(anything_changed := asyncio.Event())
     assert not patience.expired()
-    assert not stirred.is_set()
+    assert not anything_changed.is_set()

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.supervision.gpu_activity import QUIET_S, IdleCounters
+from fractional_gpu.broker.supervision.gpu_activity import QUIET_S, GpuActivity
 from fractional_gpu.gpu.nvidia import NvidiaMonitor
 from fractional_gpu.host.clock import WallClock
 from tests.broker.driver import DEVICE
@@ -51,7 +51,7 @@ class RealMonitor(World):
         self.gpu = FakeGPU(uuid=DEVICE)
         self.real = NvidiaMonitor(nvml=FakeNVML(self.gpu), bindings=lambda: "", clock=clock.stepped())
         self.monitor = cast("World", self.real)  # the other worlds are monitors themselves
-        self.counters = IdleCounters(cast("Broker", self), lambda: clock.steady_us)
+        self.gpu_activity = GpuActivity(cast("Broker", self), lambda: clock.steady_us)
 
 
 def is_sane(stamp_us: int, percent: int, now_us: int) -> bool:

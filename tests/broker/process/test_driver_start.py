@@ -209,7 +209,7 @@ async def test_what_the_driver_left_locked_waits_for_it_and_then_runs(tmp_path: 
             worker.proceed.release()
             async with asyncio.timeout(DEADLINE_S):
                 while world.lease().state is not LeaseState.RESIDENT:
-                    await world.broker.stirred.wait()
+                    await world.broker.anything_changed.wait()
             assert driver.states[process["pid"]] is ProcessState.RUNNING
 
 
@@ -224,7 +224,7 @@ async def test_what_is_saved_waits_for_the_driver_and_is_then_known_at_once(tmp_
             worker.proceed.release()
             async with asyncio.timeout(DEADLINE_S):
                 while world.lease().state is not LeaseState.SUSPENDED:
-                    await world.broker.stirred.wait()
+                    await world.broker.anything_changed.wait()
             assert world.lease().saved_mib == 300
 
 

@@ -32,7 +32,7 @@ class World:
         self.arbiter = Arbiter()
         self.kernels: dict[str, object] = {}
         self.used_mib: dict[str, int] = {}
-        self.backstop = SimpleNamespace(ours=set[int]())
+        self.enforcement = SimpleNamespace(exempt_pids=set[int]())
         self.swaps = SimpleNamespace(counts_processes=False)
         for spec in self.specs.values():
             self.dispatch(DeviceSeen(at_ms=0, device=spec, stranger_mib=7))
@@ -76,7 +76,7 @@ async def test_where_it_works_nothing_changes(world: World) -> None:
     assert world.why_not == ""
     (device_id,) = world.specs
     assert world.monitor.use(device_id).processes == (), "nothing is left behind"
-    assert world.backstop.ours == set()
+    assert world.enforcement.exempt_pids == set()
     assert world.swaps.counts_processes, "the device counted the process by its pid"
 
 

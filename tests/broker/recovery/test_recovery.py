@@ -182,7 +182,7 @@ async def test_a_lease_that_was_found_on_a_full_disk_comes_back_when_there_is_ro
             broker.dispatch(Wanted(at_ms=now_ms(), lease_id=LEASE))
             async with asyncio.timeout(DEADLINE_S):
                 while (view := broker.arbiter.lease(LEASE)) is None or view.state is not L.RESIDENT:
-                    await broker.stirred.wait()
+                    await broker.anything_changed.wait()
             await broker.writer.flushed()
             assert broker.writer.ledger.open_operations() == []
 

@@ -15,7 +15,7 @@ import pytest
 
 from fractional_gpu.broker.persistence.token_files import TokenFiles
 from fractional_gpu.broker.recovery.recovery import kernel_of
-from fractional_gpu.broker.supervision.abandoned import Abandoned, has_lost_server
+from fractional_gpu.broker.supervision.abandoned import AbandonedLeases, has_lost_server
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import identify
 from tests.broker.live import LiveBroker, live_broker, started_for
@@ -93,7 +93,7 @@ def _has_ended(live: LiveBroker, lease_id: str) -> bool:
 
 
 def _look(live: LiveBroker) -> None:
-    live.on_loop(Abandoned(live.broker).look)
+    live.on_loop(AbandonedLeases(live.broker).look)
 
 
 def _await_exit(live: LiveBroker, lease_id: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.gate import GateLink
-from fractional_gpu.broker.supervision.enforcement import PATIENCE_S, Backstop
+from fractional_gpu.broker.supervision.enforcement import PATIENCE_S, Enforcement
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.model import Breach, PoolSpec, Strangers
 from fractional_gpu.gpu.interface import DeviceUse, ProcessKind, ProcessUse
@@ -44,12 +44,12 @@ class Guarded(World):
         super().__init__()
         self.now_s = 1000.0
         self.pool = PoolSpec(name="default", devices=(DEVICE,), strangers=strangers)
-        self.backstop = Backstop(cast("Broker", self), clock=lambda: self.now_s)
+        self.enforcement = Enforcement(cast("Broker", self), clock=lambda: self.now_s)
 
     def see(self, *pids: int, kind: ProcessKind = ProcessKind.COMPUTE, lease_of: dict[int, str] | None = None) -> None:
         processes = tuple(ProcessUse(pid=pid, used_mib=100, kind=kind) for pid in pids)
         owners = {pid: (lease, identify(pid)) for pid, lease in (lease_of or {}).items()}
-        self.backstop.see(
+        self.enforcement.see(
             {DEVICE: DeviceUse(device_id=DEVICE, memory_mib=1024, used_mib=0, processes=processes)}, owners
         )
 
@@ -80,7 +80,7 @@ def test_a_stranger_that_came_back_has_its_patience_anew() -> None:
         world.see(stranger.pid)
         world.passes(PATIENCE_S / 2)
         world.passes(PATIENCE_S, stranger.pid)
-        assert world.backstop._asked == set()
+        assert world.enforcement._asked == set()
 
 
 @pytest.mark.parametrize("why", ["only shown", "draws", "a lease's", "carries a lease"])
@@ -94,8 +94,8 @@ def test_whoever_may_be_there_is_left_alone(why: str) -> None:
             world.now_s += PATIENCE_S
             world.see(pid, kind=kind, lease_of=lease_of)
         assert is_running(other)
-        assert world.backstop._asked == set()
-        assert [one.pid for one in world.backstop.strangers[DEVICE]] == ([] if lease_of else [pid])
+        assert world.enforcement._asked == set()
+        assert [one.pid for one in world.enforcement.strangers[DEVICE]] == ([] if lease_of else [pid])
 
 
 def test_a_process_that_may_not_be_ended_is_shown_and_not_tried_again(
@@ -120,7 +120,7 @@ def breach(action: Breach) -> CapBreached:
 async def test_a_kernel_over_its_cap_is_told() -> None:
     world = Guarded()
     world.kernel.link = GateLink(0)
-    world.backstop.breached(breach(Breach.WARN))
+    world.enforcement.breached(breach(Breach.WARN))
     command = await world.kernel.link.next()
     assert command is not None
     assert (command.verb, command.sentence) == ("notice", "more than its cap")
@@ -130,7 +130,7 @@ def test_its_processes_on_the_device_are_ended_and_the_next_kernel_says_why() ->
     world = Guarded()
     with process() as root, process() as child, process() as bystander:
         world.see(root.pid, child.pid, lease_of={root.pid: LEASE, child.pid: LEASE, bystander.pid: LEASE})
-        world.backstop.breached(breach(Breach.KILL))
+        world.enforcement.breached(breach(Breach.KILL))
         assert {root.wait(30), child.wait(30)} == {-signal.SIGKILL}
         assert is_running(bystander), "it uses no device"
     assert world.kernel.notices == ["more than its cap"]
@@ -140,9 +140,9 @@ def test_a_number_that_another_process_has_now_is_not_ended() -> None:
     world = Guarded()
     with process() as other:
         world.see(other.pid, lease_of={other.pid: LEASE})
-        (identity,) = world.backstop._users[LEASE]
-        world.backstop._users[LEASE] = {replace(identity, start_time=identity.start_time - 1)}
-        world.backstop.breached(breach(Breach.KILL))
+        (identity,) = world.enforcement._users[LEASE]
+        world.enforcement._users[LEASE] = {replace(identity, start_time=identity.start_time - 1)}
+        world.enforcement.breached(breach(Breach.KILL))
         assert other.stdin is not None
         other.stdin.close()
         assert other.wait(30) == 0, "it ended when it was told to, and not before"

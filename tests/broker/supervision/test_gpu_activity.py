@@ -8,7 +8,7 @@ from typing import Any, cast
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.supervision.gpu_activity import QUIET_S, UNANSWERED_QUIET_S, IdleCounters
+from fractional_gpu.broker.supervision.gpu_activity import QUIET_S, UNANSWERED_QUIET_S, GpuActivity
 from fractional_gpu.core.model import LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceActivity, GPUError, GPUErrorCode
 from fractional_gpu.host.clock import since_boot_us
@@ -38,7 +38,7 @@ class World:
         self.looks = 0
         self.looked = asyncio.Event()
         self.asked_again_s = 0.0
-        self.counters = IdleCounters(cast("Broker", self), steady_s=lambda: self.asked_again_s)
+        self.gpu_activity = GpuActivity(cast("Broker", self), steady_s=lambda: self.asked_again_s)
 
     def lease(self, lease_id: str) -> LeaseView | None:
         return self.view if lease_id == LEASE else None
@@ -49,8 +49,8 @@ class World:
     def roots(self) -> list[Any]:
         return [self.kernel.identity]
 
-    def look_at_use(self, kernel: Kernel) -> None:
-        self.counters.see(kernel, self.view)
+    def sync_busy_state(self, kernel: Kernel) -> None:
+        self.gpu_activity.see(kernel, self.view)
 
     def activity(self, device_id: str, _since_us: int) -> DeviceActivity | None:
         assert device_id == DEVICE
@@ -64,9 +64,9 @@ class World:
 
     async def look(self) -> None:
         """Look once, as the loop does."""
-        self.counters._looks = True
-        if watched := self.counters._watched():
-            await self.counters._look(watched)
+        self.gpu_activity._looks = True
+        if watched := self.gpu_activity._watched():
+            await self.gpu_activity._look(watched)
 
     @property
     def busy(self) -> Any:  # noqa: ANN401 - bool, of which mypy would believe that it stays
@@ -74,11 +74,11 @@ class World:
 
     def cell_ends(self) -> int:
         """A cell runs and ends; return when, in microseconds."""
-        self.counters._looks = True
+        self.gpu_activity._looks = True
         self.quiet.busy = True
-        self.look_at_use(self.kernel)
+        self.sync_busy_state(self.kernel)
         self.quiet.busy = False
-        self.look_at_use(self.kernel)
+        self.sync_busy_state(self.kernel)
         assert self.kernel.idle_us is not None
         return self.kernel.idle_us
 
@@ -128,13 +128,13 @@ async def test_a_kernel_that_cannot_say_that_it_is_idle_is_so_once_its_counters_
     world = World()
     now_us = since_boot_us()
     world.worked_us = {os.getpid(): now_us - int(UNANSWERED_QUIET_S * SECOND) + SECOND}
-    assert not await world.counters.is_quiet(world.kernel)
+    assert not await world.gpu_activity.is_quiet(world.kernel)
     world.worked_us = {os.getpid(): now_us - int(UNANSWERED_QUIET_S * SECOND) - 1, 1: now_us}
-    assert await world.counters.is_quiet(world.kernel), "work of another process is not its work"
+    assert await world.gpu_activity.is_quiet(world.kernel), "work of another process is not its work"
     world.error = GPUError(GPUErrorCode.UNKNOWN, "no")
-    assert not await world.counters.is_quiet(world.kernel), "unknown is not quiet"
+    assert not await world.gpu_activity.is_quiet(world.kernel), "unknown is not quiet"
     world.error, world.tells = None, False
-    assert await world.counters.is_quiet(world.kernel), "a device that tells nothing leaves it to the messages"
+    assert await world.gpu_activity.is_quiet(world.kernel), "a device that tells nothing leaves it to the messages"
 
 
 async def test_a_person_who_asks_is_not_kept_waiting_by_work() -> None:
@@ -184,19 +184,19 @@ async def test_a_lease_that_is_not_resident_has_nothing_to_work_on() -> None:
     world.cell_ends()
     assert not world.busy
     world.kernel.working = True
-    assert world.counters._watched() == []
+    assert world.gpu_activity._watched() == []
     assert not world.busy
 
 
 async def test_nobody_is_held_to_work_by_counters_that_nobody_reads() -> None:
     world = World()
-    world.look_at_use(world.kernel)
+    world.sync_busy_state(world.kernel)
     assert not world.busy
 
 
 async def test_the_loop_looks_soon_after_a_cell() -> None:
     world = World()
-    loop = asyncio.create_task(world.counters.run())
+    loop = asyncio.create_task(world.gpu_activity.run())
     try:
         await asyncio.sleep(0)
         world.cell_ends()
@@ -211,10 +211,10 @@ async def test_the_loop_looks_soon_after_a_cell() -> None:
 
 async def test_who_is_known_to_be_quiet_is_looked_at_more_rarely() -> None:
     world = World()
-    world.counters._looks = True
+    world.gpu_activity._looks = True
     ended_us = world.cell_ends()
-    assert world.counters._pause_s() < QUIET_S / 2, "nothing is known of it yet"
+    assert world.gpu_activity._pause_s() < QUIET_S / 2, "nothing is known of it yet"
     world.known_until_us = ended_us + SETTLE_US
     await world.look()
     assert not world.busy
-    assert world.counters._pause_s() == QUIET_S, "work that goes on and on is never missed: it counts for so long"
+    assert world.gpu_activity._pause_s() == QUIET_S, "work that goes on and on is never missed: it counts for so long"

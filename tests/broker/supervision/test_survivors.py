@@ -10,7 +10,7 @@ import pytest
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import Scene
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.broker.supervision import survivors as survivors_module
 from fractional_gpu.broker.supervision.survivors import Survivors
 from fractional_gpu.broker.swap.swap import Swaps
@@ -67,11 +67,11 @@ class World:
     def lease(self, _lease_id: str) -> LeaseView | None:
         return self.view
 
-    async def look_at(self, _device_ids: object) -> Scene:
+    async def look_at(self, _device_ids: object) -> HostSnapshot:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, GPUError):
             raise look
-        return Scene(snapshot=Snapshot(ROOT.boot_id, [], None), uses={DEVICE: look})
+        return HostSnapshot(snapshot=Snapshot(ROOT.boot_id, [], None), uses={DEVICE: look})
 
     async def with_memory(self, *_: object, **__: object) -> list[ProcessIdentity]:
         return []

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import Scene
-from fractional_gpu.broker.swap.checkpointability import Screen
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
+from fractional_gpu.broker.swap.checkpointability import Checkpointability
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import DeviceUse, ProcessKind, ProcessState
@@ -61,7 +61,7 @@ def test_a_mapping_is_found_by_its_name_also_when_the_file_is_gone(segment: Path
     assert not maps(pid, lambda _path: True), "a process that is gone maps nothing"
 
 
-NOTHING = Scene(snapshot=scan(), uses={})
+NOTHING = HostSnapshot(snapshot=scan(), uses={})
 
 
 async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_not(segment: Path) -> None:
@@ -69,9 +69,9 @@ async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_no
     with ExitStack() as stack:
         pids = [stack.enter_context(mapping(segment, "remove")) for _ in range(2)]
         members = [identify(pid) for pid in pids]
-        why = await Screen(Arbiter()).refusal(kernel, members, NOTHING)
+        why = await Checkpointability(Arbiter()).refusal(kernel, members, NOTHING)
         assert f"{min(pids)}, {max(pids)} share memory of NCCL" in why
-        assert await Screen(Arbiter()).refusal(kernel, members[:1], NOTHING) == ""
+        assert await Checkpointability(Arbiter()).refusal(kernel, members[:1], NOTHING) == ""
 
 
 class MpsDevice(Driver):
@@ -85,7 +85,7 @@ async def test_a_client_of_the_mps_server_is_refused_before_anything_is_locked()
     async with kernel_of(1, {"close": "closed", "shrink": "done"}) as (kernel, _, (pid,)):
         driver.has_context(pid, ProcessState.RUNNING, 300)
         swaps = swaps_of(driver)
-        swaps.screen = Screen(Arbiter()).refusal
+        swaps.screen = Checkpointability(Arbiter()).refusal
         outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.IMPOSSIBLE
     assert f"process {pid} computes through the MPS server" in sentence
@@ -113,7 +113,7 @@ async def test_an_injected_profiler_is_seen_and_a_linked_interface_is_not_one(
 ) -> None:
     kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
     with mapping(tmp_path / library) as pid:
-        why = await Screen(Arbiter()).refusal(kernel, [identify(pid)], NOTHING)
+        why = await Checkpointability(Arbiter()).refusal(kernel, [identify(pid)], NOTHING)
     assert bool(why) is attached
     assert (f"a profiler or debugger is attached to process {pid}" in why) is attached
 
@@ -134,5 +134,5 @@ def started_with(environment: dict[str, str]) -> Iterator[int]:
 async def test_a_profiler_that_the_driver_was_told_to_load_is_seen() -> None:
     kernel = Kernel(lease_id="lease", uid=0, token_sha256="")
     with started_with({"CUDA_INJECTION64_PATH": "/opt/mine/libprofile.so"}) as pid:
-        why = await Screen(Arbiter()).refusal(kernel, [identify(pid)], NOTHING)
+        why = await Checkpointability(Arbiter()).refusal(kernel, [identify(pid)], NOTHING)
     assert "(CUDA_INJECTION64_PATH=/opt/mine/libprofile.so)" in why

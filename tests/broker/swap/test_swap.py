@@ -1098,7 +1098,7 @@ async def test_the_broker_is_no_part_of_the_kernel_that_started_it() -> None:
     driver = Driver()
     kernel = Kernel(lease_id="lease-of-tests", uid=os.getuid(), token_sha256="")
     kernel.identity = identify(os.getppid())
-    scene = process_inspector.Scene(snapshot=real_scan(process_inspector.LEASE_VARIABLE), uses={})
-    tree = swaps_of(driver)._sight.tree(kernel, scene)
+    scene = process_inspector.HostSnapshot(snapshot=real_scan(process_inspector.LEASE_VARIABLE), uses={})
+    tree = swaps_of(driver)._inspector.tree(kernel, scene)
     assert kernel.identity in tree
     assert os.getpid() not in {one.pid for one in tree}

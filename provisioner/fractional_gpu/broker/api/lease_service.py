@@ -191,7 +191,7 @@ class Service:
             if isinstance(effect, LeaseRefused) and effect.lease_id == spec.lease_id:
                 del broker.kernels[spec.lease_id]
                 raise NoRoomError(effect.sentence, reason=effect.reason)
-        record = broker.noted(kernel)
+        record = broker.save_second_record(kernel)
         if record is not None:
             try:
                 await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
@@ -382,14 +382,14 @@ class Service:
                 ) from error
             if not gated:
                 self._insist(kernel, identity)
-        record = self.broker.noted(kernel)
+        record = self.broker.save_second_record(kernel)
         if record is not None:
             await self.broker.writer.run(partial(self.broker.writer.ledger.save_lease, record))
         return self.status_of(kernel)
 
     def _insist(self, kernel: Kernel, identity: ProcessIdentity) -> None:
         """See that a process without a gate has its reservation. Raises NoRoomError: it must not run without."""
-        self.broker.want_for(
+        self.broker.request_on_behalf(
             kernel
         )  # what an earlier broker promised to a lease without a process died with that broker
         view = self._view(kernel)
@@ -449,7 +449,7 @@ class Service:
                 waits = view.state is not LeaseState.RESIDENT or view.at_gate
                 if waits and not kernel.wanted_by_broker:
                     broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
-                broker.look_at_use(kernel)
+                broker.sync_busy_state(kernel)
 
     def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
         """Return what there is to say, None for the moment in which a grant is being written down."""
@@ -513,7 +513,7 @@ class Service:
         kernel.suspend_wishes += 1  # whoever asks means it: only a running cell is in the way
         try:
             if view.state is LeaseState.RESIDENT:
-                self.broker.look_at_use(kernel)
+                self.broker.sync_busy_state(kernel)
                 await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
                 if self._view(kernel).state is LeaseState.RESIDENT:  # it may have left the device meanwhile
                     kernel.suspend_requests.append(request)
@@ -524,7 +524,7 @@ class Service:
             kernel.suspend_wishes -= 1
             if request in kernel.suspend_requests:
                 kernel.suspend_requests.remove(request)
-            self.broker.look_at_use(kernel)
+            self.broker.sync_busy_state(kernel)
         if request.declined is not None:
             reason, sentence = request.declined
             raise ConflictError(sentence, reason=reason)
@@ -597,7 +597,7 @@ class Service:
         kernel.notices.clear()
         if hello.managed:
             self.cannot_be_saved(kernel, hello.managed)
-        self.broker.look_at_use(kernel)
+        self.broker.sync_busy_state(kernel)
         return link
 
     def cannot_be_saved(self, kernel: Kernel, sentence: str) -> None:
@@ -610,7 +610,7 @@ class Service:
         link.close()
         if kernel.link is link:
             kernel.link = None
-            self.broker.look_at_use(kernel)
+            self.broker.sync_busy_state(kernel)
 
     def answer(self, kernel: Kernel, answer: GateAnswer) -> None:
         """Take an answer or a pulse."""
@@ -620,7 +620,7 @@ class Service:
         if answer.number == 0 and answer.word == "managed":
             self.cannot_be_saved(kernel, answer.detail)
         elif answer.number == 0 and answer.word == "input":
-            self.broker.look_at_use(kernel)
+            self.broker.sync_busy_state(kernel)
 
 
 def _over(view: LeaseView | None) -> Progress:

@@ -9,7 +9,7 @@ import re
 
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.kernels.request_validation import Peer, user_name
-from fractional_gpu.broker.token_bucket import Rates
+from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.protocol.errors import TooManyRequestsError
 from fractional_gpu.protocol.limits import (
     LEASE_REQUEST_BURST,
@@ -30,9 +30,9 @@ class Limiter:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self._users = Rates(REQUESTS_PER_S, REQUEST_BURST)
-        self._leases = Rates(LEASE_REQUESTS_PER_S, LEASE_REQUEST_BURST)
-        self._lines = Rates(_LINES_PER_S, _LINES_BURST)
+        self._users = TokenBucket(REQUESTS_PER_S, REQUEST_BURST)
+        self._leases = TokenBucket(LEASE_REQUESTS_PER_S, LEASE_REQUEST_BURST)
+        self._lines = TokenBucket(_LINES_PER_S, _LINES_BURST)
 
     def admit(self, peer: Peer, path: str) -> None:
         """Count a request. Raises TooManyRequestsError, which says when to come again."""

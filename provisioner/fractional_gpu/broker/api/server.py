@@ -22,7 +22,7 @@ import msgspec
 from tornado import httputil, iostream
 from tornado.httpserver import HTTPServer
 
-from fractional_gpu.broker.token_bucket import Rates
+from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.host.peers import PeerCredentials, peer_credentials, peer_groups
 from fractional_gpu.protocol.decode import as_json
 from fractional_gpu.protocol.errors import FractionalGPUError, RequestTooLargeError, TooManyRequestsError
@@ -101,7 +101,7 @@ class Server(HTTPServer):
             descriptors = 1 << 20
         self._most = min(MAX_CONNECTIONS_PER_UID, descriptors // 4)
         self._most_of_users = descriptors // 2
-        self._told = Rates(_TOLD_PER_S, burst=1)
+        self._told = TokenBucket(_TOLD_PER_S, burst=1)
         super().initialize(*args, **kwargs)
 
     def handle_stream(self, stream: iostream.IOStream, address: tuple[Any, ...]) -> None:

@@ -1,14 +1,14 @@
-"""What is true of kernels right now, as the operating system, the driver and the devices tell it.
+"""What is true of kernels now, according to the operating system, the driver and the devices.
 
-One `Scene` is one pass over /proc and one reading of each device concerned: several questions about one kernel, or about several, take
-one scene. What happened after it was taken is not in it: certainty needs a new one.
+A `HostSnapshot` is one pass over /proc and one reading of each device concerned. Several questions, about one kernel or about many, share
+one snapshot. It does not contain what happened after it was taken: certainty needs a new one.
 
-- A CUDA process that no device counts (it only initialised the driver, or the device does not list it) has at most what the devices hold
-  beyond what they charge to processes. That is taken for its size, once the devices are known to count processes by the pids that are
-  seen here; where they do not (a container with pids of its own), its size is unknown.
-- A process that forked from a CUDA process and runs no program of its own inherited a context that it cannot use. What the driver says of
-  it, errors included, says nothing about the kernel.
-- A stopped process may not answer the driver, and the driver has no time limit for that: it is not asked.
+- A CUDA process that no device counts (it only initialised the driver, or the device does not list it) holds at most what the devices
+  hold beyond what they charge to processes. That is taken for its size, once the devices are known to count processes by the pids that
+  are visible here. Where they do not (a container with pids of its own), its size is unknown.
+- A process that forked from a CUDA process and runs no program of its own inherited a context that it cannot use. What the driver says
+  of it, errors included, says nothing about the kernel.
+- A stopped process may not answer the driver, and the driver has no time limit for that: the driver is not asked about it.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ __all__ = [
     "ENDED",
     "LEASE_VARIABLE",
     "NOMINAL_MIB",
-    "Scene",
-    "Sight",
+    "HostSnapshot",
+    "ProcessInspector",
     "is_device_file",
     "members_of",
     "stopped_sentence",
@@ -52,7 +52,7 @@ _NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class HostSnapshot:
     """The machine at about one moment: the processes, and the devices that were read."""
 
     snapshot: Snapshot
@@ -86,7 +86,7 @@ class Scene:
         return tuple(sorted((device for device, mib in mine.items() if mib), key=lambda device: -mine[device]))
 
 
-class Sight:
+class ProcessInspector:
     """Looks. `roots` returns the processes of all kernels: one that was started by another has a lease of its own."""
 
     def __init__(self, monitor: Monitor, worker: WorkerLink) -> None:
@@ -102,7 +102,7 @@ class Sight:
         with _short():
             return await asyncio.to_thread(scan, LEASE_VARIABLE)
 
-    async def scene(self, device_ids: Sequence[str] | None = None, snapshot: Snapshot | None = None) -> Scene:
+    async def scene(self, device_ids: Sequence[str] | None = None, snapshot: Snapshot | None = None) -> HostSnapshot:
         """Look at the machine and at these devices (None: all there are). A snapshot that was taken a moment ago saves one.
 
         Raises GPUError, also where the system is short of what a look takes.
@@ -110,10 +110,10 @@ class Sight:
         with _short():
             looking = asyncio.to_thread(self._uses, device_ids)
             if snapshot is not None:
-                return Scene(snapshot=snapshot, uses=await looking)
+                return HostSnapshot(snapshot=snapshot, uses=await looking)
             # Both wait, for the system and for the driver: side by side.
             seen, uses = await asyncio.gather(asyncio.to_thread(scan, LEASE_VARIABLE), looking)
-            return Scene(snapshot=seen, uses=uses)
+            return HostSnapshot(snapshot=seen, uses=uses)
 
     def _uses(self, device_ids: Sequence[str] | None) -> dict[str, DeviceUse]:
         if device_ids is None:
@@ -127,7 +127,7 @@ class Sight:
                     raise  # of a lost device nothing is known: what needs it finds it missing
         return uses
 
-    def tree(self, kernel: Kernel, scene: Scene) -> list[ProcessIdentity]:
+    def tree(self, kernel: Kernel, scene: HostSnapshot) -> list[ProcessIdentity]:
         """Return the kernel's processes, and remember them."""
         if kernel.identity is None:
             return []
@@ -139,7 +139,7 @@ class Sight:
         return members_of(kernel, root, snapshot, [*self.roots(), self._own])
 
     async def with_memory(
-        self, kernel: Kernel, root: ProcessIdentity | None, scene: Scene, *, saved: bool
+        self, kernel: Kernel, root: ProcessIdentity | None, scene: HostSnapshot, *, saved: bool
     ) -> list[ProcessIdentity]:
         """Return the processes in the scene that have device memory and belong to the kernel whose process this was.
 
@@ -160,7 +160,7 @@ class Sight:
                 found.append(identity)
         return found
 
-    async def _has_cuda(self, scene: Scene, identity: ProcessIdentity) -> bool:
+    async def _has_cuda(self, scene: HostSnapshot, identity: ProcessIdentity) -> bool:
         """Ask the driver whether the process has CUDA state; one that is stopped would not answer, and may have. Raises GPUError."""
         if scene.snapshot.held_up(identity):
             return True
@@ -171,11 +171,13 @@ class Sight:
                 return False
             raise
 
-    async def states(self, kernel: Kernel, scene: Scene) -> dict[ProcessIdentity, ProcessState]:
+    async def states(self, kernel: Kernel, scene: HostSnapshot) -> dict[ProcessIdentity, ProcessState]:
         """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
         return (await self._states(kernel, scene))[0]
 
-    async def use(self, kernel: Kernel, scene: Scene) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
+    async def use(
+        self, kernel: Kernel, scene: HostSnapshot
+    ) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
         """Return the device memory, MiB, of every CUDA process of the kernel, and the processes that inherited a context.
 
         The size is 0 where it is unknown. Raises GPUError, also for a process whose memory is not on a device.
@@ -192,7 +194,7 @@ class Sight:
         return use, heirs
 
     async def _states(
-        self, kernel: Kernel, scene: Scene
+        self, kernel: Kernel, scene: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
         """Return the states of the processes that have one of their own, and the processes that inherited a context."""
         tree = self.tree(kernel, scene)
@@ -225,13 +227,15 @@ class Sight:
         return states, heirs
 
     @staticmethod
-    def _may_use_cuda(kernel: Kernel, scene: Scene, identity: ProcessIdentity) -> bool:
+    def _may_use_cuda(kernel: Kernel, scene: HostSnapshot, identity: ProcessIdentity) -> bool:
         """Return whether a process that cannot be asked may have CUDA state."""
         known = identity in kernel.checkpointed or scene.used_mib(identity.pid) > 0
         return known or holds_open(identity.pid, is_device_file)
 
     @staticmethod
-    def _is_heir(scene: Scene, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, asked: bool) -> bool:
+    def _is_heir(
+        scene: HostSnapshot, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, asked: bool
+    ) -> bool:
         """Return whether the process inherited the context of a CUDA process and has none of its own."""
         if scene.used_mib(identity.pid) or not any(one in cuda for one in scene.snapshot.forked_from(identity)):
             return False

@@ -10,7 +10,7 @@ from typing import Final
 
 from fractional_gpu.host.memory import Headroom, Look, system_headroom
 
-__all__ = ["KEPT_FREE_PARTS", "HostBudget", "Pressure"]
+__all__ = ["KEPT_FREE_PARTS", "HostBudget", "HostMemoryPressure"]
 
 KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free beside what the headroom keeps already
 _KEPT_FREE_LEAST_MIB: Final = 256
@@ -32,7 +32,7 @@ class HostBudget:
         return max(0, min(self._configured_mib, saved_mib + self._room().mib - self._kept_free_mib))
 
 
-class Pressure:
+class HostMemoryPressure:
     """Whose own control groups have no room left. `room(pid)` returns what one process may still take; else it is looked up."""
 
     def __init__(

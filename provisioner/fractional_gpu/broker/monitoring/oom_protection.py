@@ -95,13 +95,13 @@ class OomProtection:
         self._read()
         seen = -1
         while True:
-            stirred = self._broker.stirred
+            anything_changed = self._broker.anything_changed
             if self._broker.changes != seen or self._is_due():
                 seen = self._broker.changes
                 await self.apply()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_SWEEP_S):
-                    await stirred.wait()
+                    await anything_changed.wait()
             await asyncio.sleep(_SHORTEST_S)
 
     async def apply(self) -> None:

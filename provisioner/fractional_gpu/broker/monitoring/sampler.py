@@ -12,7 +12,7 @@ from fractional_gpu.broker.broker import Broker, devices_of, now_ms
 from fractional_gpu.broker.kernels.gate import OPEN_LINE_S
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
-from fractional_gpu.broker.monitoring.host_memory import Pressure
+from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure
 from fractional_gpu.broker.supervision.enforcement import Owner
 from fractional_gpu.broker.supervision.oom_kills import KillsSeen
 from fractional_gpu.core.events import (
@@ -38,7 +38,7 @@ from fractional_gpu.host.process import ProcessIdentity, read_stat
 from fractional_gpu.host.tree import Snapshot, scan
 from fractional_gpu.protocol.limits import PULSE_S
 
-__all__ = ["Watcher"]
+__all__ = ["Sampler"]
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class _Sample:
     kills: KillsSeen
 
 
-class Watcher:
+class Sampler:
     """Samples until cancelled. `host_budget(saved_mib)` returns what suspended state may take in all, MiB."""
 
     def __init__(self, broker: Broker, devices: dict[str, DeviceSpec], host_budget: Callable[[int], int]) -> None:
@@ -71,7 +71,7 @@ class Watcher:
         self._devices = devices
         self._host_budget = host_budget
         self._strangers: dict[str, int | None] = {}
-        self._pressure = Pressure()
+        self._pressure = HostMemoryPressure()
         self._pressed: set[str] = set()
         self._budget_mib: int | None = None
         self._looked_s = time.monotonic()  # at the lines
@@ -82,7 +82,7 @@ class Watcher:
         """Sample for ever."""
         sampled_s = -math.inf
         while True:
-            stirred = self._broker.stirred
+            anything_changed = self._broker.anything_changed
             interval_s = _BUSY_INTERVAL_S if self._broker.kernels else _QUIET_INTERVAL_S
             if time.monotonic() - sampled_s >= interval_s:
                 async with self._sampling:
@@ -91,15 +91,15 @@ class Watcher:
             self.look_at_lines()
             self.relieve_silent()
             self.look_at_stopped()
-            await self._pause(stirred)
+            await self._pause(anything_changed)
 
-    async def _pause(self, stirred: asyncio.Event) -> None:
+    async def _pause(self, anything_changed: asyncio.Event) -> None:
         """Until the next look: a moment while anything happens, for somebody may soon need a voice; at rest until the next sample."""
         if not any(kernel.executing_since_s is not None for kernel in self._broker.kernels.values()):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_BUSY_INTERVAL_S):
-                    await stirred.wait()
-            if not stirred.is_set():
+                    await anything_changed.wait()
+            if not anything_changed.is_set():
                 return
         await asyncio.sleep(_STEP_S)
 
@@ -179,7 +179,7 @@ class Watcher:
     def _tell(self, sample: _Sample, unchanged: set[Kernel]) -> None:
         broker = self._broker
         owners = self._owners(sample.snapshot)
-        broker.backstop.see(sample.uses, owners)
+        broker.enforcement.see(sample.uses, owners)
         broker.sensors = sample.sensors
         broker.oom_kills.see(sample.kills)
         on_device: dict[tuple[str, str], int] = {}
@@ -319,7 +319,7 @@ class Watcher:
                 silent = False
             busy_s = 0.0 if since_s is None else now_s - since_s
             if self._needs_voice(kernel, view, busy_s, silent=silent):
-                self._broker.want_for(kernel)
+                self._broker.request_on_behalf(kernel)
 
     @staticmethod
     def _needs_voice(kernel: Kernel, view: LeaseView, busy_s: float, *, silent: bool) -> bool:

@@ -21,7 +21,7 @@ from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
 from fractional_gpu.broker.kernels.sharing import check_pools
 from fractional_gpu.broker.monitoring.host_memory import HostBudget
 from fractional_gpu.broker.monitoring.oom_protection import OomProtection
-from fractional_gpu.broker.monitoring.sampler import Watcher
+from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.monitoring.watchdog import Watchdog
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.persistence.forecast_store import (
@@ -38,8 +38,8 @@ from fractional_gpu.broker.process.own_files import BrokerLock, OwnFiles
 from fractional_gpu.broker.process.restarting import RestartFiles
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
-from fractional_gpu.broker.supervision.abandoned import Abandoned
-from fractional_gpu.broker.swap.checkpointability import Screen
+from fractional_gpu.broker.supervision.abandoned import AbandonedLeases
+from fractional_gpu.broker.swap.checkpointability import Checkpointability
 from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
 from fractional_gpu.config import Settings
 from fractional_gpu.core.arbiter import Arbiter
@@ -131,10 +131,10 @@ class Run:
         swaps = self._make_swaps(worker)
         swaps.off = off
         arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
-        swaps.screen = Screen(arbiter).refusal
+        swaps.screen = Checkpointability(arbiter).refusal
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
         broker.contexts.sizes = learnt_contexts(self._ledger)
-        watcher = Watcher(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
+        watcher = Sampler(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
         self._introduce(broker)
         self._drain_again(broker)
         lost = await self._take_back(broker, swaps)
@@ -157,11 +157,11 @@ class Run:
         files.serve()
         by_tcp = self._settings.metrics_address and listen(broker.metrics.registry, self._settings.metrics_address)
         self._say_ready()
-        abandoned = Abandoned(broker)
+        abandoned = AbandonedLeases(broker)
         works = (
             watcher.run(),
             files.run(),
-            broker.counters.run(),
+            broker.gpu_activity.run(),
             driver.run(broker, swaps),
             OomProtection(broker, self._ledger.path.with_suffix(".oom.json")).run(),
             service.seats.run(),

@@ -105,7 +105,7 @@ class Trial:
             stderr=asyncio.subprocess.DEVNULL,
             env=cleaned(os.environ, keep=monitor.kernel_environment(device_id)),
         )
-        self._broker.backstop.ours.add(process.pid)
+        self._broker.enforcement.exempt_pids.add(process.pid)
         try:
             async with asyncio.timeout(_START_S):
                 said = (await process.stdout.readline()).decode(errors="replace").strip() if process.stdout else ""
@@ -115,7 +115,7 @@ class Trial:
                 )
             yield process.pid
         finally:
-            self._broker.backstop.ours.discard(process.pid)
+            self._broker.enforcement.exempt_pids.discard(process.pid)
             if process.returncode is None:
                 process.kill()
             await process.communicate()

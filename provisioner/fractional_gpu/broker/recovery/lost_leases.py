@@ -27,7 +27,7 @@ from typing import Final
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import NOMINAL_MIB, Scene
+from fractional_gpu.broker.kernels.process_inspector import NOMINAL_MIB, HostSnapshot
 from fractional_gpu.broker.kernels.request_validation import (
     Peer,
     fraction_for,
@@ -51,7 +51,7 @@ from fractional_gpu.broker.recovery.recovery import (
     take_over,
 )
 from fractional_gpu.broker.swap.swap import Swaps
-from fractional_gpu.broker.token_bucket import Rates
+from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.core.effects import LeaseRefused
 from fractional_gpu.core.events import Attached, LeaseRequested, ResizeRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
@@ -96,7 +96,7 @@ class LostLeases:
         self._ledger = ledger
         self._socket = socket
         self._uid = None if everyone else os.getuid()
-        self._recalls = Rates(_RECALLS_PER_S, _RECALL_BURST)
+        self._recalls = TokenBucket(_RECALLS_PER_S, _RECALL_BURST)
         self._one_at_a_time = asyncio.Lock()
         self._unsized: set[str] = set(json.loads(ledger.kept(_UNSIZED) or "[]"))
 
@@ -142,7 +142,7 @@ class LostLeases:
             self._swaps.roots = before
         return list(found.values())
 
-    async def _examine(self, one: Carrier, scene: Scene) -> LeaseRecord | None:
+    async def _examine(self, one: Carrier, scene: HostSnapshot) -> LeaseRecord | None:
         """Return a record of what the driver and the devices say of the process and those below it; None if that is nothing."""
         kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity)
         pids = {identity.pid for identity in self._swaps.tree(kernel, scene)}
@@ -346,7 +346,7 @@ def _lives(record: LeaseRecord) -> bool:
     return identity is not None and still_carries(identity, record.uid, record.spec.lease_id)
 
 
-def _most_credible(lost: Iterable[Carrier], scene: Scene) -> list[Carrier]:
+def _most_credible(lost: Iterable[Carrier], scene: HostSnapshot) -> list[Carrier]:
     """Return those that have memory on a device first, then the oldest: of two that claim one lease, the first one counts."""
     return sorted(lost, key=lambda one: (not scene.used_mib(one.identity.pid), one.identity.start_time))
 

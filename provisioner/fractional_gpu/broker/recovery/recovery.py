@@ -12,7 +12,7 @@ from functools import partial
 
 from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import Scene
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.broker.swap.swap import Swaps, Truth
 from fractional_gpu.core.events import LeaseRecovered
 from fractional_gpu.core.model import HOLDING, LeaseState
@@ -99,7 +99,7 @@ async def take_over(
         broker.save(kernel)
 
 
-async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, scene: Scene | None) -> None:
+async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, scene: HostSnapshot | None) -> None:
     """Find the processes with device memory that a kernel left behind which has ended: one of them stands for it from now on."""
     if kernel.identity is not None or record.state not in _WITH_MEMORY or scene is None:
         return
@@ -114,7 +114,7 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, scene:
 
 
 async def _truth(
-    swaps: Swaps, kernel: Kernel, record: LeaseRecord, saved_mib: int, scene: Scene | None
+    swaps: Swaps, kernel: Kernel, record: LeaseRecord, saved_mib: int, scene: HostSnapshot | None
 ) -> Truth | None:
     """Find out what the lease is; None if that cannot be known now.
 
@@ -126,7 +126,7 @@ async def _truth(
     return await swaps.truth(kernel, record.device_id, saved_mib, scene)
 
 
-async def _scene(swaps: Swaps) -> Scene | None:
+async def _scene(swaps: Swaps) -> HostSnapshot | None:
     """Look at the machine once for all leases; None if that fails: then each is looked at by itself, and may be unknown."""
     try:
         return await swaps.scene()

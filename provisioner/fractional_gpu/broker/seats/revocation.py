@@ -93,7 +93,7 @@ class Revocations:
             self._broker.dispatch(SeatRenewed(at_ms=now_ms(), lease_id=kernel.lease_id, seat=seat.seat_id))
             kernel.wanted_by_broker = False
             self._broker.save(kernel)
-            self._broker.look_at_use(kernel)
+            self._broker.sync_busy_state(kernel)
             kernel.notify()
         self._forget()
 

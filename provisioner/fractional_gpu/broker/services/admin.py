@@ -54,7 +54,7 @@ class Administering:
         """
         kernel.suspend_wishes += 1  # whoever asks means it: only a running cell is in the way
         try:
-            self._broker.look_at_use(kernel)
+            self._broker.sync_busy_state(kernel)
             await self._until_idle(kernel)
             before = devices_of(self._view(kernel))
             await self._begin(kernel, device_id)
@@ -65,7 +65,7 @@ class Administering:
                 await kernel.change().wait()
         finally:
             kernel.suspend_wishes -= 1
-            self._broker.look_at_use(kernel)
+            self._broker.sync_busy_state(kernel)
         if view.state is not LeaseState.RESIDENT or devices_of(view) == before:
             reason, sentence = why_not or (view.reason, view.sentence)
             raise ConflictError(f"the kernel was not moved: {sentence}", reason=reason)
@@ -87,10 +87,12 @@ class Administering:
             left_s = deadline_s - time.monotonic()
             if declined.reason != BUSY_CHANNEL or left_s <= 0:
                 raise ConflictError(declined.sentence, reason=declined.reason)
-            stirred = self._broker.stirred  # a fresh one: our own question has stirred the one before
+            anything_changed = (
+                self._broker.anything_changed
+            )  # a fresh one: our own question has anything_changed the one before
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
-                    await stirred.wait()
+                    await anything_changed.wait()
 
     def _ask(self, event: MoveRequested) -> Declined | None:
         for effect in self._broker.dispatch(event):

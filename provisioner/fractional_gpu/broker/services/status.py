@@ -116,7 +116,7 @@ def host_status(
             over_committed=view.over_committed,
             lost=view.lost,
             why_not=view.why_not,
-            strangers=broker.backstop.strangers.get(view.device_id, []),
+            strangers=broker.enforcement.strangers.get(view.device_id, []),
             **asdict(broker.sensors.get(view.device_id, DeviceSensors())),
             draining=view.draining,
         )

@@ -78,7 +78,7 @@ class Feed:
 
     async def _look(self) -> None:
         while True:
-            stirred, begun_s = self._broker.stirred, time.monotonic()
+            anything_changed, begun_s = self._broker.anything_changed, time.monotonic()
             self._latest = host_status(self._broker, self._socket_path, None)
             if (lasting := _lasting(self._latest)) != self._lasting:
                 self._lasting = lasting
@@ -87,7 +87,7 @@ class Feed:
                 self._news = asyncio.Event()
             await asyncio.sleep(max(RATE_S, _SHARE * (time.monotonic() - begun_s)))
             await _within(
-                stirred, PULSE_S
+                anything_changed, PULSE_S
             )  # what stirs nothing, such as a forecast that shrinks, is looked at now and then
 
 

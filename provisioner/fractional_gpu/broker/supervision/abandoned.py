@@ -27,7 +27,7 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import is_alive
 from fractional_gpu.host.tree import scan
 
-__all__ = ["ABANDONED", "Abandoned", "has_lost_server"]
+__all__ = ["ABANDONED", "AbandonedLeases", "has_lost_server"]
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def has_lost_server(kernel: Kernel) -> bool:
         return False
 
 
-class Abandoned:
+class AbandonedLeases:
     """Looks for such leases of one broker."""
 
     def __init__(self, broker: Runtime) -> None:

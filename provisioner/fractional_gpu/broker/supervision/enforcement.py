@@ -33,7 +33,7 @@ from fractional_gpu.host.process import (
 )
 from fractional_gpu.protocol.messages import GateVerb, Stranger
 
-__all__ = ["PATIENCE_S", "Backstop", "Owner"]
+__all__ = ["PATIENCE_S", "Enforcement", "Owner"]
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ Owner = tuple[str, ProcessIdentity]
 _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
-class Backstop:
+class Enforcement:
     """Watches what leases and strangers really use. `clock` in seconds, for tests."""
 
     def __init__(self, broker: Runtime, clock: Callable[[], float] = time.monotonic) -> None:
         self.strangers: dict[str, list[Stranger]] = {}  # by device
-        self.ours: set[int] = set()  # pids of processes that the broker tries things on
+        self.exempt_pids: set[int] = set()  # pids of processes that the broker tries things on
         self._broker = broker
         self._clock = clock
         self._users: dict[str, set[ProcessIdentity]] = {}  # by lease: its processes that use a device
@@ -117,7 +117,7 @@ class Backstop:
             return True  # it ended
         except PermissionError:
             lease_id = None
-        return pid in self.ours or command.startswith(_SERVERS) or lease_id in self._broker.kernels
+        return pid in self.exempt_pids or command.startswith(_SERVERS) or lease_id in self._broker.kernels
 
     def _turn_out(self, identity: ProcessIdentity, there_s: float) -> None:
         if there_s < PATIENCE_S or identity in self._beyond:

@@ -29,7 +29,7 @@ from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.host.tree import Snapshot, scan
 
-__all__ = ["QUIET_S", "UNANSWERED_QUIET_S", "IdleCounters"]
+__all__ = ["QUIET_S", "UNANSWERED_QUIET_S", "GpuActivity"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _ASK_AGAIN_S: Final = 60.0  # a device that told nothing
 _S: Final = 1_000_000  # microseconds
 
 
-class IdleCounters:
+class GpuActivity:
     """Watches the kernels of one broker that are resident and idle by their messages."""
 
     def __init__(
@@ -187,4 +187,4 @@ class IdleCounters:
     def _conclude(self, kernel: Kernel, *, working: bool) -> None:
         if kernel.working != working:
             kernel.working = working
-            self._broker.look_at_use(kernel)
+            self._broker.sync_busy_state(kernel)

@@ -24,7 +24,7 @@ from typing import Final
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
 from fractional_gpu.broker.kernels.process_ending import end_processes
-from fractional_gpu.broker.kernels.process_inspector import Scene
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.broker.supervision.abandoned import ABANDONED, has_lost_server
 from fractional_gpu.broker.swap.swap import Swaps
@@ -138,7 +138,9 @@ class Survivors:
             return [], device_ids
         return left, [device for device, use in scene.uses.items() if not self._is_freed(device, use, pids)]
 
-    async def find(self, kernel: Kernel, root: ProcessIdentity | None, scene: Scene, *, saved: bool) -> list[Survivor]:
+    async def find(
+        self, kernel: Kernel, root: ProcessIdentity | None, scene: HostSnapshot, *, saved: bool
+    ) -> list[Survivor]:
         """Return the processes of the kernel that have device memory, the largest first. Raises GPUError.
 
         `saved`: some of it may be on the host, of which only the driver knows.

@@ -18,14 +18,14 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import Scene
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.gpu.interface import ProcessKind
 from fractional_gpu.host.mappings import maps
 from fractional_gpu.host.process import ProcessIdentity, environment_value
 from fractional_gpu.protocol.decode import printable
 
-__all__ = ["Screen"]
+__all__ = ["Checkpointability"]
 
 _NCCL_SEGMENT = "/dev/shm/nccl-"  # noqa: S108 - a name to look for
 _FEWEST_MEMBERS = 2  # of a collective
@@ -39,14 +39,14 @@ _INJECTED = (  # how the libraries' names begin
 _INJECTION = "CUDA_INJECTION64_PATH"
 
 
-class Screen:
+class Checkpointability:
     """Screens kernels before they are suspended."""
 
     def __init__(self, arbiter: Arbiter) -> None:
         self._arbiter = arbiter
         self._without_tools: set[ProcessIdentity] = set()  # a tool is injected when CUDA starts, or never
 
-    async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], scene: Scene) -> str:
+    async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], scene: HostSnapshot) -> str:
         """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
         view = self._arbiter.lease(kernel.lease_id)
         if view is not None and view.stays:

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import (
     ENDED,
-    Scene,
-    Sight,
+    HostSnapshot,
+    ProcessInspector,
     stopped_sentence,
 )
 from fractional_gpu.broker.swap.outcomes import after_checkpoint, after_restore, before_checkpoint
@@ -74,7 +74,7 @@ _FRESH_S = 0.25  # so old may be what was seen of the processes, for a first loo
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
 """Writes a step of an operation durably: phase, processes, MiB."""
 
-Screening = Callable[[Kernel, Collection[ProcessIdentity], Scene], Awaitable[str]]
+Screening = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
 """Says why CUDA processes of a kernel cannot be checkpointed, a sentence; "" if nothing speaks against it."""
 
 
@@ -86,7 +86,7 @@ async def _always_quiet(_kernel: Kernel) -> bool:
     return True
 
 
-async def _nothing_against(_kernel: Kernel, _processes: Collection[ProcessIdentity], _scene: Scene) -> str:
+async def _nothing_against(_kernel: Kernel, _processes: Collection[ProcessIdentity], _scene: HostSnapshot) -> str:
     return ""
 
 
@@ -150,7 +150,7 @@ class Swaps:
     def __init__(
         self, monitor: Monitor, worker: WorkerLink, times: SwapTimes, overhead_mib: Mapping[str, int] | None = None
     ) -> None:
-        self._sight = Sight(monitor, worker)
+        self._inspector = ProcessInspector(monitor, worker)
         self._worker = worker
         self._times = times
         self._overhead_mib = overhead_mib or {}
@@ -160,56 +160,56 @@ class Swaps:
     @property
     def roots(self) -> Callable[[], list[ProcessIdentity]]:
         """What returns the processes of all kernels: one that was started by another has a lease of its own."""
-        return self._sight.roots
+        return self._inspector.roots
 
     @roots.setter
     def roots(self, roots: Callable[[], list[ProcessIdentity]]) -> None:
-        self._sight.roots = roots
+        self._inspector.roots = roots
 
     @property
     def off(self) -> str:
         """Why the driver cannot checkpoint at all, a sentence; empty: it can."""
-        return self._sight.off
+        return self._inspector.off
 
     @off.setter
     def off(self, sentence: str) -> None:
-        self._sight.off = sentence
+        self._inspector.off = sentence
 
     @property
     def counts_processes(self) -> bool:
         """Whether the devices are known to count processes by the pids that are seen here."""
-        return self._sight.counts_processes
+        return self._inspector.counts_processes
 
     @counts_processes.setter
     def counts_processes(self, counts: bool) -> None:
-        self._sight.counts_processes = counts
+        self._inspector.counts_processes = counts
 
-    async def scene(self) -> Scene:
+    async def scene(self) -> HostSnapshot:
         """Look at the machine once, for `truth` of several kernels. Raises GPUError."""
-        return await self._sight.scene()
+        return await self._inspector.scene()
 
-    def tree(self, kernel: Kernel, scene: Scene) -> list[ProcessIdentity]:
+    def tree(self, kernel: Kernel, scene: HostSnapshot) -> list[ProcessIdentity]:
         """Return the kernel's processes in the scene."""
-        return self._sight.tree(kernel, scene)
+        return self._inspector.tree(kernel, scene)
 
-    async def states(self, kernel: Kernel, scene: Scene) -> dict[ProcessIdentity, ProcessState]:
+    async def states(self, kernel: Kernel, scene: HostSnapshot) -> dict[ProcessIdentity, ProcessState]:
         """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
-        return await self._sight.states(kernel, scene)
+        return await self._inspector.states(kernel, scene)
 
-    async def look_at(self, device_ids: Sequence[str] | None) -> Scene:
+    async def look_at(self, device_ids: Sequence[str] | None) -> HostSnapshot:
         """Look at the machine once, and at these devices (None: all). Raises GPUError."""
-        return await self._sight.scene(device_ids)
+        return await self._inspector.scene(device_ids)
 
     async def with_memory(
-        self, kernel: Kernel, root: ProcessIdentity | None, scene: Scene, *, saved: bool
+        self, kernel: Kernel, root: ProcessIdentity | None, scene: HostSnapshot, *, saved: bool
     ) -> list[ProcessIdentity]:
-        """Return the processes of the kernel, whose own process this is or was, that have device memory (see `Sight`)."""
-        return await self._sight.with_memory(kernel, root, scene, saved=saved)
+        """Return the processes of the kernel, whose own process this is or was, that have device memory (see `ProcessInspector`)."""
+        return await self._inspector.with_memory(kernel, root, scene, saved=saved)
 
     async def used_mib(self, kernel: Kernel) -> int:
         """Return what the kernel's processes have on all devices now. Raises GPUError."""
-        scene = await self._sight.scene()
-        return sum(scene.used_mib(identity.pid) for identity in self._sight.tree(kernel, scene))
+        scene = await self._inspector.scene()
+        return sum(scene.used_mib(identity.pid) for identity in self._inspector.tree(kernel, scene))
 
     async def shrink(self, kernel: Kernel) -> int | None:
         """Have an idle kernel give cached memory back; return what its processes use then, MiB.
@@ -228,7 +228,7 @@ class Swaps:
         """Look at the processes, for a `resume` that follows; None if that fails."""
         at_s = time.monotonic()
         try:
-            return Seen(await self._sight.snapshot(), at_s)
+            return Seen(await self._inspector.snapshot(), at_s)
         except GPUError:
             return None  # the operation looks by itself, and says what is wrong
 
@@ -331,21 +331,21 @@ class Swaps:
         return kernel.link is not None and kernel.link.detail in (NO_CELL_RUNS, CELL_BARRED)
 
     async def _use(
-        self, kernel: Kernel, effect: Suspend, scene: Scene, gate: _Gate
+        self, kernel: Kernel, effect: Suspend, scene: HostSnapshot, gate: _Gate
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
-        """Return what `Sight.use` does, and whether no cell of the kernel runs that could create a context now.
+        """Return what `ProcessInspector.use` does, and whether no cell of the kernel runs that could create a context now.
 
         Raises GPUError, and StepError if a cell runs that cannot, but may have started a process that can.
         """
-        use, heirs = await self._sight.use(kernel, scene)
+        use, heirs = await self._inspector.use(kernel, scene)
         barred = gate.barred
         if effect.preempt:
             between_cells = False
             if not use and gate.answers and await self._comes_to_gate(kernel):
                 between_cells = True
                 barred = kernel.link is not None and kernel.link.detail == CELL_BARRED
-                scene = await self._sight.scene(_concerned(kernel, effect))
-                use, heirs = await self._sight.use(kernel, scene)
+                scene = await self._inspector.scene(_concerned(kernel, effect))
+                use, heirs = await self._inspector.use(kernel, scene)
             between_cells = between_cells or (not use and self._is_no_kernel(kernel))
         else:
             if not use and gate.shut and not effect.between_cells:
@@ -355,9 +355,9 @@ class Swaps:
             self._check_alone(kernel, scene)
         return use, heirs, between_cells
 
-    def _check_alone(self, kernel: Kernel, scene: Scene) -> None:
+    def _check_alone(self, kernel: Kernel, scene: HostSnapshot) -> None:
         """Raise StepError if the kernel's tree has other processes than its own: what they will do is not known to its extension."""
-        others = [one.pid for one in self._sight.tree(kernel, scene) if one != kernel.identity]
+        others = [one.pid for one in self._inspector.tree(kernel, scene) if one != kernel.identity]
         if others:
             raise StepError(
                 SuspendOutcome.REFUSED,
@@ -427,7 +427,7 @@ class Swaps:
             )
 
     @staticmethod
-    def _check_places(use: Mapping[ProcessIdentity, int], scene: Scene, effect: Suspend) -> None:
+    def _check_places(use: Mapping[ProcessIdentity, int], scene: HostSnapshot, effect: Suspend) -> None:
         own = effect.device_ids or (effect.device_id,)
         foreign = [device_id for device_id in scene.homes({one.pid for one in use}) if device_id not in own]
         if foreign:
@@ -466,17 +466,19 @@ class Swaps:
                 f"where {format_memory(short.left_mib)} are left (limited by {printable(short.limited_by)})",
             )
 
-    async def _first_look(self, kernel: Kernel, effect: Suspend, *, shrinks: bool) -> tuple[StepError | None, Scene]:
+    async def _first_look(
+        self, kernel: Kernel, effect: Suspend, *, shrinks: bool
+    ) -> tuple[StepError | None, HostSnapshot]:
         """Have the kernel shrink, if it `shrinks`; return what speaks against saving what is left, and the scene. Raises GPUError.
 
         The processes are looked at while it shrinks, the devices afterwards. What begins or ends meanwhile is seen after the locks.
         """
         if not shrinks:
-            return None, await self._sight.scene(_concerned(kernel, effect))
+            return None, await self._inspector.scene(_concerned(kernel, effect))
         begun_s = time.monotonic()
-        unshrunk, snapshot = await asyncio.gather(self._shrink(kernel), self._sight.snapshot())
+        unshrunk, snapshot = await asyncio.gather(self._shrink(kernel), self._inspector.snapshot())
         fresh = unshrunk is None and time.monotonic() - begun_s < _FRESH_S
-        return unshrunk, await self._sight.scene(_concerned(kernel, effect), snapshot if fresh else None)
+        return unshrunk, await self._inspector.scene(_concerned(kernel, effect), snapshot if fresh else None)
 
     async def _shrink(self, kernel: Kernel) -> StepError | None:
         """Have cached memory given back on the idle main loop; return what speaks against saving what is left."""
@@ -506,8 +508,8 @@ class Swaps:
         """Return what the locked processes use. Raises StepError if the kernel is not what it was when they were locked."""
         check = self._check_alive if effect.preempt or effect.between_cells else self._check_idle
         check(kernel)
-        scene = await self._sight.scene(_concerned(kernel, effect))
-        use, heirs = await self._sight.use(kernel, scene)
+        scene = await self._inspector.scene(_concerned(kernel, effect))
+        use, heirs = await self._inspector.use(kernel, scene)
         newcomers = [identity for identity in use if identity not in locked]
         if newcomers:
             raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} began to use CUDA meanwhile")
@@ -589,8 +591,8 @@ class Swaps:
         device_ids = effect.device_ids or (effect.device_id,)
         fresh = seen is not None and time.monotonic() - seen.at_s < _FRESH_S
         try:
-            scene = await self._sight.scene(_concerned(kernel, effect), seen.snapshot if seen and fresh else None)
-            states = await self._sight.states(kernel, scene)
+            scene = await self._inspector.scene(_concerned(kernel, effect), seen.snapshot if seen and fresh else None)
+            states = await self._inspector.states(kernel, scene)
             # What another broker saved is not known: as much as is reserved for it must be free.
             pids = {identity.pid for identity in states}
             lacking = self._lacking(scene, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
@@ -638,7 +640,7 @@ class Swaps:
         }
 
     def _lacking(
-        self, scene: Scene, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
+        self, scene: HostSnapshot, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
     ) -> str:
         """Return a sentence about the first of the devices without the room for what is saved of these processes, or "".
 
@@ -660,7 +662,7 @@ class Swaps:
 
     async def _after_failed_restore(self, kernel: Kernel, error: GPUError) -> tuple[ResumeOutcome, str]:
         try:
-            states = await self._sight.states(kernel, await self._sight.scene())
+            states = await self._inspector.states(kernel, await self._inspector.scene())
         except GPUError as again:
             return (
                 ResumeOutcome.UNKNOWN,
@@ -674,7 +676,7 @@ class Swaps:
     # -- truth ------------------------------------------------------------------------------------------------------------
 
     async def truth(
-        self, kernel: Kernel, device_id: str | None, saved_mib: int, scene: Scene | None = None
+        self, kernel: Kernel, device_id: str | None, saved_mib: int, scene: HostSnapshot | None = None
     ) -> Truth | None:
         """Find out what the kernel is, undoing half-done work where that is safe. None: still unknown; look again later.
 
@@ -684,11 +686,11 @@ class Swaps:
             if kernel.identity is None or not is_alive(kernel.identity):
                 # What its process left behind may have to be found out first.
                 return Truth(state=LeaseState.UNATTACHED) if kernel.ending is None else None
-            scene = scene or await self._sight.scene()
-            states = await self._sight.states(kernel, scene)
+            scene = scene or await self._inspector.scene()
+            states = await self._inspector.states(kernel, scene)
             if await self._undone(kernel, scene, states, device_id, saved_mib):
-                scene = await self._sight.scene()
-                states = await self._sight.states(kernel, scene)
+                scene = await self._inspector.scene()
+                states = await self._inspector.states(kernel, scene)
         except (GPUError, OSError) as error:
             log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
             return None
@@ -706,7 +708,7 @@ class Swaps:
     async def _undone(
         self,
         kernel: Kernel,
-        scene: Scene,
+        scene: HostSnapshot,
         states: dict[ProcessIdentity, ProcessState],
         device_id: str | None,
         saved_mib: int,
@@ -724,7 +726,7 @@ class Swaps:
     async def _restore_rest(
         self,
         kernel: Kernel,
-        scene: Scene,
+        scene: HostSnapshot,
         states: dict[ProcessIdentity, ProcessState],
         device_id: str | None,
         saved_mib: int,
@@ -737,7 +739,7 @@ class Swaps:
         known = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
         if not set(states.values()) <= known or not homes:
             return
-        scene = await self._sight.scene()  # what was free a moment ago may be another's, who was brought back since
+        scene = await self._inspector.scene()  # what was free a moment ago may be another's, who was brought back since
         # Where the others are: they may have been on the way to another device.
         there = self._where(kernel, scene)
         targets = homes if len(homes) > 1 or there is None else (there,)
@@ -755,23 +757,23 @@ class Swaps:
     def _lacking_rest(
         self,
         kernel: Kernel,
-        scene: Scene,
+        scene: HostSnapshot,
         states: dict[ProcessIdentity, ProcessState],
         targets: Sequence[str],
         saved_mib: int,
     ) -> str:
         """Return why what is saved of the tree cannot be brought back to the rest of it, a sentence, or "". Raises GPUError."""
         rest_mib = _rest_mib(kernel, scene, states, saved_mib)
-        pids = {identity.pid for identity in self._sight.tree(kernel, scene)}
+        pids = {identity.pid for identity in self._inspector.tree(kernel, scene)}
         if rest_mib > 0:
             return self._lacking(scene, targets, rest_mib, rest_mib, pids)
         if all(scene.is_alone(pids, device_id) for device_id in targets):
             return ""  # no device will ever have more room
         return "how much was saved is not known, and others use its device"
 
-    def _where(self, kernel: Kernel, scene: Scene) -> str | None:
+    def _where(self, kernel: Kernel, scene: HostSnapshot) -> str | None:
         """Return the device that holds most of the kernel's memory; of one with several devices, its first one."""
-        found = scene.homes({identity.pid for identity in self._sight.tree(kernel, scene)})
+        found = scene.homes({identity.pid for identity in self._inspector.tree(kernel, scene)})
         if len(kernel.homes) > 1 and set(found) <= set(kernel.homes):
             return kernel.homes[0]
         return found[0] if found else None
@@ -790,7 +792,7 @@ def _failure(pid: int, device_id: str | None, saved_mib: int) -> Truth:
     return Truth(state=LeaseState.QUARANTINED, device_id=device_id, saved_mib=saved_mib, sentence=sentence)
 
 
-def _rest_mib(kernel: Kernel, scene: Scene, states: dict[ProcessIdentity, ProcessState], saved_mib: int) -> int:
+def _rest_mib(kernel: Kernel, scene: HostSnapshot, states: dict[ProcessIdentity, ProcessState], saved_mib: int) -> int:
     """Return what the saved processes of a half-saved tree need on its devices, MiB; 0: nobody knows.
 
     The broker that saved them knows it of each. A later one knows the sum, and takes off what is locked: that has what it had then. What
