@@ -1,5 +1,6 @@
 """The client speaks the lease API, keeps its connections honest, and turns every failure into one of our errors."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.http import Call, Connection
+from fractional_gpu.client.replies import decode_message
 from fractional_gpu.protocol.errors import (
     BadRequestError,
     BrokerUnavailableError,
@@ -33,6 +35,7 @@ from fractional_gpu.protocol.messages import (
     GateAnswer,
     GateCommand,
     GateHello,
+    HostStatus,
     LeaseRequest,
     PinRequest,
     Progress,
@@ -41,6 +44,7 @@ from fractional_gpu.protocol.messages import (
     UsagePoint,
 )
 from tests.support.fake_broker import DEADLINE_S, FakeBroker
+from tests.support.fake_broker import Call as FakeCall
 
 REQUEST = LeaseRequest(fraction_milli=250, kernel_id="k", label="notebook.ipynb")
 HELLO = GateHello(version="1", open=True, busy=False)
@@ -90,6 +94,33 @@ def test_status_brings_leases_as_messages(broker: FakeBroker, client: BrokerClie
     assert [lease.lease_id for lease in status.leases] == ["lease-1"]
     assert status.pools == {"default": [250]}
     assert status.socket == broker.path
+
+
+@pytest.mark.parametrize("version", ["earlier", "present"])
+def test_events_are_whole_statuses_whether_the_broker_sends_changes_or_not(
+    broker: FakeBroker, client: BrokerClient, version: str
+) -> None:
+    for _ in range(3):
+        client.create_lease(REQUEST)
+    whole = broker.answer(FakeCall("status", "", {}, 0), "")
+    first, second, third = whole["leases"]
+    then = {**whole, "host_saved_mib": 7, "leases": [first, {**third, "saved_mib": 7}]}
+    change = {"changed": {**then, "devices": [], "leases": then["leases"][1:]}, "ended": [second["lease_id"]]}
+    lines = [whole, then if version == "earlier" else change]
+    broker.gate_bytes = [json.dumps(line).encode() + b"\n" for line in lines]
+    events = client.events()
+    before, after = next(events), next(events)
+    assert before == decode_message(HostStatus, whole)
+    assert after == decode_message(HostStatus, then)
+
+
+@pytest.mark.parametrize(
+    "line", [{"changed": {}, "ended": []}, {"ended": []}, {"changed": None, "ended": None}], ids=str
+)
+def test_a_change_that_cannot_be_applied_is_an_error(broker: FakeBroker, client: BrokerClient, line: object) -> None:
+    broker.gate_bytes = [json.dumps(line).encode() + b"\n"]
+    with pytest.raises(InternalBrokerError):
+        next(client.events())
 
 
 def test_what_a_newer_broker_says_more_is_ignored(broker: FakeBroker, client: BrokerClient) -> None:

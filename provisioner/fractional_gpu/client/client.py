@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -67,6 +67,7 @@ __all__ = ["BrokerClient", "spoken_fields"]
 _KEPT_CONNECTIONS = 2
 _END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
 _SILENCE_S = 3 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
+_EVENTS = "/v1/events?changes=1"  # a broker of an earlier version sends whole statuses all the same
 _FRESH = "?fresh=1"  # a broker of an earlier version answers all the same
 _NO_BODY: dict[str, Any] = {}
 _OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons behind which another version may be
@@ -116,10 +117,12 @@ class BrokerClient:
         BrokerUnavailableError. `close` from another thread wakes it: it then raises BrokerUnavailableError, too. Ends
         when the broker ends the stream.
         """
-        with closing(self._stream("/v1/events", None, max(self.timeout_s, _SILENCE_S), method="GET")) as stream:
+        status: HostStatus | None = None
+        with closing(self._stream(_EVENTS, None, max(self.timeout_s, _SILENCE_S), method="GET")) as stream:
             for payload in stream:
                 if payload:
-                    yield decode_message(HostStatus, payload)
+                    status = _next_status(status, payload)
+                    yield status
 
     def create_lease(self, request: LeaseRequest) -> LeaseReply:
         """Ask for a new lease; waits `request.wait_ms` longer than usual, for that long the broker may make room.
@@ -395,6 +398,25 @@ class BrokerClient:
                 return connection
             connection.close()
         return None
+
+
+def _next_status(status: HostStatus | None, payload: object) -> HostStatus:
+    """Return the whole status after a line of events: the line itself, or `status` with what the line says has changed.
+
+    What did not change is not decoded again: with many kernels that is nearly all of it. Raises InternalBrokerError.
+    """
+    if not isinstance(payload, dict) or "ended" not in payload:
+        return decode_message(HostStatus, payload)
+    changed, ended = decode_message(HostStatus, payload.get("changed")), payload["ended"]
+    if status is None or not isinstance(ended, list):
+        raise InternalBrokerError("the broker's answer is not a HostChange after a HostStatus")
+    devices = {device.device_id: device for device in (*status.devices, *changed.devices)}
+    leases = {lease.lease_id: lease for lease in (*status.leases, *changed.leases)}
+    return replace(
+        changed,
+        devices=list(devices.values()),
+        leases=[lease for lease_id, lease in leases.items() if lease_id not in ended],
+    )
 
 
 def _pause(call: Call, error: TooManyRequestsError, deadline_s: float) -> None:

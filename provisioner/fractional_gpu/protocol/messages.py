@@ -26,7 +26,8 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
     GET    /v1/status                      -> HostStatus          with `?fresh=1`: devices are sampled first
     GET    /v1/events                      -> stream of HostStatus lines (NDJSON): the present one, then one after each change (a few a
-                                              second at most); `{}` is a keep-alive
+                                              second at most); `{}` is a keep-alive. With `?changes=1` the lines after the
+                                              first are HostChanges
     POST   /v1/devices/D/drain DrainRequest -> DeviceStatus       administrators: empty a device
     POST   /v1/devices/D/undrain           -> DeviceStatus        administrators
 """
@@ -47,6 +48,7 @@ __all__ = [
     "GateHello",
     "GateVerb",
     "History",
+    "HostChange",
     "HostStatus",
     "LeaseReply",
     "LeaseRequest",
@@ -457,3 +459,11 @@ class HostStatus:
     trouble: str = ""  # why the broker can write nothing now, and what to do; it goes on by itself
     seats: list[SeatStatus] = field(default_factory=list)  # not among the news (`/v1/events`)
     seat_queue: list[SeatWait] = field(default_factory=list)  # by pool and position; not among the news
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostChange:
+    """How a host's status differs from the line before (`GET /v1/events?changes=1`)."""
+
+    changed: HostStatus  # its devices and leases are those that changed; everything else is complete
+    ended: list[str]  # ids of leases that are no longer shown

@@ -20,7 +20,7 @@ import pytest
 from fractional_gpu.broker.broker import now_ms
 from fractional_gpu.broker.seats import seats as seats_module
 from fractional_gpu.broker.seats.seats import Seats
-from fractional_gpu.broker.services.status_stream import Feed
+from fractional_gpu.broker.services.status_stream import StatusStream
 from fractional_gpu.client.replies import decode_message
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.commands.terminal.render import render_status
@@ -29,7 +29,7 @@ from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.ledger import UsageRecord
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
-from fractional_gpu.protocol.messages import HostStatus, LeaseRequest
+from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseRequest
 from fractional_gpu.protocol.seats import (
     OfferRequest,
     ProgressKind,
@@ -790,8 +790,10 @@ def test_a_seats_news_are_of_its_own_leases(live: LiveBroker) -> None:
         assert [lease["lease_id"] for lease in told["leases"]] == [leases[seat.seat_id]]
 
     async def told_to_the_uid() -> HostStatus | None:
-        async with aclosing(Feed(live.broker, live.socket).follow(os.getuid())) as news:
-            return await anext(news)
+        async with aclosing(StatusStream(live.broker, live.socket).follow(os.getuid())) as news:
+            status = await anext(news)
+            assert not isinstance(status, HostChange)
+            return status
 
     status = live.on_loop(told_to_the_uid)
     while status is None:

@@ -1,22 +1,23 @@
-"""Who follows the broker's news hears the present state at once, every change soon, nothing twice, and of their own leases only."""
+"""A subscriber gets the present status at once, every change soon, nothing twice, and its own leases only."""
 
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from queue import Queue
 
 import pytest
 
-from fractional_gpu.broker.services import status_stream as feed_module
+from fractional_gpu.broker.services import status_stream
 from fractional_gpu.broker.services.status import host_status
-from fractional_gpu.broker.services.status_stream import RATE_S, Feed
+from fractional_gpu.broker.services.status_stream import RATE_S, StatusStream
 from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.http import Connection, decode_json
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseReply
 from tests.broker.live import DEADLINE_S, LiveBroker
 
 
@@ -84,15 +85,70 @@ def test_many_changes_at_once_are_few_lines(live: LiveBroker) -> None:
         live.call("DELETE", f"/v1/leases/{last.lease_id}")
 
 
+def test_a_line_of_changes_has_what_changed_alone(live: LiveBroker) -> None:
+    kept, ended = live.lease(), live.lease()
+
+    async def story() -> None:
+        stream = StatusStream(live.broker, live.socket).follow(None, changes_only=True)
+
+        async def line() -> HostStatus | HostChange:
+            while (status := await anext(stream)) is None:
+                pass
+            return status
+
+        async with aclosing(stream):
+            first = await line()
+            assert isinstance(first, HostStatus)
+            assert [one.lease_id for one in first.leases] == [kept.lease_id, ended.lease_id]
+            kernel = live.broker.kernels[ended.lease_id]
+            kernel.suspends += 1
+            live.broker.anything_changed.set()
+            change = await line()
+            assert isinstance(change, HostChange)
+            assert [(one.lease_id, one.suspends) for one in change.changed.leases] == [(ended.lease_id, 1)]
+            assert (change.changed.devices, change.ended) == ([], [])
+            await live.broker.survivors.release(kernel)
+            change = await line()
+            assert isinstance(change, HostChange)
+            assert change.ended == [ended.lease_id]
+            assert kept.lease_id not in {one.lease_id for one in change.changed.leases}
+
+    live.on_loop(story)
+    live.call("DELETE", f"/v1/leases/{kept.lease_id}")
+
+
+def test_a_client_that_does_not_ask_for_changes_gets_whole_statuses(live: LiveBroker) -> None:
+    """A client of an earlier version sends no `changes=1`."""
+    first = live.lease()
+    with closing(Connection(live.socket, DEADLINE_S)) as connection:
+        connection.send("GET", "/v1/events", None, None)
+        connection.read_head()
+        second: LeaseReply | None = None
+        for line in connection.lines():
+            payload = decode_json(line)
+            assert isinstance(payload, dict)
+            if payload:
+                assert "ended" not in payload
+                leases = [lease["lease_id"] for lease in payload["leases"]]
+                if second is None:
+                    assert leases == [first.lease_id]
+                    second = live.lease()
+                elif leases == [first.lease_id, second.lease_id]:
+                    break
+    for lease in (first, second):
+        assert lease is not None
+        live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
 def test_nobody_hears_of_another_users_leases(live: LiveBroker) -> None:
     lease = live.lease()
 
     async def first_line(uid: int | None) -> HostStatus:
-        async with aclosing(Feed(live.broker, live.socket).follow(uid)) as news:
+        async with aclosing(StatusStream(live.broker, live.socket).follow(uid)) as news:
             async for status in news:
-                if status is not None:
+                if isinstance(status, HostStatus):
                     return status
-        raise AssertionError("the feed ended by itself")
+        raise AssertionError("the stream ended by itself")
 
     everything = live.on_loop(partial(first_line, None))
     own = live.on_loop(partial(first_line, os.getuid()))
@@ -106,7 +162,7 @@ def test_nobody_hears_of_another_users_leases(live: LiveBroker) -> None:
 def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_module, "PULSE_S", 0.05)
+    monkeypatch.setattr(status_stream, "PULSE_S", 0.05)
     looks = followers_asked = 0
 
     def counted(*arguments: object) -> HostStatus:
@@ -120,34 +176,34 @@ def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
         followers_asked += 1
         return seen_by(*arguments)  # type: ignore[arg-type]
 
-    seen_by = feed_module._seen_by
-    monkeypatch.setattr(feed_module, "host_status", counted)
-    monkeypatch.setattr(feed_module, "_seen_by", shown)
+    seen_by = status_stream._seen_by
+    monkeypatch.setattr(status_stream, "host_status", counted)
+    monkeypatch.setattr(status_stream, "_seen_by", shown)
     lease = live.lease()
-    feed = Feed(live.broker, live.socket)
+    stream = StatusStream(live.broker, live.socket)
 
     async def story() -> None:
-        async with aclosing(feed.follow(None)) as news:
+        async with aclosing(stream.follow(None)) as news:
             assert (await anext(news)) is not None
             while looks < 3:  # a lease that only becomes older is no news
                 assert (await anext(news)) is None
         assert followers_asked == 1, "what is no news is not looked at for each follower"
-        assert feed._looking is None
+        assert stream._sampling is None
 
     live.on_loop(story)
     live.call("DELETE", f"/v1/leases/{lease.lease_id}")
 
 
 def test_a_look_that_fails_is_told_to_who_follows(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_module, "PULSE_S", 0.05)
+    monkeypatch.setattr(status_stream, "PULSE_S", 0.05)
 
     def broken(*_arguments: object) -> HostStatus:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(feed_module, "host_status", broken)
+    monkeypatch.setattr(status_stream, "host_status", broken)
 
     async def story() -> None:
-        async with aclosing(Feed(live.broker, live.socket).follow(None)) as news:
+        async with aclosing(StatusStream(live.broker, live.socket).follow(None)) as news:
             await anext(news)
 
     with pytest.raises(ZeroDivisionError):

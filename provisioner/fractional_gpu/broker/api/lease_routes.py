@@ -17,7 +17,7 @@ from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, add_view
 from fractional_gpu.broker.api.rate_limit import Limiter
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
 from fractional_gpu.broker.services.status import host_status
-from fractional_gpu.broker.services.status_stream import Feed
+from fractional_gpu.broker.services.status_stream import StatusStream
 from fractional_gpu.host.peers import tells_unread, unread
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
@@ -120,11 +120,13 @@ class _Events(Stream):
     async def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
         seat = self.service.seats.of_token(self.peer.token)
+        changes_only = self.get_query_argument("changes", "") == "1"
 
         async def work() -> None:
             owner = self.service.seats.owner_of(seat)
-            async with aclosing(self.settings["feed"].follow(uid, seat, owner)) as news:
-                async for status in news:
+            lines = self.settings["status_stream"].follow(uid, seat, owner, changes_only=changes_only)
+            async with aclosing(lines) as stream:
+                async for status in stream:
                     await self.line({} if status is None else status)
 
         await self.run(asyncio.create_task(work()))
@@ -228,7 +230,7 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
         ],
         default_handler_class=_Missing,
         default_handler_args=shared,
-        feed=Feed(service.broker, socket_path),
+        status_stream=StatusStream(service.broker, socket_path),
         limiter=Limiter(service.broker),
         hears=tells_unread(),
         log_function=_log_request,
