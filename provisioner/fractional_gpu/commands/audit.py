@@ -19,9 +19,8 @@ from fractional_gpu.broker.persistence.audit import FILE_NAME, finished_files
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import find_state_file
-from fractional_gpu.commands.leases.lease_calls import parsed
 from fractional_gpu.commands.terminal.connection import add_socket_argument
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.failure import CommandError, parsed
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import BrokerUnavailableError

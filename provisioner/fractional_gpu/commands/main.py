@@ -23,7 +23,7 @@ _COMPLETING = "_ARGCOMPLETE"
 
 
 class _Entry(NamedTuple):
-    """A line of the overview. `passes_on`: arguments that the subcommand does not know are for somebody else."""
+    """A line of the overview. `passes_on`: the subcommand hands arguments that it does not know to another program."""
 
     module: str
     summary: str
@@ -31,9 +31,7 @@ class _Entry(NamedTuple):
 
 
 class _Subcommand(Protocol):
-    """What a module of a subcommand offers."""
-
-    __doc__: str | None
+    """What the module of a subcommand offers, or the subcommand's entry in the table `COMMANDS` of a module of several."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Describe the command and add its arguments."""
@@ -42,6 +40,7 @@ class _Subcommand(Protocol):
         """Do it and return the exit code. Raises CommandError or FractionalGPUError."""
 
 
+_LEASES = "fractional_gpu.commands.lease_commands"
 COMMANDS: dict[str, _Entry] = {
     "demo": _Entry(
         "fractional_gpu.commands.notebooks.demo", "two notebooks take turns on one GPU, and nothing is lost"
@@ -50,19 +49,17 @@ COMMANDS: dict[str, _Entry] = {
         "fractional_gpu.commands.notebooks.lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True
     ),
     "status": _Entry("fractional_gpu.commands.status", "the GPUs, and who holds what or waits for it"),
-    "suspend": _Entry(
-        "fractional_gpu.commands.leases.suspend", "save a kernel's GPU memory on the host and free the GPU"
-    ),
-    "resume": _Entry("fractional_gpu.commands.leases.resume", "bring a suspended kernel back onto a GPU"),
-    "pin": _Entry("fractional_gpu.commands.leases.pin", "keep a kernel on its GPU for a while"),
-    "unpin": _Entry("fractional_gpu.commands.leases.unpin", "end a kernel's pin"),
-    "resize": _Entry("fractional_gpu.commands.leases.resize", "give a running kernel another share of a GPU"),
-    "explain": _Entry("fractional_gpu.commands.leases.explain", "why a kernel waited, was suspended, moved or refused"),
-    "drain": _Entry("fractional_gpu.commands.leases.drain", "empty a GPU (administrators)"),
-    "undrain": _Entry("fractional_gpu.commands.leases.undrain", "let a drained GPU take part again (administrators)"),
-    "move": _Entry("fractional_gpu.commands.leases.move", "have an idle kernel go to another GPU (administrators)"),
-    "evict": _Entry("fractional_gpu.commands.leases.evict", "end a kernel; its state is lost (administrators)"),
-    "end": _Entry("fractional_gpu.commands.leases.end", "end processes that a kernel left on a GPU when it ended"),
+    "suspend": _Entry(_LEASES, "save a kernel's GPU memory on the host and free the GPU"),
+    "resume": _Entry(_LEASES, "bring a suspended kernel back onto a GPU"),
+    "pin": _Entry(_LEASES, "keep a kernel on its GPU for a while"),
+    "unpin": _Entry(_LEASES, "end a kernel's pin"),
+    "resize": _Entry(_LEASES, "give a running kernel another share of a GPU"),
+    "explain": _Entry(_LEASES, "why a kernel waited, was suspended, moved or refused"),
+    "drain": _Entry(_LEASES, "empty a GPU (administrators)"),
+    "undrain": _Entry(_LEASES, "let a drained GPU take part again (administrators)"),
+    "move": _Entry(_LEASES, "have an idle kernel go to another GPU (administrators)"),
+    "evict": _Entry(_LEASES, "end a kernel; its state is lost (administrators)"),
+    "end": _Entry(_LEASES, "end processes that a kernel left on a GPU when it ended"),
     "audit": _Entry("fractional_gpu.commands.audit", "what administrators did, when, and for whom (administrators)"),
     "seats": _Entry("fractional_gpu.commands.seats", "the seats of hub servers, and ending one (administrators)"),
     "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),
@@ -75,9 +72,7 @@ COMMANDS: dict[str, _Entry] = {
     "simulate": _Entry(
         "fractional_gpu.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
     ),
-    "rescue": _Entry(
-        "fractional_gpu.commands.leases.rescue", "bring suspended kernels back when no broker can run any more"
-    ),
+    "rescue": _Entry("fractional_gpu.commands.rescue", "bring suspended kernels back when no broker can run any more"),
     "completion": _Entry(
         "fractional_gpu.commands.completion", "what bash, zsh or fish needs to complete `jupyter gpu`"
     ),
@@ -130,23 +125,24 @@ def _dispatch(arguments: Sequence[str]) -> int:
     entry = COMMANDS.get(name)
     if entry is None:
         overview.error(_unknown(name))
-    module, parser = _subcommand(name)
+    subcommand, parser = _subcommand(name)
     if entry.passes_on:
         options, others = parser.parse_known_args(arguments[1:])
         options.passed_on = others
     else:
         options = parser.parse_args(arguments[1:])
-    return module.run(options)
+    return subcommand.run(options)
 
 
 def _subcommand(name: str) -> tuple[_Subcommand, argparse.ArgumentParser]:
     """Import a subcommand; return it and its parser."""
-    module = cast("_Subcommand", importlib.import_module(COMMANDS[name].module))
+    module = importlib.import_module(COMMANDS[name].module)
+    subcommand = cast("_Subcommand", getattr(module, "COMMANDS", {}).get(name, module))
     parser = argparse.ArgumentParser(
         prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    module.configure(parser)
-    return module, parser
+    subcommand.configure(parser)
+    return subcommand, parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`). Point stdout elsewhere, or the interpreter complains when it flushes at exit.
+        # The reader of our output has ended (`| head`). Point stdout elsewhere, or the interpreter complains when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code

@@ -2,17 +2,31 @@
 
 import argparse
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, TextIO
 
 from fractional_gpu.client.broker_process import ANSWER_S, claim_holder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, has_restart_file, socket_path
 from fractional_gpu.client.seat import own_seat
+from fractional_gpu.client.silence import SilenceWatch
 from fractional_gpu.commands.terminal.failure import CommandError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-__all__ = ["NO_KERNELS", "RUN_ONE", "add_socket_argument", "broker_if_running", "kernels_of", "running_broker"]
+__all__ = [
+    "NO_KERNELS",
+    "RUN_ONE",
+    "add_socket_argument",
+    "broker_if_running",
+    "kernels_of",
+    "running_broker",
+    "say_if_slow",
+]
 
 NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"
+SLOW_S: Final = 2.0
 RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --socket"
 
 
@@ -62,3 +76,39 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
     if client is None:
         raise CommandError(f"no broker is running on {socket or socket_path()}, {without}")
     return client
+
+
+@contextmanager
+def say_if_slow(text: str, out: TextIO, after_s: float = SLOW_S, client: BrokerClient | None = None) -> Iterator[None]:
+    """Write the text to `out` if the body takes longer than `after_s` seconds; with a client, also that its broker has fallen silent."""
+    timer = threading.Timer(after_s, lambda: print(text, file=out, flush=True))
+    timer.daemon = True
+    timer.start()
+    watch = _watch_silence(client, out) if client is not None else None
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if watch is not None:
+            watch.stop()
+
+
+def _watch_silence(client: BrokerClient, out: TextIO) -> SilenceWatch:
+    """Start a watch that writes once that the broker has fallen silent, and once that it answers again."""
+    silent = False
+
+    def tell(error: BrokerUnavailableError | None) -> None:
+        nonlocal silent
+        if error is None:
+            print("The broker answers again.", file=out, flush=True)
+        elif not silent:
+            print(f"{error}. This command goes on by itself when the broker answers.", file=out, flush=True)
+        silent = error is not None
+
+    def connect(timeout_s: float) -> BrokerClient:
+        return BrokerClient(client.socket_path, token=client.token, timeout_s=timeout_s)
+
+    watch = SilenceWatch(connect, tell)
+    watch.start()
+    return watch

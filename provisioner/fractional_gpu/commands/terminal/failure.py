@@ -1,6 +1,11 @@
 """The error of the commands: a sentence for the person at the terminal, and an exit code."""
 
-__all__ = ["CommandError", "UsageError"]
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["CommandError", "UsageError", "parsed"]
+
+T = TypeVar("T")
 
 
 class CommandError(Exception):
@@ -13,3 +18,11 @@ class UsageError(CommandError):
     """The arguments make no sense together or a value is not allowed. Exit code 2."""
 
     exit_code = 2
+
+
+def parsed(parse: Callable[[str], T], text: str) -> T:
+    """Return the value of an argument. Raises UsageError with what is allowed."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

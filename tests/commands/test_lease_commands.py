@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.leases import (
-    drain,
-    explain,
-    pin,
-    resize,
-    unpin,
-)
+from fractional_gpu.commands.lease_commands import COMMANDS, LeaseCommand, await_empty, render_story
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.terminal.render import render_leases, render_status
 from fractional_gpu.protocol.errors import ConflictError, ForbiddenError
@@ -122,7 +116,7 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
         low_ms=10_000,
         high_ms=120_000,
     )
-    text = explain.render_story(lease, Story(lease_id="x", lines=lines, omitted=7), 1_750_000_000_000)
+    text = render_story(lease, Story(lease_id="x", lines=lines, omitted=7), 1_750_000_000_000)
     told = text.splitlines()
     assert told[0] == "... 7 older lines"
     assert told[1].startswith("19")  # 1970, or 1969 west of Greenwich: not today
@@ -174,7 +168,7 @@ def test_the_wait_for_an_empty_device_ends_in_time(broker: OwnBroker) -> None:
     pauses: list[float] = []
     broker.devices = [broker.device] * 50
     with BrokerClient(broker.path) as client:
-        left = drain.await_empty(client, broker.device, 3000, clock=lambda: next(clock), pause=pauses.append)
+        left = await_empty(client, broker.device, 3000, clock=lambda: next(clock), pause=pauses.append)
     assert left.reserved_mib == 512
     assert pauses
     assert sum(pauses) <= 3.0
@@ -186,11 +180,11 @@ def test_who_is_no_administrator_is_told_so(broker: OwnBroker, capsys: pytest.Ca
     assert capsys.readouterr().err == "jupyter gpu: only an administrator may empty devices\n"
 
 
-def test_what_was_done_is_said_in_words() -> None:
+def test_a_pin_of_a_suspended_kernel_begins_once_it_is_back() -> None:
+    row = COMMANDS["pin"]
+    assert isinstance(row, LeaseCommand)
     waiting = a_lease(state="suspended", pinned_ms=60_000)
-    assert pin._said(waiting, waiting) == "3f2a9c1b: will stay on the GPU once it is there, for 1 min from now"
-    assert resize._size(a_lease()) == "1/4 of a GPU with 5.9 GiB"
-    assert unpin.EPILOG
+    assert row.success(waiting, waiting) == "3f2a9c1b: will stay on the GPU once it is there, for 1 min from now"
 
 
 def test_the_status_tells_of_pins_forecasts_and_emptied_devices() -> None:

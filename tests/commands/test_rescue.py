@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.process import backend
-from fractional_gpu.commands.leases import rescue
+from fractional_gpu.commands import rescue
 from fractional_gpu.commands.main import main
 from fractional_gpu.gpu.interface import DeviceInfo
 

@@ -6,8 +6,7 @@ import sys
 from dataclasses import asdict
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.commands.leases.lease_calls import patience
-from fractional_gpu.commands.terminal.connection import kernels_of
+from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
 from fractional_gpu.commands.terminal.failure import CommandError
 from fractional_gpu.commands.terminal.render import short_id
 
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         socket=options.socket, config_file=options.config, simulate=options.simulate, state_dir=options.state_dir
     )
     try:
-        with patience("looking for kernels and bringing them back ...", sys.stderr):
+        with say_if_slow("looking for kernels and bringing them back ...", sys.stderr):
             result = rescue(given)
     except NoDeviceError as error:
         result = nothing(error.why)

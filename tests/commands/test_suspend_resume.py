@@ -6,11 +6,12 @@ import threading
 
 import pytest
 
-from fractional_gpu.commands.leases import resume, suspend
-from fractional_gpu.commands.leases.lease_calls import find_lease, patience
+from fractional_gpu.commands.lease_commands import COMMANDS, BulkCommand, find_lease
 from fractional_gpu.commands.main import main
+from fractional_gpu.commands.terminal.connection import say_if_slow
 from fractional_gpu.commands.terminal.failure import CommandError
 from fractional_gpu.protocol.errors import ConflictError
+from fractional_gpu.protocol.messages import LeaseStatus
 from tests.commands.conftest import OwnBroker
 from tests.commands.pictures import a_lease
 
@@ -132,19 +133,27 @@ class Lines(io.StringIO):
 
 def test_whoever_waits_long_is_told_what_for() -> None:
     out = Lines()
-    with patience("suspending train.ipynb ...", out, after_s=0.0):
+    with say_if_slow("suspending train.ipynb ...", out, after_s=0.0):
         assert out.written.wait(60)
     assert out.getvalue() == "suspending train.ipynb ...\n"
 
 
 def test_whoever_does_not_wait_is_told_nothing() -> None:
     out = Lines()
-    with patience("suspending train.ipynb ...", out, after_s=3600.0):
+    with say_if_slow("suspending train.ipynb ...", out, after_s=3600.0):
         pass
     assert out.getvalue() == ""
 
 
-def test_what_was_done_is_said_in_words() -> None:
-    assert suspend.MOVE.done(a_lease(state="suspended", saved_mib=1536)) == "suspended, 1.5 GiB saved in host memory"
-    assert suspend.MOVE.done(a_lease(state="unarmed")) == "holds no GPU memory, so there was nothing to save"
-    assert resume.MOVE.done(a_lease()) == "on the GPU (NVIDIA L4)"
+@pytest.mark.parametrize(
+    ("command", "lease", "sentence"),
+    [
+        ("suspend", a_lease(state="suspended", saved_mib=1536), "suspended, 1.5 GiB saved in host memory"),
+        ("suspend", a_lease(state="unarmed"), "holds no GPU memory, so there was nothing to save"),
+        ("resume", a_lease(), "on the GPU (NVIDIA L4)"),
+    ],
+)
+def test_the_command_prints_what_was_done(command: str, lease: LeaseStatus, sentence: str) -> None:
+    row = COMMANDS[command]
+    assert isinstance(row, BulkCommand)
+    assert row.success(lease) == sentence

@@ -1,0 +1,584 @@
+"""The commands about leases and devices, as one table: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain, undrain.
+
+A row of `COMMANDS` says what the help says, which arguments the command takes, which call of the client it makes and which sentence it
+prints at success. There are three kinds of rows: a command about one lease (`LeaseCommand`), about several or `--all` leases
+(`BulkCommand`), and about one device (`DeviceCommand`). `commands.main` has the one-line summaries, so that the overview of all commands
+does not import this module.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any, Final
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.commands.terminal.completers import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, completed
+from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.failure import CommandError, UsageError, parsed
+from fractional_gpu.commands.terminal.render import expected_wait, lease_name, state_in_words
+from fractional_gpu.core.units import (
+    format_duration,
+    format_fraction,
+    format_memory,
+    parse_duration_ms,
+    parse_fraction_milli,
+    parse_memory_mib,
+)
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.messages import (
+    DeviceStatus,
+    Done,
+    DrainRequest,
+    EvictRequest,
+    LeaseStatus,
+    MoveRequest,
+    PinRequest,
+    ResizeRequest,
+    Story,
+)
+
+__all__ = ["COMMANDS", "BulkCommand", "DeviceCommand", "LeaseCommand", "await_empty", "find_lease", "render_story"]
+
+_POLL_S: Final = 0.5
+_LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
+_DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"
+_NO_DEVICES: Final = f"and without one no GPU takes kernels or is drained; {RUN_ONE}"
+
+Argument = Callable[[argparse.ArgumentParser], None]
+"""Adds one argument to a parser."""
+
+
+def _argument(name: str, *, by: Completer | Sequence[str] | None = None, **given: Any) -> Argument:  # noqa: ANN401 - argparse's own
+    """Return what adds an argument; `given` is argparse's, and a shell completes the value `by` a completer or these words."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        action = parser.add_argument(name, **given)
+        if by is not None:
+            completed(action, by)
+
+    return add
+
+
+def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
+    """Return the lease with this id or kernel id, or the only one whose id begins so. Raises CommandError with the leases there are."""
+    exact = [lease for lease in leases if name and name in (lease.lease_id, lease.kernel_id)]
+    found = exact or [lease for lease in leases if name and lease.lease_id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CommandError(f"{name!r} is the beginning of {_listed(found)}; give more of the id")
+    there_are = f"there are {_listed(leases)}" if leases else "there are none"
+    raise CommandError(f"there is no lease {name!r}; {there_are}")
+
+
+def _listed(leases: Sequence[LeaseStatus]) -> str:
+    return ", ".join(lease_name(lease) for lease in leases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseCommand:
+    """A command about one lease.
+
+    `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` sends it and returns
+    the answer, which `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer. `doing` is
+    written with the lease's name when the call takes long.
+    """
+
+    description: str
+    epilog: str
+    doing: str
+    call: Callable[[BrokerClient, str, Any], Any]
+    success: Callable[[LeaseStatus, Any], str]
+    request: Callable[[argparse.Namespace], Any] = lambda _: None
+    arguments: tuple[Argument, ...] = ()
+    find: Callable[[str, Sequence[LeaseStatus]], LeaseStatus] = find_lease
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Describe the command and add its arguments."""
+        parser.description, parser.epilog = self.description, self.epilog
+        _argument("lease", metavar="LEASE", by=LEASES, help=_LEASE_HELP)(parser)
+        parser.add_argument("--json", action="store_true", help="print what the broker answers as JSON")
+        add_socket_argument(parser)
+        for add in self.arguments:
+            add(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Find the lease, call the broker and print what came of it. Raises CommandError with the lease's name if it is refused."""
+        request = self.request(options)
+        with running_broker(options.socket) as client:
+            lease = self.find(options.lease, client.status().leases)
+            try:
+                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", sys.stderr, client=client):
+                    answer = self.call(client, lease.lease_id, request)
+            except BrokerUnavailableError:
+                raise
+            except FractionalGPUError as error:
+                raise CommandError(f"{lease_name(lease)}: {error}") from error
+        print(
+            json.dumps(asdict(answer if answer is not None else Done()))
+            if options.json
+            else self.success(lease, answer)
+        )
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkCommand:
+    """A command about the leases that the command line names, or about all of the user's to which it `applies`.
+
+    `interrupted` says what Ctrl-C does while the command waits.
+    """
+
+    description: str
+    epilog: str
+    verb: str
+    doing: str
+    interrupted: str
+    call: Callable[[BrokerClient, str], LeaseStatus]
+    applies: Callable[[LeaseStatus], bool]
+    success: Callable[[LeaseStatus], str]
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Describe the command and add its arguments."""
+        parser.description, parser.epilog = self.description, self.epilog
+        _argument("leases", nargs="*", metavar="LEASE", by=LEASES, help=_LEASE_HELP)(parser)
+        parser.add_argument("--all", action="store_true", help=f"{self.verb} every kernel of yours that can be")
+        parser.add_argument("--json", action="store_true", help='print {"leases": [...], "errors": [...]}')
+        add_socket_argument(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Carry the command out for one lease after another. Exit code 1 if the broker refused one of them."""
+        if bool(options.leases) == bool(options.all):
+            raise UsageError(
+                f"say which kernels to {self.verb}: the ids of leases, or --all (`jupyter gpu status` lists them)"
+            )
+        with running_broker(options.socket) as client:
+            done, refused = self._call_each(client, self._chosen(options, client.status().leases))
+        if options.json:
+            errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]
+            print(json.dumps({"leases": [asdict(lease) for lease in done], "errors": errors}))
+        else:
+            for lease in done:
+                print(f"{lease_name(lease)}: {self.success(lease)}")
+            if not done and not refused:
+                print(f"There is nothing to {self.verb}.")
+        for lease, message in refused:
+            print(f"jupyter gpu: {lease_name(lease)}: {message}", file=sys.stderr)
+        return 1 if refused else 0
+
+    def _chosen(self, options: argparse.Namespace, leases: Sequence[LeaseStatus]) -> list[LeaseStatus]:
+        """Return the leases that the command line means, each once. Raises CommandError."""
+        if options.all:
+            return [lease for lease in leases if self.applies(lease)]
+        found = {lease.lease_id: lease for lease in (find_lease(name, leases) for name in options.leases)}
+        return list(found.values())
+
+    def _call_each(
+        self, client: BrokerClient, leases: Sequence[LeaseStatus]
+    ) -> tuple[list[LeaseStatus], list[tuple[LeaseStatus, str]]]:
+        """Return what was done and what was refused. Raises BrokerUnavailableError: without a broker the rest fails as well."""
+        done: list[LeaseStatus] = []
+        refused: list[tuple[LeaseStatus, str]] = []
+        for lease in leases:
+            text = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
+            try:
+                with say_if_slow(text, sys.stderr, client=client):
+                    done.append(self.call(client, lease.lease_id))
+            except BrokerUnavailableError:
+                raise
+            except FractionalGPUError as error:
+                refused.append((lease, str(error)))
+        return done, refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCommand:
+    """A command about one device. `request` is as in `LeaseCommand`; `check` raises CommandError about the device after the output."""
+
+    description: str
+    epilog: str
+    call: Callable[[BrokerClient, str, Any], DeviceStatus]
+    success: Callable[[DeviceStatus], str]
+    request: Callable[[argparse.Namespace], Any] = lambda _: None
+    check: Callable[[DeviceStatus, Any], None] = lambda _device, _request: None
+    arguments: tuple[Argument, ...] = ()
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Describe the command and add its arguments."""
+        parser.description, parser.epilog = self.description, self.epilog
+        _argument("device", metavar="DEVICE", by=DEVICES, help=_DEVICE_HELP)(parser)
+        parser.add_argument("--json", action="store_true", help="print the device as JSON")
+        add_socket_argument(parser)
+        for add in self.arguments:
+            add(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Call the broker and print the device. Raises what `request` and `check` raise."""
+        request = self.request(options)
+        with running_broker(options.socket, without=_NO_DEVICES) as client:
+            device = self.call(client, options.device, request)
+        print(json.dumps(asdict(device)) if options.json else self.success(device))
+        self.check(device, request)
+        return 0
+
+
+# -- suspend and resume -----------------------------------------------------------------------------------------------
+
+
+def _say_suspended(lease: LeaseStatus) -> str:
+    if lease.saved_mib:
+        return f"suspended, {format_memory(lease.saved_mib)} saved in host memory"
+    return "holds no GPU memory, so there was nothing to save"
+
+
+# -- pin and resize ---------------------------------------------------------------------------------------------------
+
+
+def _pin_request(options: argparse.Namespace) -> PinRequest:
+    """Return the request. Raises UsageError: a pin lasts for more than no time, and not for ever."""
+    text: str | None = options.duration
+    if text is None:
+        raise UsageError(
+            f"say for how long: `jupyter gpu pin LEASE 30m`; given: {options.lease[:80]!r} alone (`jupyter gpu status` lists the leases)"
+        )
+    try:
+        duration_ms = parse_duration_ms(text)
+    except ValueError:
+        duration_ms = 0
+    if duration_ms:
+        return PinRequest(duration_ms=duration_ms)
+    raise UsageError(
+        f"{text[:80]!r} is not how long a pin can last; allowed: a duration such as 30m or 2h. `jupyter gpu unpin` ends a pin; "
+        "`%gpu pin always` in the notebook renews one until it is ended"
+    )
+
+
+def _say_pinned(_: LeaseStatus, after: LeaseStatus) -> str:
+    stays = "stays on the GPU" if after.state == "resident" else "will stay on the GPU once it is there,"
+    return f"{lease_name(after)}: {stays} for {format_duration(after.pinned_ms)} from now"
+
+
+def _say_unpinned(before: LeaseStatus, _: LeaseStatus) -> str:
+    return f"{lease_name(before)}: {'no longer pinned' if before.pinned_ms else 'was not pinned'}"
+
+
+def _resize_request(options: argparse.Namespace) -> ResizeRequest:
+    if options.fraction is None and options.memory is None:
+        raise UsageError("say the new size: a FRACTION such as 1/2, --memory such as 20GiB, or both")
+    return ResizeRequest(
+        fraction_milli=None if options.fraction is None else parsed(parse_fraction_milli, options.fraction),
+        memory_mib=None if options.memory is None else parsed(parse_memory_mib, options.memory),
+        wait_ms=parsed(parse_duration_ms, options.wait),
+    )
+
+
+def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
+    was, is_now = (
+        f"{format_fraction(lease.fraction_milli)} of a GPU with {format_memory(lease.reserve_mib)}"
+        for lease in (before, after)
+    )
+    return f"{lease_name(after)}: {was} before, {is_now} now"
+
+
+# -- explain ----------------------------------------------------------------------------------------------------------
+
+
+def render_story(lease: LeaseStatus, story: Story, now_ms: int) -> str:
+    """Return what happened, one line each, and the lease's state now."""
+    lines = [f"... {story.omitted} older lines"] if story.omitted else []
+    lines += [f"{_moment(line.at_ms, now_ms)}  {line.sentence}  ({line.reason})" for line in story.lines]
+    now = f"{lease_name(lease)}: {state_in_words(lease)}"
+    if lease.position is not None:
+        now += f"; waits at place {lease.position}: {lease.sentence}{expected_wait(lease)}"
+    return "\n".join([*lines, now])
+
+
+def _moment(at_ms: int, now_ms: int) -> str:
+    """Return the local time, with its day if that is not today."""
+    at, now = (datetime.fromtimestamp(ms / 1000).astimezone() for ms in (at_ms, now_ms))
+    return f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
+
+
+# -- evict and end ----------------------------------------------------------------------------------------------------
+
+
+def _evict_request(options: argparse.Namespace) -> EvictRequest:
+    if not options.confirm:
+        raise UsageError(
+            "evicting ends the kernel, and all its variables are lost: add --confirm if that is meant "
+            "(`jupyter gpu suspend` frees the GPU and keeps them)"
+        )
+    return EvictRequest(confirm=True, why=options.why)
+
+
+def _find_left(word: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
+    """Return the lease whose kernel left the process of this number behind, else what `find_lease` finds. Raises CommandError."""
+    for lease in leases:
+        if any(str(process.pid) == word for process in lease.left):
+            return lease
+    # Digits alone may also be the beginning of an id. Where they are none, they were meant as a process.
+    if word.isdecimal() and not any(
+        lease.lease_id.startswith(word) or lease.kernel_id.startswith(word) for lease in leases
+    ):
+        left = ", ".join(str(process.pid) for lease in leases for process in lease.left) or "none"
+        raise CommandError(
+            f"process {word} is none that a kernel of yours left behind; there are: {left} (see `jupyter gpu status`)"
+        )
+    return find_lease(word, leases)
+
+
+def _say_ended(before: LeaseStatus, _: None) -> str:
+    if not before.left:
+        return f"{lease_name(before)}: ended"
+    processes = ", ".join(f"process {one.pid}" for one in before.left)
+    return f"{lease_name(replace(before, left=[]))}: {processes} ended; the room is free"
+
+
+# -- drain ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    request: DrainRequest
+    wait_ms: int | None  # None: do not wait until the device is empty
+
+
+def _drain_request(options: argparse.Namespace) -> _Drain:
+    wait_ms = None if options.wait is None else parsed(parse_duration_ms, options.wait)
+    return _Drain(DrainRequest(evict_busy=options.evict_busy), wait_ms)
+
+
+def _drain(client: BrokerClient, name: str, drain: _Drain) -> DeviceStatus:
+    device = client.drain(name, drain.request)
+    if drain.wait_ms is not None:
+        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)", sys.stderr):
+            device = await_empty(client, device, drain.wait_ms)
+    return device
+
+
+def await_empty(
+    client: BrokerClient,
+    device: DeviceStatus,
+    wait_ms: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> DeviceStatus:
+    """Return the device when no lease holds anything there, or as it is after `wait_ms`."""
+    end_s = clock() + wait_ms / 1000
+    while device.reserved_mib and clock() < end_s:
+        pause(min(_POLL_S, max(0.0, end_s - clock())))
+        device = next((one for one in client.status().devices if one.device_id == device.device_id), device)
+    return device
+
+
+def _say_drained(device: DeviceStatus) -> str:
+    left = f"{format_memory(device.reserved_mib)} are still held there" if device.reserved_mib else "nobody is there"
+    return f"GPU {device.index} ({device.name}): draining, {left}"
+
+
+def _check_empty(device: DeviceStatus, drain: _Drain) -> None:
+    if drain.wait_ms is not None and device.reserved_mib:
+        raise CommandError(
+            f"GPU {device.index} was not empty after {format_duration(drain.wait_ms)}: {format_memory(device.reserved_mib)} are still "
+            "held; wait longer, or add --evict-busy"
+        )
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+COMMANDS: Final[Mapping[str, LeaseCommand | BulkCommand | DeviceCommand]] = {
+    "suspend": BulkCommand(
+        description="Save the GPU memory of idle kernels in host memory and free the GPU for others.",
+        epilog="""\
+examples:
+  jupyter gpu suspend 3f2a              the beginning of the id is enough
+  jupyter gpu suspend --all             free the GPUs, for instance before an update of the driver
+
+A suspended kernel keeps every variable; its next cell brings it back by itself. A kernel that is busy is not suspended.
+""",
+        verb="suspend",
+        doing="suspending",
+        interrupted="stops the waiting; a suspend that has begun goes on",
+        call=BrokerClient.suspend,
+        applies=lambda lease: lease.state == "resident",
+        success=_say_suspended,
+    ),
+    "resume": BulkCommand(
+        description="Bring suspended kernels back onto a GPU; waits until there is room.",
+        epilog="""\
+examples:
+  jupyter gpu resume 3f2a               the beginning of the id is enough
+  jupyter gpu resume --all              bring everything back, for instance before removing this package
+
+Nothing needs this in daily use: the next cell of a kernel brings it back by itself. Without room it waits for its turn.
+""",
+        verb="resume",
+        doing="resuming",
+        interrupted="gives its place in the queue up",
+        call=BrokerClient.resume,
+        applies=lambda lease: lease.state == "suspended",
+        success=lambda lease: f"on the GPU ({lease.device_name})" if lease.device_name else "on the GPU",
+    ),
+    "pin": LeaseCommand(
+        description="Keep a kernel on its GPU for a while: it is not suspended for others, nor for being idle.",
+        epilog="""\
+examples:
+  jupyter gpu pin 3f2a 30m              not suspended for others, nor for being idle, for half an hour
+  jupyter gpu pin 3f2a 2h               a new pin replaces the one there was
+  jupyter gpu unpin 3f2a                what is left of it goes back to your budget
+
+A pool limits how long a pin may be, and how much pinned time each user has in a day. `jupyter gpu suspend` still works, and ends it.
+""",
+        arguments=(
+            # Not required for argparse, so that its absence gets a sentence with an example.
+            _argument("duration", metavar="DURATION", nargs="?", by=DURATIONS, help="how long, for example 30m or 2h"),
+        ),
+        request=_pin_request,
+        doing="pinning",
+        call=BrokerClient.pin,
+        success=_say_pinned,
+    ),
+    "unpin": LeaseCommand(
+        description="End a kernel's pin.",
+        epilog="""\
+examples:
+  jupyter gpu unpin 3f2a                the kernel may be suspended again when it idles
+
+What is left of the pin goes back to your budget. A kernel that is not pinned is no error.
+""",
+        doing="unpinning",
+        call=lambda client, lease_id, _: client.unpin(lease_id),
+        success=_say_unpinned,
+    ),
+    "resize": LeaseCommand(
+        description="Give a running kernel another share of a GPU, without a restart.",
+        epilog="""\
+examples:
+  jupyter gpu resize 3f2a 1/2           half a GPU, and half of its memory
+  jupyter gpu resize 3f2a --memory 30GiB
+  jupyter gpu resize 3f2a 1/8 --wait 0  now or not at all
+
+The kernel keeps running. A larger share waits until there is room beside its neighbours: idle ones step aside, and an idle kernel may
+move to another GPU where the pool allows that. A smaller one must hold what the kernel uses.
+""",
+        arguments=(
+            _argument(
+                "fraction",
+                metavar="FRACTION",
+                nargs="?",
+                by=FRACTIONS,
+                help="the share, for example 1/2, 0.25 or 250m",
+            ),
+            _argument(
+                "--memory", metavar="SIZE", help="device memory, for example 20GiB (default: the fraction's share)"
+            ),
+            _argument("--wait", metavar="DURATION", default="10m", help="how long to wait for room (default: 10m)"),
+        ),
+        request=_resize_request,
+        doing="resizing",
+        call=BrokerClient.resize,
+        success=_say_resized,
+    ),
+    "explain": LeaseCommand(
+        description="Tell why a kernel waited, was suspended, moved or refused something.",
+        epilog="""\
+examples:
+  jupyter gpu explain 3f2a              the kernel's story, oldest first
+  jupyter gpu explain 3f2a --json       the same with machine-readable reasons and times since 1970
+""",
+        doing="reading the story of",
+        call=lambda client, lease_id, _: client.story(lease_id),
+        success=lambda lease, story: render_story(lease, story, int(time.time() * 1000)),
+    ),
+    "drain": DeviceCommand(
+        description="Empty a GPU: it admits no kernel any more, and those on it are suspended.",
+        epilog="""\
+examples:
+  jupyter gpu drain 0                   no kernel comes to GPU 0 any more; idle ones leave it now, busy ones after their cell
+  jupyter gpu drain 0 --evict-busy      busy ones leave it at once, in the middle of their cell, and go on elsewhere or later
+  jupyter gpu drain 0 --wait 10m        return when nobody is left; exit code 1 if somebody is after ten minutes
+  jupyter gpu undrain 0                 the GPU takes part again
+
+Nothing is lost: what leaves is saved in host memory. It stays drained, over restarts of the broker too. For administrators.
+""",
+        arguments=(
+            _argument("--evict-busy", action="store_true", help="do not wait for the cells that run there"),
+            _argument("--wait", metavar="DURATION", help="return when the GPU is empty, after so long at the latest"),
+        ),
+        request=_drain_request,
+        call=_drain,
+        success=_say_drained,
+        check=_check_empty,
+    ),
+    "undrain": DeviceCommand(
+        description="Let a GPU take part again that was drained.",
+        epilog="""\
+examples:
+  jupyter gpu undrain 0                 kernels may come to GPU 0 again
+
+A GPU that is not drained is no error. For administrators.
+""",
+        call=lambda client, device, _: client.undrain(device),
+        success=lambda device: f"GPU {device.index} ({device.name}): takes part again",
+    ),
+    "move": LeaseCommand(
+        description="Have an idle kernel go to another GPU of its pool. For administrators.",
+        epilog="""\
+examples:
+  jupyter gpu move 3f2a                 to any other GPU of its pool that has room
+  jupyter gpu move 3f2a --to 1          to GPU 1 (a number, an id or the beginning of one)
+
+The kernel keeps every variable: its state goes through host memory. One that runs a cell is not moved. A pin ends.
+""",
+        arguments=(
+            _argument("--to", metavar="DEVICE", help="the GPU; without it, the one of the pool that has most room"),
+        ),
+        request=lambda options: MoveRequest(device=options.to),
+        doing="moving",
+        call=BrokerClient.move,
+        success=lambda before, after: f"{lease_name(before)}: is on {after.device_id} now",
+    ),
+    "evict": LeaseCommand(
+        description="End a kernel and its lease. All its variables are lost. For administrators.",
+        epilog="""\
+examples:
+  jupyter gpu suspend 3f2a              frees the GPU just as well, and loses nothing: try this first
+  jupyter gpu evict 3f2a --confirm      ends the kernel's processes; all its variables are lost
+
+Its notebook shows that the kernel died; a Jupyter server may start a fresh one in its place, which says who ended the last one and why.
+""",
+        arguments=(
+            _argument("--confirm", action="store_true", help="say that the kernel's state may be lost"),
+            _argument("--why", metavar="TEXT", default="", help="the reason; the kernel's user is told it"),
+        ),
+        request=_evict_request,
+        doing="evicting",
+        call=BrokerClient.evict,
+        success=lambda before, _: f"{lease_name(before)}: ended",
+    ),
+    "end": LeaseCommand(
+        description=(
+            "End processes with GPU memory that outlived the kernel that started them, or a kernel that outlived its hub server. "
+            "Your own; administrators: anybody's."
+        ),
+        epilog="""\
+examples:
+  jupyter gpu status                    lists them: "its kernel has ended, and process 4242 (python train.py) ..."
+  jupyter gpu end 3f2a                  end all that the kernel of this lease left behind
+  jupyter gpu end 4242                  the same, by one of its processes
+
+  jupyter gpu end 3f2a                  on a hub: end a kernel of yours whose own server has ended
+
+They are asked to end (SIGTERM), and made to 5 seconds later (SIGKILL). What other kernels run is left alone.
+""",
+        find=_find_left,
+        doing="ending what is left of",
+        call=lambda client, lease_id, _: client.end_left(lease_id),
+        success=_say_ended,
+    ),
+}

@@ -1,1 +1,0 @@
-"""Commands about one lease or one device: suspend, resume, pin, move, evict, drain, resize."""
