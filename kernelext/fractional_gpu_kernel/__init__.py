@@ -9,6 +9,7 @@ Loaded in the kernel by `--IPKernelApp.extra_extensions=fractional_gpu_kernel`. 
 """
 
 import os
+import sys
 from typing import Any
 
 from fractional_gpu_kernel.settings import NOTICE, Settings
@@ -17,6 +18,7 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 __distribution__ = "jupyter-fractional-gpu"  # by which this package is told from another module of its name
 
+_ARGUMENT = "--IPKernelApp.extra_extensions=fractional_gpu_kernel"
 _loaded: dict[int, Any] = {}  # what was loaded into which shell, by id
 
 
@@ -32,6 +34,10 @@ def load_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - IPython is u
     """IPython calls this once in each shell; a second call changes nothing."""
     if id(ipython) in _loaded:
         return
+    if (
+        _ARGUMENT in sys.argv
+    ):  # IPython has read it: a notebook sees the arguments that its kernel would have without us
+        sys.argv.remove(_ARGUMENT)
     settings = Settings.from_environment(os.environ)
     if settings is None:
         from fractional_gpu_kernel.no_lease import Bystander as Extension  # noqa: PLC0415 - only one of the two is ever needed

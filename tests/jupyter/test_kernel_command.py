@@ -1,56 +1,87 @@
 """Which commands start ipykernel, and whether an interpreter will really find the extension."""
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fractional_gpu.host.ipykernel_command import EXTENSION_ARGUMENT, find_ipykernel
+from fractional_gpu.host.ipykernel_command import (
+    EXTENSION_ARGUMENT,
+    find_ipykernel,
+    is_of_earlier_version,
+    loads_extension,
+)
 from fractional_gpu.jupyter import kernel_command
-from fractional_gpu.jupyter.kernel_command import LAUNCH_CODE, MARK, KernelPlan, launch_argv, plan_kernel
+from fractional_gpu.jupyter.kernel_command import MARK, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
+from fractional_gpu.protocol.errors import BadRequestError
 from tests.jupyter.conftest import Places
 from tests.support.fake_broker import FakeBroker
 from tests.support.kernels import evaluate, running_kernel, talking_to
-from tests.support.paths import ROOT
+
+EARLIER = [
+    "-P",
+    "-c",
+    "import sys, kernelext, provisioner; from ipykernel.kernelapp import launch_new_instance; launch_new_instance()",
+]
 
 
 @pytest.mark.parametrize(
-    ("argv", "found"),
+    ("argv", "position"),
     [
-        (["python", "-m", "ipykernel_launcher", "-f", "c"], (1, 3, False)),
-        (["python", "-Xfrozen_modules=off", "-W", "error", "-m", "ipykernel", "-f", "c"], (4, 6, False)),
-        (["python", "-P", "-c", LAUNCH_CODE, "-f", "c"], (2, 4, True)),
+        (["python", "-m", "ipykernel_launcher", "-f", "c"], 1),
+        (["python", "-Xfrozen_modules=off", "-W", "error", "-m", "ipykernel", "-f", "c"], 4),
+        (["python", *EARLIER, "-f", "c"], 2),
         (["python", "-c", "print()"], None),
         (["python", "-m", "bash_kernel", "-f", "c"], None),
         (["conda", "run", "python", "-m", "ipykernel_launcher"], None),
         (["python", "-m"], None),
+        (["python", "-c"], None),
         (["R", "--slave", "-e", "IRkernel::main()"], None),
         (["kernel"], None),
         ([], None),
     ],
     ids=str,
 )
-def test_ipykernel_is_recognised_by_what_python_is_told_to_run(
-    argv: list[str], found: tuple[int, int, bool] | None
+def test_ipykernel_is_recognised_by_what_python_is_told_to_run(argv: list[str], position: int | None) -> None:
+    assert find_ipykernel(argv) == position
+
+
+@pytest.mark.parametrize(
+    ("argv", "loads", "earlier"),
+    [
+        (["python", "-m", "ipykernel_launcher", "-f", "c"], False, False),
+        (["python", "-m", "ipykernel_launcher", "-f", "c", EXTENSION_ARGUMENT], True, False),
+        (["python", "-m", "ipykernel_launcher", "-f", "c", "--IPKernelApp.extra_extensions=kernelext"], True, True),
+        (["python", *EARLIER, "-f", "c"], True, True),
+        (["python", "-c", "import kernelext"], False, False),
+        (["bash_kernel", "-f", "c", EXTENSION_ARGUMENT], False, False),
+        (["python", "-P", "-m", "provisioner.jupyter.launcher", "--", "python"], False, True),
+        (["python", "-P", "-m", "fractional_gpu.jupyter.launcher", "--", "python"], False, False),
+    ],
+    ids=str,
+)
+def test_kernels_and_kernelspecs_of_an_earlier_version_are_recognised(
+    argv: list[str], loads: bool, earlier: bool
 ) -> None:
-    kernel = find_ipykernel(argv)
-    assert (kernel and (kernel.start, kernel.stop, kernel.ours)) == found
+    assert (loads_extension(argv), is_of_earlier_version(argv)) == (loads, earlier)
 
 
-def test_the_protected_form_keeps_options_and_arguments() -> None:
-    argv = ["python", "-X", "dev", "-m", "ipykernel_launcher", "-f", "{connection_file}", "--debug"]
-    found = find_ipykernel(argv)
-    assert found is not None
-    expected = ["python", "-X", "dev", "-P", "-c", LAUNCH_CODE, "-f", "{connection_file}", "--debug"]
-    assert launch_argv(argv, found) == expected
-    assert find_ipykernel(expected) is not None
+def test_a_kernelspec_of_an_earlier_version_is_refused_with_the_command_that_replaces_it(
+    places: Places, broker: FakeBroker
+) -> None:
+    name = places.write_gpu_spec(argv=[places.python, *EARLIER, "-f", "{connection_file}"])
+    with (
+        pytest.raises(BadRequestError, match="`jupyter gpu kernels install` to replace it") as raised,
+        running_kernel(name),
+    ):
+        pass
+    assert raised.value.reason == "earlier-kernelspec"
+    assert broker.calls == []
 
 
 def plan(places: Places, *options: str, interpreter: str | None = None, **environment: str) -> KernelPlan:
@@ -59,7 +90,7 @@ def plan(places: Places, *options: str, interpreter: str | None = None, **enviro
 
 
 def test_an_interpreter_that_has_the_extension_is_found_to_have_it(places: Places) -> None:
-    assert plan(places) == KernelPlan(is_ipykernel=True, gated=True, protect=False)
+    assert plan(places) == KernelPlan(is_ipykernel=True, gated=True)
 
 
 def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
@@ -84,14 +115,14 @@ def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
         assert all_ask.wait(60)
         return real(command, environment)
 
-    monkeypatch.setattr(kernel_command, "_found", {})
-    monkeypatch.setattr(kernel_command, "_asked", Questions())
+    monkeypatch.setattr(kernel_command, "_answers", {})
+    monkeypatch.setattr(kernel_command, "_running_probes", Questions())
     monkeypatch.setattr(kernel_command, "_probe", probe)
     with ThreadPoolExecutor(4) as threads:
         plans = [threads.submit(plan, places) for _ in range(4)]
-        assert [one.result() for one in plans] == [KernelPlan(is_ipykernel=True, gated=True, protect=False)] * 4
+        assert [one.result() for one in plans] == [KernelPlan(is_ipykernel=True, gated=True)] * 4
     assert len(asked) == 1
-    assert kernel_command._asked == {}
+    assert kernel_command._running_probes == {}
 
 
 def test_an_interpreter_that_cannot_be_asked_has_no_extension(places: Places) -> None:
@@ -105,19 +136,6 @@ def test_an_interpreter_that_cannot_be_asked_has_no_extension(places: Places) ->
     assert plan(places, "-I", "-S") == without  # without site-packages it is not importable
 
 
-def test_our_own_form_is_not_asked_about_because_it_cannot_become_a_kernel_without_the_extension(
-    places: Places,
-) -> None:
-    argv = [places.python, "-P", "-c", LAUNCH_CODE]
-    assert plan_kernel(["/nowhere/python", *argv[1:]], {}, str(places.work)) == KernelPlan(
-        is_ipykernel=True, gated=True
-    )
-    without = {**os.environ, "PYTHONPATH": ""}
-    ended = subprocess.run([argv[0], "-I", "-S", *argv[1:]], env=without, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert "No module named 'fractional_gpu_kernel'" in ended.stderr
-
-
 def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> None:
     assert not plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
     for name in ("fractional_gpu_kernel", "fractional_gpu"):
@@ -129,40 +147,24 @@ def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> 
 
 
 @pytest.mark.parametrize(
-    "shadow", ["fractional_gpu_kernel/__init__.py", "fractional_gpu/__init__.py", "fractional_gpu_kernel.py"]
-)
-def test_a_folder_of_our_name_beside_the_notebook_does_not_shadow_ours(
-    places: Places, broker: FakeBroker, shadow: str
-) -> None:
-    path = places.work / shadow
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("raise RuntimeError('shadowed')")
-    (places.work / "mymodule.py").write_text("answer = 42")
-    with running_kernel(places.write_gpu_spec(), cwd=str(places.work)) as manager, talking_to(manager) as client:
-        assert "site-packages/fractional_gpu_kernel" in evaluate(client, "gpu_extension")
-        assert evaluate(client, "__import__('mymodule').answer") == "42"
-        ours = evaluate(client, "__import__('fractional_gpu').__file__").strip("'")
-        assert Path(ours).resolve() == ROOT / "provisioner" / "fractional_gpu" / "__init__.py"
-    assert broker.bodies("create")[0]["gated"] is True
-
-
-@pytest.mark.parametrize(
     "foreign", ["fractional_gpu_kernel/__init__.py", "fractional_gpu_kernel.py", "fractional_gpu.py"]
 )
-@pytest.mark.parametrize("ours", [False, True], ids=["plain form", "our form"])
-def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, foreign: str, ours: bool) -> None:
+@pytest.mark.parametrize("where", ["on PYTHONPATH", "beside the notebook"])
+def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, foreign: str, where: str) -> None:
     (path := places.work / foreign).parent.mkdir(exist_ok=True)
     path.touch()
-    begin = ["-P", "-c", LAUNCH_CODE] if ours else ["-m", "ipykernel_launcher"]
-    argv = [places.python, *begin, "-f", "c", EXTENSION_ARGUMENT]
-    environment = {**os.environ, "PYTHONPATH": str(places.work)}
+    argv = [places.python, "-m", "ipykernel_launcher", "-f", "c", EXTENSION_ARGUMENT]
+    environment = {**os.environ, "PYTHONPATH": str(places.work) if where == "on PYTHONPATH" else ""}
+    folder = str(places.work) if where == "beside the notebook" else "/"
     assert plan_kernel(argv, os.environ, "/").gated  # before it is found, and remembered
-    found = plan_kernel(argv, environment, "/")
+    found = plan_kernel(argv, environment, folder)
     assert (found.is_ipykernel, found.gated) == (True, False)
     assert f"imports {path} as {foreign[: foreign.index('.')].partition('/')[0]}" in found.foreign
-    assert found.command(argv) == [places.python, "-m", "ipykernel_launcher", "-f", "c"]
+    assert found.command(argv) == argv[:-1]
+    path.write_text(MARK)
+    assert plan_kernel(argv, environment, folder).gated  # ours, in another place
     path.rename(path.with_name("renamed.py"))
-    assert plan_kernel(argv, environment, "/").gated
+    assert plan_kernel(argv, environment, folder).gated
 
 
 def test_a_module_of_our_name_that_appears_later_is_noticed(places: Places) -> None:

@@ -9,7 +9,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from fractional_gpu.jupyter.kernel_command import LAUNCH_CODE
+from fractional_gpu.host.ipykernel_command import EXTENSION_ARGUMENT
 from fractional_gpu.jupyter.kernelspecs import (
     PROVISIONER_NAME,
     install,
@@ -28,7 +28,10 @@ def test_an_installed_kernelspec_says_what_its_base_says(places: Places) -> None
     (spec,) = install("default", [250], base="env", directory=str(places.specs))
     assert (spec.name, spec.gated, spec.simulated) == ("fractional-gpu-default-250-env", True, False)
     content = json.loads((spec.folder / "kernel.json").read_text())
-    assert content["argv"] == [places.python, "-P", "-c", LAUNCH_CODE, "-f", "{connection_file}"]
+    assert content["argv"] == [
+        *(places.python, "-m", "ipykernel_launcher", "-f", "{connection_file}"),
+        EXTENSION_ARGUMENT,
+    ]
     assert content["metadata"]["kernel_provisioner"] == {
         "provisioner_name": PROVISIONER_NAME,
         "config": {"pool": "default", "fraction": "250m"},
@@ -60,8 +63,6 @@ def test_the_launcher_shows_share_pool_and_simulation(
 @pytest.mark.parametrize("encryption", ["disabled", "required"])
 def test_a_kernel_of_an_installed_kernelspec_starts(places: Places, broker: FakeBroker, encryption: str) -> None:
     (spec,) = install("default", [125], base="env", directory=str(places.specs))
-    (places.work / "fractional_gpu_kernel").mkdir()
-    (places.work / "fractional_gpu_kernel" / "__init__.py").write_text("raise RuntimeError('shadowed')")
     (places.work / "mymodule.py").write_text("answer = 42")
     manager = KernelManager(kernel_name=spec.name, transport_encryption=encryption)
     manager.start_kernel(cwd=str(places.work))
@@ -219,7 +220,7 @@ def test_the_servers_own_python_is_written_in_full(places: Places) -> None:
     (spec,) = install("default", [250], directory=str(places.specs))  # base python3, which ipykernel brings
     argv = json.loads((spec.folder / "kernel.json").read_text())["argv"]
     assert argv[0] == sys.executable
-    assert argv[-2:] == ["-f", "{connection_file}"]
+    assert argv[-3:] == ["-f", "{connection_file}", EXTENSION_ARGUMENT]
 
 
 def test_names_fold_case_as_jupyter_does() -> None:

@@ -1,51 +1,55 @@
-"""How a process's command line names ipykernel, and whether it loads our extension.
+"""How a command line starts ipykernel, and whether it loads our extension.
 
-The provisioner reads the commands of kernelspecs, and a broker that lost its ledger those of living processes.
+The provisioner reads the commands of kernelspecs; a broker that lost its ledger reads those of living processes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["EXTENSION_ARGUMENT", "IPythonKernel", "find_ipykernel", "loads_extension"]
+__all__ = ["EXTENSION_ARGUMENT", "find_ipykernel", "is_of_earlier_version", "loads_extension"]
 
 EXTENSION_ARGUMENT: Final = "--IPKernelApp.extra_extensions=fractional_gpu_kernel"
-_EXTENSIONS: Final = ("fractional_gpu_kernel", "kernelext")  # the second: kernels that version 0.1.0 started
-_ARGUMENTS: Final = frozenset(f"--IPKernelApp.extra_extensions={name}" for name in _EXTENSIONS)
+_EARLIER_ARGUMENT: Final = "--IPKernelApp.extra_extensions=kernelext"
+_EXTENSIONS: Final = ("fractional_gpu_kernel", "kernelext")  # the second: the extension's name in earlier versions
+_EARLIER_LAUNCHER: Final = "provisioner.jupyter.launcher"
+_OPTIONS_WITH_VALUE: Final = frozenset({"-X", "-W"})
 
 
-@dataclass(frozen=True, slots=True)
-class IPythonKernel:
-    """Where a command names ipykernel.
+def find_ipykernel(argv: Sequence[str]) -> int | None:
+    """Return the position of the `-m` or `-c` by which Python starts ipykernel; None for any other program.
 
-    `argv[:start]` are the interpreter and its options, `argv[start:stop]` say what it runs.
+    `argv[:position]` is the interpreter with its options.
     """
-
-    start: int
-    stop: int
-    ours: bool
-
-
-def find_ipykernel(argv: Sequence[str]) -> IPythonKernel | None:
-    """Return where `argv` names ipykernel, or None if it starts something else, of which nothing is known."""
-    position = 1
-    while position < len(argv) and argv[position].startswith("-"):
-        word, following = argv[position], argv[position + 1] if position + 1 < len(argv) else ""
-        if word == "-m":
-            known = following in {"ipykernel_launcher", "ipykernel"}
-            return IPythonKernel(position, position + 2, ours=False) if known else None
-        if word == "-c":
-            return IPythonKernel(position, position + 2, ours=True) if _is_launch_code(following) else None
-        position += 2 if word in {"-X", "-W"} else 1
-    return None
+    position, what = _find_program(argv)
+    if argv[position : position + 1] == ["-m"] and what in {"ipykernel_launcher", "ipykernel"}:
+        return position
+    return position if _is_launch_code(argv, position, what) else None
 
 
 def loads_extension(argv: Sequence[str]) -> bool:
     """Return whether the command starts ipykernel with our extension, of this or an earlier version."""
-    found = find_ipykernel(argv)
-    return found is not None and (found.ours or not _ARGUMENTS.isdisjoint(argv))
+    position, what = _find_program(argv)
+    loading = EXTENSION_ARGUMENT in argv or _EARLIER_ARGUMENT in argv
+    return _is_launch_code(argv, position, what) or (loading and find_ipykernel(argv) is not None)
 
 
-def _is_launch_code(code: str) -> bool:
-    """Whether it is ours, of this or another version."""
-    return any(name in code for name in _EXTENSIONS) and "launch_new_instance" in code
+def is_of_earlier_version(argv: Sequence[str]) -> bool:
+    """Return whether the command is one that an earlier version wrote into its kernelspecs: it needs modules of that version."""
+    position, what = _find_program(argv)
+    return _EARLIER_ARGUMENT in argv or what == _EARLIER_LAUNCHER or _is_launch_code(argv, position, what)
+
+
+def _find_program(argv: Sequence[str]) -> tuple[int, str]:
+    """Return the position of the interpreter's `-m` or `-c`, and the module or code; past the end and "" where there is neither."""
+    position = 1
+    while position < len(argv) and argv[position].startswith("-"):
+        if argv[position] in {"-m", "-c"}:
+            return position, argv[position + 1] if position + 1 < len(argv) else ""
+        position += 2 if argv[position] in _OPTIONS_WITH_VALUE else 1
+    return len(argv), ""
+
+
+def _is_launch_code(argv: Sequence[str], position: int, code: str) -> bool:
+    """Whether `-c` has the code with which earlier versions started ipykernel: it imported the extension, then ipykernel."""
+    is_code = argv[position : position + 1] == ["-c"]
+    return is_code and "launch_new_instance" in code and any(name in code for name in _EXTENSIONS)

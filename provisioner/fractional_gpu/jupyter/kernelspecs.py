@@ -10,9 +10,8 @@ Rules:
 - A folder appears whole or not at all. It replaces one for the same base, pool and fraction only; others stay, and so does what we did
   not make.
 - Of two folders of one name Jupyter takes the one that it finds first: `InstalledSpec.shadowed_by` tells of it.
-- A base whose interpreter can import our extension is started in the form that a folder beside the notebook cannot
-  shadow; any other kernel (another language, an environment without the extension) keeps its command: it then holds
-  its reservation from its start.
+- A base whose interpreter can import our extension gets one argument more, which loads it; any other kernel (another
+  language, an environment without the extension) keeps its command: it then holds its reservation from its start.
 - With `launcher`, the command itself takes the lease (`fractional_gpu.jupyter.launcher`), for programs that ignore provisioners;
   the local provisioner is named then, so that Jupyter servers do not take a second lease for it.
 """
@@ -33,8 +32,8 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKerne
 from jupyter_core.paths import jupyter_path
 
 from fractional_gpu.core.units import format_fraction
-from fractional_gpu.host.ipykernel_command import find_ipykernel
-from fractional_gpu.jupyter.kernel_command import KernelPlan, launch_argv, plan_kernel
+from fractional_gpu.host.ipykernel_command import find_ipykernel, is_of_earlier_version
+from fractional_gpu.jupyter.kernel_command import KernelPlan, find_interpreter, plan_kernel
 from fractional_gpu.jupyter.kernel_config import check_pool_name
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
 
@@ -51,6 +50,8 @@ _NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter ta
 class InstalledSpec:
     """A kernelspec of ours. `gated`: the extension will load in its kernels; `launcher`: its command takes the lease.
 
+    `earlier`: an earlier version wrote its command, which cannot run any more.
+
     `base` is empty for one of an earlier version. `shadowed_by`: the folder that Jupyter takes in its place.
     """
 
@@ -64,6 +65,7 @@ class InstalledSpec:
     launcher: bool = False
     base: str = ""
     shadowed_by: Path | None = None
+    earlier: bool = False
     replaced: bool = field(default=False, compare=False)  # by this very installation
     foreign: str = field(default="", compare=False)  # which module this installation found in place of our extension
 
@@ -234,20 +236,14 @@ def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> 
 def _argv(base: KernelSpec) -> tuple[list[str], KernelPlan]:
     """Return the command and what is known of it."""
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
-    found = find_ipykernel(argv)
-    if found is None:
+    if find_ipykernel(argv) is None:
         return argv, KernelPlan(is_ipykernel=False, gated=False)
+    environment = {**os.environ, **(base.env or {})}
     if not Path(argv[0]).is_absolute():
         # `python` means the server's own for jupyter_client; other servers that see this kernelspec would take theirs.
-        is_ours = argv[0] in {
-            "python",
-            f"python{sys.version_info[0]}",
-            f"python{sys.version_info[0]}.{sys.version_info[1]}",
-        }
-        argv[0] = sys.executable if is_ours else shutil.which(argv[0]) or argv[0]
-    environment = {**os.environ, **(base.env or {})}
-    plan = plan_kernel(argv, environment, str(Path(base.resource_dir)))
-    return (launch_argv(argv, found) if plan.gated else argv), plan
+        argv[0] = find_interpreter(argv[0], environment) or argv[0]
+    plan = plan_kernel(argv, environment, base.resource_dir)
+    return plan.command(argv), plan
 
 
 def _content(
@@ -365,7 +361,7 @@ def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
 
 
 def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
-    mark = content["metadata"][_MADE_BY]
+    mark, argv = content["metadata"][_MADE_BY], content.get("argv")
     return InstalledSpec(
         name=folder.name,
         display_name=str(content.get("display_name", folder.name)),
@@ -376,4 +372,5 @@ def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
         simulated=bool(mark.get("simulated")),
         launcher=bool(mark.get("launcher")),
         base=str(mark.get("base", "")),
+        earlier=isinstance(argv, list) and is_of_earlier_version([str(word) for word in argv]),
     )

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import runtime_dir
-from fractional_gpu.host.ipykernel_command import EXTENSION_ARGUMENT, find_ipykernel
+from fractional_gpu.host.ipykernel_command import find_ipykernel
 from fractional_gpu.jupyter.kernel_command import plan_kernel
 from fractional_gpu.jupyter.kernel_config import parse_kernel_config
 from fractional_gpu.jupyter.kernel_lease import (
@@ -86,8 +86,6 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     path, _ = _connection(command)
     plan = plan_kernel(command, os.environ, str(Path.cwd()))
     command = plan.command(command)
-    if plan.gated and EXTENSION_ARGUMENT not in command:
-        command.append(EXTENSION_ARGUMENT)
     if plan.foreign:
         sys.stderr.write(f"{plan.foreign}.\n")
     kernel_id = path.stem.removeprefix("kernel-")[:MAX_NAME]

@@ -32,8 +32,8 @@ from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import runtime_dir
-from fractional_gpu.host.ipykernel_command import EXTENSION_ARGUMENT, find_ipykernel
-from fractional_gpu.jupyter.kernel_command import KernelPlan, plan_kernel
+from fractional_gpu.host.ipykernel_command import find_ipykernel, is_of_earlier_version
+from fractional_gpu.jupyter.kernel_command import EARLIER_COMMAND, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.kernel_config import KernelConfig, parse_kernel_config
 from fractional_gpu.jupyter.kernel_lease import (
     KernelLease,
@@ -50,7 +50,7 @@ from fractional_gpu.jupyter.kernel_process import AdoptedProcess, ProcessGoneErr
 from fractional_gpu.jupyter.kernel_record import KeptRecord, KernelRecord
 from fractional_gpu.jupyter.start_errors import sentence, start_error
 from fractional_gpu.jupyter.threads import in_thread
-from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import LeaseRequest
 
@@ -155,8 +155,6 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if managed and self._plan.foreign:
             self.log.warning("Kernel %s starts without the GPU extension: %s", self.kernel_id, self._plan.foreign)
             self._notice = self._notice or f"{self._plan.foreign}."
-        if managed and self._plan.gated and EXTENSION_ARGUMENT not in self.kernel_spec.argv:
-            kwargs["extra_arguments"] = [*kwargs.get("extra_arguments", ()), EXTENSION_ARGUMENT]
         try:
             if self.parent is not None and self._ports.secure(self.parent):
                 self.ports_cached = True  # or jupyter_client would choose others
@@ -166,7 +164,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 self.ports_cached = False  # or `cleanup` would look for them in a connection that was not made
                 await self._give_back()
             raise
-        if managed and (self._plan.gated or self._plan.foreign):
+        if managed:
             launch["cmd"] = self._plan.command(launch["cmd"])
         if lease is not None:
             launch["env"] = environment_with(lease, launch["env"])
@@ -367,7 +365,10 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return "provisioner_name" in ((self.kernel_spec.metadata or {}).get("kernel_provisioner") or {})
 
     def _config(self) -> KernelConfig:
+        """Return the checked stanza. Raises FractionalGPUError with one sentence."""
         try:
+            if self._was_asked_for and is_of_earlier_version(self.kernel_spec.argv):
+                raise BadRequestError(EARLIER_COMMAND, reason="earlier-kernelspec")
             return parse_kernel_config(
                 self._stanza, default_pool=self.default_pool, default_fraction=self.default_fraction
             )

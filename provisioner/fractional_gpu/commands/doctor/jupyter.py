@@ -26,7 +26,7 @@ from fractional_gpu.commands.doctor.finding import (
 from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.host.process import PROC
-from fractional_gpu.jupyter.kernel_command import LAUNCH_CODE, plan_kernel
+from fractional_gpu.jupyter.kernel_command import EARLIER_COMMAND, plan_kernel
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed
 
 __all__ = ["check_cullers", "check_kernelspecs"]
@@ -69,6 +69,9 @@ def _interpreter(spec: InstalledSpec) -> Iterator[Finding]:
     argv = _argv(spec)
     if not argv:
         yield problem("kernelspecs", f"{spec.folder / 'kernel.json'} names no command", f"{_INSTALL} writes it again")
+    elif spec.earlier:
+        how = "the same options as the first time (--base, --user, --launcher, ...)"
+        yield problem("kernelspecs", f"{spec.name} cannot start: {EARLIER_COMMAND}", f"{_INSTALL}, with {how}")
     elif shutil.which(argv[0]) is None:
         gone = f"{spec.name} starts {argv[0]}, which is not there or cannot be run"
         yield problem("kernelspecs", gone, f"{_INSTALL} for another base, or jupyter gpu kernels remove {spec.name}")
@@ -104,13 +107,13 @@ def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:
     by_interpreter: dict[str, str] = {}
     for spec in specs:
         argv = _argv(spec)
-        if spec.gated and argv and shutil.which(argv[0]) is not None:
+        if spec.gated and not spec.earlier and argv and shutil.which(argv[0]) is not None:
             by_interpreter.setdefault(argv[0], spec.name)
     return [finding for python, name in by_interpreter.items() for finding in _ask(python, name)]
 
 
 def _ask(python: str, name: str) -> Iterator[Finding]:
-    if foreign := plan_kernel([python, "-P", "-c", LAUNCH_CODE], os.environ, os.path.sep).foreign:
+    if foreign := plan_kernel([python, "-m", "ipykernel_launcher"], os.environ, os.path.sep).foreign:
         yield warning("kernelspecs", f"{name}: {foreign}", "rename that module, or run its Python without it")
         return
     command = [python, "-P", "-c", _IMPORTS]
@@ -123,7 +126,7 @@ def _ask(python: str, name: str) -> Iterator[Finding]:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         yield problem(
             "kernelspecs",
-            f"{name}: its kernels cannot start, {python} cannot import what they need: {last}",
+            f"{name}: {python} cannot import what its kernels need: {last}",
             f"install jupyter-fractional-gpu and ipykernel there, or {_INSTALL} for another base",
         )
 
