@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.config import ConfigError, load
-from fractional_gpu.config.hours import parse_hours
-from fractional_gpu.config.hub import GroupTerms, HubPool, Price
+from fractional_gpu.config.hub import GroupTerms, HubPool, Price, parse_hours
 
 _DAY = 24 * 60
 

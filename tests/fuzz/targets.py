@@ -18,7 +18,7 @@ from fractional_gpu.broker.kernels.iopub import Connection, IOPubWatch, connecti
 from fractional_gpu.client import http
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.replies import decode_message
-from fractional_gpu.config import hours, values
+from fractional_gpu.config import hub, values
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.gpu import worker, worker_link
 from fractional_gpu.host import claims, failpoints, process
@@ -88,7 +88,7 @@ SETTINGS: tuple[Callable[[object], object], ...] = (
     values.log_level,
     values.state_dir,
     values.metrics_address,
-    hours.parse_hours,
+    hub.parse_hours,
 )
 LONG = 100_000  # characters of an error about a name that the caller gave
 

@@ -1,7 +1,7 @@
 """Nothing is decided by the wall clock, which anybody may set: every use of it is listed here, with what it is for.
 
 A new use that only shows something, or dates it for people, is added below. One that decides needs another clock: `time.monotonic`, the
-time since boot (`fractional_gpu.host.clock`), or, for a moment that survives a restart, `fractional_gpu.broker.persistence.deadlines`.
+time since boot (`fractional_gpu.host.clock`), or, for a moment that survives a restart, `fractional_gpu.broker.clock`.
 """
 
 import ast
@@ -29,8 +29,7 @@ OWN = {"wall_ms"}
 ALLOWED = {
     "provisioner/fractional_gpu/broker/persistence/audit.py": "dates of lines and files; which files are older than the days that are kept",
     "provisioner/fractional_gpu/broker/broker.py": "dates of the ledger's lines",
-    "provisioner/fractional_gpu/broker/clock.py": "the wall clock itself, for dates",
-    "provisioner/fractional_gpu/broker/persistence/deadlines.py": "the start of the deadlines' clock, once for each boot",
+    "provisioner/fractional_gpu/broker/clock.py": "the wall clock itself, for dates; the start of the deadlines' clock, once for each boot",
     "provisioner/fractional_gpu/broker/process/driver_start.py": "the time of the next attempt, in a sentence",
     "provisioner/fractional_gpu/broker/kernels/evictions.py": "the time of an eviction, in a sentence",
     "provisioner/fractional_gpu/broker/persistence/history.py": "dates of points",

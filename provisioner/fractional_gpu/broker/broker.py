@@ -17,17 +17,15 @@ from functools import partial
 
 import zmq.asyncio
 
-from fractional_gpu.broker.clock import now_ms, time_of_day, wall_ms
+from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
 from fractional_gpu.broker.kernels.iopub import IOPubWatch, connection_from_json
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import stopped_sentence
 from fractional_gpu.broker.kernels.sharing import remove_books, sharing_environment
 from fractional_gpu.broker.metrics import Metrics
-from fractional_gpu.broker.persistence.deadlines import DeadlineClock
 from fractional_gpu.broker.persistence.history import History
-from fractional_gpu.broker.persistence.lease_files import LeaseFiles
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles, TokenFiles
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.persistence.token_files import TokenFiles
 from fractional_gpu.broker.supervision.context_learner import ContextLearner
 from fractional_gpu.broker.supervision.enforcement import Enforcement
 from fractional_gpu.broker.supervision.gpu_activity import GpuActivity

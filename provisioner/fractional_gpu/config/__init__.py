@@ -1,7 +1,7 @@
 """Pools, devices and policies as traitlets, and their translation into core's plain types."""
 
-from fractional_gpu.config.errors import ConfigError
 from fractional_gpu.config.example import example_config
+from fractional_gpu.config.keys import ConfigError
 from fractional_gpu.config.loading import CONFIG_NAME, load
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings

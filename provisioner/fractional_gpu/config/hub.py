@@ -1,7 +1,7 @@
-"""What a pool means to the users of a hub: who may use it, when, for what price, and how full it may be.
+"""A pool's terms for a hub's users: which groups may use it, when, for what price, and how full it may be.
 
-The arbiter knows nothing of these; the broker's seats do. The terms are enforced where a seat is taken, never later: a seat that was
-given outlives closing time and changes of a group.
+The broker's seats apply these; the arbiter does not know them. They are checked when a seat is taken, never later: a seat stays through
+closing time and changes of a group.
 """
 
 import re
@@ -10,20 +10,28 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fractional_gpu.config import values
-from fractional_gpu.config.hours import OpeningHours, parse_hours
 from fractional_gpu.config.keys import Key
 from fractional_gpu.core.seat_packing import PRIOR
 
-__all__ = ["HUB_KEYS", "GroupTerms", "HubPool", "Price"]
+__all__ = ["HUB_KEYS", "GroupTerms", "HubPool", "OpeningHours", "Price", "parse_hours"]
 
 _PRICE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s+([A-Za-z€$£¥][A-Za-z €$£¥]{0,19})")
 _LONGEST_NAME = 200
 _MOST_GROUPS = 1000
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_DAY_MINUTES = 24 * 60
+_WEEK_MINUTES = 7 * _DAY_MINUTES
+_LONGEST_HOURS = 400
+_ALLOWED_HOURS = "allowed: 'always', or days and times such as 'Mon-Fri 08:00-18:00, Sat 10:00-14:00'"
+_SPAN = re.compile(
+    r"([A-Za-z]{3})(?:-([A-Za-z]{3}))?\s+(\d{2}):([0-5]\d)-(\d{2}):([0-5]\d)",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTerms:
-    """How the members of a group use a pool: their share among others where they compete, and their priority."""
+    """How the members of a group use a pool: their weight where users compete, and their priority."""
 
     weight: int = 100
     priority: int = 0
@@ -31,15 +39,35 @@ class GroupTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Of a whole device for an hour, in thousandths of the unit."""
+    """The price of a whole device for an hour, in thousandths of the unit."""
 
     milli: int
     unit: str
 
     def of(self, fraction_milli: int) -> str:
-        """Return the price of a fraction for an hour, as `0.20 EUR per hour`."""
+        """Return the price of a fraction, such as `0.20 EUR per hour`."""
         cents = (self.milli * fraction_milli + 5000) // 10_000
         return f"{cents // 100}.{cents % 100:02} {self.unit} per hour"
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningHours:
+    """When a pool takes new seats, in the machine's local time. `text` is as configured, such as `Mon-Fri 08:00-18:00`.
+
+    `spans`: first and last (exclusive) minute of the week, Monday first; a span may end in the next week.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+    def is_open(self, minute: int) -> bool:
+        """Whether the pool is open in that minute of the week."""
+        return any(start <= minute < end or start <= minute + _WEEK_MINUTES < end for start, end in self.spans)
+
+    def next_opening(self, minute: int) -> str:
+        """Return the next opening time, such as `Mon 08:00`."""
+        start = min((start for start, _ in self.spans), key=lambda start: (start - minute) % _WEEK_MINUTES)
+        return f"{_DAYS[start // _DAY_MINUTES]} {start % _DAY_MINUTES // 60:02}:{start % 60:02}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +84,7 @@ class HubPool:
     expected_use_milli: int = PRIOR.duty_milli
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
-        """Return the group through which somebody uses the pool and its terms, the best ones; None: they may not use it."""
+        """Return the best terms that membership in `groups` gives, with the group's name; None: these groups may not use the pool."""
         if self.groups is None:
             return "", GroupTerms()
         mine = [(name, self.groups[name]) for name in groups if name in self.groups]
@@ -88,6 +116,47 @@ def _terms(name: str, raw: object, allowed: str) -> GroupTerms:
         )
     except ValueError as error:
         raise ValueError(f"group {name!r}: {error} (weight from 1 to 10000, priority from -1000 to 1000)") from None
+
+
+def parse_hours(value: object) -> OpeningHours | None:
+    """Return the hours, None for 'always'. Raises ValueError with what is allowed."""
+    if value == "always":
+        return None
+    if not isinstance(value, str) or len(value) > _LONGEST_HOURS or not value.strip():
+        raise ValueError(_ALLOWED_HOURS)
+    spans: list[tuple[int, int]] = []
+    for part in value.split(","):
+        spans += _spans(part.strip())
+    return OpeningHours(value.strip(), tuple(sorted(spans)))
+
+
+def _spans(part: str) -> list[tuple[int, int]]:
+    match = _SPAN.fullmatch(part)
+    if match is None:
+        raise ValueError(f"{part!r} is not a time of the week; {_ALLOWED_HOURS}")
+    first, last = _day(match[1]), _day(match[2] or match[1])
+    start, end = _minute(match[3], match[4]), _minute(match[5], match[6])
+    if start in {end, _DAY_MINUTES}:
+        raise ValueError(f"{part!r} opens and closes at the same time; {_ALLOWED_HOURS}")
+    if end < start:
+        end += _DAY_MINUTES  # over midnight
+    count = (last - first) % 7 + 1
+    days = [(first + number) % 7 for number in range(count)]
+    return [(day * _DAY_MINUTES + start, day * _DAY_MINUTES + end) for day in days]
+
+
+def _day(name: str) -> int:
+    try:
+        return _DAYS.index(name.capitalize())
+    except ValueError:
+        raise ValueError(f"{name!r} is not a day; allowed: {', '.join(_DAYS)}") from None
+
+
+def _minute(hour: str, minute: str) -> int:
+    total = int(hour) * 60 + int(minute)
+    if total > _DAY_MINUTES:
+        raise ValueError(f"{hour}:{minute} is not a time of day; allowed: 00:00 to 24:00")
+    return total
 
 
 def _price(value: object) -> Price | None:

@@ -17,7 +17,7 @@ from jupyter_core.paths import jupyter_config_path
 from traitlets import TraitError
 from traitlets.config.loader import Config, LazyConfigValue, PyFileConfigLoader
 
-from fractional_gpu.config.errors import ConfigError, did_you_mean, refuse
+from fractional_gpu.config.keys import ConfigError, config_error, did_you_mean
 from fractional_gpu.config.settings import Settings, translate
 from fractional_gpu.config.traits import GPUBroker
 
@@ -107,5 +107,5 @@ def _apply(traits: GPUBroker, source: dict[str, str], given: Mapping[str, Any], 
             setattr(traits, name, value)
         except TraitError:
             example = known[name].metadata.get("example")
-            raise refuse(where, value, f"expected {known[name].info()}, for example {example!r}") from None
+            raise config_error(where, value, f"expected {known[name].info()}, for example {example!r}") from None
         source[name] = origin

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fractional_gpu.config import values
-from fractional_gpu.config.errors import ConfigError, did_you_mean, refuse
 from fractional_gpu.config.hub import HUB_KEYS, HubPool
-from fractional_gpu.config.keys import Key
+from fractional_gpu.config.keys import ConfigError, Key, config_error, did_you_mean
 from fractional_gpu.config.sharing import SHARING_KEYS, whole_instances
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 
@@ -239,12 +238,12 @@ def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
     """Return the checked pool. Raises ConfigError that names the key."""
     where = f"{where}[{name!r}]"
     if not isinstance(raw, Mapping):
-        raise refuse(
+        raise config_error(
             where, raw, "a pool is a dictionary such as {'fractions': ['1/4', '1/2', '1'], 'idle_after': '5m'}"
         )
     for key in raw:
         if key not in ALL_KEYS:
-            raise refuse(f"{where}[{key!r}]", raw[key], f"unknown key; {did_you_mean(str(key), ALL_KEYS)}")
+            raise config_error(f"{where}[{key!r}]", raw[key], f"unknown key; {did_you_mean(str(key), ALL_KEYS)}")
     parsed = _parsed(where, raw, KEYS)
     whole_instances(where, raw, parsed)
     return PoolSettings(
@@ -266,7 +265,7 @@ def _parsed(where: str, raw: Mapping[Any, object], keys: Mapping[str, Key]) -> d
         try:
             found = rule.parse(value)
         except ValueError as error:
-            raise refuse(f"{where}[{key!r}]", value, str(error)) from None
+            raise config_error(f"{where}[{key!r}]", value, str(error)) from None
         parsed |= zip((rule.field, *rule.also), found if rule.also else (found,), strict=True)
     return parsed
 
@@ -282,7 +281,7 @@ def find_device(where: str, reference: str, devices: Sequence[DeviceSpec]) -> De
         return fitting[0]
     there = ", ".join(f"{number} {device.device_id}" for number, device in enumerate(devices)) or "none at all"
     problem = "fits more than one device" if fitting else "there is no such device"
-    raise refuse(where, reference, f"{problem}; this host has: {there}")
+    raise config_error(where, reference, f"{problem}; this host has: {there}")
 
 
 def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
@@ -293,7 +292,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
     fitting = [device for device in devices if model and model in device.name.lower()]
     if not fitting:
         there = ", ".join(sorted({device.name for device in devices})) or "none at all"
-        raise refuse(where, reference, f"there is no device of that model; this host has: {there}")
+        raise config_error(where, reference, f"there is no device of that model; this host has: {there}")
     return fitting
 
 
@@ -311,11 +310,11 @@ def assign(
         for reference in pool.devices or ():
             for device_id in (device.device_id for device in find_devices(where, reference, devices)):
                 if device_id not in usable:
-                    raise refuse(
+                    raise config_error(
                         where, reference, f"{device_id} is not among the devices that c.GPUBroker.devices allows"
                     )
                 if device_id in owner:
-                    raise refuse(
+                    raise config_error(
                         where,
                         reference,
                         f"{device_id} is in pool {owner[device_id]!r} already; a device is in one pool",

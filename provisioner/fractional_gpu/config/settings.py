@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fractional_gpu.config import pools, values
-from fractional_gpu.config.errors import ConfigError, refuse
+from fractional_gpu.config.keys import ConfigError, config_error
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.traits import GPUBroker
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
@@ -64,7 +64,7 @@ class Settings:
         try:
             return grp.getgrnam(self.admin_group).gr_gid
         except KeyError:
-            raise refuse(
+            raise config_error(
                 self.admin_group_where, self.admin_group, "this host has no such group; create it, or leave it empty"
             ) from None
 
@@ -129,7 +129,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         try:
             return parse(value)
         except ValueError as error:
-            raise refuse(where(name), value, str(error)) from None
+            raise config_error(where(name), value, str(error)) from None
 
     plain = {name: parsed(name, parse) for name, parse in _PARSERS.items()}
     host, is_share = plain["host_memory"]
@@ -168,7 +168,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
 
 def _metrics_address(traits: GPUBroker, address: tuple[str, int] | None, where: str) -> tuple[str, int] | None:
     if address is not None and not traits.metrics_public and not ip_address(address[0]).is_loopback:
-        raise refuse(
+        raise config_error(
             where,
             traits.metrics_address,
             "other machines reach this address; use a loopback one such as '127.0.0.1:9464', or set "
@@ -179,17 +179,17 @@ def _metrics_address(traits: GPUBroker, address: tuple[str, int] | None, where: 
 
 def _pools(traits: GPUBroker, where: str) -> tuple[PoolSettings, ...]:
     if not traits.pools:
-        raise refuse(where, traits.pools, "there must be a pool, such as {'default': {}}")
+        raise config_error(where, traits.pools, "there must be a pool, such as {'default': {}}")
     for name in traits.pools:
         if not _POOL_NAME.fullmatch(name):
-            raise refuse(
+            raise config_error(
                 f"{where}[{name!r}]",
                 traits.pools[name],
                 "a pool's name has 1 to 63 small letters, digits, '-', '_' and '.', with a letter or digit at either end",
             )
     configured = tuple(pools.parse_pool(where, name, raw) for name, raw in traits.pools.items())
     if len(greedy := [pool.name for pool in configured if pool.devices is None]) > 1:
-        raise refuse(
+        raise config_error(
             f"{where}[{greedy[1]!r}]['devices']",
             "all",
             f"pool {greedy[0]!r} has 'all' already (it is the default); list the devices of all pools but one",
@@ -200,7 +200,7 @@ def _pools(traits: GPUBroker, where: str) -> tuple[PoolSettings, ...]:
 def _default_pool(name: str, configured: Sequence[PoolSettings], where: Callable[[str], str]) -> PoolSettings:
     by_name = {pool.name: pool for pool in configured}
     if name and name not in by_name:
-        raise refuse(where("default_pool"), name, f"there is no such pool; allowed: {', '.join(by_name)}")
+        raise config_error(where("default_pool"), name, f"there is no such pool; allowed: {', '.join(by_name)}")
     if not name and "default" not in by_name and len(by_name) > 1:
         raise ConfigError(
             f"{where('pools')}: no pool is called 'default'; set c.GPUBroker.default_pool to one of {', '.join(by_name)}"
@@ -214,5 +214,5 @@ def _default_fraction(milli: int | None, pool: PoolSettings, where: str) -> int:
         return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
     if offered and milli not in offered:
         listed = ", ".join(format_fraction(one) for one in offered)
-        raise refuse(where, format_fraction(milli), f"pool {pool.name!r} does not offer it; it offers: {listed}")
+        raise config_error(where, format_fraction(milli), f"pool {pool.name!r} does not offer it; it offers: {listed}")
     return milli

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fractional_gpu.config import values
-from fractional_gpu.config.errors import refuse
-from fractional_gpu.config.keys import Key
+from fractional_gpu.config.keys import Key, config_error
 from fractional_gpu.core.model import (
     AfterKernel,
     Breach,
@@ -99,7 +98,7 @@ def whole_instances(where: str, raw: Mapping[Any, object], parsed: dict[str, Any
     if parsed["sharing"] is not Sharing.MIG:
         return
     if "fractions" in raw and parsed["fractions_milli"] != (_WHOLE,):
-        raise refuse(
+        raise config_error(
             f"{where}['fractions']",
             raw["fractions"],
             "with sharing 'mig' a kernel has a whole instance: leave it out, or say ['1']",

@@ -1,7 +1,7 @@
 """What the ledger keeps, as plain data.
 
 Memory in MiB; times are milliseconds since 1970, because they must survive a reboot: dates by the wall clock, deadlines
-(`pinned_until_ms`, `expires_ms`) by a clock that nobody sets, `fractional_gpu.broker.persistence.deadlines`.
+(`pinned_until_ms`, `expires_ms`) by a clock that nobody sets, `fractional_gpu.broker.clock`.
 """
 
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from fractional_gpu.broker.api.metrics_view import SEEN
+from fractional_gpu.broker.api.metrics_routes import BOOK_METRICS
 from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metric
 from fractional_gpu_hub.metrics import HUB_METRICS
 from tests.support.paths import ROOT
@@ -11,7 +11,7 @@ __all__ = ["PAGE", "names", "written"]
 
 PAGE = ROOT / "docs" / "metrics.md"
 _TABLES = {
-    "broker": (*COUNTED, *SEEN),
+    "broker": (*COUNTED, *BOOK_METRICS),
     "hub": tuple(
         Metric(kind, name.removeprefix(PREFIX).removesuffix("_total"), text, labels)
         for kind, name, labels, text in HUB_METRICS

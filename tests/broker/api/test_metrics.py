@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fractional_gpu.broker.api.metrics_routes import listen
-from fractional_gpu.broker.api.metrics_view import SEEN
+from fractional_gpu.broker.api.metrics_routes import BOOK_METRICS, listen
 from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metrics
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat_client import SeatClient
@@ -304,7 +303,7 @@ async def test_a_loop_that_is_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_everything_that_is_documented_is_there_and_nothing_else(fresh: LiveBroker) -> None:
     families = {one.name: one for one in text_string_to_metric_families(text_of(fresh)) if one.name.startswith(PREFIX)}
-    documented = {PREFIX + metric.name: metric for metric in (*COUNTED, *SEEN)}
+    documented = {PREFIX + metric.name: metric for metric in (*COUNTED, *BOOK_METRICS)}
     created = {name for name in families if name.endswith("_created")}
     assert set(families) - created == set(documented)
     for name, metric in documented.items():
@@ -313,9 +312,9 @@ def test_everything_that_is_documented_is_there_and_nothing_else(fresh: LiveBrok
 
 
 def test_names_keep_to_prometheus_ways() -> None:
-    names = [metric.name for metric in (*COUNTED, *SEEN)]
+    names = [metric.name for metric in (*COUNTED, *BOOK_METRICS)]
     assert len(set(names)) == len(names)
-    for metric in (*COUNTED, *SEEN):
+    for metric in (*COUNTED, *BOOK_METRICS):
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket", "_mib", "_ms"))
         assert not set(metric.labels) & {"user", "owner", "lease", "kernel", "path", "uid"}
 
@@ -415,7 +414,7 @@ def test_an_address_that_is_taken_is_said_and_the_broker_goes_on(
         return listen(fresh.broker.metrics.registry, ("127.0.0.1", port))
 
     assert fresh.on_loop(begin) is None
-    assert f"no metrics on 127.0.0.1, port {port}: " in caplog.text
+    assert f"cannot serve metrics on 127.0.0.1, port {port}: " in caplog.text
     assert fresh.is_alive()
 
 

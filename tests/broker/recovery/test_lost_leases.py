@@ -353,7 +353,7 @@ async def test_files_follow_the_leases_and_are_put_back(socket: Path) -> None:
         path.unlink()
         files.folder.rmdir()
         files._changed |= files._missing({"one.json"})
-        files._begin()
+        files._start_writing()
         await files.flushed()
         assert read_lease_files(files.folder) == [replace(record, state=L.SUSPENDED)]
         files.drop("one")

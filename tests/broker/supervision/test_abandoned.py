@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import pytest
 
-from fractional_gpu.broker.persistence.token_files import TokenFiles
+from fractional_gpu.broker.persistence.lease_files import TokenFiles
 from fractional_gpu.broker.recovery.recovery import kernel_of
 from fractional_gpu.broker.supervision.abandoned import AbandonedLeases, has_lost_server
 from fractional_gpu.core.model import LeaseState

@@ -13,7 +13,7 @@ from tornado import httputil, web
 from fractional_gpu.broker.api.admin_routes import POLICY_ROUTES
 from fractional_gpu.broker.api.handler import Handler, Stream
 from fractional_gpu.broker.api.lease_service import Service
-from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, add_view
+from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
 from fractional_gpu.broker.api.rate_limit import Limiter
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
 from fractional_gpu.broker.services.status import host_status
@@ -244,7 +244,7 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
         body_timeout=BODY_S,
         admin_gid=service.admin_gid,
     )
-    add_view(service, server)
+    register_collectors(service, server)
     return server
 
 

@@ -1,40 +1,75 @@
-"""How Prometheus asks: on the broker's socket, and by TCP where an administrator wants it.
+"""The metrics for Prometheus: on the broker's socket, and by TCP where an administrator configured an address.
 
-`GET /v1/metrics` is for whoever may connect to the socket, `GET /metrics` for whoever reaches the address. Both tell totals, and
-nobody's name. The TCP listener knows that one route, keeps few connections, and closes those on which nothing comes; where its address
-cannot be had, the broker's log says so and the broker serves without it.
+Any process that may connect to the socket may call `GET /v1/metrics`, any host that reaches the address `GET /metrics`. Both return
+totals without user names. The TCP listener has this one route, accepts few connections and closes silent ones. If its address is not
+available, the broker logs that and serves without it.
+
+`BooksCollector` reads devices, leases, seats and forecasts from the arbiter at each scrape; the counters of `broker.metrics` are kept.
 """
 
 import asyncio
 import logging
 import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from prometheus_client import ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import CollectorRegistry
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector, CollectorRegistry
 from tornado import iostream, web
 from tornado.httpserver import HTTPServer
 
+from fractional_gpu import __version__
 from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.broker.api.lease_service import Service
-from fractional_gpu.broker.api.listener import PatientListener
-from fractional_gpu.broker.api.metrics_view import View
-from fractional_gpu.broker.api.server import Server
+from fractional_gpu.broker.api.server import PausingListener, Server
+from fractional_gpu.broker.metrics import PREFIX, Metric
+from fractional_gpu.core.model import LeaseState
 
-__all__ = ["METRICS_ROUTES", "add_view", "listen"]
+__all__ = ["BOOK_METRICS", "METRICS_ROUTES", "BooksCollector", "listen", "register_collectors"]
 
 log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 16
 _SECONDS = 10.0  # a request, and a pause between two on a connection
 _MOST_BYTES = 8 * 1024
+_MIB = 2**20
+_DEVICE = ("device", "pool")
+_Sample = tuple[tuple[str, ...], float]
+
+BOOK_METRICS = (
+    Metric("gauge", "build_info", "1; which version serves, and whether its devices are simulated", ("version", "simulated")),
+    Metric("gauge", "device_info", "1; which device is which", ("device", "index", "name", "pool")),
+    Metric("gauge", "device_memory_bytes", "Memory of the device", _DEVICE),
+    Metric("gauge", "device_leasable_bytes", "What leases may have of it together", _DEVICE),
+    Metric("gauge", "device_reserved_bytes", "Reserved by leases", _DEVICE),
+    Metric("gauge", "device_resident_bytes", "In use by the processes of leases, as last measured", _DEVICE),
+    Metric("gauge", "device_stranger_bytes", "In use by processes of no lease", _DEVICE),
+    Metric("gauge", "device_free_bytes", "What a lease can still reserve", _DEVICE),
+    Metric("gauge", "device_draining", "1 while an administrator has it emptied", _DEVICE),
+    Metric("gauge", "device_lost", "1 while it does not answer", _DEVICE),
+    Metric("gauge", "device_over_committed", "1 while reservations and strangers exceed what may be leased", _DEVICE),
+    Metric("gauge", "leases", "Leases", ("pool", "state")),
+    Metric("gauge", "queue_length", "Kernels that wait for the GPU", ("pool",)),
+    Metric("gauge", "seats", "Seats of hub servers", ("pool",)),
+    Metric("gauge", "seats_waiting", "Hub servers that wait for a seat", ("pool",)),
+    Metric("gauge", "host_saved_bytes", "Host memory that suspended kernels take"),
+    Metric("gauge", "host_reserved_bytes", "Host memory reserved for suspends under way"),
+    Metric("gauge", "host_budget_bytes", "Host memory that both together may take"),
+    Metric("gauge", "connections", "Connections to the broker's socket", ("peer",)),
+    Metric("counter", "forecasts", "Forecasts that were compared with what happened", ("what",)),
+    Metric("gauge", "forecast_error_ratio", "Median error of the last 256, as a share of what happened", ("what",)),
+    Metric("gauge", "forecast_covered_ratio", "Share of the last 256 that lay between their bounds; 0.8 is what these promise", ("what",)),
+)  # fmt: skip
 
 
-def add_view(service: Service, server: Server) -> None:
-    """Let the broker's registry have what is read off the books, and its process."""
+def register_collectors(service: Service, server: Server) -> None:
+    """Add the books and the broker's process to its registry."""
     registry = service.broker.metrics.registry
-    registry.register(View(service, server.connections))
+    registry.register(BooksCollector(service, server.connections))
     ProcessCollector(registry=registry)
 
 
@@ -69,8 +104,8 @@ class _ByTCP(web.RequestHandler):
         self.finish("metrics are at GET /metrics\n" if status_code < 500 else "the broker failed; its log says why\n")
 
 
-class _Few(HTTPServer):
-    """Turns away whoever is one too many."""
+class _LimitedServer(HTTPServer):
+    """Closes connections beyond `_MOST_CONNECTIONS`."""
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
         self._open: set[object] = set()
@@ -89,21 +124,22 @@ class _Few(HTTPServer):
 
 
 def listen(registry: CollectorRegistry, address: tuple[str, int]) -> HTTPServer | None:
-    """Serve the registry by TCP; None, and a line in the log, where the address cannot be had. The caller stops it."""
+    """Serve the registry by TCP, until the caller stops the server. None if the address is not available; the log says so."""
     host, port = address
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_MOST_CONNECTIONS)
     except OSError as error:
-        log.error("no metrics on %s, port %d: %s; free it or change c.GPUBroker.metrics_address", host, port, error)  # noqa: TRY400
+        remedy = "free the port or change c.GPUBroker.metrics_address"
+        log.error("cannot serve metrics on %s, port %d: %s; %s", host, port, error, remedy)  # noqa: TRY400 - a traceback adds nothing
         return None
     application = web.Application(
         [("/metrics", _ByTCP, {"registry": registry})],
         default_handler_class=_Missing,
         default_handler_args={"registry": registry},
-        log_function=_say_nothing,
+        log_function=_ignore_request,
     )
-    server = _Few(
+    server = _LimitedServer(
         application,
         max_header_size=_MOST_BYTES,
         max_body_size=_MOST_BYTES,
@@ -111,8 +147,8 @@ def listen(registry: CollectorRegistry, address: tuple[str, int]) -> HTTPServer 
         idle_connection_timeout=_SECONDS,
         body_timeout=_SECONDS,
     )
-    server.add_socket(PatientListener.of(listener))
-    log.info("metrics on %s, port %d", host, port)
+    server.add_socket(PausingListener.of(listener))
+    log.info("serving metrics on %s, port %d", host, port)
     return server
 
 
@@ -121,5 +157,93 @@ class _Missing(_ByTCP):
         raise web.HTTPError(404)
 
 
-def _say_nothing(_handler: web.RequestHandler) -> None:
-    """Leave a scrape every few seconds out of the log."""
+def _ignore_request(_handler: web.RequestHandler) -> None:
+    """Keep scrapes, one every few seconds, out of the log."""
+
+
+class BooksCollector(Collector):
+    """Collects `BOOK_METRICS`. `connections` returns the number of users' and of administrators'. For the broker's loop only."""
+
+    def __init__(self, service: Service, connections: Callable[[], tuple[int, int]]) -> None:
+        self._service = service
+        self._connections = connections
+
+    def describe(self) -> Iterable[Family]:
+        """Return the metrics without samples."""
+        return [_family(metric, []) for metric in BOOK_METRICS]
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the metrics with their present values."""
+        samples = {**self._host(), **self._devices(), **self._leases(), **self._forecasts()}
+        for metric in BOOK_METRICS:
+            yield _family(metric, samples[metric.name])
+
+    def _host(self) -> dict[str, list[_Sample]]:
+        arbiter = self._service.broker.arbiter
+        users, administrators = self._connections()
+        simulated = str(self._service.broker.monitor.kind == "simulated").lower()
+        return {
+            "build_info": [((__version__, simulated), 1)],
+            "host_saved_bytes": [((), arbiter.host_saved_mib * _MIB)],
+            "host_reserved_bytes": [((), arbiter.host_reserved_mib * _MIB)],
+            "host_budget_bytes": [((), arbiter.host_budget_mib * _MIB)],
+            "connections": [(("user",), users), (("administrator",), administrators)],
+        }
+
+    def _devices(self) -> dict[str, list[_Sample]]:
+        found: dict[str, list[_Sample]] = {
+            metric.name: [] for metric in BOOK_METRICS if metric.name.startswith("device_")
+        }
+        broker = self._service.broker
+        for view in broker.arbiter.devices():
+            info = broker.devices.get(view.device_id)
+            if info is None:
+                continue
+            key = (view.device_id, view.pool or "")
+            found["device_info"].append(((view.device_id, str(info.index), view.name, view.pool or ""), 1))
+            used_mib = broker.used_mib.get(view.device_id, 0)
+            free_mib = max(0, view.leasable_mib - view.reserved_mib - view.stranger_mib)
+            values = {
+                "device_memory_bytes": view.memory_mib * _MIB,
+                "device_leasable_bytes": view.leasable_mib * _MIB,
+                "device_reserved_bytes": view.reserved_mib * _MIB,
+                "device_resident_bytes": max(0, used_mib - view.stranger_mib) * _MIB,
+                "device_stranger_bytes": view.stranger_mib * _MIB,
+                "device_free_bytes": 0 if view.lost or view.draining else free_mib * _MIB,
+                "device_draining": int(view.draining),
+                "device_lost": int(view.lost),
+                "device_over_committed": int(view.over_committed),
+            }
+            for name, value in values.items():
+                found[name].append((key, value))
+        return found
+
+    def _leases(self) -> dict[str, list[_Sample]]:
+        broker, pools = self._service.broker, sorted(self._service.broker.arbiter.pools())
+        states = Counter((view.spec.pool, view.state) for view in broker.arbiter.leases())
+        waiting = broker.arbiter.queue_lengths()
+        seats = self._service.seats.waiting()
+        taken = Counter(seat.pool for seat in self._service.seats.live())
+        living = [state for state in LeaseState if state is not LeaseState.ENDED]
+        return {
+            "leases": [((pool, state.value), states[pool, state]) for pool in pools for state in living],
+            "queue_length": [((pool,), waiting.get(pool, 0)) for pool in pools],
+            "seats": [((pool,), taken[pool]) for pool in pools],
+            "seats_waiting": [((pool,), seats.get(pool, 0)) for pool in pools],
+        }
+
+    def _forecasts(self) -> dict[str, list[_Sample]]:
+        errors = self._service.broker.arbiter.forecasts.errors()
+        return {
+            "forecasts": [((one.what,), one.count) for one in errors],
+            "forecast_error_ratio": [((one.what,), one.median_error_permille / 1000) for one in errors],
+            "forecast_covered_ratio": [((one.what,), one.covered_permille / 1000) for one in errors],
+        }
+
+
+def _family(metric: Metric, samples: Iterable[_Sample]) -> Family:
+    made = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = made(PREFIX + metric.name, metric.help, labels=metric.labels)
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

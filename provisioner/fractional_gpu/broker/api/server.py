@@ -1,13 +1,18 @@
-"""The server below the routes: whoever connects is known by his uid, counted, and held to the limits of protocol/limits.py.
+"""The HTTP server below the routes: it counts connections by uid and enforces the sizes and times of protocol/limits.py.
 
 Rules:
 
-- A connection too many gets one reply that says so, whatever it wanted, and is closed. An administrator's connections are not counted
-  against everybody's, so there is a descriptor left for him when users have used up theirs.
-- A request too large is thrown away as it comes, and gets its error when it is over: a peer that still writes could not read it.
-- A request head, a body and a reply that do not get on within their time close the connection.
+- The kernel reports the peer's uid (SO_PEERCRED); a client cannot claim another one.
+- A connection beyond a user's limit gets one reply that says so, whatever its request, and is closed. Administrators' connections do
+  not count against the users' common limit: an administrator still gets a descriptor when users have used up theirs.
+- The server discards a request that is too large as it arrives and sends the error at its end: a client that still writes would not
+  read an earlier reply.
+- A request head, a body or a reply that makes no progress within its time closes the connection.
+- A broker without free descriptors pauses its listeners.
 """
 
+import asyncio
+import errno
 import http
 import logging
 import os
@@ -16,25 +21,27 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from tornado import httputil, iostream
 from tornado.httpserver import HTTPServer
+from tornado.ioloop import IOLoop
 
 from fractional_gpu.broker.token_bucket import TokenBucket
+from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.peers import PeerCredentials, peer_credentials, peer_groups
 from fractional_gpu.protocol.decode import as_json
 from fractional_gpu.protocol.errors import FractionalGPUError, RequestTooLargeError, TooManyRequestsError
 from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES
 
-__all__ = ["DISCARDED_BYTES", "DISCARDED_HEADER_BYTES", "Server", "is_admin"]
+__all__ = ["DISCARDED_BYTES", "DISCARDED_HEADER_BYTES", "PausingListener", "Server", "drain_claim_queries", "is_admin"]
 
 log = logging.getLogger(__name__)
-# What is too large is thrown away as it comes, for BODY_S at most: a peer that still writes could not read its error.
-DISCARDED_BYTES = 1 << 40
+DISCARDED_BYTES = 1 << 40  # of a body, within BODY_S
 DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is closed
-_TOLD_PER_S = 1 / 60  # lines in the log about one user's connections: he must not be able to fill it
+_WARNINGS_PER_S = 1 / 60  # log lines about one user's connections
+_PAUSE_S = 0.5
 
 
 def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | None) -> bool:
@@ -42,8 +49,8 @@ def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | Non
     return credentials.uid in (0, os.getuid()) or (group is not None and group in peer_groups(sock))
 
 
-class _Bounded(httputil.HTTPMessageDelegate):
-    """Passes one request on if it is within the limits; of a larger one nothing is kept, and it gets its error when it is over."""
+class _SizeLimit(httputil.HTTPMessageDelegate):
+    """Passes one request on if it is within the limits; discards a larger one and answers it with an error at its end."""
 
     def __init__(self, request: httputil.HTTPMessageDelegate, connection: httputil.HTTPConnection) -> None:
         self._request = request
@@ -57,7 +64,7 @@ class _Bounded(httputil.HTTPMessageDelegate):
         size = sum(len(name) + len(value) for name, value in headers.get_all())
         if size > MAX_HEADER_BYTES:
             self._error = RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")
-        # The body is JSON, whatever it is called: Tornado must not look for forms in it.
+        # The body is JSON, whatever its declared type: Tornado would parse form data.
         headers.pop("Content-Type", None)
         return self._request.headers_received(start_line, headers)
 
@@ -71,8 +78,8 @@ class _Bounded(httputil.HTTPMessageDelegate):
         if self._error is None:
             self._request.finish()
             return
-        log.info("a request was refused: %s", self._error)
-        self._request.on_connection_close()  # gives up what was kept of it
+        log.info("refused a request: %s", self._error)
+        self._request.on_connection_close()  # frees what was read of it
         line, headers, body = _whole_reply(self._error)
         self._connection.write_headers(line, headers, body)
         self._connection.finish()
@@ -88,24 +95,24 @@ def _whole_reply(error: FractionalGPUError) -> tuple[httputil.ResponseStartLine,
 
 
 class Server(HTTPServer):
-    """Counts connections per uid and turns away whoever has too many."""
+    """Counts connections by uid and rejects those beyond the limits."""
 
     def initialize(self, *args: Any, admin_gid: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
         """Take HTTPServer's arguments, and the group whose members are administrators."""
         self._admin_gid = admin_gid
         self._count: Counter[int] = Counter()
-        self._of_users = 0  # connections of who is no administrator
-        self._open: dict[object, tuple[int, bool]] = {}  # stream -> (uid, whether an administrator's)
+        self._of_users = 0  # connections of users that are not administrators
+        self._open: dict[object, tuple[int, bool]] = {}  # stream -> (uid, is an administrator's)
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 1 << 20
         self._most = min(MAX_CONNECTIONS_PER_UID, descriptors // 4)
         self._most_of_users = descriptors // 2
-        self._told = TokenBucket(_TOLD_PER_S, burst=1)
+        self._warnings = TokenBucket(_WARNINGS_PER_S, burst=1)
         super().initialize(*args, **kwargs)
 
     def handle_stream(self, stream: iostream.IOStream, address: tuple[Any, ...]) -> None:
-        """Take a connection, or turn it away."""
+        """Take a connection, or reject it."""
         try:
             credentials = peer_credentials(stream.socket)
             admin = is_admin(stream.socket, credentials, self._admin_gid)
@@ -114,7 +121,7 @@ class Server(HTTPServer):
             return
         uid = credentials.uid
         if self._count[uid] >= self._most or (not admin and self._of_users >= self._most_of_users):
-            self._turn_away(stream, uid)
+            self._reject(stream, uid)
             return
         self._count[uid] += 1
         self._of_users += not admin
@@ -122,20 +129,20 @@ class Server(HTTPServer):
         super().handle_stream(stream, address)
 
     def replace_listener(self, old: socket.socket, new: socket.socket) -> None:
-        """Listen on another socket from now on. Connections that were accepted on the old one live on."""
+        """Listen on another socket from now on. Connections that the old one accepted stay open."""
         self.add_socket(new)
         descriptor = old.fileno()
         self._handlers.pop(descriptor)()
         self._sockets.pop(descriptor).close()
 
     def connections(self) -> tuple[int, int]:
-        """Return how many connections users have, and how many administrators."""
+        """Return the number of connections of users and of administrators."""
         return self._of_users, len(self._open) - self._of_users
 
-    def _turn_away(self, stream: iostream.IOStream, uid: int) -> None:
+    def _reject(self, stream: iostream.IOStream, uid: int) -> None:
         have = self._count[uid]
-        if self._told.take(uid) == 0:
-            log.warning("user %d has %d connections open: more are turned away", uid, have)
+        if self._warnings.take(uid) == 0:
+            log.warning("user %d has %d connections open; rejecting more", uid, have)
         most = f"allowed: {self._most}" if have >= self._most else f"all users together may have {self._most_of_users}"
         line, headers, body = _whole_reply(
             TooManyRequestsError(
@@ -158,7 +165,7 @@ class Server(HTTPServer):
 
     def start_request(self, server_conn: object, request_conn: httputil.HTTPConnection) -> httputil.HTTPMessageDelegate:
         """Take one request of a connection."""
-        return _Bounded(super().start_request(server_conn, request_conn), request_conn)
+        return _SizeLimit(super().start_request(server_conn, request_conn), request_conn)
 
     def on_close(self, server_conn: object) -> None:
         """Forget a connection."""
@@ -170,3 +177,59 @@ class Server(HTTPServer):
             if not self._count[uid]:
                 del self._count[uid]
         super().on_close(server_conn)
+
+
+class PausingListener(socket.socket):
+    """A listening socket that pauses for `_PAUSE_S` when the process has no free descriptor; clients wait in the backlog.
+
+    The event loop's own way is to fail, to be called again at once because a connection still waits, and to fail again: a full core
+    and a full log.
+    """
+
+    _paused: object | None = None
+
+    @classmethod
+    def of(cls, listener: socket.socket) -> Self:
+        """Return one that takes over the descriptor of a listening socket."""
+        pausing = cls(fileno=listener.detach())
+        pausing.setblocking(False)
+        return pausing
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Raises BlockingIOError, and pauses, when there is no descriptor for it."""
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            log.error("cannot accept connections: %s; retrying in %g s", error, _PAUSE_S)  # noqa: TRY400 - a traceback adds nothing
+            loop = IOLoop.current()
+            loop.update_handler(self.fileno(), 0)
+            self._paused = loop.call_later(_PAUSE_S, loop.update_handler, self.fileno(), IOLoop.READ)
+            raise BlockingIOError(errno.EAGAIN, "no descriptor is free") from error
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._paused is not None:
+            IOLoop.current().remove_timeout(self._paused)
+            self._paused = None
+        super().close()
+
+
+def drain_claim_queries(claim: NameClaim) -> None:
+    """Discard the connections by which processes ask which one holds the claim, for as long as the running loop lives.
+
+    The operating system answers them, with the listener's credentials; but it does so only while the backlog has room. The claim must be
+    held until the loop ends.
+    """
+    loop = asyncio.get_running_loop()
+
+    def drain() -> None:
+        try:
+            claim.drain()
+        except OSError as error:
+            log.error("cannot read device-claim queries: %s; retrying in %g s", error, _PAUSE_S)  # noqa: TRY400 - a traceback adds nothing
+            loop.remove_reader(claim.fileno())
+            loop.call_later(_PAUSE_S, drain_claim_queries, claim)
+
+    loop.add_reader(claim.fileno(), drain)

@@ -1,31 +1,40 @@
-"""A second record of each lease and each confirmed seat, outside the ledger: one small file each, in a folder beside the broker's socket.
+"""Files about leases outside the ledger: second records of leases and seats, and the removal of clients' token files.
 
-A broker whose ledger is lost takes the leases of living kernels back from these files: pool, size, priority and seat are not told by the
-kernels' processes, whose environment is their own to write.
+`LeaseFiles` writes a second record of each lease and each confirmed seat: one small file each, in a folder beside the broker's socket.
+A broker whose ledger is lost restores the leases of living kernels from these files. The kernels' processes cannot supply pool, size,
+priority and seat: they write their environment themselves.
 
-Rules:
+- A thread writes; no decision and no grant waits for it. Several changes of a lease in the meantime are one write.
+- A file is replaced in one step and not synchronised: it matters only while its process lives, and no process survives a reboot.
+- `run` writes a missing or failed file again within seconds. The file of an ended lease is removed.
+- A file counts only if it belongs to this user and no other user may write to it, and only for the process that it names
+  (`lost_leases` checks that).
 
-- A thread writes; no decision and no grant waits for it. A lease that changes several times meanwhile is written once.
-- A file is replaced in one step and not synchronised: it matters only while its process lives, and no process survives the machine.
-- What is missing, or could not be written, is written again by `run` within seconds. The file of an ended lease is removed.
-- A file counts only if this user wrote it and nobody else can, and only for the process that it names (`lost_leases` checks that).
+`TokenFiles` removes the token files of leases that have ended: a client that is killed leaves its own behind.
+
+- The kernel's environment names the path, so the path is not trusted: a file is removed only if its name begins with the lease's id and
+  ends with `.token`, and only from a folder of the lease's user (or root) to which no other user may write.
+- The client's filesystem may hang (NFS, FUSE), so a thread of its own removes the files and no decision waits for it. A file that
+  cannot be removed stays; its token opens nothing any more.
 """
 
 import asyncio
 import logging
 import os
+import queue
 import re
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final, TypeVar
 
 import msgspec
 
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
 
-__all__ = ["LeaseFiles", "lease_folder", "read_lease_files", "read_seat_files", "remove_lease_file"]
+__all__ = ["LeaseFiles", "TokenFiles", "lease_folder", "read_lease_files", "read_seat_files", "remove_lease_file"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", LeaseRecord, SeatRecord)
@@ -34,6 +43,10 @@ _EVERY_S: Final = 2.0
 _LONGEST: Final = 1 << 20  # bytes of a file
 _LEASE: Final = ".json"
 _SEAT: Final = ".seat"
+_SUFFIX: Final = ".token"
+_MOST_REMOVALS: Final = 1024  # that wait
+_CLOSE_S: Final = 1.0
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"([0-9a-zA-Z_-]{1,64})(\.json|\.seat)", re.ASCII)
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -45,42 +58,42 @@ def lease_folder(socket: str, *, simulated: bool) -> Path:
 
 
 class LeaseFiles:
-    """Writes the records of one broker. All methods are for the broker's event loop."""
+    """Writes the second records of one broker. All methods are for its event loop."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._wanted: dict[str, bytes] = {}  # by name: what the file is to say
-        self._changed: set[str] = set()  # names of files that may say something else
+        self._wanted: dict[str, bytes] = {}  # by name: what the file should contain
+        self._changed: set[str] = set()  # names of files that may differ from that
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lease-files")
         self._writing: asyncio.Task[None] | None = None
-        self._said = ""  # the last failure in the log
+        self._logged = ""  # the last failure
 
     def put(self, record: LeaseRecord) -> None:
-        """Have the lease's record written soon."""
+        """Write the lease's record soon."""
         self._put(record.spec.lease_id + _LEASE, msgspec.json.encode(record))
 
     def drop(self, lease_id: str) -> None:
-        """Have the file of a lease that has ended removed soon."""
+        """Remove the file of a lease that has ended soon."""
         self._drop(lease_id + _LEASE)
 
     def put_seat(self, seat: SeatRecord) -> None:
-        """Have the seat's record written soon."""
+        """Write the seat's record soon."""
         self._put(seat.seat_id + _SEAT, msgspec.json.encode(seat))
 
     def drop_seat(self, seat_id: str) -> None:
-        """Have the file of a seat that has ended removed soon."""
+        """Remove the file of a seat that has ended soon."""
         self._drop(seat_id + _SEAT)
 
     async def run(self) -> None:
-        """Write again what is missing, every two seconds, until cancelled."""
+        """Write missing files again, every two seconds, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_EVERY_S)
             self._changed |= await loop.run_in_executor(self._thread, self._missing, set(self._wanted))
-            self._begin()
+            self._start_writing()
 
     async def flushed(self) -> None:
-        """Return when everything handed over before was written, or failed. Cancellation stops the waiting only."""
+        """Return when everything submitted before was written, or failed. Cancellation stops the waiting only."""
         while self._writing is not None:
             await asyncio.shield(self._writing)
 
@@ -95,14 +108,14 @@ class LeaseFiles:
         if self._wanted.get(name) != text:
             self._wanted[name] = text
             self._changed.add(name)
-            self._begin()
+            self._start_writing()
 
     def _drop(self, name: str) -> None:
         self._wanted.pop(name, None)
         self._changed.add(name)
-        self._begin()
+        self._start_writing()
 
-    def _begin(self) -> None:
+    def _start_writing(self) -> None:
         if self._changed and self._writing is None:
             self._writing = asyncio.get_running_loop().create_task(self._write_changed())
 
@@ -110,7 +123,7 @@ class LeaseFiles:
         loop = asyncio.get_running_loop()
         failed: set[str] = set()
         try:
-            await asyncio.sleep(0)  # what else the same decision changes goes with it
+            await asyncio.sleep(0)  # the same decision's other changes go into this batch
             while self._changed:
                 batch = {name: self._wanted.get(name) for name in self._changed}
                 self._changed.clear()
@@ -134,9 +147,9 @@ class LeaseFiles:
             except OSError as error:
                 failed.add(name)
                 problem = f"{self.folder}: {error.strerror}"
-        if problem and problem != self._said:
-            log.warning("%d second records are not up to date: %s; trying again", len(failed), problem)
-        self._said = problem
+        if problem and problem != self._logged:
+            log.warning("%d second records are not up to date: %s; retrying", len(failed), problem)
+        self._logged = problem
         return failed
 
     def _replace(self, name: str, text: bytes) -> None:
@@ -146,7 +159,7 @@ class LeaseFiles:
             self.folder.mkdir(mode=0o700)
         fresh = self.folder / f".{name}"
         with suppress(FileNotFoundError):
-            fresh.unlink()  # what a broker left that was killed
+            fresh.unlink()  # of a broker that was killed
         descriptor = os.open(fresh, _WRITE, 0o600)
         try:
             left = memoryview(text)
@@ -167,14 +180,14 @@ class LeaseFiles:
 def read_lease_files(folder: Path) -> list[LeaseRecord]:
     """Return the leases' records that a broker of this user left in the folder, oldest lease first.
 
-    Left out with a warning: what others could have written, and what cannot be read. A folder that is not there holds none.
+    Skips, with a warning, files that others could have written and files that cannot be read. A missing folder holds none.
     """
     records = [record for name, record in _read_all(folder, _LEASE, LeaseRecord) if record.spec.lease_id == name]
     return sorted(records, key=lambda record: (record.created_ms, record.spec.lease_id))
 
 
 def read_seat_files(folder: Path) -> list[SeatRecord]:
-    """Return the seats' records likewise."""
+    """Return the seats' records, oldest seat first, by the same rules."""
     records = [record for name, record in _read_all(folder, _SEAT, SeatRecord) if record.seat_id == name]
     return sorted(records, key=lambda record: (record.created_ms, record.seat_id))
 
@@ -184,13 +197,13 @@ def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or not _is_private(status):
-            log.warning("%s is not read: it must be a folder of this user that only its owner may write to", folder)
+            log.warning("ignoring %s: it must be a folder of this user that only its owner may write to", folder)
             return []
         names = sorted(os.listdir(folder))  # noqa: PTH208 - names are enough
     except FileNotFoundError:
         return []
     except OSError as error:
-        log.warning("%s cannot be read: %s", folder, error.strerror)
+        log.warning("cannot read %s: %s", folder, error.strerror)
         return []
     found = []
     for name in names:
@@ -200,12 +213,12 @@ def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
         try:
             found.append((match[1], _read(folder / name, kind)))
         except (OSError, ValueError) as error:
-            log.warning("the record %s is not used: %s", folder / name, error)
+            log.warning("ignoring the record %s: %s", folder / name, error)
     return found
 
 
 def remove_lease_file(folder: Path, lease_id: str) -> None:
-    """Remove the record of a lease that is over; one that cannot be removed is met again at the next start."""
+    """Remove the record of a lease that has ended; the next start meets one that cannot be removed."""
     with suppress(OSError):
         (folder / f"{lease_id}{_LEASE}").unlink()
 
@@ -228,3 +241,48 @@ def _read(path: Path, kind: type[T]) -> T:
 
 def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+class TokenFiles:
+    """The removals of one broker. All methods are for its event loop."""
+
+    def __init__(self) -> None:
+        self._due: queue.Queue[tuple[PurePath, int] | None] = queue.Queue(_MOST_REMOVALS)
+        self._thread: threading.Thread | None = None
+
+    def remove(self, lease_id: str, path: str, uid: int) -> None:
+        """Remove the token's file of a lease of this user soon. A name that is not a token file's is ignored, as is "" (no file)."""
+        name = PurePath(path).name
+        if not (name.startswith(lease_id) and name.endswith(_SUFFIX)):
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="token-files", daemon=True)
+            self._thread.start()
+        with suppress(queue.Full):  # the filesystem hangs
+            self._due.put_nowait((PurePath(path), uid))
+
+    async def close(self) -> None:
+        """Remove what is due and stop; a filesystem that hangs delays this by `_CLOSE_S` at most."""
+        if self._thread is not None:
+            with suppress(queue.Full):
+                self._due.put_nowait(None)
+            await asyncio.to_thread(self._thread.join, _CLOSE_S)
+
+    def _run(self) -> None:
+        while (due := self._due.get()) is not None:
+            path, uid = due
+            try:
+                _remove_token(path, uid)
+            except OSError as error:
+                log.debug("the token file %s stays: %s", path, error.strerror)
+
+
+def _remove_token(path: PurePath, uid: int) -> None:
+    """Remove the file if only the user (or root) could have put it into its folder. Raises OSError."""
+    folder = os.open(path.parent, _FOLDER)
+    try:
+        status = os.fstat(folder)
+        if status.st_uid in {uid, 0} and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            os.unlink(path.name, dir_fd=folder)
+    finally:
+        os.close(folder)

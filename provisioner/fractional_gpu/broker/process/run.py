@@ -14,9 +14,9 @@ from tornado.netutil import bind_unix_socket
 
 from fractional_gpu.broker.api.lease_routes import make_server
 from fractional_gpu.broker.api.lease_service import Service
-from fractional_gpu.broker.api.listener import PatientListener, keep_drained
 from fractional_gpu.broker.api.metrics_routes import listen
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
+from fractional_gpu.broker.api.server import PausingListener, drain_claim_queries
 from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
 from fractional_gpu.broker.kernels.sharing import check_pools
 from fractional_gpu.broker.monitoring.host_memory import HostBudget
@@ -123,7 +123,7 @@ class Run:
         """Serve until SIGTERM, SIGINT or idle exit. Returns whether leases live on (their kernels do, too)."""
         self._handle_signals()
         for claim in self._claims:
-            keep_drained(claim)
+            drain_claim_queries(claim)
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
         worker = WorkerLink(self._backend.name, claim=turn)
         driver = DriverStart(worker, self._specs)
@@ -241,7 +241,7 @@ class Run:
         service = is_service_socket(self._socket)
         try:
             mode = _SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN
-            return PatientListener.of(bind_unix_socket(self._socket, mode=mode))
+            return PausingListener.of(bind_unix_socket(self._socket, mode=mode))
         except ValueError as error:
             raise BrokerUnavailableError(
                 f"{self._socket} is there and is not a socket; move it away, or choose another place with --socket"

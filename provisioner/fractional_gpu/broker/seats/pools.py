@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fractional_gpu.broker.broker import Broker, now_ms
-from fractional_gpu.config.errors import ConfigError
+from fractional_gpu.config.keys import ConfigError
 from fractional_gpu.config.pools import ALL_KEYS, PoolSettings, parse_pool
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.events import PoolConfigured

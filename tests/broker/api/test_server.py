@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fractional_gpu.broker.api import listener
-from fractional_gpu.broker.api.listener import keep_drained
+from fractional_gpu.broker.api import server
+from fractional_gpu.broker.api.server import drain_claim_queries
 from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError
 from tests.broker.live import DEADLINE_S
 from tests.support.descriptors import no_free_descriptors
@@ -53,7 +53,7 @@ async def turns() -> None:
 
 
 async def test_all_who_ask_who_holds_a_device_are_forgotten(claim: Drained) -> None:
-    keep_drained(claim)
+    drain_claim_queries(claim)
     ask(claim, 200)
     await turns()
     assert claim.forgotten == 200
@@ -63,8 +63,8 @@ async def test_all_who_ask_who_holds_a_device_are_forgotten(claim: Drained) -> N
 async def test_without_a_descriptor_a_claim_is_left_alone_for_a_while(
     claim: Drained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(listener, "_PAUSE_S", 3600)
-    keep_drained(claim)
+    monkeypatch.setattr(server, "_PAUSE_S", 3600)
+    drain_claim_queries(claim)
     ask(claim)
     with no_free_descriptors():
         await turns()
@@ -75,8 +75,8 @@ async def test_without_a_descriptor_a_claim_is_left_alone_for_a_while(
 async def test_a_claim_is_drained_again_when_there_are_descriptors(
     claim: Drained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "_PAUSE_S", 0.01)
-    keep_drained(claim)
+    monkeypatch.setattr(server, "_PAUSE_S", 0.01)
+    drain_claim_queries(claim)
     ask(claim)
     with no_free_descriptors():
         await turns()

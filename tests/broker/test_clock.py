@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.persistence import deadlines
-from fractional_gpu.broker.persistence.deadlines import DeadlineClock
+from fractional_gpu.broker import clock as clock_module
+from fractional_gpu.broker.clock import DeadlineClock
 from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.persistence.disk import Disk
 
@@ -34,7 +34,7 @@ def test_the_next_broker_of_the_same_boot_has_the_same_clock_whatever_the_wall_c
 def test_after_a_reboot_it_is_measured_anew(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     with ledger:
         clock(ledger, wall_ms=100 * HOUR_MS, boot_ms=HOUR_MS)
-        monkeypatch.setattr(deadlines, "boot_id", lambda: "another")
+        monkeypatch.setattr(clock_module, "boot_id", lambda: "another")
         assert clock(ledger, wall_ms=101 * HOUR_MS, boot_ms=7).now_ms() == 101 * HOUR_MS
 
 
