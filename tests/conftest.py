@@ -1,22 +1,30 @@
-"""What holds for every test: what the ordinary run leaves out, and interrupts that work.
+"""What holds for every test: what the ordinary run leaves out, who runs what when it has several processes, and interrupts that work.
 
 tests/gpu needs a GPU and has its own command: docs/gpu-tests.md.
 """
 
 import os
+import re
 import signal
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for what it starts in the background, and so would every process that the tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The tests start some two thousand interpreters: without a cache each of them would compile the product again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,14 +35,61 @@ def _own_state() -> Iterator[None]:
         yield
 
 
-SLOW = ("hub", "e2e", "launcher", "labextension", "kernelext", "jupyter")
+# -- several processes (pytest -n) -----------------------------------------------------------------------------------------
+
+SLOW = ("e2e", "hub", "jupyter", "labextension", "kernelext")
 _TESTS = Path(__file__).parent
+_SHARES = re.compile(r'\(scope="(class|module)"')
+
+
+def room(nodeid: str) -> str:
+    """Return the folder of `tests` that a test is in."""
+    return Path(nodeid.partition("::")[0]).parts[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Take the folders with the longest tests first: with several processes, none is left with them alone at the end."""
     order = {folder: place for place, folder in enumerate(SLOW)}
     items.sort(key=lambda item: order.get(item.path.relative_to(_TESTS).parts[0], len(order)))
+
+
+class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Each process takes the next file, in order. Of a file with long tests that share nothing it takes only the next test."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return nodeid if room(nodeid) in SLOW and not _shares(self.config.rootpath / file) else file
+
+
+@cache
+def _shares(file: Path) -> bool:
+    return _SHARES.search(file.read_text()) is not None
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """Schedule as above, unless another way was asked for."""
+    if config.getvalue("dist") != "load":
+        return None
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------------
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say for each room how many seconds its tests took, all processes together."""
+    reports = [
+        report for kind in terminalreporter.stats.values() for report in kind if isinstance(report, pytest.TestReport)
+    ]
+    seconds, tests = defaultdict[str, float](float), Counter[str]()
+    for report in reports:
+        seconds[room(report.nodeid)] += report.duration
+        tests[room(report.nodeid)] += report.when == "call"
+    if len(seconds) > 1:
+        terminalreporter.section("seconds of each room")
+        for name, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+            terminalreporter.write_line(f"{spent:8.1f} s  {tests[name]:5} tests  {name}")
 
 
 # A machine that pauses for a second says nothing about a test.
