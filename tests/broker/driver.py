@@ -9,7 +9,9 @@ from typing import Any, cast
 from fractional_gpu.broker.kernels.gate import GateLink
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
+from fractional_gpu.broker.swap.steps import SwapTimes
+from fractional_gpu.broker.swap.suspend import CheckpointCheck
+from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.effects import Suspend
 from fractional_gpu.gpu.interface import (
     DeviceInfo,
@@ -144,11 +146,18 @@ class Quiet:
         """Nothing is held."""
 
 
-def swaps_of(driver: Driver, *, overhead_mib: int = 0, gate_s: float = 30) -> Swaps:
+async def nothing_against(_kernel: Kernel, _processes: object, _host: object) -> str:
+    """A check that lets every kernel be checkpointed."""
+    return ""
+
+
+def swaps_of(
+    driver: Driver, *, overhead_mib: int = 0, gate_s: float = 30, check: CheckpointCheck = nothing_against
+) -> Swaps:
     """The swaps that this driver carries out."""
     times = SwapTimes(gate_s=gate_s, lock_s=1, checkpoint_s=30)
     overheads = dict.fromkeys((DEVICE, *OTHERS), overhead_mib)
-    return Swaps(cast("Monitor", driver), cast("WorkerLink", driver), times, overheads)
+    return Swaps(cast("Monitor", driver), cast("WorkerLink", driver), times, overheads, check=check)
 
 
 def suspend_of(kernel: Kernel, *, preempt: bool = False, host_mib: int = 100_000) -> Suspend:

@@ -24,7 +24,8 @@ from fractional_gpu.broker.api.lease_service import Service
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
 from fractional_gpu.broker.broker import Broker, now_ms
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
+from fractional_gpu.broker.swap.steps import SwapTimes
+from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import load
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured

@@ -92,7 +92,7 @@ def live() -> Iterator[LiveBroker]:
 
         async def lose() -> None:
             files = broker.files = LeaseFiles(lease_folder(live.socket, simulated=True))
-            swaps = broker._swaps
+            swaps = broker._operations._swaps
             live.service.lost = LostLeases(
                 broker, swaps, broker.writer.ledger, files, socket=live.socket, everyone=True
             )

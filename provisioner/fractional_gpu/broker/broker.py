@@ -115,17 +115,16 @@ class Broker:
         self.files: LeaseFiles | None = None  # the second records
         self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease; set by whoever serves seats
         writer.trouble_changed = self._trouble_changed
-        self._swaps = swaps
+        self._inspector = swaps.inspector
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.gpu_activity = GpuActivity(self)
-        swaps.is_quiet = self.gpu_activity.is_quiet
         self.enforcement = Enforcement(self)
         self.oom_kills = OomKills()
         self.contexts = ContextLearner(self)
-        self.survivors = Survivors(self, swaps)
+        self.survivors = Survivors(self, swaps.inspector)
         self.token_files = TokenFiles()
-        swaps.roots = self.roots
+        swaps.connect(roots=self.roots, is_quiet=self.gpu_activity.is_quiet)
         self._zmq = zmq.asyncio.Context()
         self._zmq.set(zmq.MAX_SOCKETS, 8192)
         self._alarm: asyncio.TimerHandle | None = None
@@ -461,7 +460,7 @@ class Broker:
 
     async def measure(self, kernel: Kernel) -> None:
         """Tell the arbiter what the kernel uses at this moment. Raises GPUError."""
-        used_mib = await self._swaps.used_mib(kernel)
+        used_mib = await self._inspector.used_mib(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.UNARMED):
             measured = LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib, armed=used_mib > 0)

@@ -14,12 +14,12 @@ import pytest
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.gate import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import ProcessInspector
 from fractional_gpu.broker.monitoring import sampler as watch_module
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.supervision.enforcement import Enforcement
 from fractional_gpu.broker.supervision.oom_kills import OomKills
 from fractional_gpu.broker.supervision.survivors import Survivors
-from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.events import (
     DeviceLost,
     DeviceSeen,
@@ -61,7 +61,7 @@ class World:
         self.changes = 0
         self.sensors: dict[str, DeviceSensors] = {}
         self.enforcement = Enforcement(cast("Broker", self))
-        self.survivors = Survivors(cast("Broker", self), cast("Swaps", SimpleNamespace()))
+        self.survivors = Survivors(cast("Broker", self), cast("ProcessInspector", SimpleNamespace()))
         self.oom_kills = OomKills()
         self.used_mib: dict[str, int] = {}
         self.events: list[Event] = []

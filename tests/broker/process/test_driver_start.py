@@ -117,7 +117,7 @@ async def world_of(
         OTHERS[0]: DeviceSpec(device_id=OTHERS[0], name="G", memory_mib=1000, why_not=ON_MIG),
     }
     start = DriverStart(cast("WorkerLink", worker), specs)
-    swaps.off = await start.begin()
+    swaps.set_off(await start.begin())
     broker = Broker(Arbiter(first_operation_id=100), cast("Monitor", driver), swaps, LedgerWriter(ledger))
     for spec in specs.values():
         broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=7))

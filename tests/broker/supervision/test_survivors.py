@@ -10,10 +10,9 @@ import pytest
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
 from fractional_gpu.broker.supervision import survivors as survivors_module
 from fractional_gpu.broker.supervision.survivors import Survivors
-from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.events import Event, LeaseReleased, ProcessExited
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import (
@@ -46,7 +45,7 @@ class World:
         self.events: list[tuple[Event, int]] = []  # and how many looks were still to come
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="")
         self.kernels = {LEASE: self.kernel}
-        self.survivors = Survivors(cast("Broker", self), cast("Swaps", self))
+        self.survivors = Survivors(cast("Broker", self), cast("ProcessInspector", self))
         self.survivors.unfreed_mib(DEVICE, use(AT_REST_MIB))
         self.view: LeaseView | None = LeaseView(
             spec=LeaseSpec(lease_id=LEASE, pool="p", owner="ann", fraction_milli=500, reserve_mib=500),
@@ -67,11 +66,11 @@ class World:
     def lease(self, _lease_id: str) -> LeaseView | None:
         return self.view
 
-    async def look_at(self, _device_ids: object) -> HostSnapshot:
+    async def take(self, _device_ids: object) -> HostSnapshot:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(look, GPUError):
             raise look
-        return HostSnapshot(snapshot=Snapshot(ROOT.boot_id, [], None), uses={DEVICE: look})
+        return HostSnapshot(processes=Snapshot(ROOT.boot_id, [], None), uses={DEVICE: look})
 
     async def with_memory(self, *_: object, **__: object) -> list[ProcessIdentity]:
         return []

@@ -61,7 +61,7 @@ def test_a_mapping_is_found_by_its_name_also_when_the_file_is_gone(segment: Path
     assert not maps(pid, lambda _path: True), "a process that is gone maps nothing"
 
 
-NOTHING = HostSnapshot(snapshot=scan(), uses={})
+NOTHING = HostSnapshot(processes=scan(), uses={})
 
 
 async def test_members_of_a_collective_are_left_alone_and_a_single_process_is_not(segment: Path) -> None:
@@ -84,8 +84,7 @@ async def test_a_client_of_the_mps_server_is_refused_before_anything_is_locked()
     driver = MpsDevice()
     async with kernel_of(1, {"close": "closed", "shrink": "done"}) as (kernel, _, (pid,)):
         driver.has_context(pid, ProcessState.RUNNING, 300)
-        swaps = swaps_of(driver)
-        swaps.screen = Checkpointability(Arbiter()).refusal
+        swaps = swaps_of(driver, check=Checkpointability(Arbiter()).refusal)
         outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.IMPOSSIBLE
     assert f"process {pid} computes through the MPS server" in sentence

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fractional_gpu.broker.swap import swap as swaps_module
+from fractional_gpu.broker.swap import suspend as suspend_module
 from fractional_gpu.broker.swap.outcomes import (
     after_checkpoint,
     after_restore,
@@ -25,7 +25,7 @@ RESUME = Resume(
 
 @pytest.fixture(autouse=True)
 def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "shortage", lambda _needs: None)
+    monkeypatch.setattr(suspend_module, "shortage", lambda _needs: None)
 
 
 async def suspend(step: str, code: GPUErrorCode, leaves: ProcessState | None = None) -> tuple[SuspendOutcome, Driver]:

@@ -10,8 +10,11 @@ import pytest
 
 from fractional_gpu.broker.kernels import process_inspector
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.swap import swap as swaps_module
-from fractional_gpu.broker.swap.swap import Swaps, Truth
+from fractional_gpu.broker.swap import gates
+from fractional_gpu.broker.swap import suspend as suspend_module
+from fractional_gpu.broker.swap import truth as truth_module
+from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.broker.swap.truth import Truth
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome, SuspendOutcome
 from fractional_gpu.core.model import LeaseState
@@ -46,7 +49,7 @@ def room_for(left_mib: int, limited_by: str) -> Callable[[Mapping[int, int]], Sh
 
 @pytest.fixture(autouse=True)
 def _plenty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "shortage", room_for(100_000, "the test"))
+    monkeypatch.setattr(suspend_module, "shortage", room_for(100_000, "the test"))
 
 
 def running(driver: Driver, pids: list[int]) -> None:
@@ -170,7 +173,7 @@ class Counters:
 def impatient(driver: Driver, counters: Counters) -> Swaps:
     """Swaps that wait for a gate for a moment only."""
     swaps = swaps_of(driver, gate_s=0.05)
-    swaps.is_quiet = counters
+    swaps.connect(roots=list, is_quiet=counters)
     return swaps
 
 
@@ -268,7 +271,7 @@ async def test_a_process_that_begins_to_use_cuda_after_the_lock_stops_the_suspen
 
 
 async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "shortage", room_for(200, "the group of the notebook server"))
+    monkeypatch.setattr(suspend_module, "shortage", room_for(200, "the group of the notebook server"))
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
@@ -280,7 +283,7 @@ async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytes
 
 
 async def test_a_control_group_with_an_odd_name_does_not_spoil_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "shortage", room_for(200, "group a\udcff\x1b[2J"))
+    monkeypatch.setattr(suspend_module, "shortage", room_for(200, "group a\udcff\x1b[2J"))
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
@@ -330,7 +333,8 @@ async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monk
             raise SHORT[0]
         return really_alive(identity)
 
-    monkeypatch.setattr(swaps_module, "is_alive", is_alive)
+    monkeypatch.setattr(gates, "is_alive", is_alive)
+    monkeypatch.setattr(truth_module, "is_alive", is_alive)
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
@@ -346,7 +350,7 @@ async def test_host_memory_that_cannot_be_read_is_not_counted_on(
     def shortage(_needs: Mapping[int, int]) -> Shortage:
         raise error
 
-    monkeypatch.setattr(swaps_module, "shortage", shortage)
+    monkeypatch.setattr(suspend_module, "shortage", shortage)
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
@@ -433,7 +437,7 @@ async def test_a_busy_kernel_without_a_context_is_not_called_saved() -> None:
 async def test_a_busy_kernel_gives_its_room_back_in_mid_cell_if_nothing_of_it_can_reach_the_gpu(
     monkeypatch: pytest.MonkeyPatch, *, bars: bool, processes: int, outcome: SuspendOutcome
 ) -> None:
-    monkeypatch.setattr(swaps_module, "_BETWEEN_CELLS_S", 30 if bars else 0.1)
+    monkeypatch.setattr(gates, "_BETWEEN_CELLS_S", 30 if bars else 0.1)
     details = [CELL_BARRED, CELL_EXAMINED]
     watches: list[Quiet] = []
 
@@ -562,7 +566,7 @@ async def test_a_suspend_looks_at_the_processes_twice_and_again_if_shrinking_tak
     monkeypatch: pytest.MonkeyPatch, fresh_s: float, count: int
 ) -> None:
     driver, looks = Driver(), list[str]()
-    monkeypatch.setattr(swaps_module, "_FRESH_S", fresh_s)
+    monkeypatch.setattr(suspend_module, "FRESH_S", fresh_s)
 
     def scan(name: str) -> Snapshot:
         looks.append(name)
@@ -763,9 +767,9 @@ async def test_room_is_looked_for_anew_before_a_half_saved_kernel_is_brought_bac
         driver.has_context(pids[0], S.CHECKPOINTED, 300)
         driver.has_context(pids[1], S.LOCKED, 300)
         swaps = swaps_of(driver)
-        scene = await swaps.scene()
+        host = await swaps.inspector.take()
         driver.others_mib = 500
-        assert await swaps.truth(kernel, DEVICE, 600, scene) is None
+        assert await swaps.truth(kernel, DEVICE, 600, host) is None
         assert driver.calls == []
 
 
@@ -815,7 +819,7 @@ async def test_a_kernel_that_has_ended_is_unattached() -> None:
 
 
 async def test_caches_are_given_back_before_host_memory_is_called_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "shortage", room_for(200, "the test"))
+    monkeypatch.setattr(suspend_module, "shortage", room_for(200, "the test"))
     driver = Driver()
     async with kernel_of(1, {**CLOSES, "shrink": lambda: shrink(driver)}) as (kernel, _, pids):
         driver.has_context(pids[0], S.RUNNING, 900)
@@ -849,7 +853,7 @@ async def test_a_kernel_that_cannot_shrink_says_so(answers: dict[str, str] | Non
 
 
 async def test_what_several_processes_would_save_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swaps_module, "shortage", room_for(500, "the test"))  # room for each, and not for both
+    monkeypatch.setattr(suspend_module, "shortage", room_for(500, "the test"))  # room for each, and not for both
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
@@ -896,7 +900,7 @@ async def test_once_devices_are_known_to_count_processes_one_without_memory_is_s
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         driver.has_context(pids[0], S.RUNNING, 0)
         assert (await swaps.suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.REFUSED
-        swaps.counts_processes = True
+        swaps.inspector.set_counts_processes()
         outcome, saved_mib, _ = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
     assert (outcome, saved_mib) == (SuspendOutcome.SAVED, process_inspector.NOMINAL_MIB)
 
@@ -997,7 +1001,7 @@ async def test_a_forked_child_that_inherited_a_context_keeps_the_kernel_and_is_n
         else:
             driver.failures["state", child] = GPUErrorCode.OPERATING_SYSTEM
         swaps = swaps_of(driver)
-        swaps.counts_processes = True
+        swaps.inspector.set_counts_processes()
         outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
         truth = await swaps.truth(kernel, DEVICE, 0)
     assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
@@ -1098,7 +1102,7 @@ async def test_the_broker_is_no_part_of_the_kernel_that_started_it() -> None:
     driver = Driver()
     kernel = Kernel(lease_id="lease-of-tests", uid=os.getuid(), token_sha256="")
     kernel.identity = identify(os.getppid())
-    scene = process_inspector.HostSnapshot(snapshot=real_scan(process_inspector.LEASE_VARIABLE), uses={})
-    tree = swaps_of(driver)._inspector.tree(kernel, scene)
+    host = process_inspector.HostSnapshot(processes=real_scan(process_inspector.LEASE_VARIABLE), uses={})
+    tree = swaps_of(driver).inspector.tree(kernel, host)
     assert kernel.identity in tree
     assert os.getpid() not in {one.pid for one in tree}

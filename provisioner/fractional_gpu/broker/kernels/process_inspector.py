@@ -46,20 +46,20 @@ ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
 NOMINAL_MIB = 64
 """The least that a CUDA process counts for that no device counts, MiB."""
 
-# A worker that fails says nothing about the process that it was asked about.
+# A worker that fails says nothing about the process in question.
 _WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
 _NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSnapshot:
-    """The machine at about one moment: the processes, and the devices that were read."""
+    """The machine at about one moment: its processes, and the use of each device that was read, by id."""
 
-    snapshot: Snapshot
+    processes: Snapshot
     uses: Mapping[str, DeviceUse]
 
     def used_mib(self, pid: int) -> int:
-        """Return the memory that the process has on all devices; 0 where none counts it."""
+        """Return the memory that the process has on all devices; 0 where no device counts it."""
         return sum(one.used_mib for use in self.uses.values() for one in use.processes if one.pid == pid)
 
     def free_mib(self, device_id: str) -> int:
@@ -87,33 +87,59 @@ class HostSnapshot:
 
 
 class ProcessInspector:
-    """Looks. `roots` returns the processes of all kernels: one that was started by another has a lease of its own."""
+    """Takes snapshots of the machine, and answers from them and from the driver what a kernel's processes are.
 
-    def __init__(self, monitor: Monitor, worker: WorkerLink) -> None:
+    `off` is why the driver cannot be asked, a sentence; while it is set, what the devices say is all that is known. `counts_processes`:
+    a device is known to count CUDA processes under the pids that they have here.
+    """
+
+    def __init__(self, monitor: Monitor, worker: WorkerLink, *, off: str = "") -> None:
+        self.off = off
+        self.counts_processes = False
         self._monitor = monitor
         self._worker = worker
-        self.roots: Callable[[], list[ProcessIdentity]] = list
+        self._roots: Callable[[], list[ProcessIdentity]] = list
+        self._other_roots: Sequence[ProcessIdentity] = ()
         self._own = identify(os.getpid())
-        self.off = ""  # why the driver cannot be asked, a sentence: what the devices say is what there is
-        self.counts_processes = False  # a CUDA process was seen to be counted by a device under its pid here
 
-    async def snapshot(self) -> Snapshot:
-        """Look at the processes. Raises GPUError where the system is short of what a look takes."""
-        with _short():
+    def connect(self, roots: Callable[[], list[ProcessIdentity]]) -> None:
+        """Have `roots` return the processes of all kernels: a kernel that was started by another one has a lease of its own."""
+        self._roots = roots
+
+    @contextmanager
+    def with_roots(self, roots: Sequence[ProcessIdentity]) -> Iterator[None]:
+        """Take these, too, for processes of kernels of their own, until the block ends."""
+        self._other_roots = roots
+        try:
+            yield
+        finally:
+            self._other_roots = ()
+
+    def set_off(self, why: str) -> None:
+        """Set why the driver cannot be asked, a sentence; empty: it can."""
+        self.off = why
+
+    def set_counts_processes(self) -> None:
+        """Note that a device counted a CUDA process under the pid that it has here."""
+        self.counts_processes = True
+
+    async def scan_processes(self) -> Snapshot:
+        """Read /proc. Raises GPUError where the system is short of what that takes."""
+        with _shortage_as_gpu_error():
             return await asyncio.to_thread(scan, LEASE_VARIABLE)
 
-    async def scene(self, device_ids: Sequence[str] | None = None, snapshot: Snapshot | None = None) -> HostSnapshot:
-        """Look at the machine and at these devices (None: all there are). A snapshot that was taken a moment ago saves one.
+    async def take(self, device_ids: Sequence[str] | None = None, processes: Snapshot | None = None) -> HostSnapshot:
+        """Return a snapshot of the machine and of these devices (None: all). `processes`, read a moment ago, save the pass over /proc.
 
-        Raises GPUError, also where the system is short of what a look takes.
+        Raises GPUError, also where the system is short of what this takes.
         """
-        with _short():
-            looking = asyncio.to_thread(self._uses, device_ids)
-            if snapshot is not None:
-                return HostSnapshot(snapshot=snapshot, uses=await looking)
-            # Both wait, for the system and for the driver: side by side.
-            seen, uses = await asyncio.gather(asyncio.to_thread(scan, LEASE_VARIABLE), looking)
-            return HostSnapshot(snapshot=seen, uses=uses)
+        with _shortage_as_gpu_error():
+            reading = asyncio.to_thread(self._uses, device_ids)
+            if processes is not None:
+                return HostSnapshot(processes=processes, uses=await reading)
+            # One waits for the system and the other for the driver: side by side.
+            found, uses = await asyncio.gather(asyncio.to_thread(scan, LEASE_VARIABLE), reading)
+            return HostSnapshot(processes=found, uses=uses)
 
     def _uses(self, device_ids: Sequence[str] | None) -> dict[str, DeviceUse]:
         if device_ids is None:
@@ -124,35 +150,41 @@ class ProcessInspector:
                 uses[device_id] = self._monitor.use(device_id)
             except GPUError as error:
                 if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
-                    raise  # of a lost device nothing is known: what needs it finds it missing
+                    raise  # of a lost device nothing is known: a step that needs it finds it missing
         return uses
 
-    def tree(self, kernel: Kernel, scene: HostSnapshot) -> list[ProcessIdentity]:
-        """Return the kernel's processes, and remember them."""
+    async def used_mib(self, kernel: Kernel) -> int:
+        """Return what the kernel's processes have on all devices now. Raises GPUError."""
+        host = await self.take()
+        return sum(host.used_mib(identity.pid) for identity in self.tree(kernel, host))
+
+    def tree(self, kernel: Kernel, host: HostSnapshot) -> list[ProcessIdentity]:
+        """Return the kernel's processes in the snapshot, and remember them as its own."""
         if kernel.identity is None:
             return []
-        return self.tree_below(kernel, kernel.identity, scene.snapshot)
+        return self._tree_below(kernel, kernel.identity, host.processes)
 
-    def tree_below(self, kernel: Kernel, root: ProcessIdentity | None, snapshot: Snapshot) -> list[ProcessIdentity]:
-        """Return what belongs to the kernel if this is, or was, its process (None: nobody knows which), and remember it."""
-        # A kernel that starts a broker is above it until it serves. Its checkpoint worker is a CUDA process, and none of the kernel's.
-        return members_of(kernel, root, snapshot, [*self.roots(), self._own])
+    def _tree_below(self, kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot) -> list[ProcessIdentity]:
+        """Return the kernel's processes if `root` is, or was, its own process (None: unknown), and remember them."""
+        # A kernel that starts a broker is above it until it serves. The broker's checkpoint worker is a CUDA process, and none of
+        # the kernel's.
+        return members_of(kernel, root, processes, [*self._roots(), *self._other_roots, self._own])
 
     async def with_memory(
-        self, kernel: Kernel, root: ProcessIdentity | None, scene: HostSnapshot, *, saved: bool
+        self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool
     ) -> list[ProcessIdentity]:
-        """Return the processes in the scene that have device memory and belong to the kernel whose process this was.
+        """Return the processes of the kernel, whose own process is or was `root`, that have device memory.
 
-        `saved`: the driver is asked, too, for what lies on the host. Raises GPUError.
+        `saved`: some of it may lie on the host, which only the driver knows. Raises GPUError.
         """
         found = []
-        for identity in self.tree_below(kernel, root, scene.snapshot):
-            if scene.used_mib(identity.pid):
+        for identity in self._tree_below(kernel, root, host.processes):
+            if host.used_mib(identity.pid):
                 has_memory = True
             elif saved and not self.off:
-                has_memory = await self._has_cuda(scene, identity)
-            elif not self.counts_processes:  # then a device file that is open is all there is to see
-                own = scene.snapshot.runs_own_program(identity)
+                has_memory = await self._has_cuda(host, identity)
+            elif not self.counts_processes:  # then an open device file is all there is to see
+                own = host.processes.runs_own_program(identity)
                 has_memory = own and await asyncio.to_thread(holds_open, identity.pid, is_device_file)
             else:
                 has_memory = False
@@ -160,9 +192,9 @@ class ProcessInspector:
                 found.append(identity)
         return found
 
-    async def _has_cuda(self, scene: HostSnapshot, identity: ProcessIdentity) -> bool:
-        """Ask the driver whether the process has CUDA state; one that is stopped would not answer, and may have. Raises GPUError."""
-        if scene.snapshot.held_up(identity):
+    async def _has_cuda(self, host: HostSnapshot, identity: ProcessIdentity) -> bool:
+        """Ask the driver whether the process has CUDA state. A stopped one would not answer, and may have. Raises GPUError."""
+        if host.processes.held_up(identity):
             return True
         try:
             return await self._worker.state(identity) not in _NO_CUDA
@@ -171,90 +203,93 @@ class ProcessInspector:
                 return False
             raise
 
-    async def states(self, kernel: Kernel, scene: HostSnapshot) -> dict[ProcessIdentity, ProcessState]:
-        """Return the CUDA state, now, of every process of the kernel in the scene that has one of its own. Raises GPUError."""
-        return (await self._states(kernel, scene))[0]
+    async def states(self, kernel: Kernel, host: HostSnapshot) -> dict[ProcessIdentity, ProcessState]:
+        """Return the CUDA state, now, of every process of the kernel in the snapshot that has one of its own. Raises GPUError."""
+        return (await self._states(kernel, host))[0]
 
-    async def use(
-        self, kernel: Kernel, scene: HostSnapshot
+    async def memory_use(
+        self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
         """Return the device memory, MiB, of every CUDA process of the kernel, and the processes that inherited a context.
 
         The size is 0 where it is unknown. Raises GPUError, also for a process whose memory is not on a device.
         """
-        states, heirs = await self._states(kernel, scene)
+        states, heirs = await self._states(kernel, host)
         for identity, state in states.items():
             if state not in (ProcessState.RUNNING, ProcessState.LOCKED):
                 raise GPUError(GPUErrorCode.ILLEGAL_STATE, f"process {identity.pid} is {state} already")
-        use = {identity: scene.used_mib(identity.pid) for identity in states}
+        use = {identity: host.used_mib(identity.pid) for identity in states}
         self.counts_processes |= any(use.values())
         if self.counts_processes:
-            at_most_mib = max(NOMINAL_MIB, scene.uncounted_mib())
+            at_most_mib = max(NOMINAL_MIB, host.uncounted_mib())
             use = {identity: mib or at_most_mib for identity, mib in use.items()}
         return use, heirs
 
     async def _states(
-        self, kernel: Kernel, scene: HostSnapshot
+        self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
         """Return the states of the processes that have one of their own, and the processes that inherited a context."""
-        tree = self.tree(kernel, scene)
+        tree = self.tree(kernel, host)
         if self.off:
-            return {one: ProcessState.RUNNING for one in tree if scene.used_mib(one.pid)}, []
-        told: dict[ProcessIdentity, ProcessState] = {}
+            return {one: ProcessState.RUNNING for one in tree if host.used_mib(one.pid)}, []
+        states: dict[ProcessIdentity, ProcessState] = {}
         failed: dict[ProcessIdentity, GPUError] = {}
         for identity in tree:
-            if scene.snapshot.held_up(identity) and self._may_use_cuda(kernel, scene, identity):
+            if host.processes.held_up(identity) and self._may_use_cuda(kernel, host, identity):
                 raise GPUError(GPUErrorCode.TARGET_STOPPED, stopped_sentence(identity.pid))
             try:
-                told[identity] = await self._worker.state(identity)
+                states[identity] = await self._worker.state(identity)
             except GPUError as error:
                 if error.code in _WORKERS:
                     raise
-                if error.code not in ENDED:  # else it ended while we looked
+                if error.code not in ENDED:  # a process that has ended meanwhile is left out
                     failed[identity] = error
-        cuda = {identity for identity, state in told.items() if state not in _NO_CUDA}
-        # What is saved, locked or half-way is certainly a process's own.
-        doubtful = [one for one, state in told.items() if state in (ProcessState.RUNNING, ProcessState.NO_CONTEXT)]
+        cuda = {identity for identity, state in states.items() if state not in _NO_CUDA}
+        # A process that is saved, locked or half-way has a context of its own for certain. Any other may have inherited one.
+        doubtful = [one for one, state in states.items() if state in (ProcessState.RUNNING, ProcessState.NO_CONTEXT)]
         heirs = [
             one
             for one in (*doubtful, *failed)
-            if one not in kernel.checkpointed and self._is_heir(scene, one, cuda, asked=one not in failed)
+            if one not in kernel.checkpointed and self._is_heir(host, one, cuda, answered=one not in failed)
         ]
+        # The driver may fail on an heir, which says nothing about the kernel. Its failure on any other process counts.
         for identity, failure in failed.items():
             if identity not in heirs:
                 raise failure
-        states = {one: state for one, state in told.items() if one in cuda and one not in heirs}
-        return states, heirs
+        return {one: state for one, state in states.items() if one in cuda and one not in heirs}, heirs
 
     @staticmethod
-    def _may_use_cuda(kernel: Kernel, scene: HostSnapshot, identity: ProcessIdentity) -> bool:
+    def _may_use_cuda(kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
         """Return whether a process that cannot be asked may have CUDA state."""
-        known = identity in kernel.checkpointed or scene.used_mib(identity.pid) > 0
+        known = identity in kernel.checkpointed or host.used_mib(identity.pid) > 0
         return known or holds_open(identity.pid, is_device_file)
 
     @staticmethod
     def _is_heir(
-        scene: HostSnapshot, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, asked: bool
+        host: HostSnapshot, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, answered: bool
     ) -> bool:
         """Return whether the process inherited the context of a CUDA process and has none of its own."""
-        if scene.used_mib(identity.pid) or not any(one in cuda for one in scene.snapshot.forked_from(identity)):
+        if host.used_mib(identity.pid) or not any(one in cuda for one in host.processes.forked_from(identity)):
             return False
-        return identity in cuda or not asked or holds_open(identity.pid, is_device_file)
+        return identity in cuda or not answered or holds_open(identity.pid, is_device_file)
 
 
 def members_of(
-    kernel: Kernel, root: ProcessIdentity | None, snapshot: Snapshot, apart: Collection[ProcessIdentity]
+    kernel: Kernel, root: ProcessIdentity | None, processes: Snapshot, apart: Collection[ProcessIdentity]
 ) -> list[ProcessIdentity]:
-    """Return the kernel's processes in the snapshot, and remember them: what was seen in its tree once stays its own."""
+    """Return the kernel's processes, without what belongs to those `apart`, and remember them.
+
+    A process that was in the kernel's tree once stays the kernel's own, wherever its parents went.
+    """
     marker = (LEASE_VARIABLE, kernel.lease_id)
-    tree = snapshot.tree(root, marker, uid=kernel.uid, apart=apart, also=kernel.members)
+    tree = processes.tree(root, marker, uid=kernel.uid, apart=apart, also=kernel.members)
     kernel.members = frozenset(tree) - {root}
     return tree
 
 
 @contextmanager
-def _short() -> Iterator[None]:
-    """Let what a look lacks (descriptors, memory, threads) be a step that failed, with its way back: GPUError."""
+def _shortage_as_gpu_error() -> Iterator[None]:
+    """Turn a lack of descriptors, memory or threads into GPUError: a step that failed, and that can be rolled back."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -263,7 +298,7 @@ def _short() -> Iterator[None]:
 
 
 def stopped_sentence(pid: int) -> str:
-    """Return what is said of a stopped process, and what to do."""
+    """Return the sentence about a stopped process, and what to do."""
     return (
         f"process {pid} is stopped and cannot answer the driver: `kill -CONT {pid}` lets it go on (or end its debugger)"
     )

@@ -135,7 +135,7 @@ class DriverStart:
 
     def _tell(self, broker: Broker, swaps: Swaps, before: str) -> None:
         """Have everything that refuses because of `before` go by what is known now."""
-        swaps.off = self.off
+        swaps.set_off(self.off)
         views = {view.device_id: view for view in broker.arbiter.devices()}
         for device_id in self._describe():
             view = views[device_id]

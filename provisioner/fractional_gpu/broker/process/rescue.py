@@ -25,7 +25,8 @@ from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.broker.recovery.lost_leases import living_records
 from fractional_gpu.broker.recovery.lost_processes import Carrier, carriers
 from fractional_gpu.broker.recovery.recovery import kernel_of
-from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
+from fractional_gpu.broker.swap.steps import SwapTimes
+from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.client.broker_process import claim_address, claim_holder
 from fractional_gpu.client.discovery import restart_command, socket_path
 from fractional_gpu.client.state_folder import find_ledger
@@ -208,7 +209,7 @@ async def _rescue_all(
         gate_s=0, lock_s=settings.lock_timeout_ms / 1000, checkpoint_s=settings.checkpoint_deadline_ms / 1000
     )
     swaps = Swaps(backend.monitor, worker, times)
-    swaps.roots = lambda: [one.kernel.identity for one in found if one.kernel.identity is not None]
+    swaps.connect(roots=lambda: [one.kernel.identity for one in found if one.kernel.identity is not None])
     try:
         async with asyncio.timeout(_ORPHAN_PATIENCE_S):
             await worker.until_alone()

@@ -40,7 +40,9 @@ from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.supervision.abandoned import AbandonedLeases
 from fractional_gpu.broker.swap.checkpointability import Checkpointability
-from fractional_gpu.broker.swap.swap import Swaps, SwapTimes
+from fractional_gpu.broker.swap.steps import SwapTimes
+from fractional_gpu.broker.swap.suspend import CheckpointCheck
+from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import Settings
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import (
@@ -128,10 +130,8 @@ class Run:
         worker = WorkerLink(self._backend.name, claim=turn)
         driver = DriverStart(worker, self._specs)
         off = await driver.begin()
-        swaps = self._make_swaps(worker)
-        swaps.off = off
         arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
-        swaps.screen = Checkpointability(arbiter).refusal
+        swaps = self._make_swaps(worker, Checkpointability(arbiter).refusal, off)
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
         broker.contexts.sizes = learnt_contexts(self._ledger)
         watcher = Sampler(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
@@ -196,14 +196,14 @@ class Run:
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
         return leases_live
 
-    def _make_swaps(self, worker: WorkerLink) -> Swaps:
+    def _make_swaps(self, worker: WorkerLink, check: CheckpointCheck, off: str) -> Swaps:
         times = SwapTimes(
             gate_s=self._settings.gate_timeout_ms / 1000,
             lock_s=self._settings.lock_timeout_ms / 1000,
             checkpoint_s=self._settings.checkpoint_deadline_ms / 1000,
         )
         overhead_mib = {name: spec.overhead_mib for name, spec in self._specs.items()}
-        return Swaps(self._backend.monitor, worker, times, overhead_mib)
+        return Swaps(self._backend.monitor, worker, times, overhead_mib, check=check, off=off)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

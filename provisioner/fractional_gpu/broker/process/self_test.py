@@ -58,7 +58,8 @@ class Trial:
             async with self._victim(device_id) as pid:
                 identity = identify(pid)
                 use = await asyncio.to_thread(self._broker.monitor.use, device_id)
-                self._swaps.counts_processes |= any(one.pid == pid and one.used_mib for one in use.processes)
+                if any(one.pid == pid and one.used_mib for one in use.processes):
+                    self._swaps.inspector.set_counts_processes()
                 took_us = await self._worker.lock(identity, _LOCK_MS)
                 took_us += await self._worker.checkpoint(identity, _MOVE_S)
                 took_us += await self._worker.restore(identity, None, _MOVE_S)

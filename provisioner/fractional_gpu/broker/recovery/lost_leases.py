@@ -123,32 +123,29 @@ class LostLeases:
         """Return a record of each of these that has something on a device, or saved from one."""
         if not lost:
             return []
-        before = self._swaps.roots
-        self._swaps.roots = lambda: [*before(), *roots, *(one.identity for one in lost)]
         counts: Counter[int] = Counter()
         found: dict[str, LeaseRecord] = {}
-        try:
-            scene = await self._swaps.scene()
-            for one in _most_credible(lost, scene):
-                if one.lease_id in found or counts[one.uid] >= MAX_LEASES_PER_UID:
-                    continue
-                counts[one.uid] += 1
-                record = await self._examine(one, scene)
-                if record is not None:
-                    found[one.lease_id] = record
-        except GPUError as error:
-            log.warning("the devices do not say what %d unknown kernels have: %s", len(lost), error)
-        finally:
-            self._swaps.roots = before
+        with self._swaps.inspector.with_roots([*roots, *(one.identity for one in lost)]):
+            try:
+                host = await self._swaps.inspector.take()
+                for one in _most_credible(lost, host):
+                    if one.lease_id in found or counts[one.uid] >= MAX_LEASES_PER_UID:
+                        continue
+                    counts[one.uid] += 1
+                    record = await self._examine(one, host)
+                    if record is not None:
+                        found[one.lease_id] = record
+            except GPUError as error:
+                log.warning("the devices do not say what %d unknown kernels have: %s", len(lost), error)
         return list(found.values())
 
-    async def _examine(self, one: Carrier, scene: HostSnapshot) -> LeaseRecord | None:
+    async def _examine(self, one: Carrier, host: HostSnapshot) -> LeaseRecord | None:
         """Return a record of what the driver and the devices say of the process and those below it; None if that is nothing."""
         kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity)
-        pids = {identity.pid for identity in self._swaps.tree(kernel, scene)}
-        used_mib = sum(scene.used_mib(pid) for pid in pids)
+        pids = {identity.pid for identity in self._swaps.inspector.tree(kernel, host)}
+        used_mib = sum(host.used_mib(pid) for pid in pids)
         try:
-            states = set((await self._swaps.states(kernel, scene)).values())
+            states = set((await self._swaps.inspector.states(kernel, host)).values())
         except GPUError as error:
             log.warning(
                 "lease %s: what process %d has cannot be found out: %s", one.lease_id[:8], one.identity.pid, error
@@ -158,7 +155,7 @@ class LostLeases:
         away = bool(states & _AWAY)
         if not (states or used_mib) or not (away or command.is_kernel):
             return None
-        where = scene.homes(pids) or (tuple(scene.uses) if len(scene.uses) == 1 else ())
+        where = host.homes(pids) or (tuple(host.uses) if len(host.uses) == 1 else ())
         spec = self._spec(one, command, where, None if away else max(used_mib, NOMINAL_MIB))
         if away:
             self._unsized.add(one.lease_id)
@@ -346,9 +343,9 @@ def _lives(record: LeaseRecord) -> bool:
     return identity is not None and still_carries(identity, record.uid, record.spec.lease_id)
 
 
-def _most_credible(lost: Iterable[Carrier], scene: HostSnapshot) -> list[Carrier]:
+def _most_credible(lost: Iterable[Carrier], host: HostSnapshot) -> list[Carrier]:
     """Return those that have memory on a device first, then the oldest: of two that claim one lease, the first one counts."""
-    return sorted(lost, key=lambda one: (not scene.used_mib(one.identity.pid), one.identity.start_time))
+    return sorted(lost, key=lambda one: (not host.used_mib(one.identity.pid), one.identity.start_time))
 
 
 def _record(

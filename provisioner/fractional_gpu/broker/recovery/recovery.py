@@ -13,7 +13,8 @@ from functools import partial
 from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
-from fractional_gpu.broker.swap.swap import Swaps, Truth
+from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.broker.swap.truth import Truth
 from fractional_gpu.core.events import LeaseRecovered
 from fractional_gpu.core.model import HOLDING, LeaseState
 from fractional_gpu.gpu.interface import GPUError
@@ -57,14 +58,14 @@ async def take_over(
     operations = {} if operations is None else operations
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
     found: list[tuple[LeaseRecord, OperationRecord | None, Truth | None, int]] = []
-    scene = await _scene(swaps)
+    host = await _snapshot(swaps)
     for record in records:
         operation = operations.pop(record.spec.lease_id, None)
         saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
         kernel = broker.kernels[record.spec.lease_id]
-        await _find_left(broker, kernel, record, scene)
+        await _find_left(broker, kernel, record, host)
         kernel.needs_driver = bool(swaps.off) and (operation is not None or record.state in _IN_A_SWAP)
-        truth = await _truth(swaps, kernel, record, saved_mib, scene)
+        truth = await _truth(swaps, kernel, record, saved_mib, host)
         found.append((record, operation, truth, saved_mib))
     # All at once: an arbiter that knows of only some leases would give the room of the others away.
     for record, operation, truth, host_mib in found:
@@ -99,13 +100,13 @@ async def take_over(
         broker.save(kernel)
 
 
-async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, scene: HostSnapshot | None) -> None:
+async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: HostSnapshot | None) -> None:
     """Find the processes with device memory that a kernel left behind which has ended: one of them stands for it from now on."""
-    if kernel.identity is not None or record.state not in _WITH_MEMORY or scene is None:
+    if kernel.identity is not None or record.state not in _WITH_MEMORY or host is None:
         return
     kernel.root = root = identity_of(record)
     try:
-        left = await broker.survivors.find(kernel, root, scene, saved=record.state in _IN_A_SWAP)
+        left = await broker.survivors.find(kernel, root, host, saved=record.state in _IN_A_SWAP)
     except GPUError as error:
         log.warning("lease %s: what its kernel left behind cannot be seen: %s", kernel.lease_id[:8], error)
         return
@@ -114,7 +115,7 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, scene:
 
 
 async def _truth(
-    swaps: Swaps, kernel: Kernel, record: LeaseRecord, saved_mib: int, scene: HostSnapshot | None
+    swaps: Swaps, kernel: Kernel, record: LeaseRecord, saved_mib: int, host: HostSnapshot | None
 ) -> Truth | None:
     """Find out what the lease is; None if that cannot be known now.
 
@@ -123,13 +124,13 @@ async def _truth(
     """
     if kernel.needs_driver and kernel.identity is not None:
         return None
-    return await swaps.truth(kernel, record.device_id, saved_mib, scene)
+    return await swaps.truth(kernel, record.device_id, saved_mib, host)
 
 
-async def _scene(swaps: Swaps) -> HostSnapshot | None:
+async def _snapshot(swaps: Swaps) -> HostSnapshot | None:
     """Look at the machine once for all leases; None if that fails: then each is looked at by itself, and may be unknown."""
     try:
-        return await swaps.scene()
+        return await swaps.inspector.take()
     except GPUError as error:
         log.warning("the devices do not answer: %s", error)
         return None

@@ -24,10 +24,9 @@ from typing import Final
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
 from fractional_gpu.broker.kernels.process_ending import end_processes
-from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
 from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.broker.supervision.abandoned import ABANDONED, has_lost_server
-from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.events import LeaseReleased, LeftBehind
 from fractional_gpu.core.model import AfterKernel, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceUse, GPUError
@@ -59,12 +58,12 @@ _IN_A_SWAP: Final = frozenset(
 class Survivors:
     """Follows leases whose kernels have ended. One per broker; everything runs on its loop."""
 
-    def __init__(self, broker: Runtime, swaps: Swaps) -> None:
+    def __init__(self, broker: Runtime, inspector: ProcessInspector) -> None:
         self.uncounted_mib: dict[str, int] = {}  # by device: what it holds beyond what it charges to processes, at rest
         self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
         self.sampled = asyncio.Event()  # the devices were read and the arbiter was told; a new one for each sample
         self._broker = broker
-        self._swaps = swaps
+        self._inspector = inspector
         self._ends: set[asyncio.Task[None]] = set()
 
     # -- the end of a kernel's process --------------------------------------------------------------------------------------
@@ -130,24 +129,24 @@ class Survivors:
         view = self._view(kernel)
         device_ids = list(view.device_ids or ((view.device_id,) if view.device_id else ())) if view is not None else []
         try:
-            scene = await self._swaps.look_at(list(dict.fromkeys([*device_ids, *sorted(kernel.seen_on)])))
+            host = await self._inspector.take(list(dict.fromkeys([*device_ids, *sorted(kernel.seen_on)])))
             pids = {one.pid for one in kernel.members} | ({root.pid} if root is not None else set())
-            left = await self.find(kernel, root, scene, saved=view is None or view.state in _IN_A_SWAP)
+            left = await self.find(kernel, root, host, saved=view is None or view.state in _IN_A_SWAP)
         except GPUError as error:
             log.warning("lease %s: what its kernel left cannot be seen yet: %s", kernel.lease_id[:8], error)
             return [], device_ids
-        return left, [device for device, use in scene.uses.items() if not self._is_freed(device, use, pids)]
+        return left, [device for device, use in host.uses.items() if not self._is_freed(device, use, pids)]
 
     async def find(
-        self, kernel: Kernel, root: ProcessIdentity | None, scene: HostSnapshot, *, saved: bool
+        self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool
     ) -> list[Survivor]:
         """Return the processes of the kernel that have device memory, the largest first. Raises GPUError.
 
         `saved`: some of it may be on the host, of which only the driver knows.
         """
         found = [
-            Survivor(identity=one, used_mib=scene.used_mib(one.pid), name=_name(one.pid), command=_command(one.pid))
-            for one in await self._swaps.with_memory(kernel, root, scene, saved=saved)
+            Survivor(identity=one, used_mib=host.used_mib(one.pid), name=_name(one.pid), command=_command(one.pid))
+            for one in await self._inspector.with_memory(kernel, root, host, saved=saved)
         ]
         return sorted(found, key=lambda one: (-one.used_mib, one.identity))
 
@@ -271,8 +270,8 @@ class Survivors:
         if not kernel.left:
             return []
         try:
-            scene = await self._swaps.look_at(None)
-            left = await self.find(kernel, kernel.identity, scene, saved=True)
+            host = await self._inspector.take(None)
+            left = await self.find(kernel, kernel.identity, host, saved=True)
         except GPUError:
             left = list(kernel.left)
         return [

@@ -46,13 +46,13 @@ class Checkpointability:
         self._arbiter = arbiter
         self._without_tools: set[ProcessIdentity] = set()  # a tool is injected when CUDA starts, or never
 
-    async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], scene: HostSnapshot) -> str:
+    async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], host: HostSnapshot) -> str:
         """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
         view = self._arbiter.lease(kernel.lease_id)
         if view is not None and view.stays:
             return view.stays
         pids = [process.pid for process in processes]
-        clients = {one.pid for use in scene.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
+        clients = {one.pid for use in host.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
         if of_ours := clients.intersection(pids):
             return f"process {min(of_ours)} computes through the MPS server, whose clients the driver cannot checkpoint"
         unknown = set(processes) - self._without_tools
@@ -60,7 +60,7 @@ class Checkpointability:
             return ""  # reading what a process has mapped takes milliseconds
         if why_not := await asyncio.to_thread(_look, pids, sorted(one.pid for one in unknown)):
             return why_not
-        self._without_tools = {one for one in self._without_tools if one in scene.snapshot} | unknown
+        self._without_tools = {one for one in self._without_tools if one in host.processes} | unknown
         return ""
 
 

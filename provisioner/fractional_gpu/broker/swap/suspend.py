@@ -1,0 +1,276 @@
+"""Suspending one kernel.
+
+The order:
+1. Close the gate (`gates`), see that the kernel is idle, have it give cached memory back, and take a snapshot of the machine.
+2. Check what is known to speak against it: nothing is locked yet, so a refusal costs nothing.
+3. Lock every CUDA process of the kernel's tree. From here on no process of it changes what it has on the device.
+4. Take a second snapshot under the locks. What began, grew or ended since the first one shows now, and nothing can change after it.
+5. Checkpoint each process, and see that the driver says the same. The first checkpoint is the point of no return.
+
+Up to 4 every failure rolls back (`rollback`) and the kernel goes on where it was: ABORTED if the moment was wrong, REFUSED if it may be
+better later, IMPOSSIBLE if this process cannot be checkpointed. After it the suspend ends SAVED or, where the driver does not say that all
+of the kernel is where it was, UNKNOWN. What the driver's errors mean is a table in `outcomes`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector, stopped_sentence
+from fractional_gpu.broker.swap.gates import Gate, Gates, check_alive, check_idle, is_no_kernel, runs_no_cell
+from fractional_gpu.broker.swap.outcomes import before_checkpoint
+from fractional_gpu.broker.swap.rollback import Rollback, Suspended
+from fractional_gpu.broker.swap.steps import FRESH_S, Journal, StepError, SwapTimes, devices_concerned
+from fractional_gpu.core.effects import Suspend
+from fractional_gpu.core.events import SuspendOutcome
+from fractional_gpu.core.units import format_memory
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.memory import shortage
+from fractional_gpu.host.process import ProcessIdentity, read_stat
+from fractional_gpu.ledger.records import LedgerError
+from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED
+
+__all__ = ["CheckpointCheck", "Suspension"]
+
+_HOST_MARGIN_MIB = 64
+
+CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
+"""Returns why CUDA processes of a kernel cannot be checkpointed, a sentence; "" if nothing speaks against it."""
+
+
+class Suspension:
+    """Suspends kernels with the checkpoint worker."""
+
+    def __init__(
+        self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, gates: Gates, check: CheckpointCheck
+    ) -> None:
+        self._inspector = inspector
+        self._worker = worker
+        self._times = times
+        self._gates = gates
+        self._check = check
+        self._rollback = Rollback(worker)
+
+    async def suspend(self, kernel: Kernel, effect: Suspend, journal: Journal) -> Suspended:
+        """Do what `Swaps.suspend` documents."""
+        locked: list[ProcessIdentity] = []
+        kernel.checkpointed = {}
+        try:
+            use = await self._prepare(kernel, effect)
+            if use is None:
+                return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
+            # The journal is written before each step that a broker which dies in it leaves half done: the next one knows what to undo.
+            await journal("locking", use, 0)
+            await self._lock_all(use, locked)
+            use = await self._check_locked(kernel, effect, locked)
+            kernel.checkpointed = use
+            await journal("checkpointing", use, kernel.checkpointed_mib)
+        except StepError as error:
+            return await self._rollback.roll_back(locked, error.outcome, str(error), error.need_mib)
+        except LedgerError as error:
+            sentence = f"it could not be written down: {error}"
+            return await self._rollback.roll_back(locked, SuspendOutcome.ABORTED, sentence)
+        except GPUError as error:
+            sentence = f"the driver refused before anything was saved: {error}"
+            if (
+                error.code is GPUErrorCode.TARGET_STOPPED
+            ):  # the inspector found the process stopped: the driver was not asked
+                sentence = str(error)
+            return await self._rollback.roll_back(locked, before_checkpoint(error.code), sentence)
+        except OSError as error:
+            sentence = f"the kernel's processes could not be looked at: {error}"
+            return await self._rollback.roll_back(locked, SuspendOutcome.REFUSED, sentence)
+        return await self._checkpoint_all(locked, kernel.checkpointed_mib)
+
+    # -- before the locks -------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, kernel: Kernel, effect: Suspend) -> dict[ProcessIdentity, int] | None:
+        """Return the CUDA processes to be locked with their MiB; None if there is nothing to save.
+
+        Raises StepError, GPUError and OSError. Nothing is locked yet.
+        """
+        _check_not_stopped(kernel)
+        # A preempted kernel is busy, and one whose next cell waits at its gate waits with its main loop: neither can shrink.
+        is_busy = effect.preempt or effect.between_cells
+        gate = await (self._gates.shut(kernel, effect) if is_busy else self._gates.close(kernel))
+        shrinks = gate.answers and not is_busy and not self._inspector.off
+        unshrunk, host = await self._first_snapshot(kernel, effect, shrinks=shrinks)
+        use, heirs, between_cells = await self._use(kernel, effect, host, gate)
+        if not use:
+            if between_cells:
+                return None
+            raise _has_no_context(kernel)
+        # Reasons that last come before those that pass: a kernel that can never be saved is not tried again and again.
+        if why := self._inspector.off or await self._check(kernel, use, host):
+            raise StepError(SuspendOutcome.IMPOSSIBLE, why)
+        if unshrunk is not None:
+            raise unshrunk
+        _check_heirs(heirs)
+        _check_places(use, host, effect)
+        _check_reserved(use, effect)
+        await _check_host_memory(use)
+        return use
+
+    async def _first_snapshot(
+        self, kernel: Kernel, effect: Suspend, *, shrinks: bool
+    ) -> tuple[StepError | None, HostSnapshot]:
+        """Have the kernel shrink, if it `shrinks`; return what speaks against saving what is left, and the snapshot. Raises GPUError.
+
+        The processes are read while the kernel shrinks, the devices afterwards. What begins or ends meanwhile is seen under the locks.
+        """
+        device_ids = devices_concerned(kernel, effect)
+        if not shrinks:
+            return None, await self._inspector.take(device_ids)
+        begun_s = time.monotonic()
+        unshrunk, processes = await asyncio.gather(self._gates.shrink(kernel), self._inspector.scan_processes())
+        fresh = unshrunk is None and time.monotonic() - begun_s < FRESH_S
+        return unshrunk, await self._inspector.take(device_ids, processes if fresh else None)
+
+    async def _use(
+        self, kernel: Kernel, effect: Suspend, host: HostSnapshot, gate: Gate
+    ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
+        """Return what `ProcessInspector.memory_use` does, and whether no cell of the kernel runs that could create a context now.
+
+        Raises GPUError, and StepError if a cell runs that cannot, but may have started a process that can.
+        """
+        use, heirs = await self._inspector.memory_use(kernel, host)
+        barred = gate.barred
+        if effect.preempt:
+            # A busy kernel without a context gives its room back if it comes to the end of a cell in a moment, or if its extension
+            # vouches that the cell waits before it uses the GPU.
+            between_cells = False
+            if not use and gate.answers and await self._gates.comes_between_cells(kernel):
+                between_cells = True
+                barred = kernel.link is not None and kernel.link.detail == CELL_BARRED
+                host = await self._inspector.take(devices_concerned(kernel, effect))
+                use, heirs = await self._inspector.memory_use(kernel, host)
+            between_cells = between_cells or (not use and is_no_kernel(kernel))
+        else:
+            if not use and gate.shut and not effect.between_cells:
+                check_idle(kernel)
+            between_cells = gate.shut and (not effect.between_cells or runs_no_cell(kernel))
+        if barred and not use and between_cells:
+            # The extension knows what the barred cell will do, and not what a process that the cell started will do.
+            others = [one.pid for one in self._inspector.tree(kernel, host) if one != kernel.identity]
+            if others:
+                raise StepError(
+                    SuspendOutcome.REFUSED,
+                    f"a cell runs, and process {others[0]}, which the kernel started, could begin to use the GPU at any moment",
+                )
+        return use, heirs, between_cells
+
+    # -- under the locks --------------------------------------------------------------------------------------------------
+
+    async def _lock_all(self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]) -> None:
+        """Lock the processes. `locked` receives each one before its call: whatever becomes of the call, it may be locked."""
+        for identity in use:
+            locked.append(identity)
+            try:
+                await self._worker.lock(identity, int(self._times.lock_s * 1000))
+            except GPUError as error:
+                if error.code is GPUErrorCode.NOT_READY:
+                    raise StepError(SuspendOutcome.ABORTED, f"process {identity.pid} has GPU work under way") from error
+                raise
+
+    async def _check_locked(
+        self, kernel: Kernel, effect: Suspend, locked: Sequence[ProcessIdentity]
+    ) -> dict[ProcessIdentity, int]:
+        """Return what the locked processes use. Raises StepError if the kernel is not what it was before it was locked."""
+        check = check_alive if effect.preempt or effect.between_cells else check_idle
+        check(kernel)
+        host = await self._inspector.take(devices_concerned(kernel, effect))
+        use, heirs = await self._inspector.memory_use(kernel, host)
+        newcomers = [identity for identity in use if identity not in locked]
+        if newcomers:
+            raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} began to use CUDA meanwhile")
+        _check_heirs(heirs)
+        _check_places(use, host, effect)
+        check(kernel)  # IOPub may have said so while the snapshot was taken
+        _check_reserved(use, effect)
+        return use
+
+    # -- the point of no return -------------------------------------------------------------------------------------------
+
+    async def _checkpoint_all(self, locked: list[ProcessIdentity], saved_mib: int) -> Suspended:
+        try:
+            for identity in locked:
+                await self._worker.checkpoint(identity, self._times.checkpoint_s)
+                state = await self._worker.state(identity)
+                if state is not ProcessState.CHECKPOINTED:
+                    lie = f"the driver says {state} after a checkpoint that it called done"
+                    return await self._rollback.after_failed_checkpoint(locked, GPUError(GPUErrorCode.UNKNOWN, lie))
+        except GPUError as error:
+            return await self._rollback.after_failed_checkpoint(locked, error)
+        return SuspendOutcome.SAVED, saved_mib, f"{format_memory(saved_mib)} saved in host memory"
+
+
+def _check_not_stopped(kernel: Kernel) -> None:
+    """Raise StepError for a stopped kernel: neither its extension nor the driver would get an answer."""
+    try:
+        stopped = kernel.identity is not None and read_stat(kernel.identity.pid).held_up
+    except ProcessLookupError:
+        return  # it ended: the next step says so
+    if stopped and kernel.identity is not None:
+        raise StepError(SuspendOutcome.REFUSED, stopped_sentence(kernel.identity.pid))
+
+
+def _has_no_context(kernel: Kernel) -> StepError:
+    """Return what speaks against taking the room of a kernel without a context while its cell runs."""
+    if kernel.link is not None and kernel.link.detail == CELL_EXAMINED:
+        return StepError(SuspendOutcome.ABORTED, "whether the running cell can reach the GPU is being found out")
+    return StepError(SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment")
+
+
+def _check_heirs(heirs: Sequence[ProcessIdentity]) -> None:
+    if heirs:
+        # A restore beneath such a process is reported to fail, which would lose the kernel's state.
+        raise StepError(
+            SuspendOutcome.REFUSED,
+            f"process {heirs[0].pid} was forked by the kernel after it began to use CUDA (as workers of a DataLoader or of "
+            "multiprocessing are) and shares its context: the kernel can be suspended when that process has ended",
+        )
+
+
+def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect: Suspend) -> None:
+    own = effect.device_ids or (effect.device_id,)
+    foreign = [device_id for device_id in host.homes({one.pid for one in use}) if device_id not in own]
+    if foreign:
+        # The memory would come back there, where no room is reserved for it.
+        raise StepError(
+            SuspendOutcome.REFUSED,
+            f"its processes have memory on device {foreign[0]}, which is not the lease's: it can be suspended when they have freed it",
+        )
+
+
+def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend) -> None:
+    """Raise StepError if more would be saved than the arbiter reserved on the host; the error says how much, to be reserved next time."""
+    need_mib = sum(use.values())
+    if need_mib > effect.host_mib:
+        raise StepError(
+            SuspendOutcome.ABORTED,
+            f"{format_memory(need_mib)} would have to be saved, and {format_memory(effect.host_mib)} of host memory are reserved",
+            need_mib,
+        )
+
+
+async def _check_host_memory(use: Mapping[ProcessIdentity, int]) -> None:
+    for identity, used_mib in use.items():
+        if used_mib == 0:
+            # Where no device counts processes by their pids here (a container with pids of its own, say), it is not known what room the
+            # state needs on the host, or to come back.
+            raise StepError(SuspendOutcome.REFUSED, f"no device tells how much memory process {identity.pid} uses")
+    needs = {identity.pid: used_mib + _HOST_MARGIN_MIB for identity, used_mib in use.items()}
+    try:
+        short = await asyncio.to_thread(shortage, needs)
+    except (OSError, ValueError) as error:
+        sentence = f"how much host memory is left could not be read: {error}"
+        raise StepError(SuspendOutcome.REFUSED, sentence) from error
+    if short is not None:
+        raise StepError(
+            SuspendOutcome.REFUSED,
+            f"{format_memory(sum(use.values()))} would have to be saved in host memory, "
+            f"where {format_memory(short.left_mib)} are left (limited by {printable(short.limited_by)})",
+        )
