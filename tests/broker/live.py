@@ -20,7 +20,7 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_unix_socket
 
 from fractional_gpu.broker.api.lease_routes import make_server
-from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
 from fractional_gpu.broker.broker import Broker, now_ms
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
@@ -90,7 +90,7 @@ class LiveBroker:
         self._ready = threading.Event()
         self.disk: Disk
         self.broker: Broker
-        self.service: Service
+        self.service: LeaseService
         self.server: HTTPServer
         self.loop: asyncio.AbstractEventLoop
         self._seats: asyncio.Task[None]
@@ -125,7 +125,7 @@ class LiveBroker:
         for pool in settings.pool_specs(specs):
             self.broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
         self.broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
-        self.service = Service(self.broker, settings)
+        self.service = LeaseService(self.broker, settings)
         self.server = server = make_server(self.service, self.socket, more=SEAT_ROUTES)
         server.add_socket(bind_unix_socket(self.socket, mode=0o666))
         self._seats = asyncio.create_task(self.service.seats.run())

@@ -1,7 +1,7 @@
 """What is counted for Prometheus as it happens, in one place: every event and effect of the arbiter passes here, and nothing else is asked.
 
-- The table `COUNTED` names every metric here, `metrics_view.SEEN` those that are read off the books when somebody asks. docs/metrics.md
-  is written from both.
+- The table `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those that are read from the books at each scrape.
+  docs/metrics.md is written from both.
 - Base units: seconds and bytes. No label is a user, a lease, a kernel or a path; labels come from the configuration (pools, devices) and
   from sets in the code, and what should ever exceed `_MOST_VALUES` values is `other`.
 - A wait lasts from the first wish for the GPU to the grant; a kernel that is on its device waits 0 s, which is counted, too. Times are

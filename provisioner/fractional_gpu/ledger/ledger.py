@@ -150,7 +150,7 @@ class Ledger:
             except (sqlite3.Error, OSError) as error:
                 if lock != self._lock_descriptor:
                     close(lock)
-                raise opening.say(
+                raise opening.ledger_error(
                     path,
                     f"was deleted and cannot be written anew: {error}",
                     "check its folder and the room on its disk",
@@ -162,9 +162,11 @@ class Ledger:
             # The last connection to a file deletes what has the name of its log when it is closed: before there is a new one.
             connection.close()
             try:
-                opening.take_name(path)
+                opening.adopt_whole(path)
             except OSError as error:
-                raise opening.say(path, f"cannot take its name: {error.strerror}", "start the broker again") from error
+                raise opening.ledger_error(
+                    path, f"cannot take its name: {error.strerror}", "start the broker again"
+                ) from error
             self._connection = opening.reconnect(path)
             self._files = self._found()
 
@@ -194,7 +196,7 @@ class Ledger:
             try:
                 connection.close()
             except sqlite3.Error as error:
-                raise opening.say(
+                raise opening.ledger_error(
                     self.path, f"could not be closed: {error}", "see what is wrong with its disk"
                 ) from error
             finally:
@@ -400,7 +402,7 @@ class Ledger:
             raise RecordError(str(error)) from error
         except sqlite3.Error as error:
             remedy = "nothing of this change was kept; check the disk and its free room, then start the broker again"
-            raise opening.say(self.path, f"cannot be used: {error}", remedy) from error
+            raise opening.ledger_error(self.path, f"cannot be used: {error}", remedy) from error
 
     def _roll_back(self, connection: sqlite3.Connection) -> None:
         if connection.in_transaction:
@@ -424,4 +426,6 @@ class Ledger:
             values |= {name: msgspec.json.decode(row[name]) for name in ("spec", *_LISTS)}
             return msgspec.convert(values | {name: bool(row[name]) for name in ("ipykernel", "released")}, LeaseRecord)
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-            raise opening.say(self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}") from error
+            raise opening.ledger_error(
+                self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}"
+            ) from error

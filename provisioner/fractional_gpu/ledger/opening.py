@@ -25,16 +25,16 @@ from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
 
 __all__ = [
     "WHOLE",
+    "adopt_whole",
     "connect",
     "copy_whole",
     "count_live",
     "exists",
-    "fold",
+    "fold_wal",
+    "ledger_error",
     "lock",
     "reconnect",
-    "say",
     "set_aside_command",
-    "take_name",
 ]
 
 WHOLE = ".whole"  # after the ledger's name: all of it, written anew, which only has to take the name
@@ -44,7 +44,7 @@ _BUSY_S = 5.0  # somebody looks into the file with another tool
 _SET_ASIDE = ".damaged"
 
 
-def say(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
+def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
     """Return the error: which file, what is wrong, what to do (None: it cannot be used as it is, and may be set aside)."""
     if remedy is None:
         remedy = (
@@ -73,7 +73,7 @@ def lock(path: Path) -> int:
     try:
         descriptor = open_own(beside, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise say(
+        raise ledger_error(
             path, f"cannot be locked: {beside.name}: {error.strerror}", "check the folder's owner and mode"
         ) from error
     try:
@@ -83,10 +83,10 @@ def lock(path: Path) -> int:
         os.close(descriptor)
         who = f"pid {holder}" if holder.isdigit() else "another process"
         remedy = "stop that broker first, or give this one another state_dir"
-        raise LedgerInUseError(str(say(path, f"is in use by {who}", remedy))) from None
+        raise LedgerInUseError(str(ledger_error(path, f"is in use by {who}", remedy))) from None
     except OSError as error:
         os.close(descriptor)
-        raise say(path, f"cannot be locked: {error.strerror}", "keep the state_dir on a local disk") from error
+        raise ledger_error(path, f"cannot be locked: {error.strerror}", "keep the state_dir on a local disk") from error
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
     return descriptor
@@ -96,12 +96,14 @@ def connect(path: Path) -> sqlite3.Connection:
     """Open a sound ledger, or make a new one where there is none. The lock must be held. Raises LedgerError."""
     try:
         if os.path.lexists(path.with_name(path.name + WHOLE)):
-            take_name(path)
+            adopt_whole(path)
         found = os.lstat(path)
     except FileNotFoundError:
         _create(path)
     except OSError as error:
-        raise say(path, f"cannot be looked at: {error.strerror}", "check the owner and mode of its folder") from error
+        raise ledger_error(
+            path, f"cannot be looked at: {error.strerror}", "check the owner and mode of its folder"
+        ) from error
     else:
         _check_file(path, found)
     connection = _connect(path)
@@ -113,7 +115,7 @@ def connect(path: Path) -> sqlite3.Connection:
         raise
     except sqlite3.Error as error:
         connection.close()
-        raise say(path, f"cannot be read: {error}") from error
+        raise ledger_error(path, f"cannot be read: {error}") from error
     return connection
 
 
@@ -143,7 +145,7 @@ def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
         os.close(descriptor)
 
 
-def take_name(path: Path) -> None:
+def adopt_whole(path: Path) -> None:
     """Give `<file>.whole` the ledger's name. The lock must be held, and no connection open. Raises OSError."""
     for suffix in ("-wal", "-shm"):  # of an older file: SQLite would take them for those of the new one
         path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -158,14 +160,14 @@ def reconnect(path: Path) -> sqlite3.Connection:
         _prepare(path, connection)
     except sqlite3.Error as error:
         connection.close()
-        raise say(path, f"cannot be read: {error}") from error
+        raise ledger_error(path, f"cannot be read: {error}") from error
     except LedgerError:
         connection.close()
         raise
     return connection
 
 
-def fold(path: Path) -> None:
+def fold_wal(path: Path) -> None:
     """Bring what is in the write-ahead log into the file, so that the file alone is the ledger. The lock must be held.
 
     Raises LedgerError for what is no sound ledger, and OSError if there is none. Its schema is left as it is.
@@ -177,9 +179,11 @@ def fold(path: Path) -> None:
             connection.execute("PRAGMA synchronous = FULL")
             (mode,) = connection.execute("PRAGMA journal_mode = DELETE").fetchone()
         except sqlite3.Error as error:
-            raise say(path, f"cannot be moved: {error}", "end the program that has it open, if there is one") from error
+            raise ledger_error(
+                path, f"cannot be moved: {error}", "end the program that has it open, if there is one"
+            ) from error
     if mode != "delete":
-        raise say(path, "cannot be moved: another program has it open", "end that program")
+        raise ledger_error(path, "cannot be moved: another program has it open", "end that program")
 
 
 def count_live(path: Path) -> int:
@@ -189,7 +193,7 @@ def count_live(path: Path) -> int:
         with contextlib.closing(_connect(path)) as connection:
             (live,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
     except (OSError, sqlite3.Error) as error:
-        raise say(path, f"cannot be read: {error}") from error
+        raise ledger_error(path, f"cannot be read: {error}") from error
     return int(live)
 
 
@@ -199,7 +203,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     try:
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
-        raise say(path, f"cannot be opened: {error}") from error
+        raise ledger_error(path, f"cannot be opened: {error}") from error
 
 
 def _check_folder(path: Path) -> None:
@@ -208,13 +212,15 @@ def _check_folder(path: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
-        raise say(path, f"has no usable folder: {folder}: {error.strerror}", "choose another state_dir") from error
+        raise ledger_error(
+            path, f"has no usable folder: {folder}: {error.strerror}", "choose another state_dir"
+        ) from error
     if found.st_uid not in {0, os.geteuid()}:
-        raise say(
+        raise ledger_error(
             path, f"is in a folder of uid {found.st_uid}", "choose a state_dir that belongs to the broker's own user"
         )
     if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-        raise say(
+        raise ledger_error(
             path,
             f"is in a folder that others can write (mode {found.st_mode & 0o777:04o})",
             f"run: chmod go-w {folder}",
@@ -225,7 +231,7 @@ def _check_names(path: Path) -> None:
     """Refuse a ledger that has another name, or whose write-ahead log has one. Raises LedgerError."""
     for one in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal"))):
         if (names := _names(one)) > 1:
-            raise say(
+            raise ledger_error(
                 path,
                 f"would change another file: {one.name} has {names} names (hard links)",
                 f"`find / -samefile {one}` lists them; remove the other ones, or move this one away",
@@ -246,16 +252,16 @@ def _check_file(path: Path, found: os.stat_result) -> None:
         kind = (
             "a directory" if stat.S_ISDIR(found.st_mode) else "a link" if stat.S_ISLNK(found.st_mode) else "not a file"
         )
-        raise say(path, f"is {kind}, not a regular file", "move it away or choose another state_dir")
+        raise ledger_error(path, f"is {kind}, not a regular file", "move it away or choose another state_dir")
     if found.st_uid != os.geteuid():
-        raise say(
+        raise ledger_error(
             path,
             f"belongs to uid {found.st_uid}, not to uid {os.geteuid()}",
             "start the broker as that user or choose another state_dir",
         )
     _check_names(path)
     if found.st_mode & 0o022:
-        raise say(
+        raise ledger_error(
             path,
             f"could be written by others (mode {found.st_mode & 0o777:04o})",
             f"if its contents can be trusted, run: chmod 600 {path}",
@@ -264,7 +270,7 @@ def _check_file(path: Path, found: os.stat_result) -> None:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise say(
+        raise ledger_error(
             path,
             f"cannot be opened for writing: {error.strerror}",
             "check its owner and mode, and that its disk is writable",
@@ -273,51 +279,53 @@ def _check_file(path: Path, found: os.stat_result) -> None:
         os.fchmod(descriptor, 0o600)
         header = os.pread(descriptor, _HEADER_BYTES, 0)
     except OSError as error:
-        raise say(path, f"cannot be read: {error.strerror}") from error
+        raise ledger_error(path, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
     if not header:
-        raise say(path, "is empty (zero bytes)")
+        raise ledger_error(path, "is empty (zero bytes)")
     if len(header) < _HEADER_BYTES or not header.startswith(_MAGIC):
-        raise say(path, "is not a ledger (or its beginning is destroyed)")
+        raise ledger_error(path, "is not a ledger (or its beginning is destroyed)")
     if int.from_bytes(header[68:72], "big") != schema.APPLICATION_ID:
-        raise say(path, "is a database of another program", "choose another state_dir")
+        raise ledger_error(path, "is a database of another program", "choose another state_dir")
 
 
 def _check_contents(path: Path, connection: sqlite3.Connection) -> None:
     version, newest = schema.read_version(connection), schema.newest_version()
     if version > newest:
-        raise say(
+        raise ledger_error(
             path,
             f"was written by a newer version (schema {version}, this one knows up to {newest})",
             "install that version again, or give this one another state_dir",
         )
     if version < 1:
-        raise say(path, "has no schema version")
+        raise ledger_error(path, "has no schema version")
     (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if verdict != "ok":
-        raise say(path, f"is corrupt: {' '.join(str(verdict).split())}")
+        raise ledger_error(path, f"is corrupt: {' '.join(str(verdict).split())}")
     if connection.execute("PRAGMA foreign_key_check").fetchone() is not None:
-        raise say(path, "is corrupt: an operation belongs to no lease")
+        raise ledger_error(path, "is corrupt: an operation belongs to no lease")
 
 
 def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
-        raise say(path, "is on a file system without write-ahead logging", "keep the state_dir on a local disk")
+        raise ledger_error(
+            path, "is on a file system without write-ahead logging", "keep the state_dir on a local disk"
+        )
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA trusted_schema = OFF")
     schema.migrate(connection)
     tables = {str(name) for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if missing := sorted(schema.TABLES - tables):
-        raise say(path, f"is corrupt: it lacks the table {missing[0]}")
+        raise ledger_error(path, f"is corrupt: it lacks the table {missing[0]}")
 
 
 def _create(path: Path) -> None:
     """Build a new ledger under another name, then move it into place: a crash leaves either none or a whole one."""
     if path.with_name(path.name + "-wal").exists():
-        raise say(
+        raise ledger_error(
             path,
             "is gone but its write-ahead log is still there",
             f"put the database back, or set the log aside with `{set_aside_command(path)}`; the next broker then takes the kernels that "
@@ -336,11 +344,11 @@ def _create(path: Path) -> None:
         unfinished.rename(path)
         _sync(path.parent)
     except OSError as error:
-        raise say(
+        raise ledger_error(
             path, f"cannot be created: {error.strerror}", "check the folder's owner and mode and the room on its disk"
         ) from error
     except sqlite3.Error as error:
-        raise say(path, f"cannot be created: {error}", "check the room on its disk") from error
+        raise ledger_error(path, f"cannot be created: {error}", "check the room on its disk") from error
 
 
 def _sync(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 `MIGRATIONS[n]` turns schema n-1 into schema n; a new file runs all of them, an old file the ones it lacks. To change
 the tables, add a function, never edit one that has been released. Each runs inside the transaction that raises the
-version. What earlier programs may overlook is a column in `OVERLOOKED` and needs no new version.
+version. What earlier programs may overlook is a column in `OPTIONAL_COLUMNS` and needs no new version.
 
 The file says whose it is (`application_id`) and how old its tables are (`user_version`), where SQLite has
 room for that.
@@ -160,7 +160,7 @@ MIGRATIONS: dict[int, Callable[[sqlite3.Connection], None]] = {
     3: _version_3,
 }
 
-OVERLOOKED: dict[str, dict[str, str]] = {
+OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
     # leases that outlive their kernels, because processes that those left behind have device memory
     "leases": {
         "members": "TEXT NOT NULL DEFAULT '[]'",
@@ -194,7 +194,7 @@ def migrate(connection: sqlite3.Connection) -> None:
         for version in range(read_version(connection) + 1, newest_version() + 1):
             MIGRATIONS[version](connection)
             connection.execute(f"PRAGMA user_version = {version}")
-        for table, columns in OVERLOOKED.items():
+        for table, columns in OPTIONAL_COLUMNS.items():
             there = {str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")}
             for name, kind in columns.items():
                 if there and name not in there:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.persistence.forecast_store import keep_learnt, learnt, learnt_contexts
+from fractional_gpu.broker.persistence.forecast_store import load_context_sizes, load_forecasts, save_forecasts
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.context_sizes import ContextSizes, Figure
@@ -26,11 +26,11 @@ async def test_swaps_that_were_seen_are_remembered_by_the_next_broker(tmp_path: 
     writer = LedgerWriter(Ledger.open(tmp_path / "ledger.sqlite"))
     contexts = ContextSizes()
     contexts.saw("G", "kernel", Figure(1000, 900), 20_000)
-    keep_learnt(Arbiter(forecasts=forecasts), contexts, writer)
+    save_forecasts(Arbiter(forecasts=forecasts), contexts, writer)
     await writer.close()
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
-        again = learnt(ledger)
-        assert learnt_contexts(ledger).estimate_mib("G", 1000) == 928
+        again = load_forecasts(ledger)
+        assert load_context_sizes(ledger).estimate_mib("G", 1000) == 928
     assert again.swap_ms("suspend", "G", 1000) == forecasts.swap_ms("suspend", "G", 1000)
     assert again.swap_ms("suspend", "G", 1000) != Forecasts().swap_ms("suspend", "G", 1000)
 
@@ -43,14 +43,14 @@ def test_what_cannot_be_understood_is_forgotten_with_a_word(
         ledger.keep("forecasts", kept)
         ledger.keep("contexts", kept)
         with caplog.at_level(logging.WARNING):
-            fresh = learnt(ledger)
-            assert learnt_contexts(ledger).state() == ContextSizes().state()
+            fresh = load_forecasts(ledger)
+            assert load_context_sizes(ledger).state() == ContextSizes().state()
     assert fresh.swap_ms("suspend", "G", 1000) == Forecasts().swap_ms("suspend", "G", 1000)
     assert caplog.text.count("what was learnt before is of no use any more") == 2
 
 
 def test_a_first_broker_begins_with_what_is_known_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
-        assert learnt(ledger).state() == Forecasts().state()
-        assert learnt_contexts(ledger).estimate_mib("G", 1000) == 512
+        assert load_forecasts(ledger).state() == Forecasts().state()
+        assert load_context_sizes(ledger).estimate_mib("G", 1000) == 512
     assert caplog.text == ""

@@ -14,7 +14,7 @@ from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.backend import Backend
 from fractional_gpu.broker.process.own_files import BrokerLock
 from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
-from fractional_gpu.broker.process.run import Run, device_specs
+from fractional_gpu.broker.process.run import BrokerRun, device_specs
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.doctor.broker import check_broker
 from fractional_gpu.commands.doctor.finding import Severity
@@ -46,7 +46,7 @@ async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[Bro
     settings = load(None, {})
     reader, writer = os.pipe()
     ready = os.fdopen(writer, "w")
-    run = Run(
+    run = BrokerRun(
         settings=settings,
         backend=backend,
         specs=device_specs(settings, backend),

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.broker import Broker, now_ms, token_digest
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files, read_seat_files
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
@@ -392,7 +392,7 @@ async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, capl
 async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
     """With it a server's next kernels keep what the hub gave it; a seat that was ended stays so."""
     async with started(socket, OneDevice()) as (broker, _):
-        seats = Service(broker, load(None, {})).seats
+        seats = LeaseService(broker, load(None, {})).seats
         for name in ("kept", "ended"):
             seat = replace(SEAT, seat_id=name, server=name)
             await broker.writer.run(partial(broker.writer.ledger.save_seat, seat))
@@ -403,7 +403,7 @@ async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
         await broker.files.flushed()
     socket.with_name("ledger.sqlite").unlink()
     async with started(socket, OneDevice()) as (broker, _):
-        seats = Service(broker, load(None, {})).seats
+        seats = LeaseService(broker, load(None, {})).seats
         seats.recover(broker.writer.ledger)
         assert seats.of_token("secret") == "kept"
         await broker.writer.flushed()

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from fractional_gpu.broker.seats.offers import Forecasts
-from fractional_gpu.broker.seats.usage import Meter
+from fractional_gpu.broker.seats.offers import PoolForecasts
+from fractional_gpu.broker.seats.usage import UsageRecorder
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.seat_packing import PRIOR
@@ -37,11 +37,11 @@ class World:
                 arbiter=SimpleNamespace(pools=lambda: {"default": None}),
             ),
         )
-        self.forecasts = Forecasts(self.broker, load(None, {}))
+        self.forecasts = PoolForecasts(self.broker, load(None, {}))
         self.meter = self.restarted()
 
-    def restarted(self) -> Meter:
-        return Meter(self.broker, self.forecasts, wall=lambda: self.wall_ms, now=lambda: self.now_ms)
+    def restarted(self) -> UsageRecorder:
+        return UsageRecorder(self.broker, self.forecasts, wall=lambda: self.wall_ms, now=lambda: self.now_ms)
 
     def lease(self, owner: str, *, busy: bool, used_mib: int, state: LeaseState = LeaseState.RESIDENT) -> Any:  # noqa: ANN401
         view = SimpleNamespace(
@@ -113,7 +113,7 @@ def test_what_was_learnt_outlives_the_broker(world: World) -> None:
     world.written()
     learnt = world.forecasts.habits("ada", "default")
     assert learnt.duty_milli < PRIOR.duty_milli
-    world.forecasts = Forecasts(world.broker, load(None, {}))
+    world.forecasts = PoolForecasts(world.broker, load(None, {}))
     assert world.forecasts.habits("ada", "default") == PRIOR
     world.restarted().recover(world.ledger)
     assert world.forecasts.habits("ada", "default") == learnt

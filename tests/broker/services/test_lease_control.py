@@ -275,9 +275,9 @@ def test_only_administrators_empty_devices(live: LiveBroker) -> None:
 
     async def ask() -> str:
         with pytest.raises(ForbiddenError) as caught:
-            await live.service.steering.drain(peer, "0", evict_busy=True)
+            await live.service.lease_control.drain(peer, "0", evict_busy=True)
         with pytest.raises(ForbiddenError):
-            await live.service.steering.undrain(peer, "0")
+            await live.service.lease_control.undrain(peer, "0")
         return str(caught.value)
 
     assert "only an administrator (root, the user who runs the broker, or a member of its admin_group)" in live.on_loop(

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import asdict
 
-from fractional_gpu.broker.api.handler import Handler, Stream
+from fractional_gpu.broker.api.handler import Handler, StreamHandler
 from fractional_gpu.protocol.messages import (
     Done,
     DrainRequest,
@@ -22,43 +22,43 @@ _DEVICE = r"/v1/devices/([^/]{1,200})"
 class _Pin(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        request = self.take(PinRequest)
-        async with self.steered("pin", kernel, **asdict(request)):
-            status = await self.service.steering.pin(kernel, request)
+        request = self.decode_body(PinRequest)
+        async with self.audited_for_lease("pin", kernel, **asdict(request)):
+            status = await self.service.lease_control.pin(kernel, request)
         self.reply(status)
 
 
 class _Unpin(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        async with self.steered("unpin", kernel):
-            status = await self.service.steering.unpin(kernel, self.actor(kernel))
+        async with self.audited_for_lease("unpin", kernel):
+            status = await self.service.lease_control.unpin(kernel, self.actor(kernel))
         self.reply(status)
 
 
-class _Resize(Stream):
+class _Resize(StreamHandler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        request = self.take(ResizeRequest)
+        request = self.decode_body(ResizeRequest)
 
         async def work() -> None:
-            async with self.steered("resize", kernel, **asdict(request)):
-                status = await self.service.steering.resize(kernel, request)
+            async with self.audited_for_lease("resize", kernel, **asdict(request)):
+                status = await self.service.lease_control.resize(kernel, request)
             self.reply(status)
 
         await self.run(asyncio.create_task(work()))
 
 
-class _Move(Stream):
+class _Move(StreamHandler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        self.service.steering.must_administer(self.peer, "move kernels")
-        request = self.take(MoveRequest)
+        self.service.lease_control.must_administer(self.peer, "move kernels")
+        request = self.decode_body(MoveRequest)
 
         async def work() -> None:
-            async with self.steered("move", kernel, even_own=True, **asdict(request)):
-                to = None if request.device is None else self.service.steering.device(self.peer, request.device)
-                status = await self.service.administering.move(kernel, to)
+            async with self.audited_for_lease("move", kernel, even_own=True, **asdict(request)):
+                to = None if request.device is None else self.service.lease_control.device(self.peer, request.device)
+                status = await self.service.admin.move(kernel, to)
             self.reply(status)
 
         await self.run(asyncio.create_task(work()))
@@ -67,43 +67,43 @@ class _Move(Stream):
 class _Evict(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        self.service.steering.must_administer(self.peer, "end kernels of others")
-        request = self.take(EvictRequest)
-        async with self.steered("evict", kernel, even_own=True, **asdict(request)):
-            await self.service.administering.evict(self.peer, kernel, request)
+        self.service.lease_control.must_administer(self.peer, "end kernels of others")
+        request = self.decode_body(EvictRequest)
+        async with self.audited_for_lease("evict", kernel, even_own=True, **asdict(request)):
+            await self.service.admin.evict(self.peer, kernel, request)
         self.reply(Done())
 
 
 class _End(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        async with self.steered("end", kernel, processes=[one.identity.pid for one in kernel.left]):
+        async with self.audited_for_lease("end", kernel, processes=[one.identity.pid for one in kernel.left]):
             await self.service.end(kernel)
         self.reply(Done())
 
 
 class _Story(Handler):
     async def get(self, lease_id: str) -> None:
-        self.reply(await self.service.steering.story(self.service.find(self.peer, lease_id)))
+        self.reply(await self.service.lease_control.story(self.service.find(self.peer, lease_id)))
 
 
 class _History(Handler):
     async def get(self, lease_id: str) -> None:
-        self.reply(await self.service.steering.history(self.service.find(self.peer, lease_id)))
+        self.reply(await self.service.lease_control.history(self.service.find(self.peer, lease_id)))
 
 
 class _Drain(Handler):
     async def post(self, device: str) -> None:
-        request = self.take(DrainRequest)
+        request = self.decode_body(DrainRequest)
         async with self.audited("drain", device, **asdict(request)):
-            status = await self.service.steering.drain(self.peer, device, evict_busy=request.evict_busy)
+            status = await self.service.lease_control.drain(self.peer, device, evict_busy=request.evict_busy)
         self.reply(status)
 
 
 class _Undrain(Handler):
     async def post(self, device: str) -> None:
         async with self.audited("undrain", device):
-            status = await self.service.steering.undrain(self.peer, device)
+            status = await self.service.lease_control.undrain(self.peer, device)
         self.reply(status)
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 from tornado import iostream, web
 
-from fractional_gpu.broker.api.lease_service import Service
-from fractional_gpu.broker.api.rate_limit import Limiter
+from fractional_gpu.broker.api.lease_service import LeaseService
+from fractional_gpu.broker.api.rate_limit import RateLimiter
 from fractional_gpu.broker.api.server import is_admin
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer, user_name
@@ -34,7 +34,7 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
 
-__all__ = ["Handler", "Stream"]
+__all__ = ["Handler", "StreamHandler"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Handler(web.RequestHandler):
     peer: Peer
     answers_any_version = False  # to whoever speaks another protocol, too
 
-    def initialize(self, service: Service, socket_path: str) -> None:
+    def initialize(self, service: LeaseService, socket_path: str) -> None:
         """Take what tornado passes to every handler."""
         self.service = service
         self.socket_path = socket_path
@@ -80,9 +80,9 @@ class Handler(web.RequestHandler):
         self.set_header(VERSION_HEADER, versions.OWN.to_header())
 
     @property
-    def limiter(self) -> Limiter:
+    def limiter(self) -> RateLimiter:
         """Who may ask how often."""
-        limiter: Limiter = self.settings["limiter"]
+        limiter: RateLimiter = self.settings["limiter"]
         return limiter
 
     def _check_version(self) -> None:
@@ -109,7 +109,7 @@ class Handler(web.RequestHandler):
             return nullcontext()
         return self.service.audit.act(act, target, self.peer, parameters)
 
-    def steered(
+    def audited_for_lease(
         self, act: str, kernel: Kernel, *, even_own: bool = False, **parameters: object
     ) -> AbstractAsyncContextManager[Act | None]:
         """Return the same for something that is done to a lease: what people do to their own is nobody's business, mostly."""
@@ -126,7 +126,7 @@ class Handler(web.RequestHandler):
             return "its user"
         return f"administrator {name or user_name(self.peer.credentials.uid)}"
 
-    def take(self, kind: type[T]) -> T:
+    def decode_body(self, kind: type[T]) -> T:
         """Decode the body."""
         return decode(self.request.body, kind)
 
@@ -148,7 +148,7 @@ class Handler(web.RequestHandler):
             connection: Any = self.request.connection
             connection.stream.close()
 
-    async def line(self, message: object) -> None:
+    async def write_line(self, message: object) -> None:
         """Write one line of a stream. Raises StreamClosedError when the peer hung up or does not read it in time."""
         self._reach("line")
         self.write(msgspec.json.encode(message) + b"\n")
@@ -203,7 +203,7 @@ def _error_for(status: int) -> FractionalGPUError:
     return InternalBrokerError("the broker failed; its log says why")
 
 
-class Stream(Handler):
+class StreamHandler(Handler):
     """A route whose work ends when the peer hangs up."""
 
     def on_connection_close(self) -> None:

@@ -11,10 +11,10 @@ import msgspec
 from tornado import httputil, web
 
 from fractional_gpu.broker.api.admin_routes import POLICY_ROUTES
-from fractional_gpu.broker.api.handler import Handler, Stream
-from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.handler import Handler, StreamHandler
+from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
-from fractional_gpu.broker.api.rate_limit import Limiter
+from fractional_gpu.broker.api.rate_limit import RateLimiter
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
 from fractional_gpu.broker.services.status import host_status
 from fractional_gpu.broker.services.status_stream import StatusStream
@@ -71,7 +71,7 @@ class _Status(Handler):
 
 class _Leases(Handler):
     async def post(self) -> None:
-        self.reply(await self.service.create(self.peer, self.take(LeaseRequest)))
+        self.reply(await self.service.create(self.peer, self.decode_body(LeaseRequest)))
 
 
 class _Lease(Handler):
@@ -87,7 +87,7 @@ class _Lease(Handler):
         except NotFoundError:
             pass  # released before: a second release is no error
         else:
-            async with self.steered("release", kernel):
+            async with self.audited_for_lease("release", kernel):
                 await self.service.release(kernel)
         self.reply(Done())
 
@@ -95,7 +95,7 @@ class _Lease(Handler):
 class _Attach(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id, own=True)
-        self.reply(await self.service.attach(self.peer, kernel, self.take(AttachRequest)))
+        self.reply(await self.service.attach(self.peer, kernel, self.decode_body(AttachRequest)))
 
 
 class _Detach(Handler):
@@ -104,19 +104,19 @@ class _Detach(Handler):
         self.reply(Done())
 
 
-class _Suspend(Stream):
+class _Suspend(StreamHandler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
 
         async def work() -> None:
-            async with self.steered("suspend", kernel):
+            async with self.audited_for_lease("suspend", kernel):
                 status = await self.service.suspend(kernel, self.actor(kernel))
             self.reply(status)
 
         await self.run(asyncio.create_task(work()))
 
 
-class _Events(Stream):
+class _Events(StreamHandler):
     async def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
         seat = self.service.seats.of_token(self.peer.token)
@@ -127,60 +127,60 @@ class _Events(Stream):
             lines = self.settings["status_stream"].follow(uid, seat, owner, changes_only=changes_only)
             async with aclosing(lines) as stream:
                 async for status in stream:
-                    await self.line({} if status is None else status)
+                    await self.write_line({} if status is None else status)
 
         await self.run(asyncio.create_task(work()))
 
 
-class _Resume(Stream):
+class _Resume(StreamHandler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
 
         async def work() -> None:
-            async with self.steered("resume", kernel):
+            async with self.audited_for_lease("resume", kernel):
                 status = await self.service.resume(kernel)
             self.reply(status)
 
         await self.run(asyncio.create_task(work()))
 
 
-class _Acquire(Stream):
+class _Acquire(StreamHandler):
     async def post(self, lease_id: str) -> None:
         kernel = await self.service.find_own(self.peer, lease_id)
-        request = self.take(AcquireRequest)
+        request = self.decode_body(AcquireRequest)
 
         async def work() -> None:
             async with aclosing(self.service.acquire(kernel, request)) as stream:
                 async for progress in stream:
-                    await self.line(progress)
+                    await self.write_line(progress)
 
         await self.run(asyncio.create_task(work()))
 
 
-class _Gate(Stream):
+class _Gate(StreamHandler):
     _writes = False
 
     async def post(self, lease_id: str) -> None:
         kernel = await self.service.find_own(self.peer, lease_id)
-        link = self.service.connect_gate(kernel, self.take(GateHello))
+        link = self.service.connect_gate(kernel, self.decode_body(GateHello))
 
         async def work() -> None:
             # The extension learns at once that it is connected, and whether it has to pulse.
-            await self.line(GateCommand(hears=self.settings["hears"]))
+            await self.write_line(GateCommand(hears=self.settings["hears"]))
             link.stream = self
             while (command := await link.next()) is not None:
-                await self.line(command)
+                await self.write_line(command)
 
         try:
             await self.run(asyncio.create_task(work()))
         finally:
             self.service.disconnect_gate(kernel, link)
 
-    async def line(self, message: object) -> None:
-        """Write one line, and nothing between it and its end. Raises as `Stream.line`."""
+    async def write_line(self, message: object) -> None:
+        """Write one line, and nothing between it and its end. Raises as `StreamHandler.write_line`."""
         self._writes = True
         try:
-            await super().line(message)
+            await super().write_line(message)
         finally:
             self._writes = False
 
@@ -204,11 +204,11 @@ class _Gate(Stream):
 class _Answer(Handler):
     def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id, own=True)
-        self.service.answer(kernel, self.take(GateAnswer))
+        self.service.answer(kernel, self.decode_body(GateAnswer))
         self.reply(Done())
 
 
-def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str, type[Handler]]] = ()) -> Server:
+def make_server(service: LeaseService, socket_path: str, *, more: Sequence[tuple[str, type[Handler]]] = ()) -> Server:
     """Return the server, not yet listening; `more` are routes beside those of leases."""
     shared = {"service": service, "socket_path": socket_path}
     application = web.Application(
@@ -231,7 +231,7 @@ def make_server(service: Service, socket_path: str, *, more: Sequence[tuple[str,
         default_handler_class=_Missing,
         default_handler_args=shared,
         status_stream=StatusStream(service.broker, socket_path),
-        limiter=Limiter(service.broker),
+        limiter=RateLimiter(service.broker),
         hears=tells_unread(),
         log_function=_log_request,
     )

@@ -44,8 +44,8 @@ from fractional_gpu.broker.kernels.sharing import launch_environment
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.seats.seats import Seats
-from fractional_gpu.broker.services.admin import Administering
-from fractional_gpu.broker.services.lease_control import Steering
+from fractional_gpu.broker.services.admin import AdminService
+from fractional_gpu.broker.services.lease_control import LeaseControl
 from fractional_gpu.broker.services.status import (
     HAD_ITS_TURN,
     lease_status,
@@ -104,7 +104,7 @@ from fractional_gpu.protocol.messages import (
     ProgressKind,
 )
 
-__all__ = ["Service"]
+__all__ = ["LeaseService"]
 
 log = logging.getLogger(__name__)
 
@@ -124,14 +124,14 @@ _SETTLED = frozenset(
 Refresh = Callable[[], Coroutine[None, None, None]]
 
 
-class Service:
+class LeaseService:
     """The routes' work. One per broker. `refresh` samples the devices."""
 
     def __init__(self, broker: Broker, settings: Settings, refresh: Refresh | None = None) -> None:
         self.broker = broker
         self.seats = Seats(broker, settings)
-        self.steering = Steering(broker, self.seats.check_resize)
-        self.administering = Administering(broker)
+        self.lease_control = LeaseControl(broker, self.seats.check_resize)
+        self.admin = AdminService(broker)
         self.admin_gid = settings.admin_gid()
         self.settings = settings
         self.lost: LostLeases | None = None
@@ -174,7 +174,7 @@ class Service:
                 f"this host has {MAX_LEASES} leases of all its users, the most there may be; shut a kernel down, or ask others to",
                 reason="too-many-leases",
             )
-        spec = self.seats.draw(peer, request, lease_spec(broker.arbiter, peer, request))
+        spec = self.seats.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
         token = secrets.token_urlsafe(32)
         kernel = Kernel(
             lease_id=spec.lease_id,
@@ -198,7 +198,7 @@ class Service:
             except LedgerError:
                 await self.release(kernel)
                 raise
-        evicted = self.administering.evictions.successor(kernel)
+        evicted = self.admin.evictions.successor(kernel)
         if evicted:
             kernel.notices.append(evicted)
             broker.record_line(kernel.lease_id, EVICTED, evicted)
@@ -224,7 +224,7 @@ class Service:
         """
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
-            refused = arbiter.refusal(self.seats.draw(peer, request, lease_spec(arbiter, peer, request)))
+            refused = arbiter.refusal(self.seats.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
             if refused is None or refused[0] != UNATTACHED_LIMIT:
                 return
             await asyncio.sleep(_START_PAUSE_S)
@@ -344,7 +344,7 @@ class Service:
         """End what the kernel left behind, or a kernel whose own server has ended. Raises ConflictError. Cancelled: it goes on."""
         view = self._view(kernel)
         if not kernel.left and self.seats.predates(kernel, view):
-            await self.administering.end_kernel(kernel)
+            await self.admin.end_kernel(kernel)
         else:
             await self.broker.survivors.end(kernel)
 

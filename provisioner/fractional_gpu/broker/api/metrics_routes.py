@@ -24,7 +24,7 @@ from tornado.httpserver import HTTPServer
 
 from fractional_gpu import __version__
 from fractional_gpu.broker.api.handler import Handler
-from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.server import PausingListener, Server
 from fractional_gpu.broker.metrics import PREFIX, Metric
 from fractional_gpu.core.model import LeaseState
@@ -66,7 +66,7 @@ BOOK_METRICS = (
 )  # fmt: skip
 
 
-def register_collectors(service: Service, server: Server) -> None:
+def register_collectors(service: LeaseService, server: Server) -> None:
     """Add the books and the broker's process to its registry."""
     registry = service.broker.metrics.registry
     registry.register(BooksCollector(service, server.connections))
@@ -164,7 +164,7 @@ def _ignore_request(_handler: web.RequestHandler) -> None:
 class BooksCollector(Collector):
     """Collects `BOOK_METRICS`. `connections` returns the number of users' and of administrators'. For the broker's loop only."""
 
-    def __init__(self, service: Service, connections: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, service: LeaseService, connections: Callable[[], tuple[int, int]]) -> None:
         self._service = service
         self._connections = connections
 

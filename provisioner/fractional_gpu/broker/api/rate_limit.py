@@ -18,14 +18,14 @@ from fractional_gpu.protocol.limits import (
     REQUESTS_PER_S,
 )
 
-__all__ = ["Limiter"]
+__all__ = ["RateLimiter"]
 
 _LEASE = re.compile(r"/v1/leases/([0-9a-zA-Z_-]{1,64})/")
 _LINES_PER_S = 1.0
 _LINES_BURST = 100.0
 
 
-class Limiter:
+class RateLimiter:
     """One per broker."""
 
     def __init__(self, broker: Broker) -> None:

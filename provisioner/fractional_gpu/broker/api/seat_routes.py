@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import aclosing, nullcontext
 
-from fractional_gpu.broker.api.handler import Handler, Stream
+from fractional_gpu.broker.api.handler import Handler, StreamHandler
 from fractional_gpu.protocol.errors import ForbiddenError
 from fractional_gpu.protocol.messages import Done
 from fractional_gpu.protocol.seats import (
@@ -26,7 +26,7 @@ class _AdminHandler(Handler):
         require_admin(self)
 
 
-class _AdminStream(Stream):
+class _AdminStream(StreamHandler):
     """A stream that is the hub's."""
 
     def prepare(self) -> None:
@@ -45,7 +45,7 @@ def require_admin(handler: Handler) -> None:
 
 class _Offers(_AdminHandler):
     def post(self) -> None:
-        self.reply(self.service.seats.offers(self.take(OfferRequest)))
+        self.reply(self.service.seats.offers(self.decode_body(OfferRequest)))
 
 
 class _Seats(_AdminStream):
@@ -53,7 +53,7 @@ class _Seats(_AdminStream):
         self.reply(self.service.seats.listing())
 
     async def post(self) -> None:
-        request = self.take(SeatRequest)
+        request = self.decode_body(SeatRequest)
 
         async def work() -> None:
             last = None
@@ -64,13 +64,13 @@ class _Seats(_AdminStream):
             ):
                 async for progress in stream:
                     if progress.kind == ProgressKind.WAITING:
-                        await self.line(progress)
+                        await self.write_line(progress)
                         continue
                     last = progress  # told once the audit log has it
                     if act is not None and progress.kind == ProgressKind.REFUSED:
                         act.refused(progress.reason, progress.sentence)
             if last is not None:
-                await self.line(last)
+                await self.write_line(last)
 
         await self.run(asyncio.create_task(work()))
 
@@ -96,7 +96,7 @@ class _Pools(_AdminHandler):
 
 class _Pool(_AdminHandler):
     async def post(self, name: str) -> None:
-        change = self.take(PoolChange)
+        change = self.decode_body(PoolChange)
         async with self.audited("pool.change", name, keys=change.keys) if change.keys else nullcontext():
             keys = self.service.seats.pools.change(name, change, uid=self.peer.credentials.uid)
         self.reply(keys)

@@ -16,7 +16,7 @@ from fractional_gpu.core.forecasts.context_sizes import ContextSizes
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.ledger.ledger import Ledger
 
-__all__ = ["keep_learning", "keep_learnt", "learnt", "learnt_contexts"]
+__all__ = ["load_context_sizes", "load_forecasts", "save_forecasts", "save_forecasts_periodically"]
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -25,27 +25,27 @@ _FORECASTS, _CONTEXTS = "forecasts", "contexts"
 _INTERVAL_S = 300.0
 
 
-def learnt(ledger: Ledger) -> Forecasts:
+def load_forecasts(ledger: Ledger) -> Forecasts:
     """Return what an earlier arbiter learnt, or the priors. Raises LedgerError."""
     return _read(ledger, _FORECASTS, Forecasts.from_state) or Forecasts()
 
 
-def learnt_contexts(ledger: Ledger) -> ContextSizes:
+def load_context_sizes(ledger: Ledger) -> ContextSizes:
     """Return what an earlier broker learnt of contexts, or nothing yet. Raises LedgerError."""
     return _read(ledger, _CONTEXTS, ContextSizes.from_state) or ContextSizes()
 
 
-def keep_learnt(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
+def save_forecasts(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
     """Hand what was learnt over to be written."""
     for name, state in ((_FORECASTS, arbiter.forecasts.state()), (_CONTEXTS, contexts.state())):
         writer.submit(partial(writer.ledger.keep, name, json.dumps(state, separators=(",", ":"))))
 
 
-async def keep_learning(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
+async def save_forecasts_periodically(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
     """Keep what is learnt, every few minutes, until cancelled."""
     while True:
         await asyncio.sleep(_INTERVAL_S)
-        keep_learnt(arbiter, contexts, writer)
+        save_forecasts(arbiter, contexts, writer)
 
 
 def _read(ledger: Ledger, name: str, understand: Callable[[object], T]) -> T | None:

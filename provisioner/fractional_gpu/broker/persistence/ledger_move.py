@@ -55,7 +55,7 @@ def move_ledger(source: Path, target: Path) -> bool:
 def _move(source: Path, beside: Path, target: Path) -> bool:
     for path in (source, target):
         if os.path.lexists(path.with_name(path.name + opening.WHOLE)):
-            opening.take_name(path)
+            opening.adopt_whole(path)
     if os.path.lexists(target):
         beside.unlink(missing_ok=True)  # a move that was killed at its last step
         if not os.path.lexists(source) or not _choose(source, target):
@@ -66,7 +66,7 @@ def _move(source: Path, beside: Path, target: Path) -> bool:
             return False
         log.warning("finishing a move of the ledger %s that was interrupted", source)
     else:
-        opening.fold(source)
+        opening.fold_wal(source)
         failpoints.reach("ledger-move.begin")
         try:
             source.rename(target)
@@ -121,7 +121,7 @@ def _choose(source: Path, target: Path) -> bool:
         return False
     others = opening.count_live(target)
     if others:
-        raise opening.say(
+        raise opening.ledger_error(
             target,
             f"has {others} live leases, and {source} has {live}: both were used",
             "move the one away whose kernels have ended, with its -wal",
@@ -131,7 +131,7 @@ def _choose(source: Path, target: Path) -> bool:
 
 
 def _set_aside(path: Path, other: Path) -> None:
-    opening.fold(path)
+    opening.fold_wal(path)
     aside = path.with_name(f"{path.name}.unused-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}")
     log.warning(
         "there are two ledgers; %s has no live lease and is set aside as %s, %s counts", path, aside.name, other
@@ -142,7 +142,7 @@ def _set_aside(path: Path, other: Path) -> None:
 def _refuse_lone_log(source: Path) -> None:
     if os.path.lexists(source.with_name(source.name + "-wal")):
         remedy = "put the database back, or move the -wal file away to begin anew"
-        raise opening.say(source, "is gone but its write-ahead log is still there", remedy)
+        raise opening.ledger_error(source, "is gone but its write-ahead log is still there", remedy)
 
 
 def _companions(source: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from fractional_gpu.broker.process.detaching import cannot_run, make_socket_fold
 from fractional_gpu.broker.process.logs import set_up_logging
 from fractional_gpu.broker.process.own_files import BrokerLock
 from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
-from fractional_gpu.broker.process.run import Run, device_specs, is_service_socket
+from fractional_gpu.broker.process.run import BrokerRun, device_specs, is_service_socket
 from fractional_gpu.client.broker_process import claim_address, claim_holder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
@@ -106,7 +106,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             ledger = _opened(folder / ledger_name(simulated=backend.simulated), old_folder(socket))
             restart = RestartFiles(replace(options, state_dir=str(folder)), socket)
             restart.write()
-            run = Run(
+            run = BrokerRun(
                 settings=settings,
                 backend=backend,
                 specs=specs,

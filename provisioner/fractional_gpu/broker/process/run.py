@@ -13,7 +13,7 @@ from typing import TextIO
 from tornado.netutil import bind_unix_socket
 
 from fractional_gpu.broker.api.lease_routes import make_server
-from fractional_gpu.broker.api.lease_service import Service
+from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import listen
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
 from fractional_gpu.broker.api.server import PausingListener, drain_claim_queries
@@ -25,10 +25,10 @@ from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.monitoring.watchdog import Watchdog
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.persistence.forecast_store import (
-    keep_learning,
-    keep_learnt,
-    learnt,
-    learnt_contexts,
+    load_context_sizes,
+    load_forecasts,
+    save_forecasts,
+    save_forecasts_periodically,
 )
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, lease_folder
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
@@ -59,7 +59,7 @@ from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-__all__ = ["Run", "device_specs", "is_service_socket"]
+__all__ = ["BrokerRun", "device_specs", "is_service_socket"]
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
     return settings.managed(everything)
 
 
-class Run:
+class BrokerRun:
     """Everything that lives as long as the broker serves."""
 
     def __init__(
@@ -130,16 +130,16 @@ class Run:
         worker = WorkerLink(self._backend.name, claim=turn)
         driver = DriverStart(worker, self._specs)
         off = await driver.begin()
-        arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=learnt(self._ledger))
+        arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=load_forecasts(self._ledger))
         swaps = self._make_swaps(worker, Checkpointability(arbiter).refusal, off)
         broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
-        broker.contexts.sizes = learnt_contexts(self._ledger)
+        broker.contexts.sizes = load_context_sizes(self._ledger)
         watcher = Sampler(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
         self._introduce(broker)
         self._drain_again(broker)
         lost = await self._take_back(broker, swaps)
         await watcher.sample()
-        service = Service(broker, self._settings, refresh=watcher.refresh)
+        service = LeaseService(broker, self._settings, refresh=watcher.refresh)
         service.lost = lost
         service.seats.recover(self._ledger)
         await service.audit.check()
@@ -170,7 +170,7 @@ class Run:
             abandoned.run(),
             self._stop_when_unused(broker),
             self._forget_history(broker, service.audit),
-            keep_learning(arbiter, broker.contexts.sizes, broker.writer),
+            save_forecasts_periodically(arbiter, broker.contexts.sizes, broker.writer),
             broker.metrics.watch_loop(),
         )
         tasks = [asyncio.create_task(work) for work in works]
@@ -188,7 +188,7 @@ class Run:
             files.remove_socket()
             await server.close_all_connections()
             leases_live = self._has_leases(broker, service)
-            keep_learnt(arbiter, broker.contexts.sizes, broker.writer)
+            save_forecasts(arbiter, broker.contexts.sizes, broker.writer)
             await broker.close()
             await worker.close()
             turn.close()
@@ -264,7 +264,7 @@ class Run:
             stop.cancel()
 
     @staticmethod
-    def _has_leases(broker: Broker, service: Service) -> bool:
+    def _has_leases(broker: Broker, service: LeaseService) -> bool:
         """Whether any lease or seat needs this broker, or the next one."""
         return bool(broker.kernels or service.seats.live())
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from fractional_gpu.broker.broker import Broker, wall_ms
 from fractional_gpu.broker.seats.rules import (
-    Full,
+    PoolFull,
     check_limits,
     check_terms,
     counted_group,
@@ -40,14 +40,14 @@ from fractional_gpu.protocol.seats import (
     SeatRequest,
 )
 
-__all__ = ["HISTORY_DAYS", "Forecasts"]
+__all__ = ["HISTORY_DAYS", "PoolForecasts"]
 
 HISTORY_DAYS = 28
 _NEVER_SHARED = 1000  # oversubscription: what there is, once
 _ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
 
 
-class Forecasts:
+class PoolForecasts:
     """What is known of users and pools. `usage` and `lasted_ms` are kept up to date by the meter."""
 
     def __init__(self, broker: Broker, settings: Settings) -> None:
@@ -96,7 +96,7 @@ class Forecasts:
 
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int, seats: Sequence[SeatRecord]
-    ) -> Full | str | None:
+    ) -> PoolFull | str | None:
         """Return where one more seat would be placed beside `seats`, or why the pool is full."""
         devices = self._devices(pool)
         promised = guaranteed_full(
@@ -113,7 +113,7 @@ class Forecasts:
         if device_id is not None:
             return device_id
         there = f"{len(seats)} servers use it" if len(seats) != 1 else "1 server uses it"
-        return Full(
+        return PoolFull(
             "pool-full",
             f"pool {pool.name!r} is full: {there}, and with one more of {format_fraction(request.fraction_milli)} GPU "
             f"{percent(-(-chance // 1000))} of the cells would wait longer than {format_duration(hub.wait_target_ms)} for the "
@@ -123,7 +123,7 @@ class Forecasts:
     def check_ever(self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int) -> None:
         """Refuse what would be too much for the empty pool. Raises NoRoomError."""
         full = self.full(request, pool, hub, memory_mib, [])
-        if isinstance(full, Full):
+        if isinstance(full, PoolFull):
             raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
 
     def unshared(self, pool: PoolSpec) -> str:
@@ -263,7 +263,7 @@ class Forecasts:
         seats = [seat for seat in seats if (seat.owner, seat.server) != (request.owner, request.server)]
         where = self.full(request, pool, hub, memory_mib, seats)
         why_not = _over_limit(request, pool, hub, seats)
-        free = not isinstance(where, Full) and not kept and not why_not
+        free = not isinstance(where, PoolFull) and not kept and not why_not
         expected_ms = None if free else self.expected_ms(pool.name, waiting + 1, len(seats))
         offer = FractionOffer(
             fraction_milli=milli,
@@ -274,7 +274,7 @@ class Forecasts:
             why_not=why_not,
             expected_ms=expected_ms,
             at_once_milli=0
-            if isinstance(where, Full)
+            if isinstance(where, PoolFull)
             else self._at_once_milli(request, pool, memory_mib, seats, where),
         )
         return replace(offer, sentence=_expectation(offer, hub))

@@ -19,7 +19,7 @@ import msgspec
 
 from fractional_gpu.broker.broker import Broker, now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.services.admin import Administering
+from fractional_gpu.broker.services.admin import AdminService
 from fractional_gpu.core.events import SeatEnded, SeatRenewed
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.core.units import format_duration
@@ -49,7 +49,7 @@ class Revocations:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._ended: dict[str, _Ended] = {}
-        self._administering = Administering(broker)
+        self._admin = AdminService(broker)
         self._tasks: set[asyncio.Task[None]] = set()
         broker.end_processes = self._end_processes
 
@@ -161,7 +161,7 @@ class Revocations:
             kernel.lease_id[:8],
         )
         try:
-            await self._administering.end_kernel(kernel)
+            await self._admin.end_kernel(kernel)
         except ConflictError as error:  # it is tried again
             log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
 

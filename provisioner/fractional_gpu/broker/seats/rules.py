@@ -1,7 +1,7 @@
 """What a seat may be, and what may be drawn on one: each check says what was asked, what there is and what to do.
 
 Two kinds of no. A refusal (an error of the protocol) is about the one who asks: not their pool, closed, over their limit, larger than any
-device; waiting changes nothing. `Full` is about the others who are there already: whoever may wait, waits.
+device; waiting changes nothing. `PoolFull` is about the others who are there already: whoever may wait, waits.
 """
 
 import time
@@ -18,24 +18,24 @@ from fractional_gpu.protocol.names import unprintable
 from fractional_gpu.protocol.seats import SeatRequest
 
 __all__ = [
-    "Drawn",
-    "Full",
-    "check_draw",
+    "PoolFull",
+    "SeatUsage",
     "check_limits",
     "check_request",
+    "check_seat_usage",
     "check_terms",
     "counted_group",
     "guaranteed_full",
     "minute_of_week",
     "percent",
-    "total",
+    "total_usage",
 ]
 
 _MOST_GROUPS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
+class PoolFull:
     """Why a pool has no room for another seat now."""
 
     reason: str
@@ -43,7 +43,7 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class SeatUsage:
     """What a kernel draws on its seat, or what all kernels of one do together."""
 
     fraction_milli: int
@@ -161,22 +161,22 @@ def _gpus(milli: int) -> str:
     return f"{format_fraction(milli)} GPU"
 
 
-def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> Full | None:
+def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
     """Return why the pool must not promise so much more, or None. What is promised is always honoured."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000
     if promised_mib + memory_mib <= limit_mib:
         return None
-    return Full(
+    return PoolFull(
         "pool-full",
         f"pool {pool.name!r} has promised {format_memory(promised_mib)} of the {format_memory(limit_mib)} that it may promise, "
         f"and {format_memory(memory_mib)} more were asked",
     )
 
 
-def check_draw(
-    seat: SeatRecord, pool: str, priority: int, asked: Drawn, held: Drawn, *, earlier: Sequence[str] = ()
+def check_seat_usage(
+    seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
     """Refuse a kernel that asks for more than its seat has left. Raises ForbiddenError or NoRoomError.
 
@@ -217,10 +217,10 @@ def check_draw(
         )
 
 
-def total(draws: Iterable[Drawn]) -> Drawn:
+def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
     """Return what they draw together."""
     there = list(draws)
-    return Drawn(
+    return SeatUsage(
         fraction_milli=sum(one.fraction_milli for one in there),
         memory_mib=sum(one.memory_mib for one in there),
         kernels=len(there),

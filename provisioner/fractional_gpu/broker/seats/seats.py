@@ -31,20 +31,20 @@ from fractional_gpu.broker.broker import (
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.persistence.lease_files import read_seat_files
-from fractional_gpu.broker.seats.offers import Forecasts
+from fractional_gpu.broker.seats.offers import PoolForecasts
 from fractional_gpu.broker.seats.pools import PoolEditor
 from fractional_gpu.broker.seats.revocation import Revocations
 from fractional_gpu.broker.seats.rules import (
-    Drawn,
-    Full,
-    check_draw,
+    PoolFull,
+    SeatUsage,
     check_limits,
     check_request,
+    check_seat_usage,
     check_terms,
     counted_group,
-    total,
+    total_usage,
 )
-from fractional_gpu.broker.seats.usage import Meter
+from fractional_gpu.broker.seats.usage import UsageRecorder
 from fractional_gpu.config.hub import GroupTerms, HubPool
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
@@ -110,8 +110,8 @@ class Seats:
         self._waiting: dict[str, list[_Waiter]] = {}
         self._changed = asyncio.Event()
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
-        self.forecasts = Forecasts(broker, settings)
-        self._meter = Meter(broker, self.forecasts)
+        self.forecasts = PoolForecasts(broker, settings)
+        self._usage_recorder = UsageRecorder(broker, self.forecasts)
         self.revocations = Revocations(broker)
         self.pools = PoolEditor(broker, settings, self._pool_changed, self.forecasts.unshared)
 
@@ -135,7 +135,7 @@ class Seats:
                 self._broker.writer.submit(partial(ledger.save_seat, seat))
         for seat in self._seats.values():
             self._note(seat)
-        self._meter.recover(ledger)
+        self._usage_recorder.recover(ledger)
         self.revocations.recover(ledger, self._seats)
         for pool in self._broker.arbiter.pools():
             self._warn(pool)
@@ -162,11 +162,11 @@ class Seats:
             for seat in self._seats.values()
             if (seat.seat_id == seat_id if seat_id is not None else uid is None or seat.uid == uid)
         ]
-        draws: dict[str, list[Drawn]] = {seat.seat_id: [] for seat in seen}
+        draws: dict[str, list[SeatUsage]] = {seat.seat_id: [] for seat in seen}
         for kernel, view in self._broker.views() if seen else ():
             if view.spec.seat in draws:
-                draws[view.spec.seat].append(self._drawn_by(kernel, view.spec))
-        return [self.status(seat, total(draws[seat.seat_id])) for seat in seen]
+                draws[view.spec.seat].append(self._lease_usage(kernel, view.spec))
+        return [self.status(seat, total_usage(draws[seat.seat_id])) for seat in seen]
 
     def queue_seen_by(self, uid: int | None, seat_id: str | None) -> list[SeatWait]:
         """Return the requests for a seat that a peer is told of, by pool and position; a seat's token shows none."""
@@ -187,9 +187,9 @@ class Seats:
             if seat_id is None and (uid is None or waiter.request.uid == uid)
         ]
 
-    def status(self, seat: SeatRecord, held: Drawn | None = None) -> SeatStatus:
+    def status(self, seat: SeatRecord, held: SeatUsage | None = None) -> SeatStatus:
         """Return one seat as a message. `held`: what its kernels have, where that is known already."""
-        held = held or self._held(seat.seat_id)
+        held = held or self._seat_usage(seat.seat_id)
         now = self._broker.deadlines.now_ms()
         return SeatStatus(
             seat_id=seat.seat_id,
@@ -266,7 +266,7 @@ class Seats:
                     return
                 position = line.index(waiter) + 1
                 if full is None or position > 1:
-                    full = Full(
+                    full = PoolFull(
                         "seat-queue", f"{_others_wait(position - 1)} before you for a place in pool {request.pool!r}"
                     )
                 if last_look or not hub.waits_when_full:
@@ -294,7 +294,7 @@ class Seats:
             elif waiter.seat is not None and not waiter.given and waiter.seat.seat_id in self._seats:
                 self._end(waiter.seat, "abandoned")
 
-    def _serve(self, pool_name: str) -> Full | None:
+    def _serve(self, pool_name: str) -> PoolFull | None:
         """Reserve seats for the requests in the pool's line that fit, in their order; return why the first one left does not.
 
         A request that is served leaves the line here, before anything is awaited: while the ledger is being written nobody waits
@@ -303,7 +303,7 @@ class Seats:
         pool, hub = self._pool(pool_name)
         line = self._waiting.get(pool_name, [])
         passed: list[_Waiter] = []  # requests that do not fit
-        unplaced: list[tuple[int, Load, Full]] = []
+        unplaced: list[tuple[int, Load, PoolFull]] = []
         first_full, left = None, False
         for waiter in line.copy():
             try:
@@ -314,7 +314,7 @@ class Seats:
                     line.remove(waiter)
                     left = True
                 continue
-            if isinstance(place, Full):
+            if isinstance(place, PoolFull):
                 first_full = first_full or place
                 passed.append(waiter)
             else:
@@ -330,8 +330,8 @@ class Seats:
         return first_full
 
     def _place(
-        self, waiter: _Waiter, pool: PoolSpec, hub: HubPool, unplaced: list[tuple[int, Load, Full]]
-    ) -> Full | str | None:
+        self, waiter: _Waiter, pool: PoolSpec, hub: HubPool, unplaced: list[tuple[int, Load, PoolFull]]
+    ) -> PoolFull | str | None:
         """Return where the seat would be placed, or why not. Raises NoRoomError for a limit.
 
         `unplaced`: memory and load of earlier requests that do not fit, and why. One that needs as much as any of them costs no forecast.
@@ -345,7 +345,7 @@ class Seats:
                 if waiter.memory_mib >= mib and load.mib >= other.mib and load.duty_milli >= other.duty_milli:
                     return full
         place = self.forecasts.full(request, pool, hub, waiter.memory_mib, others)
-        if isinstance(place, Full):
+        if isinstance(place, PoolFull):
             unplaced.append((waiter.memory_mib, load, place))
         return place
 
@@ -353,7 +353,7 @@ class Seats:
         """Whether the pool keeps its room for this request: it was passed often enough, and the pool could serve it."""
         if waiter.passed_over < pool.max_passed_over:
             return False
-        return not isinstance(self.forecasts.full(waiter.request, pool, hub, waiter.memory_mib, []), Full)
+        return not isinstance(self.forecasts.full(waiter.request, pool, hub, waiter.memory_mib, []), PoolFull)
 
     def _lets_pass(self, pool_name: str) -> bool:
         """Whether a request that fits gets a seat before those that wait in the pool's line."""
@@ -361,7 +361,7 @@ class Seats:
         return not any(self._is_kept_for(waiter, pool, hub) for waiter in self._waiting.get(pool_name, ()))
 
     @staticmethod
-    def _refused(request: SeatRequest, hub: HubPool, full: Full) -> SeatProgress:
+    def _refused(request: SeatRequest, hub: HubPool, full: PoolFull) -> SeatProgress:
         waited = " and no seat became free in time" if hub.waits_when_full and request.wait_ms else ""
         sentence = f"{full.sentence}{waited}; try again later, or choose a smaller fraction or another pool"
         log.warning("no seat for %r: %s (%s)", request.owner, sentence, full.reason)
@@ -492,7 +492,7 @@ class Seats:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._expire())
-                group.create_task(self._meter.run())
+                group.create_task(self._usage_recorder.run())
         finally:
             self._write_ends()
             await self.revocations.close()
@@ -511,13 +511,13 @@ class Seats:
 
     # -- drawing on a seat ---------------------------------------------------------------------------------------------------
 
-    def draw(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
+    def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
         """Return the lease as its seat allows it; without a seat as it is, unless this broker requires one.
 
         Raises ForbiddenError, UnauthorizedError or NoRoomError, and logs who asked for what.
         """
         try:
-            return self._drawn(peer, request, spec)
+            return self._apply_terms(peer, request, spec)
         except (ForbiddenError, UnauthorizedError, NoRoomError) as error:
             seat = self._seats.get(request.seat)
             log.warning(
@@ -529,7 +529,7 @@ class Seats:
             )
             raise
 
-    def _drawn(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
+    def _apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
         if not request.seat:
             if self._settings.seats_required:
                 raise ForbiddenError(
@@ -547,8 +547,10 @@ class Seats:
             )
         if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
             raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
-        asked = Drawn(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
-        check_draw(seat, spec.pool, request.priority, asked, self._held(seat.seat_id), earlier=self._earlier(seat))
+        asked = SeatUsage(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
+        check_seat_usage(
+            seat, spec.pool, request.priority, asked, self._seat_usage(seat.seat_id), earlier=self._earlier(seat)
+        )
         return replace(
             spec,
             seat=seat.seat_id,
@@ -563,7 +565,9 @@ class Seats:
         spec = view.spec
         if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group_name:
             raise ForbiddenError("it was given on other terms", reason="seat-terms")
-        check_draw(seat, spec.pool, spec.priority, self._drawn_by(kernel, spec), self._held(seat.seat_id))
+        check_seat_usage(
+            seat, spec.pool, spec.priority, self._lease_usage(kernel, spec), self._seat_usage(seat.seat_id)
+        )
 
     def check_resize(self, kernel: Kernel, fraction_milli: int, reserve_mib: int) -> None:
         """Refuse another size of an existing lease that is more than its seat has left. Raises NoRoomError or ForbiddenError."""
@@ -573,9 +577,9 @@ class Seats:
         spec, seat = view.spec, self._seats.get(view.spec.seat)
         if seat is None:
             raise ForbiddenError("the seat of this kernel is over; it keeps the size that it has", reason="no-seat")
-        asked = Drawn(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
-        held = self._held(seat.seat_id, but=spec.lease_id)
-        check_draw(seat, spec.pool, spec.priority, asked, held, earlier=self._earlier(seat, but=spec.lease_id))
+        asked = SeatUsage(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
+        held = self._seat_usage(seat.seat_id, but=spec.lease_id)
+        check_seat_usage(seat, spec.pool, spec.priority, asked, held, earlier=self._earlier(seat, but=spec.lease_id))
         kernel.asked_of_seat = (asked.fraction_milli, asked.memory_mib)
 
     def of_token(self, token: str | None) -> str | None:
@@ -615,18 +619,18 @@ class Seats:
             if view.spec.seat == seat.seat_id and kernel.lease_id != but and self.predates(kernel, view)
         ]
 
-    def _held(self, seat_id: str, *, but: str = "") -> Drawn:
+    def _seat_usage(self, seat_id: str, *, but: str = "") -> SeatUsage:
         """Return what the seat's kernels have, and what those that wait for another size may get at any moment."""
-        return total(
-            self._drawn_by(kernel, view.spec)
+        return total_usage(
+            self._lease_usage(kernel, view.spec)
             for kernel, view in self._broker.views()
             if view.spec.seat == seat_id and view.spec.lease_id != but
         )
 
     @staticmethod
-    def _drawn_by(kernel: Kernel, spec: LeaseSpec) -> Drawn:
+    def _lease_usage(kernel: Kernel, spec: LeaseSpec) -> SeatUsage:
         milli, mib = kernel.asked_of_seat if kernel.resizing is not None else (0, 0)
-        return Drawn(
+        return SeatUsage(
             fraction_milli=max(milli, spec.fraction_milli * spec.devices),
             memory_mib=max(mib, spec.reserve_mib * spec.devices),
         )

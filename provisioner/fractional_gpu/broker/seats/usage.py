@@ -9,12 +9,12 @@ from collections.abc import Callable
 from functools import partial
 
 from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
-from fractional_gpu.broker.seats.offers import HISTORY_DAYS, Forecasts
+from fractional_gpu.broker.seats.offers import HISTORY_DAYS, PoolForecasts
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import UsageRecord
 
-__all__ = ["Meter"]
+__all__ = ["UsageRecorder"]
 
 _EVERY_S = 2.0
 _LONGEST_STEP_MS = 10_000  # a machine that slept meanwhile used nothing
@@ -22,13 +22,13 @@ _WRITE_EVERY_MS = 60_000
 _DAY_MS = 86_400_000
 
 
-class Meter:
+class UsageRecorder:
     """Samples for as long as the broker serves; `wall` and `now` return milliseconds."""
 
     def __init__(
         self,
         broker: Broker,
-        forecasts: Forecasts,
+        forecasts: PoolForecasts,
         *,
         wall: Callable[[], int] = wall_ms,
         now: Callable[[], int] = now_ms,

@@ -29,7 +29,7 @@ from fractional_gpu.host.tree import scan
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, NotFoundError
 from fractional_gpu.protocol.messages import EvictRequest, LeaseStatus
 
-__all__ = ["PATIENCE_S", "Administering"]
+__all__ = ["PATIENCE_S", "AdminService"]
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _IDLE_PATIENCE_S = 10.0  # as for a suspend: the kernel may be about to become i
 _ON_THE_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING})
 
 
-class Administering:
+class AdminService:
     """The routes' work. One per broker; everything runs on its loop."""
 
     def __init__(self, broker: Broker) -> None:

@@ -37,14 +37,14 @@ from fractional_gpu.protocol.messages import (
     UsagePoint,
 )
 
-__all__ = ["Steering"]
+__all__ = ["LeaseControl"]
 
 _MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
 _LINES = 200
 _POINTS = 1000
 
 
-class Steering:
+class LeaseControl:
     """The routes' work. One per broker."""
 
     def __init__(self, broker: Broker, check: Callable[[Kernel, int, int], None]) -> None:
