@@ -1,0 +1,119 @@
+"""How many of our files and calls three common ways pass through: a launch, a cell on a suspended kernel, a seat.
+
+    python tests/benchmarks/ways.py [--json FILE] [--files]
+
+All processes are counted: server, kernel, broker, hub (`tests/support/traced`). The ways run in real programs, so calls vary a little from
+run to run; files do not. A call is one entry into a function of ours, generators and coroutines resumed included.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(_HERE))
+
+from tests.support.hub import new_hub  # noqa: E402 - this checkout's
+from tests.support.world import Server, World, new_world  # noqa: E402 - as above
+
+_SETTLE_S = 1.0  # what a way sets off goes on a little after its answer
+_WRITTEN_S = 0.5  # until each process has written
+
+
+class Trace:
+    """Raises the flag for one way, and returns what was called meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "flag").write_bytes(b"\0")
+
+    def environment(self, inherited: str) -> dict[str, str]:
+        """Return what processes that are to be counted are started with."""
+        traced = Path(__file__).parents[1] / "support" / "traced"
+        return {
+            "JUPYTER_GPU_TRACE": str(self.folder),
+            "JUPYTER_GPU_TRACE_ROOT": str(_HERE),
+            "PYTHONPATH": os.pathsep.join((str(traced), inherited)),
+        }
+
+    def during(self, way: Callable[[], object]) -> Counter[str]:
+        """Run the way; return the calls by "file:function"."""
+        for file in self.folder.glob("*.json"):
+            file.unlink()
+        self._set(1)
+        way()
+        time.sleep(_SETTLE_S)
+        self._set(0)
+        time.sleep(_WRITTEN_S)
+        found: Counter[str] = Counter()
+        for file in self.folder.glob("*.json"):
+            found.update(json.loads(file.read_text())["calls"])
+        return found
+
+    def _set(self, value: int) -> None:
+        with (self.folder / "flag").open("r+b") as file:
+            file.write(bytes([value]))
+
+
+def measure(folder: Path) -> dict[str, Counter[str]]:
+    """Return the calls of each way."""
+    found: dict[str, Counter[str]] = {}
+    with new_world("1x1GiB") as world:
+        trace = Trace(folder)
+        world.environment |= trace.environment(world.environment["PYTHONPATH"])
+        (name,) = world.install(250)
+        with Server(world) as server:
+            notebook = server.start(name)
+            notebook.must("import sys; x = 1")
+            found["launch"] = trace.during(lambda: server.start(name).must("1"))
+            found["cell on a suspended kernel"] = _on_a_suspended(world, server, name, trace)
+    with new_world("1x1GiB") as world:
+        world.environment |= trace.environment(world.environment["PYTHONPATH"])
+        kept = ("JUPYTER_PATH", "JUPYTER_DATA_DIR", "PYTHONPATH", "IPYTHONDIR", "JUPYTER_GPU_TRACE", "JUPYTER_GPU_TRACE_ROOT")
+        environment = {key: world.environment[key] for key in kept}
+        with new_hub(world, environment=environment) as hub:
+            hub.server("ada")
+            found["seat"] = trace.during(lambda: hub.server("bob"))
+    return found
+
+
+def _on_a_suspended(world: World, server: Server, name: str, trace: Trace) -> Counter[str]:
+    notebook = server.start(name)
+    module = next(folder for folder in ("fractional_gpu", "provisioner") if (_HERE / "provisioner" / folder).is_dir() or folder == "provisioner")
+    notebook.must(f"from {module}.gpu.simulated import cuda; held = cuda.allocate(64 << 20)")
+    with world.client() as client:
+        client.suspend(world.lease(notebook.kernel_id).lease_id)
+    world.await_state(notebook.kernel_id, "suspended")
+    return trace.during(lambda: notebook.must("1"))
+
+
+def main() -> int:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write each way's calls by file and function there")
+    parser.add_argument("--files", action="store_true", help="print each way's files, too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="jgl-ways-") as folder:
+        found = measure(Path(folder))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+    print(f"{'way':28} {'files':>6} {'functions':>10} {'calls':>8}")
+    for way, calls in found.items():
+        files = Counter[str]()
+        for name, count in calls.items():
+            files[name.partition(":")[0]] += count
+        print(f"{way:28} {len(files):6} {len(calls):10} {calls.total():8}")
+        if options.files:
+            for file, count in sorted(files.items()):
+                print(f"    {count:6}  {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
