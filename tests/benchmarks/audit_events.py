@@ -12,12 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tests.support.paths import ROOT
-
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 WORK: dict[str, Callable[[], object]] = {
     "sys._getframe()": sys._getframe,

@@ -18,9 +18,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from tests.support.paths import ROOT
-
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 _ROUNDS = 20
 

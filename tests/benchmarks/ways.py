@@ -75,7 +75,14 @@ def measure(folder: Path) -> dict[str, Counter[str]]:
             found["cell on a suspended kernel"] = _on_a_suspended(world, server, name, trace)
     with new_world("1x1GiB") as world:
         world.environment |= trace.environment(world.environment["PYTHONPATH"])
-        kept = ("JUPYTER_PATH", "JUPYTER_DATA_DIR", "PYTHONPATH", "IPYTHONDIR", "JUPYTER_GPU_TRACE", "JUPYTER_GPU_TRACE_ROOT")
+        kept = (
+            "JUPYTER_PATH",
+            "JUPYTER_DATA_DIR",
+            "PYTHONPATH",
+            "IPYTHONDIR",
+            "JUPYTER_GPU_TRACE",
+            "JUPYTER_GPU_TRACE_ROOT",
+        )
         environment = {key: world.environment[key] for key in kept}
         with new_hub(world, environment=environment) as hub:
             hub.server("ada")
@@ -85,7 +92,11 @@ def measure(folder: Path) -> dict[str, Counter[str]]:
 
 def _on_a_suspended(world: World, server: Server, name: str, trace: Trace) -> Counter[str]:
     notebook = server.start(name)
-    module = next(folder for folder in ("fractional_gpu", "provisioner") if (_HERE / "provisioner" / folder).is_dir() or folder == "provisioner")
+    module = next(
+        folder
+        for folder in ("fractional_gpu", "provisioner")
+        if (_HERE / "provisioner" / folder).is_dir() or folder == "provisioner"
+    )
     notebook.must(f"from {module}.gpu.simulated import cuda; held = cuda.allocate(64 << 20)")
     with world.client() as client:
         client.suspend(world.lease(notebook.kernel_id).lease_id)

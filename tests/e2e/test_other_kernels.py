@@ -64,7 +64,8 @@ def foreign_ipython(world: World) -> str:
 
 def foreign_fill(seed: int) -> str:
     lacks = "import importlib.util, sys; assert importlib.util.find_spec('fractional_gpu_kernel') is None"
-    return f"{lacks}\nsys.path.append({str(ROOT)!r})  # as a CUDA library would be found\n{fill(seed, MIB)}\nprint('filled')"
+    finds = f"sys.path.append({str(ROOT / 'provisioner')!r})  # as a CUDA library would be found"
+    return f"{lacks}\n{finds}\n{fill(seed, MIB)}\nprint('filled')"
 
 
 def written(world: World, name: str, spec: Mapping[str, object]) -> str:

@@ -103,6 +103,6 @@ def test_a_kernel_that_was_started_to_outlive_its_program_does(world: World) -> 
             assert must(client, "import os; print(os.getpid())") == f"{lease.pid}\n"
             client.shutdown()
             client.stop_channels()
-        until(lambda: world.status().leases == [] or world.status().leases[0].pid is None, "the kernel ends")
+        until(lambda: all(one.pid is None for one in world.status().leases), "the kernel ends")
     finally:
         world.end(lease.pid, signal.SIGKILL)

@@ -71,5 +71,5 @@ def test_a_wheel_brings_both_extensions_to_their_places(wheel: zipfile.ZipFile) 
     built = {str(path.relative_to(PREBUILT)) for path in PREBUILT.rglob("*") if path.is_file()}
     assert {name.removeprefix(SHARE) for name in data if name.startswith(SHARE)} == built | {"install.json"}
     assert "data/etc/jupyter/jupyter_server_config.d/jupyter-fractional-gpu.json" in data
-    assert "kernelext/fractional_gpu_kernel/server/app.py" in wheel.namelist()
+    assert "fractional_gpu_kernel/server/app.py" in wheel.namelist()
     assert [name for name in wheel.namelist() if "/src/" in name or name.endswith((".ts", ".mjs", "-lock.json"))] == []

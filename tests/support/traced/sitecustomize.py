@@ -15,7 +15,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 _PERIOD_S = 0.02
-_PACKAGES = ("provisioner", "kernelext", "hub_spawner")  # folders of a checkout, before and after they held packages of another name
+_PACKAGES = (
+    "provisioner",
+    "kernelext",
+    "hub_spawner",
+)  # folders of a checkout, before and after they held packages of another name
 _FOLDER = os.environ.get("JUPYTER_GPU_TRACE")
 _ROOT = os.environ.get("JUPYTER_GPU_TRACE_ROOT", "")
 
