@@ -2,7 +2,7 @@
 
 For 10 to 10,000 leases on 8 and on 64 devices, in two worlds: a calm one, in which an eighth of the kernels wants the GPU at a time, and
 a crowded one, in which all do. Every event is timed by itself, with the arbiter's own checks on; microseconds of processor time. What the
-arbiter learns and foresees once the effects are out (`Arbiter.reflect`) delays no decision and is timed beside it. Each
+arbiter learns and foresees once the effects are out (`Arbiter.run_deferred_work`) delays no decision and is timed beside it. Each
 world is measured in several turns, so that what the machine does meanwhile falls on all of them. Exits with 1 if a goal is missed: 200 µs
 at the 99th percentile with 1,000 leases on 8 devices, and less than half of what linear growth would be from there to 10,000.
 """
@@ -87,7 +87,7 @@ class Crowd:
             if timed:
                 self.took_us.append((time.thread_time_ns() - begun) / 1000)
             begun = time.thread_time_ns()
-            arbiter.reflect()
+            arbiter.run_deferred_work()
             if timed:
                 self.reflected_us.append((time.thread_time_ns() - begun) / 1000)
             under_way += _answers(effects, self._now)

@@ -85,7 +85,7 @@ class Seen:
     def waits(self) -> bool:
         """Whether room is all it waits for."""
         return self.asked >= 0 and (
-            self.state in {S.UNARMED, S.SUSPENDED}
+            self.state in {S.NO_CONTEXT, S.SUSPENDED}
             or (self.state is S.UNATTACHED and not self.spec.gated and not self.held)
         )
 

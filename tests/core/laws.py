@@ -51,7 +51,12 @@ class Laws:
                 if any(one in world.lost or one not in world.leasable for one in seen.devices):
                     continue  # nothing can be saved from it
                 view = self._arbiter.lease(seen.lease_id)
-                if seen.state is not S.RESIDENT or (seen.busy and not evict) or view is None or view.stays:
+                if (
+                    seen.state is not S.RESIDENT
+                    or (seen.busy and not evict)
+                    or view is None
+                    or view.unsuspendable_reason
+                ):
                     continue
                 tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
                 fits = seen.save_at_least <= left
@@ -61,7 +66,7 @@ class Laws:
 
     def moved(self, seen: Seen, old: LeaseState | None, new: LeaseState, *, by_release: bool) -> None:
         """A revoked lease comes onto no device, and ends with its process; no other lease ends with its process."""
-        comes = new is S.RESUMING or (old is S.UNARMED and new is S.RESIDENT)
+        comes = new is S.RESUMING or (old is S.NO_CONTEXT and new is S.RESIDENT)
         law(0, not (seen.revoked and comes), seen.lease_id, "has no seat, and comes onto a device:", old, new)
         law(0, not (seen.revoked and new is S.UNATTACHED), seen.lease_id, "has neither a seat nor a process")
         alone = new is S.ENDED and old is not S.UNATTACHED and not by_release
@@ -82,7 +87,7 @@ class Laws:
                 continue
             law(0, self._arbiter.ticket(seen.lease_id) is None, seen.lease_id, "has no seat and waits for a device")
             lost = any(one in world.lost or one not in world.leasable for one in seen.devices)
-            if seen.state is not S.RESIDENT or not channel_free or lost or view is None or view.stays:
+            if seen.state is not S.RESIDENT or not channel_free or lost or view is None or view.unsuspendable_reason:
                 continue
             tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
             law(0, tried or seen.save_at_least > left, seen.lease_id, "has no seat and stays on its device:", view)
@@ -129,7 +134,7 @@ class Laws:
 
     def ended(self, seen: Seen) -> None:
         """A lease is over."""
-        self.pins.give_back(seen)
+        self.pins.refund(seen)
 
     # -- law 3, law 5 --------------------------------------------------------------------------------------------------------------
 

@@ -22,17 +22,17 @@ _OVER = (LeaseReleased, ProcessExited, TruthFound)  # a process that ends takes 
 MOVES: dict[LeaseState | None, dict[LeaseState, tuple[type[Event], ...]]] = {
     None: {
         S.UNATTACHED: (LeaseRequested, LeaseRecovered),
-        S.UNARMED: (LeaseRecovered,),
+        S.NO_CONTEXT: (LeaseRecovered,),
         S.RESIDENT: (LeaseRecovered,),
         S.SUSPENDED: (LeaseRecovered,),
         S.QUARANTINED: (LeaseRecovered,),
     },
-    S.UNATTACHED: {S.UNARMED: (Attached,), S.RESIDENT: (Attached,), S.UNATTACHED: (Event,), S.ENDED: (Event,)},
-    S.UNARMED: {S.RESIDENT: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: _OVER},
+    S.UNATTACHED: {S.NO_CONTEXT: (Attached,), S.RESIDENT: (Attached,), S.UNATTACHED: (Event,), S.ENDED: (Event,)},
+    S.NO_CONTEXT: {S.RESIDENT: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: _OVER},
     S.RESIDENT: {S.SUSPENDING: (Event,), S.UNATTACHED: (ProcessExited,), S.ENDED: _OVER},
     S.SUSPENDING: {
         S.SUSPENDED: (SuspendFinished,),
-        S.UNARMED: (SuspendFinished,),
+        S.NO_CONTEXT: (SuspendFinished,),
         S.RESIDENT: (SuspendFinished,),
         S.QUARANTINED: (SuspendFinished,),
         S.UNATTACHED: (ProcessExited,),
@@ -49,7 +49,7 @@ MOVES: dict[LeaseState | None, dict[LeaseState, tuple[type[Event], ...]]] = {
     S.QUARANTINED: {
         S.RESIDENT: (TruthFound,),
         S.SUSPENDED: (TruthFound,),
-        S.UNARMED: (TruthFound,),
+        S.NO_CONTEXT: (TruthFound,),
         S.UNATTACHED: (TruthFound, ProcessExited),
         S.ENDED: _OVER,
     },
@@ -59,5 +59,5 @@ MOVES: dict[LeaseState | None, dict[LeaseState, tuple[type[Event], ...]]] = {
 OWN_EVENTS = (Attached, SuspendFinished, ResumeFinished, TruthFound, ProcessExited, LeaseReleased, LeaseRecovered)
 """These move the lease that they are about, and no other."""
 
-ELIGIBLE = frozenset({S.UNATTACHED, S.UNARMED, S.SUSPENDED})
+ELIGIBLE = frozenset({S.UNATTACHED, S.NO_CONTEXT, S.SUSPENDED})
 HOLDERS = frozenset({S.RESIDENT, S.SUSPENDING, S.RESUMING, S.QUARANTINED})

@@ -211,7 +211,7 @@ class Observer:
             case Shrunk(generation=generation, used_mib=used_mib) if generation == seen.generation == seen.shrinking:
                 seen.shrinking, seen.shrunk = -1, used_mib is not None
                 seen.used = seen.used if used_mib is None else max(0, used_mib)
-            case LeaseMeasured(used_mib=used_mib) if seen.state in {S.UNARMED, S.RESIDENT, S.SUSPENDING}:
+            case LeaseMeasured(used_mib=used_mib) if seen.state in {S.NO_CONTEXT, S.RESIDENT, S.SUSPENDING}:
                 seen.used = max(0, used_mib)
             case Checkpointable(why_not=why_not):
                 if seen.why_not and not why_not:
@@ -313,12 +313,12 @@ class Observer:
         if new not in {S.SUSPENDING, S.QUARANTINED}:
             if seen.claimed and new in {
                 S.SUSPENDED,
-                S.UNARMED,
+                S.NO_CONTEXT,
             }:  # nothing keeps it from growing: now it waits to come back
                 seen.asked, seen.passed = seen.then, 0
             seen.claimed = False
         self._hold(seen, old, change)
-        if new in {S.UNATTACHED, S.UNARMED, S.SUSPENDED, S.ENDED}:
+        if new in {S.UNATTACHED, S.NO_CONTEXT, S.SUSPENDED, S.ENDED}:
             seen.forget_idleness()
             seen.alone_until = 0
         if new in {S.UNATTACHED, S.ENDED}:
@@ -336,15 +336,15 @@ class Observer:
             case S.UNATTACHED if old is S.UNATTACHED:
                 self._given(seen, device)
                 seen.kept_for = world.pool(seen).unattached_hold_ms
-            case S.UNATTACHED | S.UNARMED | S.ENDED:
-                world.hold(seen, () if seen.state is not S.UNARMED else seen.devices, 0)
+            case S.UNATTACHED | S.NO_CONTEXT | S.ENDED:
+                world.hold(seen, () if seen.state is not S.NO_CONTEXT else seen.devices, 0)
                 seen.saved = seen.host = seen.used = 0
-                if seen.state is not S.UNARMED:
+                if seen.state is not S.NO_CONTEXT:
                     seen.busy = seen.ran = False
                     seen.left = ""
                     seen.asked, seen.resizes = -1, []
                 seen.home = ()
-            case S.RESIDENT if old is S.UNARMED:
+            case S.RESIDENT if old is S.NO_CONTEXT:
                 self._given(seen, device)
                 seen.ran = seen.busy
             case S.RESIDENT:
@@ -513,7 +513,7 @@ class Observer:
         for lease_id, view in views.items():
             seen = self.leases[lease_id]
             gate = (seen.closed, seen.at_gate >= 0)
-            law(6, gate == (view.yields, view.at_gate), lease_id, "has a gate that is", gate, "and not", view)
+            law(6, gate == (view.gate_closed, view.at_gate), lease_id, "has a gate that is", gate, "and not", view)
             mine = (seen.state, seen.generation, seen.held, seen.saved, seen.host, seen.busy, seen.left, seen.spec)
             says = (
                 view.state,
@@ -522,7 +522,7 @@ class Observer:
                 view.saved_mib,
                 view.host_reserved_mib,
                 view.busy,
-                view.left,
+                view.left_behind,
                 view.spec,
             )
             law(6, mine == says, lease_id, "is", mine, "and the arbiter says", says)

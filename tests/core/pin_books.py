@@ -47,7 +47,7 @@ class Pins:
             purse.settle(self.world.now)
         return purse
 
-    def give_back(self, seen: Seen) -> None:
+    def refund(self, seen: Seen) -> None:
         """Return what is left of a lease's pin."""
         purse = self._purse(seen)
         if purse is not None:
@@ -60,7 +60,7 @@ class Pins:
 
     def pinned(self, event: Event, seen: Seen, effect: Pinned) -> None:
         """A lease was pinned, or is not any more."""
-        self.give_back(seen)
+        self.refund(seen)
         if effect.until_ms == 0:
             return
         law(0, isinstance(event, PinRequested) and event.lease_id == seen.lease_id, effect, "was asked by nobody")

@@ -258,7 +258,7 @@ class World:
         wake = self.observer.wake
         clone: Arbiter = pickle.loads(pickle.dumps(self.arbiter))  # noqa: S301 - our own; faster than a deep copy
         clone._changes.now_ms = max(clone._changes.now_ms, wake - 1 if wake is not None else self.now + _FAR_MS)
-        clone._serving.serve()
+        clone._scheduler.serve()
         effects = clone._changes.take_effects()
         undone = [effect for effect in effects if isinstance(effect, StateChanged | Recorded)]
         if any(isinstance(effect, StateChanged) for effect in undone):
@@ -302,7 +302,7 @@ def _recovered(world: World, at_ms: int) -> Event:
     random = world.random
     states = (
         LeaseState.UNATTACHED,
-        LeaseState.UNARMED,
+        LeaseState.NO_CONTEXT,
         LeaseState.RESIDENT,
         LeaseState.SUSPENDED,
         LeaseState.QUARANTINED,
@@ -417,7 +417,7 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
         20,
         _named(
             lambda world, at, name: Wanted(at_ms=at, lease_id=name, urgent=world.random.random() < 0.05),
-            _S.UNARMED,
+            _S.NO_CONTEXT,
             _S.SUSPENDED,
             _S.SUSPENDING,
         ),
@@ -453,8 +453,8 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (2, lambda world, at: DeviceUndrained(at_ms=at, device_id=world.random.choice(world.devices).device_id)),
     (2, _named(_pinned, _S.RESIDENT, _S.SUSPENDED)),
     (1, _named(lambda _, at, name: UnpinRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
-    (3, _named(_resized, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED, _S.UNARMED)),
-    (2, _named(_seat_ended, _S.RESIDENT, _S.SUSPENDED, _S.UNARMED, _S.RESUMING, _S.SUSPENDING)),
+    (3, _named(_resized, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED, _S.NO_CONTEXT)),
+    (2, _named(_seat_ended, _S.RESIDENT, _S.SUSPENDED, _S.NO_CONTEXT, _S.RESUMING, _S.SUSPENDING)),
     (3, _seat_renewed),
     (1, lambda _, at: Tick(at_ms=at)),
 ]

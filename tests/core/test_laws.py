@@ -170,7 +170,7 @@ def test_law_5_a_busy_kernel_is_never_suspended(steps: list[tuple[int, bool, int
     lost_in=st.sampled_from(["suspend", "resume"]),
     answers=st.lists(st.tuples(st.integers(-2, 2), st.integers(-2, 2), st.booleans()), max_size=6),
     ms=st.integers(0, 10**9),
-    truth=st.sampled_from([LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNARMED, LeaseState.UNATTACHED]),
+    truth=st.sampled_from([LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.NO_CONTEXT, LeaseState.UNATTACHED]),
 )
 def test_law_6_what_is_unknown_is_kept_until_the_truth_is_known(
     lost_in: str, answers: list[tuple[int, int, bool]], ms: int, truth: LeaseState
@@ -205,7 +205,7 @@ def test_law_6_what_is_unknown_is_kept_until_the_truth_is_known(
     assert (hand.state("a"), hand.view("a").reserved_mib) == (LeaseState.QUARANTINED, 600)
     hand.start("b", 401)
     hand.want("b")
-    assert hand.state("b") is LeaseState.UNARMED
+    assert hand.state("b") is LeaseState.NO_CONTEXT
     hand.send(TruthFound(at_ms=hand.now, lease_id="a", generation=generation, state=truth, saved_mib=1))
     assert hand.state("a") is not LeaseState.QUARANTINED
 

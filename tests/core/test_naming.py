@@ -67,7 +67,7 @@ def test_who_asked_for_a_suspend_or_ended_a_pin_is_named(by: str) -> None:
     ("state", "found"),
     [
         (LeaseState.UNATTACHED, "no process of this kernel"),
-        (LeaseState.UNARMED, "this kernel alive, with nothing on a GPU"),
+        (LeaseState.NO_CONTEXT, "this kernel alive, with nothing on a GPU"),
         (LeaseState.RESIDENT, "this kernel on its GPU"),
         (LeaseState.SUSPENDED, "this kernel's memory saved on the host"),
         (LeaseState.QUARANTINED, "this kernel in a state that it examines"),

@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from fractional_gpu.core.seat_packing import (
     CELL_MEDIAN_MS,
-    PRIOR,
-    Habits,
-    Load,
-    Place,
+    PRIOR_USAGE,
+    SeatDevice,
+    SeatLoad,
+    Usage,
+    choose_device,
+    estimated_usage,
     late_chance_millionths,
-    learnt,
-    place,
     still_waiting_milli,
     wait_chance_millionths,
 )
 
-LOADS = st.builds(Load, mib=st.integers(1, 1000), duty_milli=st.integers(1, 1000))
+LOADS = st.builds(SeatLoad, mib=st.integers(1, 1000), duty_milli=st.integers(1, 1000))
 
 
-def _enumerated(loads: list[Load], capacity: int) -> Fraction:
+def _enumerated(loads: list[SeatLoad], capacity: int) -> Fraction:
     """The same chance from its definition: every combination of active seats, weighed by its probability."""
     waiting = expected = Fraction(0)
     for active in product((False, True), repeat=len(loads)):
@@ -38,42 +38,42 @@ def _enumerated(loads: list[Load], capacity: int) -> Fraction:
 
 
 @given(loads=st.lists(LOADS, min_size=1, max_size=7))
-def test_it_is_what_enumeration_gives(loads: list[Load]) -> None:
+def test_it_is_what_enumeration_gives(loads: list[SeatLoad]) -> None:
     exact = _enumerated(loads, 1000)  # a device of 1000 MiB: thousandths are MiB, and nothing is rounded
     forecast = Fraction(wait_chance_millionths(loads, 1000), 1_000_000)
     assert exact <= forecast <= exact + Fraction(2, 1_000_000)
 
 
 @given(loads=st.lists(LOADS, max_size=12), more=LOADS, capacity=st.integers(1, 2000))
-def test_more_memory_never_makes_the_wait_longer(loads: list[Load], more: Load, capacity: int) -> None:
+def test_more_memory_never_makes_the_wait_longer(loads: list[SeatLoad], more: SeatLoad, capacity: int) -> None:
     seats = [*loads, more]
     assert wait_chance_millionths(seats, capacity + 500) <= wait_chance_millionths(seats, capacity)
 
 
 @given(loads=st.lists(LOADS, min_size=2, max_size=12), capacity=st.integers(1, 2000))
-def test_the_order_of_the_seats_does_not_matter(loads: list[Load], capacity: int) -> None:
+def test_the_order_of_the_seats_does_not_matter(loads: list[SeatLoad], capacity: int) -> None:
     assert wait_chance_millionths(loads, capacity) == wait_chance_millionths(reversed(loads), capacity)
 
 
 @given(load=LOADS, count=st.integers(1, 20))
-def test_one_more_like_the_others_never_makes_the_wait_shorter(load: Load, count: int) -> None:
+def test_one_more_like_the_others_never_makes_the_wait_shorter(load: SeatLoad, count: int) -> None:
     before = wait_chance_millionths([load] * count, 1000)
     assert wait_chance_millionths([load] * (count + 1), 1000) >= before - 1
 
 
 @given(load=LOADS)
-def test_who_is_alone_on_a_device_that_is_large_enough_never_waits(load: Load) -> None:
+def test_who_is_alone_on_a_device_that_is_large_enough_never_waits(load: SeatLoad) -> None:
     assert wait_chance_millionths([load], load.mib) == 0
     assert wait_chance_millionths([], 1000) == 0
 
 
 @given(loads=st.lists(LOADS, min_size=1, max_size=8))
-def test_seats_whose_sum_fits_never_wait(loads: list[Load]) -> None:
+def test_seats_whose_sum_fits_never_wait(loads: list[SeatLoad]) -> None:
     assert wait_chance_millionths(loads, 1000 * len(loads) + 1000) == 0
 
 
 def test_without_memory_everybody_waits() -> None:
-    assert wait_chance_millionths([Load(mib=1, duty_milli=1)], 0) == 1_000_000
+    assert wait_chance_millionths([SeatLoad(mib=1, duty_milli=1)], 0) == 1_000_000
 
 
 def test_half_of_those_who_wait_still_wait_after_the_median_of_a_cell() -> None:
@@ -84,35 +84,35 @@ def test_half_of_those_who_wait_still_wait_after_the_median_of_a_cell() -> None:
 
 
 def test_a_longer_target_is_kept_more_often() -> None:
-    crowd = [Load(mib=250, duty_milli=400)] * 12
+    crowd = [SeatLoad(mib=250, duty_milli=400)] * 12
     at_once, later = (late_chance_millionths(crowd, 1000, target) for target in (0, 240_000))
     assert at_once == wait_chance_millionths(crowd, 1000)
     assert later == -(-at_once // 4)
 
 
 def test_somebody_new_is_the_prior_and_somebody_well_known_is_as_they_were() -> None:
-    assert learnt(live_ms=0, busy_ms=0, busy_mib_ms=0) == PRIOR
+    assert estimated_usage(live_ms=0, busy_ms=0, busy_mib_ms=0) == PRIOR_USAGE
     hour = 3_600_000
-    seen = learnt(live_ms=4000 * hour, busy_ms=400 * hour, busy_mib_ms=400 * hour * 9000)
-    assert seen == Habits(duty_milli=100, active_mib=8994)
+    seen = estimated_usage(live_ms=4000 * hour, busy_ms=400 * hour, busy_mib_ms=400 * hour * 9000)
+    assert seen == Usage(duty_milli=100, active_mib=8994)
 
 
 @given(live=st.integers(0, 10**10), busy=st.integers(0, 10**10), mib=st.integers(0, 200_000))
 def test_habits_stay_between_what_was_seen_and_the_prior(live: int, busy: int, mib: int) -> None:
     busy = min(busy, live)
-    habits = learnt(live_ms=live, busy_ms=busy, busy_mib_ms=busy * mib)
-    seen = busy * 1000 // live if live else PRIOR.duty_milli
-    assert min(seen, PRIOR.duty_milli) <= habits.duty_milli <= max(seen, PRIOR.duty_milli) + 1
-    assert 1 <= habits.active_mib <= max(mib, PRIOR.active_mib)
+    habits = estimated_usage(live_ms=live, busy_ms=busy, busy_mib_ms=busy * mib)
+    seen = busy * 1000 // live if live else PRIOR_USAGE.duty_milli
+    assert min(seen, PRIOR_USAGE.duty_milli) <= habits.duty_milli <= max(seen, PRIOR_USAGE.duty_milli) + 1
+    assert 1 <= habits.active_mib <= max(mib, PRIOR_USAGE.active_mib)
 
 
 def test_devices_are_filled_one_after_the_other_up_to_the_bound() -> None:
-    loads: dict[str, list[Load]] = {"a": [], "b": []}
-    seat = Load(mib=10_000, duty_milli=100)
+    loads: dict[str, list[SeatLoad]] = {"a": [], "b": []}
+    seat = SeatLoad(mib=10_000, duty_milli=100)
     order = []
     while True:
-        places = [Place(device_id=name, capacity_mib=80_000, loads=tuple(on)) for name, on in loads.items()]
-        device_id, chance = place(seat, places, target_ms=30_000, bound_milli=50)
+        places = [SeatDevice(device_id=name, capacity_mib=80_000, loads=tuple(on)) for name, on in loads.items()]
+        device_id, chance = choose_device(seat, places, target_ms=30_000, bound_milli=50)
         if device_id is None:
             break
         assert chance <= 50_000
@@ -130,14 +130,14 @@ def test_devices_are_filled_one_after_the_other_up_to_the_bound() -> None:
 
 
 def test_a_seat_that_no_device_can_hold_has_no_place() -> None:
-    empty = Place(device_id="a", capacity_mib=1000, loads=())
-    assert place(Load(mib=1001, duty_milli=1), [empty], target_ms=0, bound_milli=1000) == (None, 1_000_000)
-    assert place(Load(mib=1, duty_milli=1), [], target_ms=0, bound_milli=1000) == (None, 1_000_000)
+    empty = SeatDevice(device_id="a", capacity_mib=1000, loads=())
+    assert choose_device(SeatLoad(mib=1001, duty_milli=1), [empty], target_ms=0, bound_milli=1000) == (None, 1_000_000)
+    assert choose_device(SeatLoad(mib=1, duty_milli=1), [], target_ms=0, bound_milli=1000) == (None, 1_000_000)
 
 
 @pytest.mark.parametrize("seats", [200])
 def test_a_forecast_for_a_full_device_takes_little_time(seats: int) -> None:
-    crowd = [Load(mib=400 + number, duty_milli=100) for number in range(seats)]
+    crowd = [SeatLoad(mib=400 + number, duty_milli=100) for number in range(seats)]
     begun = time.process_time()
     wait_chance_millionths(crowd, 81_920)
     assert time.process_time() - begun < 2.0  # about 0.1 s; the bound only catches another order of growth

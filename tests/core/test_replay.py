@@ -45,5 +45,5 @@ def test_reflecting_between_events_changes_no_decision() -> None:
     reflecting, made = Arbiter(), []
     for event in world.log:
         made += reflecting.handle(event)
-        reflecting.reflect()
+        reflecting.run_deferred_work()
     assert made == world.made

@@ -21,7 +21,7 @@ from fractional_gpu.ledger import (
 def fill(path: Path) -> None:
     """Leases that live (one suspended) and one that ended, an operation under way, a story."""
     with Ledger.open(path) as ledger:
-        for number, state in enumerate((LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNARMED), start=1):
+        for number, state in enumerate((LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.NO_CONTEXT), start=1):
             spec = LeaseSpec(
                 lease_id=f"lease-{number}",
                 pool="default",

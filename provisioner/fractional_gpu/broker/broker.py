@@ -149,7 +149,7 @@ class Broker:
         self._tickets = None
         for effect in effects:
             self._carry_out(effect)
-        self.arbiter.reflect()
+        self.arbiter.run_deferred_work()
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)
         failpoints.reach(f"{point}.after")
@@ -273,7 +273,7 @@ class Broker:
     def open_gate(self, kernel: Kernel) -> None:
         """Let the kernel's cells run if it may use its devices, and none of them has to ask first."""
         device_ids, view = self.may_use(kernel), self.arbiter.lease(kernel.lease_id)
-        if device_ids and kernel.link is not None and view is not None and not view.yields:
+        if device_ids and kernel.link is not None and view is not None and not view.gate_closed:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
     def _close_gate(self, lease_id: str) -> None:
@@ -441,7 +441,7 @@ class Broker:
                 self.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
         elif kernel.executing_since_s is None:
             kernel.executing_since_s = time.monotonic()
-            if view.yields and not view.at_gate:
+            if view.gate_closed and not view.at_gate:
                 self._cell_began(kernel)
         if executing and kernel.link is None and not view.spec.gated:
             self.request_on_behalf(kernel)
@@ -462,7 +462,7 @@ class Broker:
         """Tell the arbiter what the kernel uses at this moment. Raises GPUError."""
         used_mib = await self._inspector.used_mib(kernel)
         view = self.arbiter.lease(kernel.lease_id)
-        if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.UNARMED):
+        if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
             measured = LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib, armed=used_mib > 0)
             self.dispatch(measured)
 
@@ -471,7 +471,7 @@ class Broker:
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.revoked or kernel.wanted_by_broker:
             return
-        if view.state not in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNARMED):
+        if view.state not in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.NO_CONTEXT):
             return
         kernel.wanted_by_broker = True
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from fractional_gpu.config import values
 from fractional_gpu.config.keys import Key
-from fractional_gpu.core.seat_packing import PRIOR
+from fractional_gpu.core.seat_packing import PRIOR_USAGE
 
 __all__ = ["HUB_KEYS", "GroupTerms", "HubPool", "OpeningHours", "Price", "parse_hours"]
 
@@ -81,7 +81,7 @@ class HubPool:
     wait_bound_milli: int = 50
     waits_when_full: bool = True
     kernels_per_seat: int = 4
-    expected_use_milli: int = PRIOR.duty_milli
+    expected_use_milli: int = PRIOR_USAGE.duty_milli
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
         """Return the best terms that membership in `groups` gives, with the group's name; None: these groups may not use the pool."""

@@ -48,7 +48,7 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.handlers.lifecycle import Lifecycle
-from fractional_gpu.core.handlers.operation_results import Answers
+from fractional_gpu.core.handlers.operation_results import OperationResults
 from fractional_gpu.core.invariants import check_devices, validate
 from fractional_gpu.core.model import (
     DeviceView,
@@ -60,9 +60,9 @@ from fractional_gpu.core.model import (
     TicketView,
 )
 from fractional_gpu.core.rules.admission import refusal
-from fractional_gpu.core.rules.suspendability import note_all
-from fractional_gpu.core.rules.wait_reasons import Moment
-from fractional_gpu.core.scheduler.scheduler import Serving
+from fractional_gpu.core.rules.suspendability import update_all_suspendability
+from fractional_gpu.core.rules.wait_reasons import FormatTime
+from fractional_gpu.core.scheduler.scheduler import Scheduler
 from fractional_gpu.core.views import (
     device_views,
     lease_view,
@@ -113,15 +113,21 @@ class Arbiter:
             first_operation_id=first_operation_id, parallel_swaps=parallel_swaps, forecasts=forecasts
         )
         self._books = self._changes.books
-        self._serving = Serving(self._changes)
+        self._scheduler = Scheduler(self._changes)
         self._lifecycle = Lifecycle(
-            self._changes, self._serving.caps, self._serving.pins, self._serving.resizing, self._serving.starting
+            self._changes,
+            self._scheduler.memory_caps,
+            self._scheduler.pins,
+            self._scheduler.resizer,
+            self._scheduler.start_reservations,
         )
-        self._answers = Answers(self._changes, self._lifecycle, self._serving.resizing)
-        self.moment: Moment | None = None  # says a time of day in a ticket's sentence; set by a driver that has a clock
+        self._operation_results = OperationResults(self._changes, self._lifecycle, self._scheduler.resizer)
+        self.moment: FormatTime | None = (
+            None  # says a time of day in a ticket's sentence; set by a driver that has a clock
+        )
         self._wake_ms: int | None = None
         self._check = check
-        self._reflected = True
+        self._deferred_work_done = True
         self._events = 0  # so many were handled, and reflected on: what was seen before is out of date
 
     # -- what others may read -----------------------------------------------------------------------------------------
@@ -137,20 +143,20 @@ class Arbiter:
 
     def _view(self, lease: Lease) -> LeaseView:
         if lease.view is None or lease.view_of != self._events:
-            lease.view, lease.view_of = lease_view(lease, self._changes.foresight), self._events
+            lease.view, lease.view_of = lease_view(lease, self._changes.forecast_recorder), self._events
         return lease.view
 
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue, or None if it does not wait."""
         lease = self._books.leases.get(lease_id)
-        return None if lease is None else ticket_view(self._books, lease, self._changes.foresight, self.moment)
+        return None if lease is None else ticket_view(self._books, lease, self._changes.forecast_recorder, self.moment)
 
     def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
         """Return a pool's queue in order, as of then; without `at_ms`, as of the last event."""
         books, event_ms = self._books, self._books.now_ms
         books.now_ms = event_ms if at_ms is None else max(event_ms, at_ms)
         try:
-            return ticket_views(books, pool, self._changes.foresight, self.moment)
+            return ticket_views(books, pool, self._changes.forecast_recorder, self.moment)
         finally:
             books.now_ms = event_ms
 
@@ -161,7 +167,7 @@ class Arbiter:
             return None
         event_ms, books.now_ms = books.now_ms, max(books.now_ms, at_ms)
         try:
-            return self._changes.foresight.waits.at_gate(lease)
+            return self._changes.forecast_recorder.queue_waits.gate_wait(lease)
         finally:
             books.now_ms = event_ms
 
@@ -180,12 +186,12 @@ class Arbiter:
     def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
         """Return why a lease would be refused now (reason, sentence), or None. Changes nothing."""
         wait = refusal(self._books, spec)
-        return None if wait is None else (wait.reason, wait.sentence)
+        return None if wait is None else (wait.code, wait.sentence)
 
     @property
     def forecasts(self) -> Forecasts:
         """What was learnt, and how far off it was."""
-        return self._changes.foresight.forecasts
+        return self._changes.forecast_recorder.forecasts
 
     def pools(self) -> dict[str, PoolSpec]:
         """Return the pools by name."""
@@ -214,36 +220,36 @@ class Arbiter:
 
     def handle(self, event: Event) -> list[Effect]:
         """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for what can be no event."""
-        self.reflect()
-        self._reflected = False
+        self.run_deferred_work()
+        self._deferred_work_done = False
         self._events += 1
         changes = self._changes
         changes.now_ms = max(changes.now_ms, event.at_ms)
         matters = self._take(event)
         if matters or (self._wake_ms is not None and changes.now_ms >= self._wake_ms):
-            self._serving.serve()
+            self._scheduler.serve()
             self._set_wake(anew=isinstance(event, Tick))
         elif isinstance(event, Tick):
             self._set_wake(anew=True)
         if self._check:
-            check_devices(self._books, changes.touched)
-        changes.touched.clear()
+            check_devices(self._books, changes.granted_devices)
+        changes.granted_devices.clear()
         return changes.take_effects()
 
-    def reflect(self) -> None:
+    def run_deferred_work(self) -> None:
         """Learn from the last event, foresee the waits that began in it, and prepare for the next.
 
         Nothing of it changes what that event decided, so it is for after its effects are on their way; the next `handle` does it first
         where nobody has. Decisions are the same either way.
         """
-        if not self._reflected:
-            self._reflected = True
-            self._events += self._changes.foresight.reflect()
-            self._serving.reflect()
+        if not self._deferred_work_done:
+            self._deferred_work_done = True
+            self._events += self._changes.forecast_recorder.run_deferred_work()
+            self._scheduler.prepare_next()
 
     def _set_wake(self, *, anew: bool) -> None:
         """A tick uses the alarm up, however early it came."""
-        wake_ms = self._serving.wake_ms()
+        wake_ms = self._scheduler.wake_ms()
         if wake_ms != self._wake_ms or (anew and wake_ms is not None):
             self._wake_ms = wake_ms
             self._changes.effects.append(WakeAt(at_ms=wake_ms))
@@ -254,9 +260,9 @@ class Arbiter:
             case Tick():
                 return False
             case SuspendFinished():
-                self._answers.suspended(event)
+                self._operation_results.suspended(event)
             case ResumeFinished():
-                self._answers.resumed(event)
+                self._operation_results.resumed(event)
             case LeaseRequested():
                 self._lifecycle.requested(event)
             case LeaseRecovered():
@@ -280,16 +286,16 @@ class Arbiter:
                 if event.device_id in books.devices:
                     books.devices[event.device_id].lost = True
             case DeviceDrained():
-                self._serving.draining.begin(event.device_id, evict_busy=event.evict_busy)
+                self._scheduler.drains.begin(event.device_id, evict_busy=event.evict_busy)
             case DeviceUndrained():
-                self._serving.draining.end(event.device_id)
+                self._scheduler.drains.end(event.device_id)
             case PoolConfigured():
                 books.configure(event.pool)
-                note_all(books, books.leases.values())
-                self._serving.resizing.configured(event.pool.name)
+                update_all_suspendability(books, books.leases.values())
+                self._scheduler.resizer.pool_configured(event.pool.name)
             case HostMemorySeen():
                 books.host_budget_mib = event.budget_mib
-        books.touch_all()
+        books.mark_all_changed()
         self._changes.requeued.update(books.queue.lines)
 
     def _device_seen(self, event: DeviceSeen) -> None:
@@ -301,7 +307,7 @@ class Arbiter:
             books.add_device(device)
         device.spec, device.stranger_mib, device.lost = event.device, max(0, event.stranger_mib), False
         if news:
-            note_all(books, books.leases.values())
+            update_all_suspendability(books, books.leases.values())
 
     def _take_about_lease(self, event: Event) -> bool:  # noqa: C901, PLR0911, PLR0912 - one case per event
         if not isinstance(event, _AboutALease):
@@ -329,28 +335,28 @@ class Arbiter:
             case LeaseReleased():
                 does.released(lease, event.reason)
             case SuspendRequested():
-                does.suspend_asked(lease, event.by)
+                does.suspend_requested(lease, event.by)
             case ResizeRequested():
-                self._serving.resizing.asked(lease, event)
+                self._scheduler.resizer.requested(lease, event)
             case MoveRequested():
-                self._serving.move_asked(lease, event.device_id)
+                self._scheduler.move_requested(lease, event.device_id)
             case PinRequested():
-                self._serving.pins.pin(lease, event.duration_ms)
+                self._scheduler.pins.pin(lease, event.duration_ms)
             case UnpinRequested():
-                self._serving.pins.unpin(lease, "pin.ended", f"{event.by} ended its pin")
+                self._scheduler.pins.unpin(lease, "pin.ended", f"{event.by} ended its pin")
             case SeatEnded():
                 self._seat_ended(lease, event)
             case SeatRenewed():
-                self._serving.revoked.end(lease, event.seat)
+                self._scheduler.revocations.reinstate(lease, event.seat)
             case Checkpointable():
                 does.checkpointable(lease, event.why_not)
             case HostPressureSeen():
-                self._changes.press(lease, pressed=event.pressed and lease.state is LeaseState.SUSPENDED)
+                self._changes.set_host_pressure(lease, pressed=event.pressed and lease.state is LeaseState.SUSPENDED)
             case TruthFound():
-                self._answers.truth_found(lease, event)
+                self._operation_results.truth_found(lease, event)
         return True
 
     def _seat_ended(self, lease: Lease, event: SeatEnded) -> None:
         if lease.pinned_until_ms:
-            self._serving.pins.unpin(lease, "pin.ended", "the seat of its server has ended, and its pin with it")
-        self._serving.revoked.begin(lease, event.since_ms)
+            self._scheduler.pins.unpin(lease, "pin.ended", "the seat of its server has ended, and its pin with it")
+        self._scheduler.revocations.revoke(lease, event.since_ms)

@@ -8,8 +8,8 @@ from fractional_gpu.core.books.books import (
     Operation,
 )
 from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy
-from fractional_gpu.core.rules.eligibility import candidates
-from fractional_gpu.core.rules.victim_cost import device_preemptible_from_ms, device_willing_from_ms
+from fractional_gpu.core.rules.eligibility import eligible_devices
+from fractional_gpu.core.rules.victim_cost import device_preemptible_from_ms, device_suspendable_from_ms
 
 __all__ = ["InvariantError", "check_devices", "validate"]
 
@@ -23,7 +23,7 @@ _IN_OPERATION = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING})
 _QUEUEING = frozenset(
     {
         LeaseState.UNATTACHED,
-        LeaseState.UNARMED,
+        LeaseState.NO_CONTEXT,
         LeaseState.SUSPENDING,
         LeaseState.SUSPENDED,
         LeaseState.RESUMING,
@@ -62,7 +62,7 @@ def _totals(books: Books) -> list[str]:
     for device_id, device in books.devices.items():
         total = sum(lease.held_mib for lease in books.leases.values() if device_id in lease.device_ids)
         left_mib = device.spec.leasable_mib - total - device.stranger_mib
-        left_mib = min(0, left_mib) if device.lost or (device.whole and total) else left_mib
+        left_mib = min(0, left_mib) if device.lost or (device.is_exclusive and total) else left_mib
         if left_mib != device.free_mib:
             broken.append(f"device {device_id}: {device.free_mib} MiB are said to be free, {left_mib} MiB are")
         if total != device.reserved_mib:
@@ -85,18 +85,18 @@ def _leases(books: Books) -> list[str]:
     broken = []
     for lease in books.leases.values():
         name = f"lease {lease.lease_id} ({lease.state})"
-        if lease.reserved and lease.state not in HOLDING | _BESIDE_HOLDING:
+        if lease.has_reservation and lease.state not in HOLDING | _BESIDE_HOLDING:
             broken.append(f"{name} holds a reservation")
-        if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.reserved:
+        if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.has_reservation:
             broken.append(f"{name} has no reservation")
         # In an operation it holds what was reserved when that began, also if its pool has another policy by now.
         least_mib = lease.saved_each_mib if lease.state in _IN_OPERATION else _least_mib(books, lease)
-        settled = lease.state is not LeaseState.QUARANTINED and not lease.grows
-        if lease.reserved and lease.held_mib < least_mib and settled:
+        settled = lease.state is not LeaseState.QUARANTINED and not lease.is_growing
+        if lease.has_reservation and lease.held_mib < least_mib and settled:
             broken.append(f"{name} holds {lease.held_mib} MiB and needs {lease.need_mib} MiB")
         if lease.host_mib and lease.state not in (LeaseState.SUSPENDING, LeaseState.QUARANTINED):
             broken.append(f"{name} has {lease.host_mib} MiB of host memory reserved")
-        if lease.asked_to_suspend and lease.state is not LeaseState.RESIDENT:
+        if lease.suspend_requested and lease.state is not LeaseState.RESIDENT:
             broken.append(f"{name} is still to be suspended")
         if (lease.expires_ms is not None) != (lease.state is LeaseState.UNATTACHED):
             broken.append(f"{name} expires at {lease.expires_ms}")
@@ -111,11 +111,11 @@ def _gates(books: Books) -> list[str]:
     broken = []
     for lease in books.leases.values():
         name = f"lease {lease.lease_id} ({lease.state})"
-        if lease.yields != (lease.lease_id in books.yielding) or (
-            lease.yields and lease.state is not LeaseState.RESIDENT
+        if lease.gate_closed != (lease.lease_id in books.gates_closed) or (
+            lease.gate_closed and lease.state is not LeaseState.RESIDENT
         ):
-            broken.append(f"{name}: its gate is {'closed' if lease.yields else 'open'}, the index says otherwise")
-        if lease.next_cell is not None and not lease.yields:
+            broken.append(f"{name}: its gate is {'closed' if lease.gate_closed else 'open'}, the index says otherwise")
+        if lease.gate_ticket is not None and not lease.gate_closed:
             broken.append(f"{name}: its next cell waits at an open gate")
     return broken
 
@@ -124,10 +124,12 @@ def _left_behind(books: Books) -> list[str]:
     broken = []
     for lease in books.leases.values():
         name = f"lease {lease.lease_id} ({lease.state})"
-        if lease.left and (lease.state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms):
-            broken.append(f"{name} is at rest or pinned, though its kernel left {lease.left} behind")
-        if lease.left and lease.state is LeaseState.SUSPENDED and lease.ticket is None and not lease.revoked:
-            broken.append(f"{name} is saved and waits for nothing, though no cell can ask for what {lease.left} has")
+        if lease.left_behind and (lease.state is LeaseState.UNATTACHED or not lease.busy or lease.pinned_until_ms):
+            broken.append(f"{name} is at rest or pinned, though its kernel left {lease.left_behind} behind")
+        if lease.left_behind and lease.state is LeaseState.SUSPENDED and lease.ticket is None and not lease.revoked:
+            broken.append(
+                f"{name} is saved and waits for nothing, though no cell can ask for what {lease.left_behind} has"
+            )
     return broken
 
 
@@ -139,7 +141,7 @@ def _revoked(books: Books) -> list[str]:
             broken.append(f"{name}: the index of revoked leases says otherwise, or its end at {lease.ends_ms} does")
         if not lease.revoked:
             continue
-        if lease.ticket is not None or lease.next_cell is not None or lease.pinned_until_ms or lease.target_ids:
+        if lease.ticket is not None or lease.gate_ticket is not None or lease.pinned_until_ms or lease.target_ids:
             broken.append(f"{name} has no seat, and waits for a device, is pinned to one or on its way to one")
         if lease.state is LeaseState.UNATTACHED:
             broken.append(f"{name} has neither a seat nor a process")
@@ -162,7 +164,7 @@ def _least_mib(books: Books, lease: Lease) -> int:
 
 def _queue(books: Books) -> list[str]:
     broken = []
-    line = books.line()
+    line = books.waiting_leases()
     if {lease.lease_id for lease in line} != {lease.lease_id for lease in books.leases.values() if lease.ticket}:
         broken.append("the queue does not agree with the leases about who has a ticket")
     if len(line) != books.waiting:
@@ -173,7 +175,7 @@ def _queue(books: Books) -> list[str]:
     broken += [
         f"lease {lease.lease_id} ({lease.state}) is parked and does not wait for the start of others"
         for lease in books.parked.values()
-        if lease.state is not LeaseState.UNATTACHED or lease.reserved or lease.ticket is not None
+        if lease.state is not LeaseState.UNATTACHED or lease.has_reservation or lease.ticket is not None
     ]
     for pool in books.lines:
         places = [books.queue.place(lease) for lease in books.queue.line(pool)]
@@ -212,7 +214,7 @@ def _kept_ready(books: Books) -> list[str]:
     broken = []
     for bucket in books.queue.buckets.values():
         for lease in bucket.members if bucket.devices is not None else ():
-            now = candidates(books, books.policy(lease), lease)
+            now = eligible_devices(books, books.policy(lease), lease)
             if now != bucket.devices:
                 broken.append(f"lease {lease.lease_id} may go to {now}, its bucket says {bucket.devices}")
     broken += _buckets(books)
@@ -227,22 +229,22 @@ def _kept_ready(books: Books) -> list[str]:
 def _buckets(books: Books) -> list[str]:
     """What buckets keep of their tickets and of their owners' accounts, and where each of them is found."""
     queue, broken = books.queue, []
-    found = {**queue.special}
+    found = {**queue.unshaped}
     for shape in queue.shapes.values():
         found |= shape.buckets
         if any(bucket.shape is not shape for bucket in shape.buckets.values()):
             broken.append("a bucket is kept with a shape that is not its own")
         heads = [bucket.members[0] for bucket in shape.buckets.values() if shape.devices is not None]
-        lost = [head for head in heads if candidates(books, books.policy(head), head) != shape.devices]
+        lost = [head for head in heads if eligible_devices(books, books.policy(head), head) != shape.devices]
         broken += [f"lease {head.lease_id} may not go where its shape says: {shape.devices}" for head in lost]
     if sorted(found) != sorted(bucket.number for bucket in queue.buckets.values()):
         broken.append("buckets without a shape, and those of all shapes, are not all buckets")
     for bucket in queue.buckets.values():
         head, orders = bucket.members[0], [one.ticket.order for one in bucket.members if one.ticket is not None]
-        if bucket.first not in (None, min(orders)):
-            broken.append(f"the oldest ticket beside {head.lease_id} is {min(orders)}, {bucket.first} was kept")
+        if bucket.oldest_order not in (None, min(orders)):
+            broken.append(f"the oldest ticket beside {head.lease_id} is {min(orders)}, {bucket.oldest_order} was kept")
         account = books.accounts.of(head)
-        if bucket.turn is not None and not account.rate and bucket.turn_as_of == account.changes:
+        if bucket.turn is not None and not account.busy_milli and bucket.turn_version == account.version:
             now = (*books.share(head), orders[0])
             if bucket.turn[-3:] != now or bucket.account is not account:
                 broken.append(f"lease {head.lease_id} has its turn by {now}, {bucket.turn} was kept")
@@ -250,36 +252,41 @@ def _buckets(books: Books) -> list[str]:
 
 
 def _ranks(books: Books, device: Device) -> list[str]:
-    ranks, broken = device.ranks, []
+    ranks, broken = device.victim_ranking, []
     if ranks is None:
         return []
     ranked = {lease_id for *_, lease_id, _ in ranks.ranked}
     is_current = ranks.swaps_learnt == books.forecasts.swaps_learnt
     for lease_id, lease in device.holders.items():
-        if lease_id in ranks.stale:
+        if lease_id in ranks.changed:
             continue
-        from_ms = device_willing_from_ms(books, device, lease)
+        from_ms = device_suspendable_from_ms(books, device, lease)
         kept_ms = 0 if lease_id in ranked else ranks.later[lease_id][0] if lease_id in ranks.later else None
         if kept_ms != from_ms and (kept_ms is None or from_ms is None or max(kept_ms, from_ms) > books.now_ms):
             broken.append(f"lease {lease_id} may be suspended from {from_ms}, it was ranked for {kept_ms}")
         at_work_ms = device_preemptible_from_ms(books, device, lease)
-        kept_ms = ranks.working[lease_id][0] if lease_id in ranks.working else None
+        kept_ms = ranks.busy[lease_id][0] if lease_id in ranks.busy else None
         if kept_ms != at_work_ms and ((kept_ms is None) != (at_work_ms is None) or is_current):
             broken.append(f"lease {lease_id} has had its residency at {at_work_ms}, {kept_ms} was kept")
-    known = ranks.yielding
-    if is_current and not ranks.stale and known is not None and (known.next_ms is None or known.next_ms > books.now_ms):
+    known = ranks.yield_candidates
+    if (
+        is_current
+        and not ranks.changed
+        and known is not None
+        and (known.next_ms is None or known.next_ms > books.now_ms)
+    ):
         yielding = {
             lease.lease_id
-            for from_ms, lease in ranks.working.values()
-            if max(from_ms, lease.yields_from_ms) <= books.now_ms
+            for from_ms, lease in ranks.busy.values()
+            if max(from_ms, lease.gate_open_until_ms) <= books.now_ms
         }
         if {lease.lease_id for lease in known.leases} != yielding:
             broken.append(f"leases {sorted(yielding)} may be asked to yield, {known.leases} were kept")
-    strangers = {*ranked, *ranks.later, *ranks.working} - {*device.holders, *ranks.stale}
+    strangers = {*ranked, *ranks.later, *ranks.busy} - {*device.holders, *ranks.changed}
     return broken + [f"lease {lease_id} is ranked on a device where it is not" for lease_id in sorted(strangers)]
 
 
 def _may_wait(lease: Lease) -> bool:
-    if lease.ticket is not None and lease.ticket.grow is not None:
+    if lease.ticket is not None and lease.ticket.resize_to is not None:
         return lease.state is not LeaseState.ENDED
-    return lease.state in _QUEUEING and not (lease.state is LeaseState.UNATTACHED and lease.reserved)
+    return lease.state in _QUEUEING and not (lease.state is LeaseState.UNATTACHED and lease.has_reservation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 __all__ = [
-    "FAILED",
+    "FOUND_FAILED",
     "HOLDING",
     "AfterKernel",
     "Breach",
@@ -30,7 +30,7 @@ class LeaseState(StrEnum):
     """Where a lease stands; `transitions.TABLE` says which moves are legal."""
 
     UNATTACHED = "unattached"  # no live process; holds no device memory; expires after the pool's time to live
-    UNARMED = "unarmed"  # a live process without a CUDA context and without a reservation
+    NO_CONTEXT = "unarmed"  # a live process without a CUDA context and without a reservation
     RESIDENT = "resident"  # holds a reservation on its device
     SUSPENDING = "suspending"  # a suspend operation is under way; reservation still held
     SUSPENDED = "suspended"  # saved_mib lie in host memory; no reservation on any device
@@ -43,7 +43,7 @@ HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESU
 """States whose reservation counts against the device (a quarantined lease only if it has a device)."""
 
 
-FAILED = "found.failed"
+FOUND_FAILED = "found.failed"
 """The reason of a quarantined lease of which the driver says that it failed: waiting would not help its kernel."""
 
 
@@ -209,14 +209,16 @@ class LeaseView:
     sentence: str  # the same for people
     reserved_mib: int = 0  # what it holds on `device_id` now (an unattached lease may hold its reservation in advance)
     host_reserved_mib: int = 0  # reserved in host memory for what a suspend under way will save
-    suspend_asked: bool = False  # somebody asked for its suspend, which waits for the swap channel
+    suspend_requested: bool = False  # somebody asked for its suspend, which waits for the swap channel
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first
     pinned_until_ms: int = 0  # not suspended for others, nor for being idle, before this
     resume_ms: int | None = None  # predicted time to bring it back, for one that is suspended
-    stays: str = ""  # why it cannot be suspended for as long as it is resident, a sentence; empty: it can
-    yields: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
+    unsuspendable_reason: str = (
+        ""  # why it cannot be suspended for as long as it is resident, a sentence; empty: it can
+    )
+    gate_closed: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
     at_gate: bool = False  # its next cell waits there
-    left: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
+    left_behind: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
     revoked: bool = False  # its seat has ended: it does not become resident before a new seat takes it over
     ends_ms: int | None = None  # a revoked lease's processes are ended then
 

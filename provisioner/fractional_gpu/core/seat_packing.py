@@ -33,13 +33,13 @@ from functools import lru_cache
 
 __all__ = [
     "CELL_MEDIAN_MS",
-    "PRIOR",
-    "Habits",
-    "Load",
-    "Place",
+    "PRIOR_USAGE",
+    "SeatDevice",
+    "SeatLoad",
+    "Usage",
+    "choose_device",
+    "estimated_usage",
     "late_chance_millionths",
-    "learnt",
-    "place",
     "still_waiting_milli",
     "wait_chance_millionths",
 ]
@@ -52,18 +52,18 @@ _PRIOR_BUSY_MS = 30 * 60_000  # and so much busy time for the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
+class Usage:
     """How somebody uses a GPU: the share of a server's time in which it is busy, and the device memory in use meanwhile."""
 
     duty_milli: int
     active_mib: int
 
 
-PRIOR = Habits(duty_milli=257, active_mib=4400)
+PRIOR_USAGE = Usage(duty_milli=257, active_mib=4400)
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
-class Load:
+class SeatLoad:
     """A seat on a device: active for `duty_milli` thousandths of the time, and then with `mib`."""
 
     mib: int
@@ -71,28 +71,28 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SeatDevice:
     """A device that seats may be placed on, what leases may have of it, and the seats that are on it."""
 
     device_id: str
     capacity_mib: int
-    loads: tuple[Load, ...]
+    loads: tuple[SeatLoad, ...]
 
 
-def learnt(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Habits = PRIOR) -> Habits:
+def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usage = PRIOR_USAGE) -> Usage:
     """Return the habits of somebody who had kernels for `live_ms`, busy for `busy_ms`, with that integral of memory over busy time."""
     busy_ms = min(busy_ms, live_ms)
     duty = (busy_ms * 1000 + prior.duty_milli * _PRIOR_LIVE_MS) // (live_ms + _PRIOR_LIVE_MS)
     mib = (busy_mib_ms + prior.active_mib * _PRIOR_BUSY_MS) // (busy_ms + _PRIOR_BUSY_MS)
-    return Habits(duty_milli=min(1000, max(1, duty)), active_mib=max(1, mib))
+    return Usage(duty_milli=min(1000, max(1, duty)), active_mib=max(1, mib))
 
 
-def wait_chance_millionths(loads: Iterable[Load], capacity_mib: int) -> int:
+def wait_chance_millionths(loads: Iterable[SeatLoad], capacity_mib: int) -> int:
     """Return the chance that a cell of one of these seats finds no room when it begins."""
     return _wait_chance(tuple(sorted(loads)), None, capacity_mib)
 
 
-def _wait_chance(loads: tuple[Load, ...], more: Load | None, capacity_mib: int) -> int:
+def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad | None, capacity_mib: int) -> int:
     """Return the chance with one more seat. `loads` are sorted: rounding depends on the order by a hair, the forecast must not."""
     expected = sum(load.duty_milli for load in loads) + (more.duty_milli if more is not None else 0)
     if not expected:
@@ -102,21 +102,21 @@ def _wait_chance(loads: tuple[Load, ...], more: Load | None, capacity_mib: int) 
     chance, active = _distribution(loads, capacity_mib)
     if more is not None:
         active = active.copy()
-        _add(chance.copy(), active, more, capacity_mib)
+        _add_seat(chance.copy(), active, more, capacity_mib)
     return min(1_000_000, -(-active[-1] * 1000 * 1_000_000 // (expected * _WHOLE)))
 
 
 @lru_cache(maxsize=64)
-def _distribution(loads: tuple[Load, ...], capacity_mib: int) -> tuple[list[int], list[int]]:
+def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int) -> tuple[list[int], list[int]]:
     """Return P(S = s) and E[N; S = s] by need s; the last bin is everything beyond the device. Not to be changed."""
     chance, active = [0] * (_BINS + 2), [0] * (_BINS + 2)
     chance[0] = _WHOLE
     for load in loads:
-        _add(chance, active, load, capacity_mib)
+        _add_seat(chance, active, load, capacity_mib)
     return chance, active
 
 
-def _add(chance: list[int], active: list[int], load: Load, capacity_mib: int) -> None:
+def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib: int) -> None:
     """Take one more seat into the distribution, in place: from the largest need down, so that nothing is counted twice."""
     shift, duty = -(-load.mib * _BINS // capacity_mib), load.duty_milli
     last = len(chance) - 1
@@ -142,23 +142,25 @@ def still_waiting_milli(target_ms: int, median_ms: int = CELL_MEDIAN_MS) -> int:
     return -(-upper // (2 * median_ms << halvings))
 
 
-def late_chance_millionths(loads: Iterable[Load], capacity_mib: int, target_ms: int) -> int:
+def late_chance_millionths(loads: Iterable[SeatLoad], capacity_mib: int, target_ms: int) -> int:
     """Return the chance that a cell of one of these seats waits longer than `target_ms`."""
-    return _late(wait_chance_millionths(loads, capacity_mib), target_ms)
+    return _late_chance(wait_chance_millionths(loads, capacity_mib), target_ms)
 
 
-def _late(wait_millionths: int, target_ms: int) -> int:
+def _late_chance(wait_millionths: int, target_ms: int) -> int:
     return -(-wait_millionths * still_waiting_milli(target_ms) // 1000)
 
 
-def place(load: Load, places: Sequence[Place], *, target_ms: int, bound_milli: int) -> tuple[str | None, int]:
+def choose_device(
+    load: SeatLoad, places: Sequence[SeatDevice], *, target_ms: int, bound_milli: int
+) -> tuple[str | None, int]:
     """Return the device for one more seat and the chance there (millionths) that a cell waits longer than the target.
 
     Of the devices that stay within the bound the fullest one is taken, so that what is left stays whole for larger seats; where none
     does, None and the smallest chance there is. Ties go to the first device.
     """
     forecasts = [
-        (_late(_wait_chance(tuple(sorted(each.loads)), load, each.capacity_mib), target_ms), each)
+        (_late_chance(_wait_chance(tuple(sorted(each.loads)), load, each.capacity_mib), target_ms), each)
         for each in places
         if load.mib <= each.capacity_mib
     ]
@@ -171,6 +173,6 @@ def place(load: Load, places: Sequence[Place], *, target_ms: int, bound_milli: i
     return best.device_id, chance
 
 
-def _filled_milli(device: Place) -> int:
+def _filled_milli(device: SeatDevice) -> int:
     """Return how much of the device is needed on average."""
     return sum(load.mib * load.duty_milli for load in device.loads) // max(1, device.capacity_mib)

@@ -33,7 +33,7 @@ class Cause(StrEnum):
     RELEASED = "released"
     EXPIRED = "expired"
     FOUND_UNATTACHED = "found without a process"
-    FOUND_UNARMED = "found without a context"
+    FOUND_NO_CONTEXT = "found without a context"
     FOUND_RESIDENT = "found resident"
     FOUND_SUSPENDED = "found suspended"
     FOUND_UNKNOWN = "not known yet"
@@ -46,7 +46,7 @@ class IllegalTransitionError(RuntimeError):
 _S = LeaseState
 _FOUND = {
     Cause.FOUND_UNATTACHED: _S.UNATTACHED,
-    Cause.FOUND_UNARMED: _S.UNARMED,
+    Cause.FOUND_NO_CONTEXT: _S.NO_CONTEXT,
     Cause.FOUND_RESIDENT: _S.RESIDENT,
     Cause.FOUND_SUSPENDED: _S.SUSPENDED,
 }
@@ -55,18 +55,18 @@ _END = {Cause.EXITED: _S.UNATTACHED, Cause.RELEASED: _S.ENDED}
 TABLE: Mapping[LeaseState | None, Mapping[Cause, LeaseState]] = {
     None: {Cause.ADMITTED: _S.UNATTACHED, **_FOUND, Cause.FOUND_UNKNOWN: _S.QUARANTINED},
     _S.UNATTACHED: {
-        Cause.ATTACHED: _S.UNARMED,
+        Cause.ATTACHED: _S.NO_CONTEXT,
         Cause.ATTACHED_RESERVED: _S.RESIDENT,
         Cause.RESERVED: _S.UNATTACHED,
         Cause.LAPSED: _S.UNATTACHED,
         Cause.RELEASED: _S.ENDED,
         Cause.EXPIRED: _S.ENDED,
     },
-    _S.UNARMED: {Cause.GRANTED: _S.RESIDENT, **_END},
+    _S.NO_CONTEXT: {Cause.GRANTED: _S.RESIDENT, **_END},
     _S.RESIDENT: {Cause.SUSPEND: _S.SUSPENDING, **_END},
     _S.SUSPENDING: {
         Cause.SAVED: _S.SUSPENDED,
-        Cause.NOTHING_TO_SAVE: _S.UNARMED,
+        Cause.NOTHING_TO_SAVE: _S.NO_CONTEXT,
         Cause.ROLLED_BACK: _S.RESIDENT,
         Cause.LOST_TRACK: _S.QUARANTINED,
         **_END,

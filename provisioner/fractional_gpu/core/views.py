@@ -1,7 +1,7 @@
 """Read-only pictures of the books, for status, for the ledger and for whoever waits."""
 
 from fractional_gpu.core.books.books import Books, Lease, Ticket
-from fractional_gpu.core.changes.forecast_recorder import Foresight, shown
+from fractional_gpu.core.changes.forecast_recorder import ForecastRecorder, shown_span
 from fractional_gpu.core.model import (
     DeviceView,
     LeaseState,
@@ -9,13 +9,13 @@ from fractional_gpu.core.model import (
     Span,
     TicketView,
 )
-from fractional_gpu.core.rules.wait_reasons import Moment, explain
+from fractional_gpu.core.rules.wait_reasons import FormatTime, wait_reason
 from fractional_gpu.core.scheduler.migration import kept_mib
 
 __all__ = ["device_views", "lease_view", "ticket_view", "ticket_views"]
 
 
-def lease_view(lease: Lease, foresight: Foresight) -> LeaseView:
+def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
     """Return the lease as others see it."""
     return LeaseView(
         spec=lease.spec,
@@ -32,20 +32,22 @@ def lease_view(lease: Lease, foresight: Foresight) -> LeaseView:
         sentence=lease.sentence,
         reserved_mib=lease.held_mib,
         host_reserved_mib=lease.host_mib,
-        suspend_asked=lease.asked_to_suspend,
+        suspend_requested=lease.suspend_requested,
         device_ids=lease.device_ids,
         pinned_until_ms=lease.pinned_until_ms,
-        stays=lease.stays,
-        left=lease.left,
+        unsuspendable_reason=lease.unsuspendable_reason,
+        left_behind=lease.left_behind,
         revoked=lease.revoked,
         ends_ms=lease.ends_ms,
         resume_ms=foresight.resume_ms(lease),
-        yields=lease.yields,
-        at_gate=lease.next_cell is not None,
+        gate_closed=lease.gate_closed,
+        at_gate=lease.gate_ticket is not None,
     )
 
 
-def ticket_view(books: Books, lease: Lease, foresight: Foresight, moment: Moment | None = None) -> TicketView | None:
+def ticket_view(
+    books: Books, lease: Lease, foresight: ForecastRecorder, moment: FormatTime | None = None
+) -> TicketView | None:
     """Return the lease's place in its pool's queue, or None. `moment` says times of day in its sentence."""
     if lease.ticket is None:
         return None
@@ -54,31 +56,33 @@ def ticket_view(books: Books, lease: Lease, foresight: Foresight, moment: Moment
         other.ticket is not None and other.spec.pool == lease.spec.pool and books.queue.place(other) < place
         for other in books.by_state[LeaseState.RESUMING].values()
     )
-    return _ticket_view(books, lease, lease.ticket, place - served, foresight.wait(lease), moment)
+    return _ticket_view(books, lease, lease.ticket, place - served, foresight.ticket_wait(lease), moment)
 
 
 def _ticket_view(  # noqa: PLR0917 - one caller's loop, and one more
-    books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None, moment: Moment | None
+    books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None, moment: FormatTime | None
 ) -> TicketView:
-    wait = explain(books, lease, ticket, moment)
+    wait = wait_reason(books, lease, ticket, moment)
     return TicketView(
         lease_id=lease.lease_id,
         position=position,
         asked_ms=ticket.asked_ms,
         passed_over=ticket.passed_over,
-        reason=wait.reason,
+        reason=wait.code,
         sentence=wait.sentence,
         blockers=wait.blockers,
         urgent=ticket.urgent,
         need_mib=lease.bucket.key.need_mib if lease.bucket is not None else kept_mib(lease),
         kept_on=ticket.kept_on,
-        expected=None if expected is None else shown(ticket, lease, expected, books.now_ms),
+        expected=None if expected is None else shown_span(ticket, lease, expected, books.now_ms),
     )
 
 
-def ticket_views(books: Books, pool: str, foresight: Foresight, moment: Moment | None = None) -> list[TicketView]:
+def ticket_views(
+    books: Books, pool: str, foresight: ForecastRecorder, moment: FormatTime | None = None
+) -> list[TicketView]:
     """Return the pool's queue in order."""
-    waits = foresight.waits.all(pool)
+    waits = foresight.queue_waits.waits_of_pool(pool)
     views, served = [], 0
     for place, (lease, wait) in enumerate(zip(books.queue.line(pool), waits, strict=True), 1):
         if lease.ticket is not None:

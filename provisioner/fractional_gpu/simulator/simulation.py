@@ -301,7 +301,7 @@ class _Run:
         self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=True))
         self._accounts.waiting += 1
         view = self._arbiter.lease(kernel.spec.lease_id)
-        if kernel.state is LeaseState.RESIDENT and (view is None or not view.yields):
+        if kernel.state is LeaseState.RESIDENT and (view is None or not view.gate_closed):
             self._grow(kernel)
             return
         kernel.waiting = True

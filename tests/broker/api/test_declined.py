@@ -165,7 +165,7 @@ def test_who_hangs_up_while_the_kernel_is_busy_has_not_asked_for_its_suspend(
         live.on_loop(lambda: _look(live, kernel))
         view = live.broker.arbiter.lease(lease.lease_id)
         assert view is not None
-        assert (view.state, view.suspend_asked) == (LeaseState.RESIDENT, False)
+        assert (view.state, view.suspend_requested) == (LeaseState.RESIDENT, False)
         live.call("DELETE", f"/v1/leases/{lease.lease_id}")
 
 

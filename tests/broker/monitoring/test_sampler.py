@@ -187,7 +187,7 @@ async def test_what_goes_past_a_reservation_is_covered_by_nobody() -> None:
 
 
 async def test_what_a_lease_without_a_reservation_uses_is_covered_by_nobody() -> None:
-    world = World(LeaseState.UNARMED)
+    world = World(LeaseState.NO_CONTEXT)
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     events = await world.told()
     assert strangers(events) == [300]
@@ -293,7 +293,7 @@ def test_a_kernel_without_a_context_whose_extension_did_not_answer_is_not_waited
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fractional_gpu.broker.monitoring.sampler.time.monotonic", lambda: 1000.0)
-    world = World(LeaseState.UNARMED)
+    world = World(LeaseState.NO_CONTEXT)
     world.kernel.link = GateLink(1000.0)
     world.kernel.executing_since_s = 1000.0 - 5
     world.watcher.relieve_silent()
@@ -323,10 +323,10 @@ async def test_small_changes_of_the_host_budget_are_not_told() -> None:
         (LeaseState.SUSPENDED, True, 0, 5, True, False),  # a cell that said that it needs no GPU
         (LeaseState.SUSPENDED, True, 60, 0, False, True),  # Python does not run: a thread blocks with the GIL held
         (LeaseState.SUSPENDED, True, 60, 0, True, True),
-        (LeaseState.UNARMED, False, 0, 5, False, True),  # its extension never came
-        (LeaseState.UNARMED, True, 60, 5, False, False),
-        (LeaseState.UNARMED, True, 0, 15, False, True),  # its extension cannot reach the broker to ask
-        (LeaseState.UNARMED, True, 0, 15, True, False),
+        (LeaseState.NO_CONTEXT, False, 0, 5, False, True),  # its extension never came
+        (LeaseState.NO_CONTEXT, True, 60, 5, False, False),
+        (LeaseState.NO_CONTEXT, True, 0, 15, False, True),  # its extension cannot reach the broker to ask
+        (LeaseState.NO_CONTEXT, True, 0, 15, True, False),
         (LeaseState.RESIDENT, False, 0, 5, False, False),
         (LeaseState.RESUMING, True, 60, 5, False, False),
         (LeaseState.QUARANTINED, False, 0, 5, False, False),

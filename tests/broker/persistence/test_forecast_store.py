@@ -9,7 +9,7 @@ import pytest
 from fractional_gpu.broker.persistence.forecast_store import load_context_sizes, load_forecasts, save_forecasts
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.forecasts.context_sizes import ContextSizes, Figure
+from fractional_gpu.core.forecasts.context_sizes import ContextSize, ContextSizes
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.ledger.ledger import Ledger
 
@@ -25,7 +25,7 @@ async def test_swaps_that_were_seen_are_remembered_by_the_next_broker(tmp_path: 
     forecasts = experienced()
     writer = LedgerWriter(Ledger.open(tmp_path / "ledger.sqlite"))
     contexts = ContextSizes()
-    contexts.saw("G", "kernel", Figure(1000, 900), 20_000)
+    contexts.saw("G", "kernel", ContextSize(1000, 900), 20_000)
     save_forecasts(Arbiter(forecasts=forecasts), contexts, writer)
     await writer.close()
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:

@@ -152,15 +152,15 @@ async def test_what_may_pass_is_tried_again_until_the_driver_works(tmp_path: Pat
         async with world_of(tmp_path, worker, record_of(process, LeaseState.RESIDENT), driver) as world:
             assert world.lease().state is LeaseState.RESIDENT, "the driver is not needed to know that"
             assert re.fullmatch(r"not now \(attempt 1; the next one is at \d\d:\d\d:\d\d \w+\)", world.why_not())
-            assert world.lease().stays == world.swaps.off == world.why_not()
+            assert world.lease().unsuspendable_reason == world.swaps.off == world.why_not()
             worker.proceed.release()
             await settled(world, worker, 2)
             assert "(attempt 2;" in world.why_not()
-            assert world.lease().stays == world.swaps.off == world.why_not()
+            assert world.lease().unsuspendable_reason == world.swaps.off == world.why_not()
             assert world.why_not(OTHERS[0]) == ON_MIG
             worker.proceed.release()
             await settled(world, worker, 3)
-            assert (world.swaps.off, world.lease().stays, world.why_not()) == ("", "", "")
+            assert (world.swaps.off, world.lease().unsuspendable_reason, world.why_not()) == ("", "", "")
             assert world.why_not(OTHERS[0]) == ON_MIG, "that reason is its own"
             strangers = [view.stranger_mib for view in world.broker.arbiter.devices()]
             assert strangers == [7, 7]
@@ -238,7 +238,7 @@ async def test_a_lease_whose_suspend_met_the_reason_is_released_from_it(tmp_path
             world.broker.dispatch(told)  # as the end of such a suspend does
             worker.proceed.release()
             await settled(world, worker, 2)
-            assert world.lease().stays == ""
+            assert world.lease().unsuspendable_reason == ""
 
 
 async def test_a_lease_that_stays_for_a_reason_of_its_own_keeps_it(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ async def test_a_lease_that_stays_for_a_reason_of_its_own_keeps_it(tmp_path: Pat
             world.broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=LEASE, why_not="managed memory"))
             worker.proceed.release()
             await settled(world, worker, 2)
-            assert world.lease().stays == "managed memory"
+            assert world.lease().unsuspendable_reason == "managed memory"
 
 
 async def test_a_lost_device_is_not_called_found(tmp_path: Path) -> None:

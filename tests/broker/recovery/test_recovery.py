@@ -94,7 +94,7 @@ async def recovered(
         (L.SUSPENDED, S.CHECKPOINTED, L.SUSPENDED),
         (L.SUSPENDING, S.LOCKED, L.RESIDENT),
         (L.RESIDENT, None, L.RESIDENT),  # its gate may be open: it may create a context at any moment
-        (L.UNARMED, None, L.UNARMED),
+        (L.NO_CONTEXT, None, L.NO_CONTEXT),
         (L.RESIDENT, S.FAILED, L.QUARANTINED),
         (L.SUSPENDED, S.CHECKPOINTING, L.QUARANTINED),
     ],

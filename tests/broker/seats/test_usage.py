@@ -12,7 +12,7 @@ from fractional_gpu.broker.seats.offers import PoolForecasts
 from fractional_gpu.broker.seats.usage import UsageRecorder
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.seat_packing import PRIOR
+from fractional_gpu.core.seat_packing import PRIOR_USAGE
 from fractional_gpu.ledger import Ledger, UsageRecord
 
 DAY_MS = 86_400_000
@@ -112,9 +112,9 @@ def test_what_was_learnt_outlives_the_broker(world: World) -> None:
         world.pass_ms(10_000)
     world.written()
     learnt = world.forecasts.habits("ada", "default")
-    assert learnt.duty_milli < PRIOR.duty_milli
+    assert learnt.duty_milli < PRIOR_USAGE.duty_milli
     world.forecasts = PoolForecasts(world.broker, load(None, {}))
-    assert world.forecasts.habits("ada", "default") == PRIOR
+    assert world.forecasts.habits("ada", "default") == PRIOR_USAGE
     world.restarted().recover(world.ledger)
     assert world.forecasts.habits("ada", "default") == learnt
-    assert world.forecasts.habits("bob", "default") == PRIOR
+    assert world.forecasts.habits("bob", "default") == PRIOR_USAGE

@@ -139,6 +139,6 @@ async def test_what_a_device_never_frees_is_a_strangers_before_the_room_is_given
 async def test_a_lease_that_holds_nothing_is_not_kept_for_a_look() -> None:
     world = World([use(AT_REST_MIB + 300)])
     assert world.view is not None
-    world.view = cast("LeaseView", SimpleNamespace(state=LeaseState.UNARMED, reserved_mib=0, saved_mib=0))
+    world.view = cast("LeaseView", SimpleNamespace(state=LeaseState.NO_CONTEXT, reserved_mib=0, saved_mib=0))
     world.survivors.kernel_ended(world.kernel, ROOT)
     assert world.kinds() == [(ProcessExited, 1)]

@@ -636,7 +636,7 @@ async def test_a_resume_that_cannot_be_verified_is_unknown_until_the_driver_says
 @pytest.mark.parametrize(
     ("states", "truth"),
     [
-        ((), Truth(state=LeaseState.UNARMED)),
+        ((), Truth(state=LeaseState.NO_CONTEXT)),
         ((S.RUNNING,), Truth(state=LeaseState.RESIDENT, device_id=DEVICE)),
         ((S.LOCKED, S.RUNNING), Truth(state=LeaseState.RESIDENT, device_id=DEVICE)),
         ((S.CHECKPOINTED, S.CHECKPOINTED), Truth(state=LeaseState.SUSPENDED, device_id=DEVICE, saved_mib=600)),

@@ -57,7 +57,7 @@ def test_a_stranger_over_commits_a_device_and_nobody_is_admitted_until_it_fits()
     assert hand.arbiter.devices()[0].over_committed
     hand.start("b", 100)
     hand.want("b")
-    assert hand.state("b") is LeaseState.UNARMED
+    assert hand.state("b") is LeaseState.NO_CONTEXT
     hand.send(DeviceSeen(at_ms=0, device=device(), stranger_mib=600))
     assert hand.state("b") is LeaseState.RESIDENT
 
@@ -79,7 +79,7 @@ def test_a_device_that_leaves_its_pool_takes_no_newcomers_and_keeps_its_leases()
     hand.start("c")
     hand.want("c")
     hand.send(LeaseReleased(at_ms=0, lease_id="a"))
-    assert hand.state("c") is LeaseState.UNARMED
+    assert hand.state("c") is LeaseState.NO_CONTEXT
 
 
 def test_saved_state_goes_home_though_its_home_has_left_the_pool() -> None:
@@ -103,7 +103,7 @@ def test_an_idle_kernel_of_the_old_pool_steps_aside_for_one_of_the_new() -> None
     hand.idle("a")
     hand.send(PoolConfigured(at_ms=0, pool=pool("d9")))
     hand.send(PoolConfigured(at_ms=0, pool=pool("d0", name="q")))
-    hand.send(_recovered("b", LeaseState.UNARMED, in_pool="q"))
+    hand.send(_recovered("b", LeaseState.NO_CONTEXT, in_pool="q"))
     assert hand.suspends(hand.want("b")) == ["a"]
 
 
@@ -117,7 +117,7 @@ def test_truth_may_over_commit_a_device_and_then_nobody_is_admitted() -> None:
     assert hand.arbiter.devices()[0].over_committed
     hand.start("c", 1)
     hand.want("c")
-    assert hand.state("c") is LeaseState.UNARMED
+    assert hand.state("c") is LeaseState.NO_CONTEXT
     hand.send(LeaseReleased(at_ms=0, lease_id="a"))
     assert hand.state("c") is LeaseState.RESIDENT
 
@@ -179,7 +179,7 @@ def test_a_saved_kernel_whose_pool_is_gone_still_comes_home() -> None:
 
 def test_an_unarmed_kernel_whose_pool_is_gone_is_told_so() -> None:
     hand = Hand()
-    hand.send(_recovered("a", LeaseState.UNARMED, in_pool="gone"))
+    hand.send(_recovered("a", LeaseState.NO_CONTEXT, in_pool="gone"))
     hand.want("a")
     assert hand.ticket("a").reason == "wait.no-pool"
 

@@ -33,7 +33,7 @@ def test_first_come_first_served() -> None:
         hand.want(name)
     assert [(view.lease_id, view.position) for view in hand.arbiter.tickets("p")] == [("b", 1), ("c", 2)]
     hand.send(LeaseReleased(at_ms=0, lease_id="a"))
-    assert (hand.state("b"), hand.state("c")) == (LeaseState.RESIDENT, LeaseState.UNARMED)
+    assert (hand.state("b"), hand.state("c")) == (LeaseState.RESIDENT, LeaseState.NO_CONTEXT)
 
 
 def test_asking_again_keeps_the_place() -> None:
@@ -122,7 +122,7 @@ def test_room_that_comes_is_kept_for_a_ticket_passed_over_too_often() -> None:
     assert _small(hand, "s0", 100)
     assert not _small(hand, "s1", 100)
     hand.send(LeaseReleased(at_ms=0, lease_id="a"))
-    assert hand.state("s1") is LeaseState.UNARMED
+    assert hand.state("s1") is LeaseState.NO_CONTEXT
     hand.send(LeaseReleased(at_ms=0, lease_id="s0"))
     assert hand.state("large") is LeaseState.RESIDENT
 
@@ -188,7 +188,7 @@ def test_a_ticket_that_makes_room_keeps_what_it_needs() -> None:
     hand.want("b")
     hand.start("c", 301)
     hand.want("c")
-    assert hand.state("c") is LeaseState.UNARMED
+    assert hand.state("c") is LeaseState.NO_CONTEXT
     assert hand.ticket("c").reason == "wait.older-ticket"
 
 
@@ -202,7 +202,7 @@ def test_two_tickets_do_not_count_on_the_same_victim() -> None:
     hand.want("c")
     assert hand.ticket("c").reason != "wait.making-room"
     hand.saved(effects)
-    assert (hand.state("b"), hand.state("c")) == (LeaseState.RESIDENT, LeaseState.UNARMED)
+    assert (hand.state("b"), hand.state("c")) == (LeaseState.RESIDENT, LeaseState.NO_CONTEXT)
 
 
 def test_room_is_kept_for_a_saved_kernel_that_waits_for_the_channel() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.books.records import Lease, Ticket
-from fractional_gpu.core.changes.forecast_recorder import shown, widened
+from fractional_gpu.core.changes.forecast_recorder import shown_span, widened_span
 from fractional_gpu.core.forecasts.forecasts import Forecasts, WaitSpan
 from fractional_gpu.core.model import (
     LeaseState,
@@ -57,30 +57,32 @@ class Law:
     steps=st.lists(st.tuples(st.integers(1, 60_000), st.integers(0, 10_000)), min_size=1, max_size=60),
 )
 def test_whatever_is_worked_out_what_is_shown_keeps_the_law(first: int, steps: list[tuple[int, int]]) -> None:
-    lease = Lease(spec=spec("a"), state=LeaseState.UNARMED)
+    lease = Lease(spec=spec("a"), state=LeaseState.NO_CONTEXT)
     ticket = lease.ticket = Ticket(order=1, asked_ms=0, expected=span(first))
     law, now_ms = Law(), 0
     law.see(0, 0, span(first))
     for pause_ms, high_ms in steps:
         now_ms += pause_ms
-        law.see(now_ms, now_ms, shown(ticket, lease, span(high_ms), now_ms))
+        law.see(now_ms, now_ms, shown_span(ticket, lease, span(high_ms), now_ms))
     # Each further miss needs a wait that is longer than all that was said before: twice, then three times the time of the one before.
     assert law.misses <= 2 + max(0, now_ms // max(1, law.missed_ms or 1)).bit_length()
 
 
 @given(st.integers(0, 10**7), st.integers(1, 10**7), st.integers(0, 10**6))
 def test_the_bounds_stay_in_order(waited_ms: int, missed_ms: int, high_ms: int) -> None:
-    wide = widened(span(high_ms), waited_ms, missed_ms)
+    wide = widened_span(span(high_ms), waited_ms, missed_ms)
     assert wide.low_ms <= wide.expected_ms <= wide.high_ms
 
 
 def test_a_resume_is_a_wait_of_its_own() -> None:
     lease = Lease(spec=spec("a"), state=LeaseState.SUSPENDED)
     ticket = lease.ticket = Ticket(order=1, asked_ms=0, expected=span(1_000))
-    assert shown(ticket, lease, span(1_000), 60_000).high_ms >= 60_000
+    assert shown_span(ticket, lease, span(1_000), 60_000).high_ms >= 60_000
     lease.state, lease.since_ms = LeaseState.RESUMING, 61_000
-    assert shown(ticket, lease, span(2_000), 61_000) == span(2_000), "the room is there: nothing but time is needed"
-    assert shown(ticket, lease, span(500), 70_000).high_ms >= 9_000, "but it hangs"
+    assert shown_span(ticket, lease, span(2_000), 61_000) == span(2_000), (
+        "the room is there: nothing but time is needed"
+    )
+    assert shown_span(ticket, lease, span(500), 70_000).high_ms >= 9_000, "but it hangs"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.changes.queue_wait import MOST_AHEAD, Waits
+from fractional_gpu.core.changes.queue_wait import MOST_AHEAD, QueueWaitForecast
 from fractional_gpu.core.effects import Effect, Resume, Suspend
 from fractional_gpu.core.events import (
     Attached,
@@ -44,7 +44,7 @@ class World:
     def __init__(self, devices: int = 1, *, parallel_swaps: int = 1) -> None:
         self.arbiter, self.forecasts = Arbiter(parallel_swaps=parallel_swaps), Forecasts()
         self.now_ms = 1_000_000
-        self.waits = Waits(self.arbiter._books, self.forecasts, parallel_swaps=parallel_swaps)
+        self.waits = QueueWaitForecast(self.arbiter._books, self.forecasts, parallel_swaps=parallel_swaps)
         names = tuple(f"d{number}" for number in range(devices))
         for name in names:
             self.tell(DeviceSeen(at_ms=0, device=DeviceSpec(device_id=name, name="H", memory_mib=MIB)))
@@ -108,11 +108,11 @@ class World:
 
     def wait(self, name: str) -> WaitSpan | None:
         self.arbiter._books.now_ms = self.now_ms
-        return self.waits.one(self.arbiter._books.leases[name])
+        return self.waits.wait_of(self.arbiter._books.leases[name])
 
     def queue(self, pool: str = "p") -> list[WaitSpan | None]:
         self.arbiter._books.now_ms = self.now_ms
-        return self.waits.all(pool)
+        return self.waits.waits_of_pool(pool)
 
     def basis(self, name: str) -> tuple[str, int] | None:
         wait = self.wait(name)

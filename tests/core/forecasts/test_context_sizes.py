@@ -10,8 +10,8 @@ from fractional_gpu.core.forecasts.context_sizes import (
     FLOOR_MIB,
     KERNELS,
     MOST_MIB,
+    ContextSize,
     ContextSizes,
-    Figure,
 )
 
 CAP = 20 * 1024
@@ -22,7 +22,7 @@ def learnt(*figures: tuple[int, int], device: str = "G") -> ContextSizes:
     """From one kernel each: uid and MiB."""
     sizes = ContextSizes()
     for number, (uid, mib) in enumerate(figures):
-        sizes.saw(device, f"kernel {number}", Figure(uid, mib), CAP)
+        sizes.saw(device, f"kernel {number}", ContextSize(uid, mib), CAP)
     return sizes
 
 
@@ -45,16 +45,16 @@ def test_one_user_s_odd_kernels_count_for_that_user_alone_once_there_are_others(
 
 def test_what_cannot_be_a_context_is_left_out() -> None:
     sizes = ContextSizes()
-    assert not sizes.saw("G", "k", Figure(ME, MOST_MIB + 1), CAP)
-    assert not sizes.saw("G", "k", Figure(ME, -1), CAP)
-    assert not sizes.saw("G", "k", Figure(ME, 800), 1024)
+    assert not sizes.saw("G", "k", ContextSize(ME, MOST_MIB + 1), CAP)
+    assert not sizes.saw("G", "k", ContextSize(ME, -1), CAP)
+    assert not sizes.saw("G", "k", ContextSize(ME, 800), 1024)
     assert sizes.state() == ContextSizes().state()
-    assert sizes.saw("G", "k", Figure(ME, 760), 1024)
+    assert sizes.saw("G", "k", ContextSize(ME, 760), 1024)
 
 
 def test_a_kernel_counts_once_with_its_largest_figure() -> None:
     sizes = ContextSizes()
-    changes = [sizes.saw("G", "kernel", Figure(ME, mib), CAP) for mib in (900, 600, 910, 960)]
+    changes = [sizes.saw("G", "kernel", ContextSize(ME, mib), CAP) for mib in (900, 600, 910, 960)]
     assert changes == [True, False, False, True]
     assert sizes.state()["devices"] == {"G": [["kernel", ME, 960]]}
 
@@ -63,7 +63,7 @@ def test_old_kernels_and_old_devices_are_forgotten() -> None:
     sizes = learnt((ME, 3000), *[(ME, 600)] * KERNELS)
     assert sizes.estimate_mib("G", ME) == 608
     for number in range(200):
-        sizes.saw(f"device {number}", "kernel", Figure(ME, 600), CAP)
+        sizes.saw(f"device {number}", "kernel", ContextSize(ME, 600), CAP)
     assert len(sizes.state()["devices"]) == 64
     assert sizes.estimate_mib("device 199", ME) == 608
 
@@ -75,11 +75,11 @@ SEEN = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3), st.integers(0, 
 def test_an_estimate_lies_between_the_floor_and_the_largest_figure_and_covers_most_kernels(
     seen: list[tuple[int, int, int]],
 ) -> None:
-    sizes, last = ContextSizes(), dict[int, Figure]()
+    sizes, last = ContextSizes(), dict[int, ContextSize]()
     for kernel, uid, mib in seen:
-        sizes.saw("G", str(kernel), Figure(uid, mib), 4 * MOST_MIB)
-        earlier = last.pop(kernel, Figure(uid, mib))
-        last[kernel] = Figure(uid, max(mib, earlier.mib))
+        sizes.saw("G", str(kernel), ContextSize(uid, mib), 4 * MOST_MIB)
+        earlier = last.pop(kernel, ContextSize(uid, mib))
+        last[kernel] = ContextSize(uid, max(mib, earlier.mib))
         last = dict(list(last.items())[-KERNELS:])
     for uid in range(5):
         estimate = sizes.estimate_mib("G", uid)

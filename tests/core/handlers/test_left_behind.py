@@ -40,7 +40,7 @@ def test_what_was_saved_asks_for_its_room_and_nobody_can_withdraw_that() -> None
     hand.give_up("a")
     assert hand.ticket("a").position == 1
     hand.restored(hand.saved(hand.rest("b")))
-    assert (hand.state("a"), hand.view("a").busy, hand.view("a").left) == (LeaseState.RESIDENT, True, WHAT)
+    assert (hand.state("a"), hand.view("a").busy, hand.view("a").left_behind) == (LeaseState.RESIDENT, True, WHAT)
 
 
 def test_it_takes_turns_where_the_pool_is_fair() -> None:
@@ -61,7 +61,7 @@ def test_a_new_kernel_of_the_lease_has_the_room_at_once() -> None:
     left(hand, "a")
     effects = hand.send(Attached(at_ms=hand.now, lease_id="a", gated=True))
     assert hand.granted(effects) == [("a", "d0")]
-    assert hand.view("a").left == ""
+    assert hand.view("a").left_behind == ""
     hand.rest("a")
     hand.start("b")
     assert hand.suspends(hand.want("b")) == ["a"], "it is a kernel like others again"

@@ -32,7 +32,7 @@ from fractional_gpu.core.events import (
     TruthFound,
     Unwanted,
 )
-from fractional_gpu.core.model import FAILED, LeaseState
+from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from tests.core.driving import Hand, device, pool
 
 Kind = TypeVar("Kind", bound=Effect)
@@ -191,7 +191,7 @@ def test_a_kernel_without_a_context_gives_its_reservation_back() -> None:
     hand = Hand(pools=[pool(idle_after_ms=1_000)])
     hand.idle("a")
     hand.saved(hand.wait(1_000), SuspendOutcome.NOTHING_TO_SAVE)
-    assert (hand.state("a"), hand.arbiter.devices()[0].reserved_mib) == (LeaseState.UNARMED, 0)
+    assert (hand.state("a"), hand.arbiter.devices()[0].reserved_mib) == (LeaseState.NO_CONTEXT, 0)
     assert hand.arbiter.host_saved_mib == 0
 
 
@@ -226,9 +226,9 @@ def test_a_suspend_that_waits_for_the_channel_is_seen_and_served() -> None:
     hand.idle("b", 300)
     effects = hand.send(SuspendRequested(at_ms=0, lease_id="a"))
     assert hand.send(SuspendRequested(at_ms=0, lease_id="b")) == []
-    assert hand.view("b").suspend_asked
+    assert hand.view("b").suspend_requested
     assert hand.suspends(hand.saved(effects)) == ["b"]
-    assert not hand.view("b").suspend_asked
+    assert not hand.view("b").suspend_requested
 
 
 def test_a_suspend_that_waits_is_declined_when_a_cell_begins() -> None:
@@ -580,9 +580,11 @@ def test_a_lease_that_the_driver_calls_failed_says_so_until_another_truth_is_fou
     )
     effects = hand.send(failed)
     view = hand.view("a")
-    assert (view.state, view.generation, view.reason) == (LeaseState.QUARANTINED, generation, FAILED)
+    assert (view.state, view.generation, view.reason) == (LeaseState.QUARANTINED, generation, FOUND_FAILED)
     assert (view.sentence, hand.ticket("a").sentence) == ("it failed, restart it", "it failed, restart it")
-    assert [(one.reason, one.sentence) for one in effects if isinstance(one, Recorded)] == [(FAILED, view.sentence)]
+    assert [(one.reason, one.sentence) for one in effects if isinstance(one, Recorded)] == [
+        (FOUND_FAILED, view.sentence)
+    ]
     assert any(isinstance(one, TicketsChanged) for one in effects), "a cell that waits does not hear of it"
     assert not any(isinstance(one, LookAgain) for one in effects), "it is looked at already"
     assert view.reserved_mib == 600

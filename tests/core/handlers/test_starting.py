@@ -56,7 +56,7 @@ def test_a_slow_start_loses_nothing_where_no_other_kernel_waits() -> None:
     ask(hand, "bob", owner="bob")
     assert (holds(hand, "eve0"), holds(hand, "bob")) == (False, True)
     hand.send(Attached(at_ms=hand.now, lease_id="eve0", gated=False))
-    assert hand.state("eve0") is LeaseState.UNARMED, "it waits for room like any other"
+    assert hand.state("eve0") is LeaseState.NO_CONTEXT, "it waits for room like any other"
     assert hand.ticket("eve0").position == 1
 
 

@@ -86,7 +86,7 @@ def test_an_attached_lease_does_not_expire() -> None:
     hand = Hand()
     hand.start("a")
     hand.wait(10_000_000)
-    assert hand.state("a") is LeaseState.UNARMED
+    assert hand.state("a") is LeaseState.NO_CONTEXT
 
 
 def test_a_second_release_is_ignored() -> None:
@@ -137,7 +137,7 @@ def test_a_process_that_came_before_its_reservation_waits_on() -> None:
     hand.run("a")
     hand.request("b", gated=False)
     hand.send(Attached(at_ms=0, lease_id="b", gated=False))
-    assert hand.state("b") is LeaseState.UNARMED
+    assert hand.state("b") is LeaseState.NO_CONTEXT
     hand.send(LeaseReleased(at_ms=0, lease_id="a"))
     assert hand.state("b") is LeaseState.RESIDENT
 
@@ -175,7 +175,7 @@ def test_a_withdrawn_ticket_gets_nothing() -> None:
     hand.want("b")
     hand.send(Unwanted(at_ms=0, lease_id="b"))
     hand.send(LeaseReleased(at_ms=0, lease_id="a"))
-    assert hand.state("b") is LeaseState.UNARMED
+    assert hand.state("b") is LeaseState.NO_CONTEXT
 
 
 def test_an_exit_frees_everything_and_keeps_the_lease() -> None:

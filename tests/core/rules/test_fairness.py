@@ -13,7 +13,7 @@ import pytest
 
 from fractional_gpu.core.books.records import Bucket, Lease
 from fractional_gpu.core.model import LeaseSpec
-from fractional_gpu.core.scheduler.queue_pass import Pass
+from fractional_gpu.core.scheduler.queue_pass import QueuePass
 from tests.benchmarks.decision_time import Crowd
 from tests.core.driving import device, pool
 from tests.core.theatre import FOR_EVER, Actor, Theatre
@@ -56,15 +56,15 @@ CASES = {
 def test_a_decision_looks_at_few_owners_however_many_wait(leases: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a swap has begun and no room is left, what all others wait for is noted at once, not owner by owner."""
     visits = Counter[int]()
-    visit = Pass._visit
+    visit = QueuePass._visit
     crowd = Crowd(leases, 8, 1.0, fair=True)
     crowd.run(2 * leases, timed=False)
 
-    def counted(one: Pass, bucket: Bucket, lease: Lease) -> bool:
+    def counted(one: QueuePass, bucket: Bucket, lease: Lease) -> bool:
         visits[event] += 1
         return visit(one, bucket, lease)
 
-    monkeypatch.setattr(Pass, "_visit", counted)
+    monkeypatch.setattr(QueuePass, "_visit", counted)
     for event in range(400):  # noqa: B007 - counted by
         crowd.run(1, timed=False)
     assert sum(visits.values()) > 0

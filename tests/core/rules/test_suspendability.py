@@ -46,13 +46,13 @@ def test_a_process_that_cannot_be_checkpointed_is_no_victim_until_it_ends() -> N
     hand.want("b")
     effects = hand.wait(10 * MINUTE_MS)
     assert hand.suspends(effects) == []
-    assert hand.view("a").stays == WHY
+    assert hand.view("a").unsuspendable_reason == WHY
     ticket = hand.ticket("b")
     assert (ticket.reason, ticket.blockers) == ("wait.cannot-be-suspended", ("a",))
     assert WHY in ticket.sentence
     hand.send(ProcessExited(at_ms=hand.now, lease_id="a"))
     assert hand.state("b") is LeaseState.RESIDENT
-    assert hand.view("a").stays == ""
+    assert hand.view("a").unsuspendable_reason == ""
 
 
 def test_who_asks_for_its_suspend_is_told_why_it_stays() -> None:
@@ -122,7 +122,7 @@ def test_a_device_that_cannot_checkpoint_keeps_its_leases_until_it_can() -> None
     hand.idle("a")
     using(hand, "a")
     assert hand.suspends(hand.wait(MINUTE_MS)) == []
-    assert hand.view("a").stays == "the driver is too old"
+    assert hand.view("a").unsuspendable_reason == "the driver is too old"
     assert hand.suspends(hand.send(DeviceSeen(at_ms=hand.now, device=device()))) == ["a"]
 
 
@@ -132,7 +132,7 @@ def test_a_reservation_without_a_context_can_be_taken_back_all_the_same() -> Non
     effects = hand.rest("a")
     assert any(isinstance(effect, Suspend) for effect in effects)
     hand.saved(effects, SuspendOutcome.NOTHING_TO_SAVE)
-    assert hand.state("a") is LeaseState.UNARMED
+    assert hand.state("a") is LeaseState.NO_CONTEXT
 
 
 def test_a_mig_instance_is_one_lease_s_however_little_that_asks_for() -> None:

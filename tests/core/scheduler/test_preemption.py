@@ -211,7 +211,7 @@ def test_an_alarm_is_set_for_the_moment_when_virtual_time_lets_another_ticket_go
     assert hand.observer.wake is not None, "ann's kernel goes on using the device: in as long again, bob has had less"
     assert hand.observer.wake - hand.now <= 100_000
     effects: list[Effect] = []
-    while not effects or hand.state("small") is LeaseState.UNARMED:
+    while not effects or hand.state("small") is LeaseState.NO_CONTEXT:
         assert hand.observer.wake is not None
         assert hand.observer.wake - hand.now > 0
         assert hand.now <= 200_000

@@ -64,7 +64,7 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.handlers.revocation import REVOKED
-from fractional_gpu.core.model import FAILED, LeaseState, LeaseView
+from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
 from fractional_gpu.core.rules.admission import UNATTACHED_LIMIT
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.host.process import ProcessIdentity, read_stat
@@ -118,7 +118,7 @@ _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
 _SETTLED = frozenset(
-    {LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
+    {LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
 
 Refresh = Callable[[], Coroutine[None, None, None]]
@@ -507,7 +507,7 @@ class LeaseService:
         Cancelled: a suspend that has begun goes on; one that waits for the kernel to become idle does not begin.
         """
         view = self._view(kernel)
-        if view.state in (LeaseState.SUSPENDED, LeaseState.UNARMED):
+        if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             return self.status_of(kernel)
         request = Request()
         kernel.suspend_wishes += 1  # whoever asks means it: only a running cell is in the way
@@ -529,7 +529,7 @@ class LeaseService:
             reason, sentence = request.declined
             raise ConflictError(sentence, reason=reason)
         view = self._view(kernel)
-        if view.state not in (LeaseState.SUSPENDED, LeaseState.UNARMED):
+        if view.state not in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             raise ConflictError(f"the kernel was not suspended: {view.sentence}", reason=view.reason)
         return self.status_of(kernel)
 
@@ -537,7 +537,7 @@ class LeaseService:
         """Make the lease resident and return when it is. Raises ConflictError. Cancelled: the ticket is withdrawn."""
         if self._view(kernel).state is LeaseState.UNATTACHED:
             raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
-        if self._view(kernel).yields:  # it is resident: only a cell asks at a gate that is closed for others
+        if self._view(kernel).gate_closed:  # it is resident: only a cell asks at a gate that is closed for others
             return self.status_of(kernel)
         last = Progress(kind=ProgressKind.REFUSED)
         # Something executes, nobody waits at the gate: the kernel may be blocked on the GPU, deaf to the interrupt that brings us here.
@@ -563,7 +563,7 @@ class LeaseService:
 
     def _settled(self, kernel: Kernel) -> bool:
         view = self._view(kernel)
-        return view.state in _SETTLED and not view.suspend_asked
+        return view.state in _SETTLED and not view.suspend_requested
 
     def _view(self, kernel: Kernel) -> LeaseView:
         view = self.broker.arbiter.lease(kernel.lease_id)
@@ -588,9 +588,9 @@ class LeaseService:
         kernel.notify()
         if not hello.open:
             self.broker.open_gate(kernel)
-        elif view.state in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.UNARMED):
+        elif view.state in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.NO_CONTEXT):
             link.send(GateVerb.CLOSE)
-        elif view.yields:
+        elif view.gate_closed:
             link.send(GateVerb.PREEMPT)
         for sentence in kernel.notices:
             link.send(GateVerb.NOTICE, sentence=sentence)
@@ -626,14 +626,14 @@ class LeaseService:
 def _over(view: LeaseView | None) -> Progress:
     """Return that the lease has ended, or that its seat has."""
     if view is not None and view.revoked:
-        return Progress(kind=ProgressKind.REFUSED, reason=REVOKED.reason, sentence=revoked_sentence(view))
+        return Progress(kind=ProgressKind.REFUSED, reason=REVOKED.code, sentence=revoked_sentence(view))
     sentence = f"the lease of this kernel was ended: for another one {RESTART}"
     return Progress(kind=ProgressKind.REFUSED, reason="lease-over", sentence=sentence)
 
 
 def _failure(view: LeaseView) -> tuple[str, str] | None:
     """Return reason and sentence where waiting would not help, because the driver says that the kernel failed."""
-    failed = view.state is LeaseState.QUARANTINED and view.reason == FAILED
+    failed = view.state is LeaseState.QUARANTINED and view.reason == FOUND_FAILED
     return (view.reason, view.sentence) if failed else None
 
 

@@ -245,7 +245,7 @@ class Sampler:
     def _tell_lease(self, kernel: Kernel, used: dict[str, int]) -> None:
         kernel.seen_on = frozenset(used)
         view = self._broker.arbiter.lease(kernel.lease_id)
-        if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.UNARMED):
+        if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
             kernel.measured, kernel.grew = None, False
             return
         measured = (sum(used.values()), bool(used))
@@ -324,7 +324,7 @@ class Sampler:
     @staticmethod
     def _needs_voice(kernel: Kernel, view: LeaseView, busy_s: float, *, silent: bool) -> bool:
         link = kernel.link
-        if view.state is LeaseState.UNARMED:
+        if view.state is LeaseState.NO_CONTEXT:
             # The extension that should have asked never came (it may have failed to load), or cannot reach the broker any more.
             if link is None or link.mute:
                 return busy_s > _MOMENT_S

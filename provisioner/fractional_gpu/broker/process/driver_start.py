@@ -143,7 +143,9 @@ class DriverStart:
                 spec = self._specs[device_id]
                 broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=view.stranger_mib))
         for kernel, lease in broker.views():
-            if before and lease.stays == before:  # its suspend was under way when the devices got their reason
+            if (
+                before and lease.unsuspendable_reason == before
+            ):  # its suspend was under way when the devices got their reason
                 broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id))
         if not self.off:
             broker.driver_started()

@@ -303,7 +303,7 @@ class LostLeases:
             gated=True,  # its extension asked
             label=command.label,
         )
-        record = _record(one, command, spec, LeaseState.UNARMED)
+        record = _record(one, command, spec, LeaseState.NO_CONTEXT)
         kernel = broker.kernels[spec.lease_id] = kernel_of(record)
         for effect in broker.dispatch(LeaseRequested(at_ms=now_ms(), spec=spec)):
             if isinstance(effect, LeaseRefused) and effect.lease_id == spec.lease_id:

@@ -209,7 +209,7 @@ def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[
     if truth is None or truth.state is LeaseState.QUARANTINED:
         # The ledger is told of a reservation before anybody makes use of it: what it does not know of is not there.
         return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, saved_mib
-    if truth.state is LeaseState.UNARMED and record.state in HOLDING and record.device_id is not None:
+    if truth.state is LeaseState.NO_CONTEXT and record.state in HOLDING and record.device_id is not None:
         # It had a reservation and its gate may be open, so it may create a context at any moment: the reservation stays.
         return LeaseState.RESIDENT, record.device_id, 0
     if truth.state is LeaseState.RESIDENT:

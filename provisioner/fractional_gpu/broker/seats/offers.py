@@ -21,12 +21,12 @@ from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.model import DeviceView, PoolSpec, ReserveBy
 from fractional_gpu.core.seat_packing import (
-    PRIOR,
-    Habits,
-    Load,
-    Place,
-    learnt,
-    place,
+    PRIOR_USAGE,
+    SeatDevice,
+    SeatLoad,
+    Usage,
+    choose_device,
+    estimated_usage,
     wait_chance_millionths,
 )
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
@@ -71,12 +71,15 @@ class PoolForecasts:
             known = self._usage.get((one.owner, one.pool))
             self._usage[one.owner, one.pool] = one if known is None else _sum(known, one)
 
-    def habits(self, owner: str, pool: str) -> Habits:
+    def habits(self, owner: str, pool: str) -> Usage:
         """Return how the user uses the pool, as far as is known."""
-        known, prior = self._usage.get((owner, pool)), replace(PRIOR, duty_milli=self.hub(pool).expected_use_milli)
+        known, prior = (
+            self._usage.get((owner, pool)),
+            replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use_milli),
+        )
         if known is None:
             return prior
-        return learnt(live_ms=known.live_ms, busy_ms=known.busy_ms, busy_mib_ms=known.busy_mib_ms, prior=prior)
+        return estimated_usage(live_ms=known.live_ms, busy_ms=known.busy_ms, busy_mib_ms=known.busy_mib_ms, prior=prior)
 
     # -- room ----------------------------------------------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ class PoolForecasts:
         )
         if promised is not None:
             return promised
-        device_id, chance = place(
+        device_id, chance = choose_device(
             self.load(request.owner, pool, memory_mib),
             self._places(pool, devices, seats),
             target_ms=hub.wait_target_ms,
@@ -139,7 +142,9 @@ class PoolForecasts:
             self.load("", pool, self.memory_mib(pool, milli, None)) for milli in (max(fractions), min(fractions))
         )
         beside = [replace(empty, loads=(smallest,)) for empty in self._places(pool, devices, [])]
-        device_id, chance = place(largest, beside, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli)
+        device_id, chance = choose_device(
+            largest, beside, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli
+        )
         if device_id is not None:
             return ""
         return (
@@ -150,16 +155,16 @@ class PoolForecasts:
             "runs; to let it share, raise wait_bound or wait_target, or leave that fraction out of fractions"
         )
 
-    def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> Load:
+    def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> SeatLoad:
         """Return what a seat of this user with so much memory is expected to need of its device."""
         habits = self.habits(owner, pool.name)
         mib = memory_mib
         if pool.reserve_by is ReserveBy.USE:
             mib = min(memory_mib, habits.active_mib + pool.headroom_mib)
-        return Load(mib=mib, duty_milli=habits.duty_milli)
+        return SeatLoad(mib=mib, duty_milli=habits.duty_milli)
 
-    def _places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[Place]:
-        loads: dict[str, list[Load]] = {device.device_id: [] for device in devices}
+    def _places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[SeatDevice]:
+        loads: dict[str, list[SeatLoad]] = {device.device_id: [] for device in devices}
         for seat in seats:
             # A seat of a device that is gone is on whichever has fewest.
             home = (
@@ -168,7 +173,7 @@ class PoolForecasts:
             if home is not None:
                 loads[home].append(self.load(seat.owner, pool, seat.memory_mib))
         return [
-            Place(
+            SeatDevice(
                 device_id=device.device_id,
                 capacity_mib=max(0, device.leasable_mib - device.stranger_mib),
                 loads=tuple(loads[device.device_id]),

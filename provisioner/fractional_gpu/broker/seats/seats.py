@@ -49,7 +49,7 @@ from fractional_gpu.config.hub import GroupTerms, HubPool
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.model import LeaseSpec, LeaseView, PoolSpec
-from fractional_gpu.core.seat_packing import Load
+from fractional_gpu.core.seat_packing import SeatLoad
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
@@ -303,7 +303,7 @@ class Seats:
         pool, hub = self._pool(pool_name)
         line = self._waiting.get(pool_name, [])
         passed: list[_Waiter] = []  # requests that do not fit
-        unplaced: list[tuple[int, Load, PoolFull]] = []
+        unplaced: list[tuple[int, SeatLoad, PoolFull]] = []
         first_full, left = None, False
         for waiter in line.copy():
             try:
@@ -330,7 +330,7 @@ class Seats:
         return first_full
 
     def _place(
-        self, waiter: _Waiter, pool: PoolSpec, hub: HubPool, unplaced: list[tuple[int, Load, PoolFull]]
+        self, waiter: _Waiter, pool: PoolSpec, hub: HubPool, unplaced: list[tuple[int, SeatLoad, PoolFull]]
     ) -> PoolFull | str | None:
         """Return where the seat would be placed, or why not. Raises NoRoomError for a limit.
 

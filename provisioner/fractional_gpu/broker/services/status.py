@@ -36,7 +36,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         reason, sentence = "wait.turn", HAD_ITS_TURN
         expected = broker.arbiter.gate_wait(kernel.lease_id, now_ms())
     elif view.revoked:
-        reason, sentence = REVOKED.reason, revoked_sentence(view)
+        reason, sentence = REVOKED.code, revoked_sentence(view)
     device = broker.devices.get(view.device_id or "")
     return LeaseStatus(
         lease_id=kernel.lease_id,
@@ -69,7 +69,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         resume_ms=view.resume_ms,
         suspends=kernel.suspends,
         resumes=kernel.resumes,
-        stays=view.stays,
+        stays=view.unsuspendable_reason,
         working=kernel.working and kernel.worked_us > 0,
         seat=view.spec.seat,
         revoked=view.revoked,

@@ -15,7 +15,7 @@ from typing import Final
 from fractional_gpu.broker.kernels.gate import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.runtime import Runtime
-from fractional_gpu.core.forecasts.context_sizes import FLOOR_MIB, ContextSizes, Figure
+from fractional_gpu.core.forecasts.context_sizes import FLOOR_MIB, ContextSize, ContextSizes
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.protocol.messages import GateVerb
@@ -102,7 +102,7 @@ class ContextLearner:
         device = self._broker.devices.get(device_ids[0]) if len(device_ids) == 1 else None
         if reserved_mib is None or view is None or device is None or not used_mib:
             return
-        figure = Figure(kernel.uid, used_mib - reserved_mib)
+        figure = ContextSize(kernel.uid, used_mib - reserved_mib)
         if self.sizes.saw(device.name, kernel.lease_id, figure, view.spec.reserve_mib):
             context_mib = self.context_mib(kernel.lease_id, device_ids)
             log.info("a context on %s takes %d MiB beside its framework (uid %d)", device.name, context_mib, kernel.uid)

@@ -49,8 +49,8 @@ class Checkpointability:
     async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], host: HostSnapshot) -> str:
         """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
         view = self._arbiter.lease(kernel.lease_id)
-        if view is not None and view.stays:
-            return view.stays
+        if view is not None and view.unsuspendable_reason:
+            return view.unsuspendable_reason
         pids = [process.pid for process in processes]
         clients = {one.pid for use in host.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
         if of_ours := clients.intersection(pids):

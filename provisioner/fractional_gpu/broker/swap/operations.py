@@ -219,7 +219,7 @@ class Operations:
             if truth is None or (truth.state is LeaseState.QUARANTINED and truth.sentence == reported):
                 continue
             state, device_id = truth.state, truth.device_id
-            if state is LeaseState.UNARMED and view.device_id is not None:
+            if state is LeaseState.NO_CONTEXT and view.device_id is not None:
                 # Nobody can say whether its gate is open: keep the reservation.
                 state, device_id = LeaseState.RESIDENT, view.device_id
             self._dispatch(

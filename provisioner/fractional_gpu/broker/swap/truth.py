@@ -72,7 +72,7 @@ class TruthFinder:
             return None
         kinds = set(states.values())
         if not kinds:  # a driver that cannot be asked would not tell of what is saved
-            return None if self._inspector.off and saved_mib else Truth(state=LeaseState.UNARMED)
+            return None if self._inspector.off and saved_mib else Truth(state=LeaseState.NO_CONTEXT)
         if kinds == {ProcessState.CHECKPOINTED}:
             saved_mib = max(saved_mib, kernel.checkpointed_mib, sum(host.used_mib(one.pid) for one in states))
             return Truth(state=LeaseState.SUSPENDED, device_id=kernel.home or device_id, saved_mib=saved_mib)

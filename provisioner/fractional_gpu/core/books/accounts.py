@@ -39,7 +39,7 @@ class Accounts:
     """All accounts. `Books` tells it whatever changes; `is_fair` says whether a lease's pool shares by virtual time."""
 
     def __init__(self, is_fair: Callable[[Lease], bool]) -> None:
-        self._is_fair = is_fair
+        self._shares_by_time = is_fair
         self.owners: dict[tuple[str, str], Account] = {}
         self.groups: dict[tuple[str, str], Account] = {}
         self.lowest_priority: dict[str, int] = {}  # by pool, of its leases
@@ -48,7 +48,7 @@ class Accounts:
         self._contending: dict[str, dict[str, Account]] = {}  # by pool, then owner
         self._contending_weight: dict[str, int] = {}  # by pool: the sum of their weights, where it is known
         self._floors: dict[str, int] = {}  # by pool: virtual time that nobody who comes back is below
-        self._gone: dict[tuple[str, str], Account] = {}  # owners without leases
+        self._former: dict[tuple[str, str], Account] = {}  # owners without leases
 
     # -- totals ----------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ class Accounts:
         """Return the account of a lease's owner, which is there for as long as the lease is."""
         return self.owners[lease.spec.pool, lease.spec.owner]
 
-    def _both(self, spec: LeaseSpec) -> tuple[Account, ...]:
+    def _accounts_of(self, spec: LeaseSpec) -> tuple[Account, ...]:
         mine = self.owners[spec.pool, spec.owner]
         return (mine, self.groups[spec.pool, spec.group]) if spec.group else (mine,)
 
@@ -73,13 +73,13 @@ class Accounts:
         spec = lease.spec
         key = (spec.pool, spec.owner)
         if key not in self.owners:
-            self.owners[key] = self._gone.pop(key, Account(name=spec.owner))
+            self.owners[key] = self._former.pop(key, Account(name=spec.owner))
         if spec.group:
             self.groups.setdefault((spec.pool, spec.group), Account(name=spec.group))
-        for account in self._both(spec):
+        for account in self._accounts_of(spec):
             account.leases += 1
         self.owners[key].weight = max(1, spec.owner_weight)
-        self.owners[key].changes += 1
+        self.owners[key].version += 1
         self._contending_weight.pop(spec.pool, None)
         counts = self._priorities.setdefault(spec.pool, {})
         counts[spec.priority] = counts.get(spec.priority, 0) + 1
@@ -92,7 +92,7 @@ class Accounts:
         if lease.revoked:
             self.reinstate(lease)
         self._promise(spec, -1)
-        for account in self._both(spec):
+        for account in self._accounts_of(spec):
             account.leases -= 1
         if spec.group and not self.groups[spec.pool, spec.group].leases:
             del self.groups[spec.pool, spec.group]
@@ -109,18 +109,18 @@ class Accounts:
         if not account.leases:
             del self.owners[key]
             self._settle(account, now_ms)
-            self._gone[key] = account
-            self._forget_gone(now_ms)
+            self._former[key] = account
+            self._forget_former(now_ms)
 
     def resize(self, lease: Lease, spec: LeaseSpec, now_ms: int) -> None:
         """Give the lease another size."""
         account = self.of(lease)
-        account.changes += 1
+        account.version += 1
         self._settle(account, now_ms)
-        if lease.metered:
-            lease.usage += lease.milli * (now_ms - lease.metered_since_ms)
-            lease.metered_since_ms = now_ms
-            account.rate -= lease.milli
+        if lease.is_metered:
+            lease.usage += lease.milli * (now_ms - lease.usage_as_of_ms)
+            lease.usage_as_of_ms = now_ms
+            account.busy_milli -= lease.milli
         self._promise(lease.spec, -1)
         if lease.held_mib:
             self.reserve(lease, -1)
@@ -129,11 +129,11 @@ class Accounts:
         self._promise(spec, 1)
         if lease.held_mib:
             self.reserve(lease, 1)
-        if lease.metered:
-            account.rate += lease.milli
+        if lease.is_metered:
+            account.busy_milli += lease.milli
 
     def _promise(self, spec: LeaseSpec, sign: int) -> None:
-        for account in self._both(spec):
+        for account in self._accounts_of(spec):
             account.milli += sign * spec.fraction_milli * spec.devices
         self._guarantee(spec, sign)
 
@@ -153,30 +153,30 @@ class Accounts:
 
     def reserve(self, lease: Lease, sign: int) -> None:
         """Count that the lease holds a reservation from now on (1), or does not any more (-1)."""
-        for account in self._both(lease.spec):
+        for account in self._accounts_of(lease.spec):
             account.resident_milli += sign * lease.milli
             if sign > 0:
                 account.holders[lease.lease_id] = lease
             else:
                 del account.holders[lease.lease_id]
 
-    def _forget_gone(self, now_ms: int) -> None:
+    def _forget_former(self, now_ms: int) -> None:
         """Drop accounts of nobody: two of those that say nothing any more, or the oldest where there are too many."""
-        for key in list(self._gone)[:2]:
-            account = self._gone[key]
+        for key in list(self._former)[:2]:
+            account = self._former[key]
             pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is back after a day
             says = pinned or virtual_ms(account.usage, account.weight) > self._floors.get(key[0], 0)
-            del self._gone[key]
-            if says and len(self._gone) < _MOST_GONE:
-                self._gone[key] = account
+            del self._former[key]
+            if says and len(self._former) < _MOST_GONE:
+                self._former[key] = account
 
     # -- shares ----------------------------------------------------------------------------------------------------------
 
     def share(self, lease: Lease, now_ms: int) -> tuple[int, int]:
         """Return the virtual time of the lease's owner and its own."""
         account = self.of(lease)
-        usage = account.usage + account.rate * max(0, now_ms - account.since_ms)
-        mine = lease.usage + (lease.milli * max(0, now_ms - lease.metered_since_ms) if lease.metered else 0)
+        usage = account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
+        mine = lease.usage + (lease.milli * max(0, now_ms - lease.usage_as_of_ms) if lease.is_metered else 0)
         return virtual_ms(usage, account.weight), virtual_ms(mine, lease.spec.weight)
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
@@ -195,68 +195,68 @@ class Accounts:
 
     def meter(self, lease: Lease, now_ms: int) -> None:
         """Begin or stop to count the lease's use, and note whether it contends, as its state says; only where the pool shares by time."""
-        fair = self._is_fair(lease)
-        if not fair and lease.away_ms is None and not lease.metered:
+        fair = self._shares_by_time(lease)
+        if not fair and lease.idle_since_ms is None and not lease.is_metered:
             return  # nobody asks
-        metered = fair and lease.state is LeaseState.RESIDENT and (lease.working or lease.pinned_until_ms > now_ms)
-        waits = lease.ticket is not None or lease.next_cell is not None
+        metered = fair and lease.state is LeaseState.RESIDENT and (lease.is_working or lease.pinned_until_ms > now_ms)
+        waits = lease.ticket is not None or lease.gate_ticket is not None
         contends = fair and (metered or waits or lease.state is LeaseState.RESUMING or lease.preempted)
         account = self.of(lease)
         if contends and lease.lease_id not in account.contenders:
-            self._come_back(lease, account, now_ms)
-        if metered != lease.metered:
+            self._start_contending(lease, account, now_ms)
+        if metered != lease.is_metered:
             self._settle(account, now_ms)
-            if lease.metered:
-                lease.usage += lease.milli * (now_ms - lease.metered_since_ms)
-            account.rate += lease.milli if metered else -lease.milli
-            account.changes += 1
-            lease.metered, lease.metered_since_ms = metered, now_ms
+            if lease.is_metered:
+                lease.usage += lease.milli * (now_ms - lease.usage_as_of_ms)
+            account.busy_milli += lease.milli if metered else -lease.milli
+            account.version += 1
+            lease.is_metered, lease.usage_as_of_ms = metered, now_ms
         if not contends and lease.lease_id in account.contenders:
-            self._pause(lease, account, now_ms)
+            self._stop_contending(lease, account, now_ms)
 
     def _settle(self, account: Account, now_ms: int) -> None:
-        account.usage += account.rate * max(0, now_ms - account.since_ms)
-        account.since_ms = now_ms
+        account.usage += account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
+        account.usage_as_of_ms = now_ms
 
-    def _come_back(self, lease: Lease, account: Account, now_ms: int) -> None:
+    def _start_contending(self, lease: Lease, account: Account, now_ms: int) -> None:
         pool = lease.spec.pool
         contending = self._contending.setdefault(pool, {})
         account.contending_weight = None
-        account.changes += 1
+        account.version += 1
         if not account.contenders:
             self._contending_weight.pop(pool, None)
             self._settle(account, now_ms)
-            self._floors[pool] = floor = max(self._floors.get(pool, 0), self._least(contending, now_ms))
-            if _was_away(account.away_ms, now_ms):
+            self._floors[pool] = floor = max(self._floors.get(pool, 0), self._least_virtual_ms(contending, now_ms))
+            if _was_away(account.idle_since_ms, now_ms):
                 account.usage = max(account.usage, -(-floor * account.weight // _UNIT))
             contending[account.name] = account
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
-        if _was_away(lease.away_ms, now_ms):
+        if _was_away(lease.idle_since_ms, now_ms):
             lease.usage = max(lease.usage, -(-account.floor * max(1, lease.spec.weight) // _UNIT))
         account.contenders[lease.lease_id] = lease
 
-    def _pause(self, lease: Lease, account: Account, now_ms: int) -> None:
+    def _stop_contending(self, lease: Lease, account: Account, now_ms: int) -> None:
         pool = lease.spec.pool
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
         del account.contenders[lease.lease_id]
         account.contending_weight = None
-        lease.away_ms = now_ms
+        lease.idle_since_ms = now_ms
         if account.contenders:
             return
         self._contending_weight.pop(pool, None)
-        account.away_ms, contending = now_ms, self._contending[pool]
+        account.idle_since_ms, contending = now_ms, self._contending[pool]
         self._settle(account, now_ms)
-        self._floors[pool] = max(self._floors.get(pool, 0), self._least(contending, now_ms))
+        self._floors[pool] = max(self._floors.get(pool, 0), self._least_virtual_ms(contending, now_ms))
         del contending[account.name]
         if not contending:
             del self._contending[pool]
 
     @staticmethod
-    def _least(contending: dict[str, Account], now_ms: int) -> int:
+    def _least_virtual_ms(contending: dict[str, Account], now_ms: int) -> int:
         times = [
-            virtual_ms(account.usage + account.rate * max(0, now_ms - account.since_ms), account.weight)
+            virtual_ms(account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms), account.weight)
             for account in contending.values()
         ]
         return min(times, default=0)

@@ -12,11 +12,11 @@ from fractional_gpu.core.books.queue import Queue, by_rank
 from fractional_gpu.core.books.records import (
     Account,
     Device,
-    Footing,
     Lease,
+    OccupancyKind,
     Operation,
+    Reason,
     Ticket,
-    Wait,
 )
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import (
@@ -26,9 +26,9 @@ from fractional_gpu.core.model import (
     ReserveBy,
 )
 
-__all__ = ["Account", "Books", "Device", "Footing", "Lease", "Operation", "Ticket", "Wait"]
+__all__ = ["Account", "Books", "Device", "Lease", "OccupancyKind", "Operation", "Reason", "Ticket"]
 
-_STAYING = {LeaseState.SUSPENDING: Footing.LEAVING}
+_STAYING = {LeaseState.SUSPENDING: OccupancyKind.SUSPENDING}
 
 
 class Books:
@@ -42,19 +42,19 @@ class Books:
         self.leases: dict[str, Lease] = {}
         self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
         self.queue = Queue(self.policy, self.share)
-        self.accounts = Accounts(self.is_fair)
+        self.accounts = Accounts(self.shares_by_time)
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
-        self.pressed: dict[str, Lease] = {}  # whose saved state lies where host memory is short
-        self.asked: dict[str, Lease] = {}  # somebody asked for their suspend
+        self.under_host_pressure: dict[str, Lease] = {}  # whose saved state lies where host memory is short
+        self.suspend_requested: dict[str, Lease] = {}  # somebody asked for their suspend
         self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
         self.parked: dict[str, Lease] = {}  # they want room before their start, and may not ask for it yet (`starting`)
-        self.counted_on: set[str] = set()  # idle leases that the last pass counted on to make room
-        self.yielding: dict[str, Lease] = {}  # whose gates are closed for others
+        self.expected_victims: set[str] = set()  # idle leases that the last pass counted on to make room
+        self.gates_closed: dict[str, Lease] = {}  # whose gates are closed for others
         self.draining: dict[str, Device] = {}
         self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
-        self.touched: dict[str, Lease] = {}
+        self.changed: dict[str, Lease] = {}
         self.passes = 0  # over the queue
         self.destinations: dict[
             tuple[str, object], tuple[str, ...]
@@ -73,53 +73,53 @@ class Books:
         self.by_state[lease.state][lease.lease_id] = lease
         self.accounts.open(lease)
         lease.size_mib = self.reserve_mib(lease, lease.spec)
-        self.renew(lease)
+        self.refresh(lease)
 
-    def drop(self, lease: Lease) -> None:
+    def remove(self, lease: Lease) -> None:
         """Forget a lease that holds nothing."""
         del self.leases[lease.lease_id]
         del self.by_state[lease.state][lease.lease_id]
         self.accounts.close(lease, self.now_ms)
-        self.touched.pop(lease.lease_id, None)
-        self.asked.pop(lease.lease_id, None)
+        self.changed.pop(lease.lease_id, None)
+        self.suspend_requested.pop(lease.lease_id, None)
         self.revoked.pop(lease.lease_id, None)
         lease.due_ms = None
 
-    def move(self, lease: Lease, new: LeaseState) -> None:
+    def set_state(self, lease: Lease, new: LeaseState) -> None:
         """Change the state."""
         del self.by_state[lease.state][lease.lease_id]
         lease.state = new
         self.by_state[new][lease.lease_id] = lease
-        self.renew(lease)
+        self.refresh(lease)
         self.queue.rebucket(lease)
 
     def set_busy(self, lease: Lease, *, busy: bool) -> None:
         """Say whether the lease runs something."""
         lease.busy = busy
-        lease.ran |= busy
+        lease.has_run |= busy
         lease.cost_until_ms = 0
         if busy:
             lease.forget_shrinking()
-        self.renew(lease)
+        self.refresh(lease)
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
         """Say whether the lease's gate is closed for others, and which place its next cell has, if that waits there."""
-        lease.yields, lease.next_cell = closed, next_cell
+        lease.gate_closed, lease.gate_ticket = closed, next_cell
         if closed:
-            self.yielding[lease.lease_id] = lease
+            self.gates_closed[lease.lease_id] = lease
         else:
-            self.yielding.pop(lease.lease_id, None)
-        self.renew(lease)
+            self.gates_closed.pop(lease.lease_id, None)
+        self.refresh(lease)
 
-    def hold(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
+    def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
         """Say where the lease's reservation is and how large on each device, or (0) where it was."""
         held_mib = held_mib if device_ids else 0
         if bool(held_mib) != bool(lease.held_mib):
             self.accounts.reserve(lease, 1 if held_mib else -1)
         lease.device_ids, lease.held_mib = tuple(device_ids), held_mib
-        self.renew(lease)
+        self.refresh(lease)
 
-    def save_on_host(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
+    def set_host_memory(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
         """Say what the lease has in host memory, and what is reserved there for it."""
         self.host_saved_mib += saved_mib - lease.saved_mib
         self.host_reserved_mib += reserved_mib - lease.host_mib
@@ -153,7 +153,7 @@ class Books:
         """Give a lease another size; what it holds stays as it is."""
         self.accounts.resize(lease, spec, self.now_ms)
         lease.size_mib = self.reserve_mib(lease, spec)
-        self.renew(lease)
+        self.refresh(lease)
         self.queue.rebucket(lease)
 
     def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
@@ -164,34 +164,34 @@ class Books:
         used_mib = (lease.saved_each_mib if lease.saved_mib else lease.used_each_mib) + pool.headroom_mib
         return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
 
-    def renew_size(self, lease: Lease) -> bool:
+    def refresh_size(self, lease: Lease) -> bool:
         """What the lease uses changed, and with it what it would need. Returns whether it did."""
         before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
         if lease.size_mib != before:
             self.queue.rebucket(lease)
         return lease.size_mib != before
 
-    def mark_asked(self, lease: Lease, *, asked: bool) -> None:
+    def set_suspend_requested(self, lease: Lease, *, asked: bool) -> None:
         """Note that somebody wants the lease to be suspended, or not any more."""
-        lease.asked_to_suspend = asked
+        lease.suspend_requested = asked
         if asked:
-            self.asked[lease.lease_id] = lease
+            self.suspend_requested[lease.lease_id] = lease
         else:
-            self.asked.pop(lease.lease_id, None)
+            self.suspend_requested.pop(lease.lease_id, None)
 
     def revoke(self, lease: Lease, ends_ms: int) -> None:
         """Note that the lease's seat has ended, and when its processes are ended. The pool promises it nothing any more."""
         self.accounts.revoke(lease)
         lease.revoked, lease.ends_ms = True, ends_ms
         self.revoked[lease.lease_id] = lease
-        self.renew(lease)
+        self.refresh(lease)
 
     def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
         """Note that a revoked lease draws on another seat: `spec` differs in that alone."""
         lease.spec, lease.revoked, lease.ends_ms = spec, False, None
         self.accounts.reinstate(lease)
         del self.revoked[lease.lease_id]
-        self.renew(lease)
+        self.refresh(lease)
 
     def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
         """Keep room on these devices for a lease that is on its way there; none: not any more."""
@@ -202,46 +202,46 @@ class Books:
             self.moving.pop(lease.lease_id, None)
         self.queue.rebucket(lease)
 
-    def touch(self, lease: Lease) -> None:
+    def mark_changed(self, lease: Lease) -> None:
         """Something changed about the lease that its deadlines, or who may be suspended on its devices, depend on."""
-        self.touched[lease.lease_id] = lease
-        for device_id in lease.footing_ids:
+        self.changed[lease.lease_id] = lease
+        for device_id in lease.occupied_ids:
             device = self.devices.get(device_id)
             if device is not None:
-                device.note(lease)
+                device.mark_stale(lease)
 
-    def renew(self, lease: Lease) -> None:
+    def refresh(self, lease: Lease) -> None:
         """Bring every total and index up to date with the lease."""
-        self.touch(lease)
+        self.mark_changed(lease)
         if not lease.held_mib:
-            footing = Footing.NONE
+            footing = OccupancyKind.NONE
         elif lease.state is LeaseState.RESIDENT:
-            footing = Footing.WORKING if lease.working else Footing.RESTING
+            footing = OccupancyKind.BUSY if lease.is_working else OccupancyKind.IDLE
         else:
-            footing = _STAYING.get(lease.state, Footing.STAYING)
+            footing = _STAYING.get(lease.state, OccupancyKind.FIXED)
         ids = lease.device_ids if footing else ()
-        if (footing, lease.held_mib, ids) != (lease.footing, lease.footing_mib, lease.footing_ids):
-            for device_id in lease.footing_ids:
-                self._stand(lease, device_id, -1)
-            lease.footing, lease.footing_mib, lease.footing_ids = footing, lease.held_mib, ids
+        if (footing, lease.held_mib, ids) != (lease.occupancy, lease.occupied_mib, lease.occupied_ids):
+            for device_id in lease.occupied_ids:
+                self._count_occupancy(lease, device_id, -1)
+            lease.occupancy, lease.occupied_mib, lease.occupied_ids = footing, lease.held_mib, ids
             for device_id in ids:
-                self._stand(lease, device_id, 1)
+                self._count_occupancy(lease, device_id, 1)
         self.accounts.meter(lease, self.now_ms)
 
-    def _stand(self, lease: Lease, device_id: str, sign: int) -> None:
+    def _count_occupancy(self, lease: Lease, device_id: str, sign: int) -> None:
         device = self.devices.get(device_id)
         if device is None:
             return
-        mib = sign * lease.footing_mib
+        mib = sign * lease.occupied_mib
         device.reserved_mib += mib
-        device.footing_mib[lease.footing] += mib
-        device.footing_count[lease.footing] += sign
+        device.mib_by_occupancy[lease.occupancy] += mib
+        device.count_by_occupancy[lease.occupancy] += sign
         device.free_mib -= mib
-        if device.lost or device.whole:
-            device.renew()
+        if device.lost or device.is_exclusive:
+            device.recompute_free()
         if sign > 0:
             device.holders[lease.lease_id] = lease
-            device.note(lease)
+            device.mark_stale(lease)
         else:
             device.holders.pop(lease.lease_id, None)
 
@@ -261,8 +261,8 @@ class Books:
         device_id = device.spec.device_id
         self.devices[device_id] = device
         for lease in self.leases.values():
-            if device_id in lease.footing_ids:
-                self._stand(lease, device_id, 1)
+            if device_id in lease.occupied_ids:
+                self._count_occupancy(lease, device_id, 1)
 
     def configure(self, pool: PoolSpec) -> None:
         """Take over a pool's policy."""
@@ -271,11 +271,11 @@ class Books:
         for lease in self.leases.values():
             lease.size_mib = self.reserve_mib(lease, lease.spec)
         self.queue.rebucket_all()
-        self.touch_all()
+        self.mark_all_changed()
         for lease in self.leases.values():
             self.accounts.meter(lease, self.now_ms)
 
-    def touch_all(self) -> None:
+    def mark_all_changed(self) -> None:
         """A device or pool changed, which may concern every lease."""
         self.destinations.clear()
         for bucket in self.queue.buckets.values():
@@ -283,9 +283,9 @@ class Books:
         for shape in self.queue.shapes.values():
             shape.devices = None
         for device in self.devices.values():
-            device.ranks = None
-            device.renew()
-        self.touched.update(self.leases)
+            device.victim_ranking = None
+            device.recompute_free()
+        self.changed.update(self.leases)
 
     def holders(self, device_id: str) -> Iterable[Lease]:
         """Return who holds something on a device, in the order in which they came."""
@@ -306,7 +306,7 @@ class Books:
             self._gone_pools[name] = PoolSpec(name=name, devices=())
         return self._gone_pools[name]
 
-    def is_fair(self, lease: Lease) -> bool:
+    def shares_by_time(self, lease: Lease) -> bool:
         """Whether the lease's pool shares by virtual time."""
         return self.policy(lease).preempt_equals
 
@@ -327,21 +327,21 @@ class Books:
         lease.ticket = ticket
         self.accounts.meter(lease, self.now_ms)
         self.queue.enqueue(lease, ticket)
-        self.touched[lease.lease_id] = lease
+        self.changed[lease.lease_id] = lease
 
     def dequeue(self, lease: Lease) -> Ticket | None:
         """Take the lease out of the queue; return its ticket, if it had one."""
         ticket = self.queue.dequeue(lease)
         if ticket is not None:
             self.accounts.meter(lease, self.now_ms)
-            self.touched[lease.lease_id] = lease
+            self.changed[lease.lease_id] = lease
         return ticket
 
     def requeue(self, lease: Lease) -> None:
         """Something changed about the lease that its place in the queue, or its deadlines, depend on."""
         self.queue.rebucket(lease)
-        self.touch(lease)
+        self.mark_changed(lease)
 
-    def line(self) -> list[Lease]:
+    def waiting_leases(self) -> list[Lease]:
         """Return the leases with tickets, in the order in which they are served (but for those passed over too often)."""
         return list(merge(*(self.queue.line(pool) for pool in self.queue.lines), key=by_rank))

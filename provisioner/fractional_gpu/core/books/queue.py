@@ -11,9 +11,9 @@ from operator import attrgetter
 
 from fractional_gpu.core.books.records import (
     Bucket,
-    Key,
+    BucketKey,
+    BucketShape,
     Lease,
-    Shape,
     Ticket,
 )
 from fractional_gpu.core.model import LeaseState, PoolSpec
@@ -23,7 +23,7 @@ __all__ = ["Queue", "by_rank"]
 _Policy = Callable[[Lease], PoolSpec]
 _Share = Callable[[Lease], tuple[int, int]]
 by_rank: Callable[[Lease], tuple[int, bool, int]] = attrgetter("ticket.rank")  # in a pool's line
-_by_place: Callable[[Lease], tuple[int, int]] = attrgetter("ticket.place")  # in a bucket
+_by_place: Callable[[Lease], tuple[int, int]] = attrgetter("ticket.bucket_rank")  # in a bucket
 
 
 class Queue:
@@ -34,12 +34,12 @@ class Queue:
         self._share = share
         self.lines: dict[str, list[Lease]] = {}  # sorted, but for virtual time
         self.buckets: dict[tuple[object, ...], Bucket] = {}
-        self.shapes: dict[tuple[object, ...], Shape] = {}
-        self.special: dict[int, Bucket] = {}  # without a shape, by number
+        self.shapes: dict[tuple[object, ...], BucketShape] = {}
+        self.unshaped: dict[int, Bucket] = {}  # without a shape, by number
         self.created = 0  # buckets so far
         self.waiting = 0
         self.urgent = 0
-        self.fresh: dict[str, Lease] = {}  # whose ticket is new, or in another bucket than before
+        self.unexplained: dict[str, Lease] = {}  # whose ticket is new, or in another bucket than before
 
     # -- tickets ---------------------------------------------------------------------------------------------------------
 
@@ -51,13 +51,13 @@ class Queue:
         self.waiting += 1
         self.urgent += ticket.urgent
         self.rebucket(lease)
-        self.fresh[lease.lease_id] = lease
+        self.unexplained[lease.lease_id] = lease
 
     def dequeue(self, lease: Lease) -> Ticket | None:
         """Take the lease out; return its ticket, if it had one."""
         ticket = lease.ticket
         if ticket is not None:
-            self._leave(lease)
+            self._leave_bucket(lease)
             line = self.lines[lease.spec.pool]
             del line[bisect_left(line, ticket.rank, key=by_rank)]
             if not line:
@@ -65,7 +65,7 @@ class Queue:
             lease.ticket = None
             self.waiting -= 1
             self.urgent -= ticket.urgent
-            self.fresh.pop(lease.lease_id, None)
+            self.unexplained.pop(lease.lease_id, None)
         return ticket
 
     def line(self, pool: str) -> list[Lease]:
@@ -82,14 +82,14 @@ class Queue:
             return line.index(lease) + 1
         return bisect_left(line, by_rank(lease), key=by_rank) + 1
 
-    def all(self) -> Iterator[Lease]:
+    def all_waiting(self) -> Iterator[Lease]:
         """Return everybody who waits, pool by pool."""
         for pool in self.lines:
             yield from self.line(pool)
 
     def _fair_rank(self, lease: Lease) -> tuple[int, bool, bool, int, int, int]:
         priority, calm, order = by_rank(lease)
-        if lease.ticket is not None and lease.ticket.due:
+        if lease.ticket is not None and lease.ticket.is_due:
             return (priority, calm, False, 0, 0, order)
         return (priority, calm, True, *self._share(lease), order)
 
@@ -103,37 +103,37 @@ class Queue:
         key = self._key(lease, ticket)
         if bucket is not None and bucket.key == key:
             return
-        if bucket is not None and (key is None or key.where != bucket.key.where) and not lease.target_ids:
+        if bucket is not None and (key is None or key.home != bucket.key.home) and not lease.target_ids:
             ticket.kept_on = ()
-        self._leave(lease)
-        self.fresh[lease.lease_id] = lease
+        self._leave_bucket(lease)
+        self.unexplained[lease.lease_id] = lease
         if key is None:
             return
         bucket = self.buckets.get(key)
         if bucket is None:
             bucket = self._create(key)
-        ticket.place = (self._share(lease)[1] if key.fair else 0, ticket.order)
+        ticket.bucket_rank = (self._share(lease)[1] if key.fair else 0, ticket.order)
         insort(bucket.members, lease, key=_by_place)
-        bucket.due_ms, bucket.first, bucket.turn = 0, None, None
+        bucket.due_ms, bucket.oldest_order, bucket.turn = 0, None, None
         lease.bucket = bucket
 
-    def _leave(self, lease: Lease) -> None:
+    def _leave_bucket(self, lease: Lease) -> None:
         bucket = lease.bucket
         if bucket is not None:
             del bucket.members[bisect_left(bucket.members, _by_place(lease), key=_by_place)]
-            bucket.due_ms, bucket.first, bucket.turn = 0, None, None
+            bucket.due_ms, bucket.oldest_order, bucket.turn = 0, None, None
             if not bucket.members:
                 self._delete(bucket)
             lease.bucket = None
 
-    def _create(self, key: Key) -> Bucket:
+    def _create(self, key: BucketKey) -> Bucket:
         bucket = self.buckets[key] = Bucket(key, number=self.created)
         self.created += 1
         if _is_plain(key):
-            bucket.shape = self.shapes.setdefault(_shape(key), Shape())
+            bucket.shape = self.shapes.setdefault(_shape(key), BucketShape())
             bucket.shape.buckets[bucket.number] = bucket
         else:
-            self.special[bucket.number] = bucket
+            self.unshaped[bucket.number] = bucket
         return bucket
 
     def buckets_of(self, family: tuple[object, ...]) -> Iterator[Bucket]:
@@ -148,7 +148,7 @@ class Queue:
     def _delete(self, bucket: Bucket) -> None:
         del self.buckets[bucket.key]
         if bucket.shape is None:
-            del self.special[bucket.number]
+            del self.unshaped[bucket.number]
             return
         del bucket.shape.buckets[bucket.number]
         if not bucket.shape.buckets:
@@ -162,49 +162,49 @@ class Queue:
                 if lease.ticket is not None and not lease.target_ids:
                     lease.ticket.kept_on = ()
 
-    def _key(self, lease: Lease, ticket: Ticket) -> Key | None:
+    def _key(self, lease: Lease, ticket: Ticket) -> BucketKey | None:
         spec, state = lease.spec, lease.state
         saved = state is LeaseState.SUSPENDED
-        grows = lease.grows
-        if not (saved or grows or state is LeaseState.UNARMED):
+        grows = lease.is_growing
+        if not (saved or grows or state is LeaseState.NO_CONTEXT):
             before_start = state is LeaseState.UNATTACHED and ticket.before_start
             if not before_start or lease.held_mib:
                 return None
         pool = self._policy(lease)
         limited = _limited(pool, spec.group)
-        return Key(
+        return BucketKey(
             pool=spec.pool,
-            where=spec.lease_id if grows else lease.home_ids if saved else None,
-            who=(spec.owner, spec.group) if limited else (spec.owner,) if pool.preempt_equals else (),
-            many=lease.count,
+            home=spec.lease_id if grows else lease.home_ids if saved else None,
+            accounts=(spec.owner, spec.group) if limited else (spec.owner,) if pool.preempt_equals else (),
+            devices=lease.count,
             priority=spec.priority,
             fair=pool.preempt_equals,
             milli=_milli(lease, ticket) if limited else 0,
             need_mib=ticket.extra_mib if grows else lease.need_mib,
             urgent=ticket.urgent,
-            owed=ticket.passed_over >= pool.max_passed_over,
+            room_kept=ticket.passed_over >= pool.max_passed_over,
             paused=lease.paused,
             targets=lease.target_ids if saved else (),
-            due=ticket.due and pool.preempt_equals,
+            due=ticket.is_due and pool.preempt_equals,
         )
 
 
-def _is_plain(key: Key) -> bool:
+def _is_plain(key: BucketKey) -> bool:
     """Whether the tickets of a bucket only wait for room and for their owner's turn."""
-    grows = isinstance(key.where, str)
-    special = key.urgent or key.owed or key.paused or key.targets or key.due or key.milli or grows
+    grows = isinstance(key.home, str)
+    special = key.urgent or key.room_kept or key.paused or key.targets or key.due or key.milli or grows
     return key.fair and bool(key.need_mib) and not special
 
 
-def _shape(key: Key) -> tuple[object, ...]:
-    return key.pool, key.where, key.many, key.priority, key.need_mib
+def _shape(key: BucketKey) -> tuple[object, ...]:
+    return key.pool, key.home, key.devices, key.priority, key.need_mib
 
 
 def _milli(lease: Lease, ticket: Ticket) -> int:
     """What the ticket adds to what its owner has on devices."""
-    if ticket.grow is None:
+    if ticket.resize_to is None:
         return lease.milli
-    return max(0, ticket.grow.fraction_milli * ticket.grow.devices - lease.milli)
+    return max(0, ticket.resize_to.fraction_milli * ticket.resize_to.devices - lease.milli)
 
 
 def _limited(pool: PoolSpec, group: str) -> bool:

@@ -18,17 +18,17 @@ from fractional_gpu.core.model import (
 __all__ = [
     "Account",
     "Bucket",
+    "BucketKey",
+    "BucketShape",
     "Device",
-    "Footing",
-    "Key",
     "Lease",
+    "OccupancyKind",
     "Operation",
-    "Promise",
-    "Ranks",
-    "Shape",
+    "Reason",
+    "ShownForecast",
     "Ticket",
-    "Wait",
-    "Yielders",
+    "VictimRanking",
+    "YieldCandidates",
 ]
 
 
@@ -45,26 +45,26 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Reason:
     """Why somebody waits: code, sentence, and the leases in the way."""
 
-    reason: str
+    code: str
     sentence: str
     blockers: tuple[str, ...] = ()
 
 
-class Footing(IntEnum):
+class OccupancyKind(IntEnum):
     """How a lease stands on its device: what its room could be used for."""
 
     NONE = 0  # it holds nothing
-    RESTING = 1  # resident and idle
-    WORKING = 2  # resident and busy
-    LEAVING = 3  # being suspended: its room comes
-    STAYING = 4  # resuming, quarantined, or reserved before its start
+    IDLE = 1  # resident and idle
+    BUSY = 2  # resident and busy
+    SUSPENDING = 3  # being suspended: its room comes
+    FIXED = 4  # resuming, quarantined, or reserved before its start
 
 
 @dataclass(slots=True, kw_only=True)
-class Promise:
+class ShownForecast:
     """The upper end of the forecast that was shown last for a wait, and whether the wait outlasted one. See `overdue`; decides nothing."""
 
     since_ms: int  # when the wait, or the resume that ends it, began
@@ -81,49 +81,49 @@ class Ticket:
     before_start: bool = False  # may be served before a process stands behind the lease
     urgent: bool = False
     passed_over: int = 0  # at most the pool's K; from then on room is kept
-    passed_elsewhere: int = 0  # passed over since, on devices where no room is kept
+    passed_over_elsewhere: int = 0  # passed over since, on devices where no room is kept
     kept_on: tuple[str, ...] = ()  # devices where room is kept
-    grow: LeaseSpec | None = None  # a resident lease waits for room to have this size
+    resize_to: LeaseSpec | None = None  # a resident lease waits for room to have this size
     extra_mib: int = 0  # what it then holds more than now, on each of its devices
-    then: "Ticket | None" = None  # beside growing: its place when it has been suspended, since it was wanted
+    after_suspend: "Ticket | None" = None  # beside growing: its place when it has been suspended, since it was wanted
     preempted: bool = False  # filed for a busy lease that had to make room: only its end withdraws it
     due_ms: int = 0  # it is due then, as far as was known; 0: not worked out yet
-    due: bool = False  # where a pool shares by virtual time: it goes before the others, because room is being made or it waited too long
+    is_due: bool = False  # where a pool shares by virtual time: it goes before the others, because room is being made or it waited too long
     expected: Span | None = None  # the wait, as it was foreseen when the ticket was filed
-    promise: "Promise | None" = None  # what was shown of it last
+    shown: ShownForecast | None = None  # what was shown of it last
     reason: str = "wait.new"  # as last written into the story
-    wait: Wait | None = None  # why it waits, from the last pass that looked at it by itself
-    passes: int = 0  # which pass that was
+    wait: Reason | None = None  # why it waits, from the last pass that looked at it by itself
+    wait_pass: int = 0  # which pass that was
     rank: tuple[int, bool, int] = (
         0,
         False,
         0,
     )  # by which its pool's line is sorted, when it came there: priority, urgency, order
-    place: tuple[int, int] = (0, 0)  # likewise its bucket: the virtual time of the lease, order
+    bucket_rank: tuple[int, int] = (0, 0)  # likewise its bucket: the virtual time of the lease, order
 
 
-class Key(NamedTuple):
+class BucketKey(NamedTuple):
     """What tickets have in common that wait in one bucket."""
 
     pool: str
-    where: (
+    home: (
         tuple[str, ...] | str | None
     )  # the devices they were saved from, the lease that grows where it is, or anywhere
-    who: tuple[str, ...]  # whose limits they count against, whose share they are served by, where that matters
-    many: int  # devices
+    accounts: tuple[str, ...]  # whose limits they count against, whose share they are served by, where that matters
+    devices: int  # devices
     priority: int
     fair: bool  # the pool serves by shares
     milli: int  # 0 where it does not matter
     need_mib: int  # on each device
     urgent: bool
-    owed: bool  # they were passed over as often as may be
+    room_kept: bool  # they were passed over as often as may be
     paused: bool  # a resume that could not start is not tried again yet
     targets: tuple[str, ...]  # they are being moved, and their room is kept there
     due: bool  # they go before others of their priority, in the order of asking
 
 
 @dataclass(slots=True, eq=False)
-class Shape:
+class BucketShape:
     """Buckets of several owners, in a pool that shares by virtual time, whose tickets differ in nothing else.
 
     A pass that finds that nothing can begin for any bucket that it has not visited notes that here, once for all of them.
@@ -131,47 +131,47 @@ class Shape:
 
     devices: tuple[str, ...] | None = None  # that can serve them, until a device or pool changes
     buckets: dict[int, "Bucket"] = field(default_factory=dict)  # by number
-    rest: int = 0  # the last pass that left out the buckets that it had not visited
-    before: int = 0  # buckets from this number on came after that
-    wait: Wait | None = None  # why these wait, where that pass found a reason of its own
+    skipped_in_pass: int = 0  # the last pass that left out the buckets that it had not visited
+    first_unskipped: int = 0  # buckets from this number on came after that
+    wait: Reason | None = None  # why these wait, where that pass found a reason of its own
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
     """Tickets with the same need, which the same devices can serve: where one of them fits nowhere, none behind it does."""
 
-    key: Key
+    key: BucketKey
     family: tuple[object, ...] = field(
         init=False
     )  # its key but for the need: what is too much for one is too much for a larger one
     devices: tuple[str, ...] | None = None  # that can serve all of them (`explaining`), until a device or pool changes
     members: list["Lease"] = field(default_factory=list)  # by their share of their owner's, then in the order of asking
-    wait: Wait | None = None  # why all of them wait, where the last pass found a reason of its own
-    passes: int = 0  # which pass that was
-    closed: int = 0  # the last pass that found nothing for whoever was looked at, nor for those behind
+    wait: Reason | None = None  # why all of them wait, where the last pass found a reason of its own
+    wait_pass: int = 0  # which pass that was
+    closed_in_pass: int = 0  # the last pass that found nothing for whoever was looked at, nor for those behind
     due_ms: int = 0  # that of its oldest ticket, where that is known; 0: it has other members than before
-    first: int | None = None  # the order of its oldest ticket, where that is known
+    oldest_order: int | None = None  # the order of its oldest ticket, where that is known
     number: int = 0  # buckets in the order in which they came
-    shape: Shape | None = None  # with buckets of other owners, where a pass may leave them out together
+    shape: BucketShape | None = None  # with buckets of other owners, where a pass may leave them out together
     turn: tuple[int, ...] | None = None  # that of its first ticket, where it has a shape and that is known ...
-    turn_as_of: int = 0  # ... as of this state of its owner's account
+    turn_version: int = 0  # ... as of this state of its owner's account
     account: "Account | None" = None  # its owner's, where it has a shape and somebody has asked
-    out: int = 0  # the last pass that visited all of its tickets
+    exhausted_in_pass: int = 0  # the last pass that visited all of its tickets
 
     def __post_init__(self) -> None:
         """Take over what never changes."""
         self.family = self.key[:7]
 
-    def is_left_out(self, passes: int) -> bool:
+    def is_skipped(self, passes: int) -> bool:
         """Whether this pass left it out together with all others of its shape."""
         shape = self.shape
-        if shape is None or shape.rest != passes or self.number >= shape.before:
+        if shape is None or shape.skipped_in_pass != passes or self.number >= shape.first_unskipped:
             return False
-        return passes not in (self.closed, self.out)
+        return passes not in (self.closed_in_pass, self.exhausted_in_pass)
 
     def is_closed(self, passes: int) -> bool:
         """Whether this pass found nothing for whoever was looked at, nor for those behind."""
-        return self.closed == passes or self.is_left_out(passes)
+        return self.closed_in_pass == passes or self.is_skipped(passes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -185,13 +185,13 @@ class Account:
     holders: dict[str, "Lease"] = field(default_factory=dict)  # those
     weight: int = 100
     usage: int = 0  # milli-GPU times milliseconds that its leases were busy on a device (see `fairness`)
-    rate: int = 0  # milli-GPU that are busy now
-    since_ms: int = 0  # `usage` is right for this moment
+    busy_milli: int = 0  # milli-GPU that are busy now
+    usage_as_of_ms: int = 0  # `usage` is right for this moment
     contenders: dict[str, "Lease"] = field(default_factory=dict)  # who is busy on a device, or waits for one
     contending_weight: int | None = None  # the sum of their weights, if it is known
-    changes: int = 0  # grows whenever its virtual time, or that of a lease, changes by something else than use
+    version: int = 0  # grows whenever its virtual time, or that of a lease, changes by something else than use
     floor: int = 0  # virtual time of its leases: whoever comes back starts no lower
-    away_ms: int | None = None  # nobody of it contends since then
+    idle_since_ms: int | None = None  # nobody of it contends since then
     pinned_ms: int = 0  # of its budget that is used up
     pinned_at_ms: int = 0  # `pinned_ms` is right for this moment
 
@@ -213,7 +213,7 @@ class Lease:
     saved_each_mib: int = 0  # what must be reserved for that on each of its devices (`Books.save_on_host`)
     host_mib: int = 0  # reserved in host memory for a suspend under way
     used_mib: int = 0
-    ahead_mib: int = 0  # by so much its use grew, on each device, from the last measurement but one to the last
+    growth_mib: int = 0  # by so much its use grew, on each device, from the last measurement but one to the last
     shrinking: bool = False  # it was asked to give its caches back, and has not answered
     shrunk: bool | None = None  # since it became idle: it gave its caches back, could not, or (None) was not asked
     host_floor_mib: int = 0  # what a suspend found that it would have to save, when that was more than was reserved
@@ -223,7 +223,7 @@ class Lease:
     operation_id: int | None = None
     reason: str = ""
     sentence: str = ""
-    ran: bool = False  # has been busy since it became resident
+    has_run: bool = False  # has been busy since it became resident
     retry_ms: int = 0  # not chosen for a suspend before this
     aborted_suspends: int = 0  # in a row
     failed_resumes: int = 0  # in a row
@@ -232,31 +232,31 @@ class Lease:
     hold_until_ms: int = 0  # so long its room is kept for a process that has not come yet
     pinned_until_ms: int = 0
     announced_ms: int = 0  # for which idle suspension the kernel has been warned
-    asked_to_suspend: bool = False
-    asked_by: str = ""  # who asked last for its suspend
+    suspend_requested: bool = False
+    suspend_requested_by: str = ""  # who asked last for its suspend
     preempted: bool = False  # its suspend under way, or its last one, takes the device from a busy kernel
-    yields: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs (`yielding`)
-    yields_from_ms: int = 0  # its gate is not closed for others before this
-    next_cell: Ticket | None = None  # the place in the queue of its next cell, which waits at the closed gate
+    gate_closed: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs (`yielding`)
+    gate_open_until_ms: int = 0  # its gate is not closed for others before this
+    gate_ticket: Ticket | None = None  # the place in the queue of its next cell, which waits at the closed gate
     began_ms: int = 0  # of its operation under way
     ticket: Ticket | None = None
     why_not: str = ""  # why its process cannot be checkpointed, a sentence
-    stays: str = ""  # that, or what its pool or device say; written by `staying` alone
-    left: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
+    unsuspendable_reason: str = ""  # that, or what its pool or device say; written by `staying` alone
+    left_behind: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
     revoked: bool = False  # the seat that it draws on has ended (`revoked`)
     ends_ms: int | None = None  # its processes are ended then, if it is revoked
     over_since_ms: int | None = None  # more than its cap since then
     over_told: bool = False
-    pressed: bool = False  # host memory is short where its saved state lies
+    under_host_pressure: bool = False  # host memory is short where its saved state lies
     usage: int = 0  # milli-GPU times milliseconds that it was busy on a device
-    metered: bool = False  # it counts as busy on a device
-    metered_since_ms: int = 0  # `usage` is right for this moment, if it is metered
-    away_ms: int | None = None  # it does not contend since then
+    is_metered: bool = False  # it counts as busy on a device
+    usage_as_of_ms: int = 0  # `usage` is right for this moment, if it is metered
+    idle_since_ms: int | None = None  # it does not contend since then
     paused: bool = False  # `resume_after_ms` is still to come
     bucket: Bucket | None = None  # where its ticket waits, if nothing but room is in its way
-    footing: Footing = Footing.NONE  # as its devices have it in their sums
-    footing_mib: int = 0
-    footing_ids: tuple[str, ...] = ()
+    occupancy: OccupancyKind = OccupancyKind.NONE  # as its devices have it in their sums
+    occupied_mib: int = 0
+    occupied_ids: tuple[str, ...] = ()
     cost: int = 0  # of suspending it (`ranking`)
     cost_until_ms: int = 0  # it is to be worked out anew then
     due_ms: int | None = None  # when time alone changes something for it (see `deadlines`)
@@ -273,14 +273,14 @@ class Lease:
         self.shrinking, self.shrunk, self.host_floor_mib = False, None, 0
 
     @property
-    def working(self) -> bool:
+    def is_working(self) -> bool:
         """Whether it is in the middle of something: it is busy, and not only with a cell that waits at its closed gate."""
-        return self.busy and self.next_cell is None
+        return self.busy and self.gate_ticket is None
 
     @property
-    def staying(self) -> bool:
+    def is_unsuspendable(self) -> bool:
         """Whether it cannot be suspended: it has something that cannot be saved, or may have it at any moment."""
-        return bool(self.stays) and (self.used_mib > 0 or not self.spec.gated)
+        return bool(self.unsuspendable_reason) and (self.used_mib > 0 or not self.spec.gated)
 
     @property
     def device_id(self) -> str | None:
@@ -293,13 +293,13 @@ class Lease:
         return self.home_ids[0] if self.home_ids else None
 
     @property
-    def grows(self) -> bool:
+    def is_growing(self) -> bool:
         """Whether it waits to grow on the devices where it is."""
         here = self.state is LeaseState.RESIDENT or (self.state is LeaseState.UNATTACHED and self.held_mib > 0)
-        return here and self.ticket is not None and self.ticket.grow is not None
+        return here and self.ticket is not None and self.ticket.resize_to is not None
 
     @property
-    def reserved(self) -> bool:
+    def has_reservation(self) -> bool:
         """Whether it counts against its devices."""
         return self.held_mib > 0
 
@@ -338,7 +338,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Yielders:
+class YieldCandidates:
     """Busy leases of a device that may be asked to leave at the end of their cells, cheapest first, as it was found."""
 
     leases: list[Lease]
@@ -348,21 +348,23 @@ class Yielders:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Ranks:
+class VictimRanking:
     """Who may be suspended on a device, cheapest first, as it was found (`ranking`); `stale` is looked at again."""
 
-    stale: dict[str, Lease]  # who changed since
-    working: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when busy leases have had their residency
+    changed: dict[str, Lease]  # who changed since
+    busy: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when busy leases have had their residency
     swaps_learnt: int = 0  # the state of the forecasts that `working` was found with
-    highest: int = 0  # priority of `working`
-    willing_mib: int = 0  # what they hold together
-    yielding: "Yielders | None" = None  # of `working`: who may be asked to leave at its cell's end; None: not known
+    highest_priority: int = 0  # priority of `working`
+    ready_mib: int = 0  # what they hold together
+    yield_candidates: YieldCandidates | None = (
+        None  # of `working`: who may be asked to leave at its cell's end; None: not known
+    )
     costs_until_ms: int = 0  # then the first of their costs is out of date
     ranked: list[tuple[int, int, str, Lease]] = field(default_factory=list)
-    willing: list[Lease] = field(default_factory=list)  # the same
+    ready: list[Lease] = field(default_factory=list)  # the same
     later: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when time alone makes somebody else willing
-    soonest_ms: int | None = None  # the first of these moments
-    asked_ms: int = 0  # when somebody asked last
+    next_ready_ms: int | None = None  # the first of these moments
+    last_used_ms: int = 0  # when somebody asked last
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -375,26 +377,26 @@ class Device:
     draining: bool = False
     evict_busy: bool = False
     reserved_mib: int = 0
-    whole: bool = False  # one lease has all of it
+    is_exclusive: bool = False  # one lease has all of it
     holders: dict[str, Lease] = field(default_factory=dict)
-    footing_mib: list[int] = field(default_factory=lambda: [0] * len(Footing))  # by `Footing`
-    footing_count: list[int] = field(default_factory=lambda: [0] * len(Footing))
-    ranks: Ranks | None = None  # who may be suspended there, if somebody has asked
+    mib_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))  # by `Footing`
+    count_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))
+    victim_ranking: VictimRanking | None = None  # who may be suspended there, if somebody has asked
 
     free_mib: int = 0  # what is left for leases; negative when over-committed, nothing when lost
-    roomiest_mib: int = 0  # what one lease could have if no other were there
+    lease_capacity_mib: int = 0  # what one lease could have if no other were there
 
-    def note(self, lease: Lease) -> None:
+    def mark_stale(self, lease: Lease) -> None:
         """Somebody who is, or was, on the device changed: whether it may be suspended is to be looked at again."""
-        if self.ranks is not None:
-            self.ranks.stale[lease.lease_id] = lease
-            if len(self.ranks.stale) > _MUCH_STALE + len(self.holders):  # nobody has asked for long
-                self.ranks = None
+        if self.victim_ranking is not None:
+            self.victim_ranking.changed[lease.lease_id] = lease
+            if len(self.victim_ranking.changed) > _MUCH_STALE + len(self.holders):  # nobody has asked for long
+                self.victim_ranking = None
 
-    def renew(self) -> None:
+    def recompute_free(self) -> None:
         """Work out what is left: the device itself, or what is reserved on it, changed."""
-        self.roomiest_mib = self.spec.leasable_mib - self.stranger_mib
-        left_mib = self.roomiest_mib - self.reserved_mib
-        if self.lost or (self.whole and self.reserved_mib):
+        self.lease_capacity_mib = self.spec.leasable_mib - self.stranger_mib
+        left_mib = self.lease_capacity_mib - self.reserved_mib
+        if self.lost or (self.is_exclusive and self.reserved_mib):
             left_mib = min(0, left_mib)
         self.free_mib = left_mib

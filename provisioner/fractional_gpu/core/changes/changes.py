@@ -11,8 +11,8 @@ from fractional_gpu.core.books.books import (
     Operation,
     Ticket,
 )
-from fractional_gpu.core.books.records import Wait
-from fractional_gpu.core.changes.forecast_recorder import Foresight
+from fractional_gpu.core.books.records import Reason
+from fractional_gpu.core.changes.forecast_recorder import ForecastRecorder
 from fractional_gpu.core.effects import (
     CloseGate,
     Declined,
@@ -30,15 +30,15 @@ from fractional_gpu.core.effects import (
 )
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.suspendability import note
-from fractional_gpu.core.rules.wait_reasons import explain
+from fractional_gpu.core.rules.suspendability import update_suspendability
+from fractional_gpu.core.rules.wait_reasons import wait_reason
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_duration, format_memory
 
 __all__ = ["Changes"]
 
 _FEW, _ONE_OF = 64, 32  # with more tickets than a few, the forecast of one in so many is compared with what happens
-_NOT_ON_DEVICE = frozenset({LeaseState.UNATTACHED, LeaseState.UNARMED, LeaseState.SUSPENDED, LeaseState.ENDED})
+_NOT_ON_DEVICE = frozenset({LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED})
 _AT_ONCE_MS = 100  # nobody calls so short a wait one
 _FIRST = 1 << 60  # far before any place in the queue
 
@@ -48,10 +48,10 @@ class Changes:
 
     def __init__(self, *, first_operation_id: int, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books(forecasts)
-        self.foresight = Foresight(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
+        self.forecast_recorder = ForecastRecorder(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
-        self.touched: set[str] = set()  # devices that room was given on
+        self.granted_devices: set[str] = set()  # devices that room was given on
         self.requeued: set[str] = set()  # pools whose queue changed
         self._next_operation = first_operation_id
         self._next_order = 1
@@ -76,17 +76,17 @@ class Changes:
 
     # -- states ------------------------------------------------------------------------------------------------------------------
 
-    def move(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
+    def change_state(self, lease: Lease, cause: Cause, reason: str, sentence: str) -> None:
         """Move the lease as the table says. Raises IllegalTransitionError."""
         old = lease.state
         new = next_state(old, cause)
         lease.since_ms, lease.shrinking = self.now_ms, False  # an answer to what was asked before is ignored
         if new in _NOT_ON_DEVICE:
             lease.forget_shrinking()
-        self.books.move(lease, new)
-        self.announce(lease, old, reason, sentence)
+        self.books.set_state(lease, new)
+        self.announce_state(lease, old, reason, sentence)
 
-    def announce(self, lease: Lease, old: LeaseState | None, reason: str, sentence: str) -> None:
+    def announce_state(self, lease: Lease, old: LeaseState | None, reason: str, sentence: str) -> None:
         """Tell that the lease is in its state now; its generation grows."""
         lease.generation += 1
         lease.reason, lease.sentence = reason, sentence
@@ -115,10 +115,10 @@ class Changes:
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
         """Refuse to suspend a lease; drop the wish."""
-        self.books.mark_asked(lease, asked=False)
+        self.books.set_suspend_requested(lease, asked=False)
         self.decline(lease, reason, sentence)
 
-    def tell_size(self, lease: Lease, reason: str, sentence: str) -> None:
+    def report_size(self, lease: Lease, reason: str, sentence: str) -> None:
         """Tell what size the lease has, and what it holds."""
         self.effects.append(
             Resized(
@@ -130,7 +130,7 @@ class Changes:
         )
         self.record(lease.lease_id, reason, sentence)
 
-    def let_in(self, lease: Lease) -> None:
+    def emit_granted(self, lease: Lease) -> None:
         """Tell the lease that it is resident: from now on it can run."""
         if lease.device_id is not None:
             self.effects.append(
@@ -146,51 +146,51 @@ class Changes:
         """Give a lease without a process its whole time to live from now on."""
         lease.expires_ms = self.now_ms + self.books.policy(lease).unattached_ttl_ms
 
-    def empty(self, lease: Lease) -> None:
+    def release_everything(self, lease: Lease) -> None:
         """Free everything the lease holds. An operation under way keeps its swap channel: the worker still works on it."""
-        self.withdraw(lease)
+        self.withdraw_ticket(lease)
         self.books.parked.pop(lease.lease_id, None)
-        self.books.mark_asked(lease, asked=False)
+        self.books.set_suspend_requested(lease, asked=False)
         self.books.set_target(lease, ())
         self.books.set_gate(lease, closed=False)
-        lease.yields_from_ms = 0
-        lease.busy = lease.ran = lease.preempted = lease.paused = False
+        lease.gate_open_until_ms = 0
+        lease.busy = lease.has_run = lease.preempted = lease.paused = False
         lease.home_ids, lease.operation_id, lease.expires_ms = (), None, None
-        lease.used_mib = lease.ahead_mib = 0
+        lease.used_mib = lease.growth_mib = 0
         lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = lease.aborted_suspends = 0
-        lease.why_not = lease.stays = lease.left = ""
-        self.press(lease, pressed=False)
-        self.books.hold(lease, ())
-        self.books.save_on_host(lease)
+        lease.why_not = lease.unsuspendable_reason = lease.left_behind = ""
+        self.set_host_pressure(lease, pressed=False)
+        self.books.set_reservation(lease, ())
+        self.books.set_host_memory(lease)
 
-    def press(self, lease: Lease, *, pressed: bool) -> None:
+    def set_host_pressure(self, lease: Lease, *, pressed: bool) -> None:
         """Note whether host memory is short where the lease's saved state lies."""
-        lease.pressed = pressed
+        lease.under_host_pressure = pressed
         if pressed:
-            self.books.pressed[lease.lease_id] = lease
+            self.books.under_host_pressure[lease.lease_id] = lease
         else:
-            self.books.pressed.pop(lease.lease_id, None)
+            self.books.under_host_pressure.pop(lease.lease_id, None)
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
         """The lease is over: forget it."""
-        self.empty(lease)
-        self.move(lease, cause, f"lease.{reason}", f"the lease is over: {reason}")
-        self.books.drop(lease)
-        self.foresight.ended(lease)
+        self.release_everything(lease)
+        self.change_state(lease, cause, f"lease.{reason}", f"the lease is over: {reason}")
+        self.books.remove(lease)
+        self.forecast_recorder.lease_ended(lease)
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
         """Nobody knows what the lease is: keep all it may hold, and have somebody look."""
         self.books.set_target(lease, ())
-        self.move(lease, Cause.LOST_TRACK, "quarantined", sentence)
+        self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
-    def pause(self, lease: Lease, after_ms: int) -> None:
+    def pause_resume(self, lease: Lease, after_ms: int) -> None:
         """A resume that could not start is not tried again before then."""
         lease.resume_after_ms, lease.paused = after_ms, True
         self.books.requeue(lease)
 
-    def unpause(self, lease: Lease) -> None:
+    def unpause_resume(self, lease: Lease) -> None:
         """It may be tried again."""
         lease.paused = False
         self.books.requeue(lease)
@@ -204,9 +204,9 @@ class Changes:
         if lease.revoked:
             return
         old = lease.ticket
-        if old is not None and old.grow is not None:
-            old.then = old.then or self.new_ticket()
-            old.then.urgent |= urgent
+        if old is not None and old.resize_to is not None:
+            old.after_suspend = old.after_suspend or self.new_ticket()
+            old.after_suspend.urgent |= urgent
             return
         if old is not None and old.before_start >= before_start and old.urgent >= urgent:
             return
@@ -220,7 +220,7 @@ class Changes:
     def _enqueue(self, lease: Lease, ticket: Ticket, *, fresh: bool) -> None:
         self.books.enqueue(lease, ticket)
         if fresh and (self.books.waiting < _FEW or not ticket.order % _ONE_OF):
-            self.foresight.filed(
+            self.forecast_recorder.ticket_filed(
                 lease
             )  # in a crowd, some stand for all: what is shown is worked out when it is asked for
         self.requeued.add(lease.spec.pool)
@@ -234,27 +234,27 @@ class Changes:
 
     def close_gate(self, lease: Lease) -> None:
         """Have a resident lease's next cell ask before it runs."""
-        if not lease.yields:
+        if not lease.gate_closed:
             self.books.set_gate(lease, closed=True)
             self.effects.append(CloseGate(lease_id=lease.lease_id))
 
     def wait_at_gate(self, lease: Lease) -> None:
         """The next cell of a lease whose gate is closed asks: it has its place in the queue from now on, and no cell runs."""
-        self.books.set_gate(lease, closed=True, next_cell=lease.next_cell or self.new_ticket())
+        self.books.set_gate(lease, closed=True, next_cell=lease.gate_ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
         """Let the cells of a resident lease run again: no ticket needs its room."""
         self.books.set_gate(lease, closed=False)
-        self.let_in(lease)
+        self.emit_granted(lease)
 
-    def withdraw(self, lease: Lease) -> None:
+    def withdraw_ticket(self, lease: Lease) -> None:
         """Take the lease out of the queue."""
         if self.books.dequeue(lease) is not None:
             self.requeued.add(lease.spec.pool)
         if lease.target_ids:
             self.books.set_target(lease, ())
 
-    def told_in_vain(self, lease: Lease) -> bool:
+    def is_known_unservable(self, lease: Lease) -> bool:
         """Whether a ticket that was filed just now is behind others for whom the last pass found nothing; if so, tell it why it waits.
 
         Nothing that matters has happened since that pass: there is nothing for this one either.
@@ -262,16 +262,16 @@ class Changes:
         bucket, ticket = lease.bucket, lease.ticket
         if bucket is None or ticket is None or not bucket.is_closed(self.books.passes) or bucket.members[0] is lease:
             return False
-        self.books.queue.fresh.pop(lease.lease_id, None)
-        self.explain(lease, explain(self.books, lease, ticket))
+        self.books.queue.unexplained.pop(lease.lease_id, None)
+        self.record_wait_reason(lease, wait_reason(self.books, lease, ticket))
         return True
 
-    def explain(self, lease: Lease, wait: Wait) -> None:
+    def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
         """A new kind of reason to wait is a line of the lease's story."""
         ticket = lease.ticket
-        if ticket is not None and ticket.reason != wait.reason:
-            ticket.reason = wait.reason
-            self.record(lease.lease_id, wait.reason, wait.sentence)
+        if ticket is not None and ticket.reason != wait.code:
+            ticket.reason = wait.code
+            self.record(lease.lease_id, wait.code, wait.sentence)
             self.requeued.add(lease.spec.pool)
 
     # -- operations --------------------------------------------------------------------------------------------------------------
@@ -284,42 +284,42 @@ class Changes:
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
         """Reserve room for the head of the queue: a saved lease is resumed, any other one is let in at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
-        self.books.hold(lease, device_ids, lease.need_mib)
-        self.touched.update(device_ids)
+        self.books.set_reservation(lease, device_ids, lease.need_mib)
+        self.granted_devices.update(device_ids)
         waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
         sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} are reserved"
         if lease.state is LeaseState.SUSPENDED:
             self._begin_resume(lease, "resume.room", sentence)
             return
-        self.foresight.served(lease)
-        self.withdraw(lease)
-        self.settle_in(lease)
+        self.forecast_recorder.ticket_served(lease)
+        self.withdraw_ticket(lease)
+        self.become_resident(lease)
         if lease.state is LeaseState.UNATTACHED:
             self.restart_expiry(lease)
             lease.hold_until_ms = self.now_ms + max(1, self.books.policy(lease).unattached_hold_ms)
-            self.move(lease, Cause.RESERVED, "grant.room", sentence)
+            self.change_state(lease, Cause.RESERVED, "grant.room", sentence)
         else:
-            self.move(lease, Cause.GRANTED, "grant.room", sentence)
-        self.let_in(lease)
+            self.change_state(lease, Cause.GRANTED, "grant.room", sentence)
+        self.emit_granted(lease)
 
-    def settle_in(self, lease: Lease) -> None:
+    def become_resident(self, lease: Lease) -> None:
         """The lease becomes resident now: its idle time starts anew, and it is left alone until it has had a chance to run."""
         lease.last_active_ms = self.now_ms
-        lease.ran = lease.busy
+        lease.has_run = lease.busy
         lease.home_ids = ()
-        self.foresight.settled(lease)
-        self.press(lease, pressed=False)
-        note(self.books, lease)
+        self.forecast_recorder.became_resident(lease)
+        self.set_host_pressure(lease, pressed=False)
+        update_suspendability(self.books, lease)
 
     def resume_early(self, lease: Lease, device_ids: Sequence[str], sentence: str) -> None:
         """Reserve room for a saved lease that nobody asked for, and bring it back."""
-        self.books.hold(lease, device_ids, lease.need_mib)
-        self.touched.update(device_ids)
+        self.books.set_reservation(lease, device_ids, lease.need_mib)
+        self.granted_devices.update(device_ids)
         self._begin_resume(lease, "resume.host-memory", sentence)
 
     def _begin_resume(self, lease: Lease, reason: str, sentence: str) -> None:
-        operation_id = self._begin(lease)
-        self.move(lease, Cause.RESUME, reason, sentence)
+        operation_id = self._new_operation(lease)
+        self.change_state(lease, Cause.RESUME, reason, sentence)
         self.operations[operation_id] = Operation(lease.lease_id, "resume", lease.generation)
         self.effects.append(
             Resume(
@@ -336,7 +336,7 @@ class Changes:
 
     def ask_to_shrink(self, lease: Lease) -> bool:
         """Have an idle lease give its caches back, once while it idles; returns whether its answer is still to come."""
-        able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.staying
+        able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
         if able and lease.shrunk is None and not lease.shrinking:
             lease.shrinking = True
             self.effects.append(Shrink(lease_id=lease.lease_id, generation=lease.generation))
@@ -344,14 +344,14 @@ class Changes:
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
         """Begin a suspend, with the host memory it may need. A busy lease is preempted. `beneficiary`: the lease that needs the room."""
-        operation_id = self._begin(lease)
-        self.books.mark_asked(lease, asked=False)
+        operation_id = self._new_operation(lease)
+        self.books.set_suspend_requested(lease, asked=False)
         lease.home_ids = lease.device_ids
-        next_cell = lease.next_cell
-        lease.preempted = lease.working
+        next_cell = lease.gate_ticket
+        lease.preempted = lease.is_working
         self.books.set_gate(lease, closed=False)
-        self.books.save_on_host(lease, reserved_mib=lease.host_need_mib)
-        self.move(lease, Cause.SUSPEND, reason, sentence)
+        self.books.set_host_memory(lease, reserved_mib=lease.host_need_mib)
+        self.change_state(lease, Cause.SUSPEND, reason, sentence)
         self.operations[operation_id] = Operation(lease.lease_id, "suspend", lease.generation)
         self.effects.append(
             Suspend(
@@ -369,14 +369,14 @@ class Changes:
         if next_cell is not None and lease.ticket is None:
             self._enqueue(lease, next_cell, fresh=True)
         elif next_cell is not None and lease.ticket is not None:  # it waits to grow, or is being moved
-            lease.ticket.then = lease.ticket.then or next_cell
+            lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
-    def _begin(self, lease: Lease) -> int:
+    def _new_operation(self, lease: Lease) -> int:
         operation_id, self._next_operation = self._next_operation, self._next_operation + 1
         lease.operation_id, lease.began_ms = operation_id, self.now_ms
         return operation_id
 
-    def answered(self, operation_id: int, operation: Operation) -> Lease | None:
+    def finish_operation(self, operation_id: int, operation: Operation) -> Lease | None:
         """Give the swap channel back to an operation that says who it is; return its lease if the answer still concerns it.
 
         Whatever else the answer says is recorded and changes nothing: a channel that somebody still works in is not given away.

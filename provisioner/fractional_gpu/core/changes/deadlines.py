@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 
 from fractional_gpu.core.books.books import Books, Lease
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.eligibility import is_lost, willing_from_ms
+from fractional_gpu.core.rules.eligibility import lacks_device, suspendable_from_ms
 
 __all__ = ["Deadlines", "idle_due_ms"]
 
@@ -17,13 +17,13 @@ _SPARE = 4  # entries per lease, before the heap is built anew
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
     """When an idle lease is to be suspended without anybody needing its room. A lost device saves nothing."""
-    if lease.busy or lease.next_cell is not None or lease.state is not LeaseState.RESIDENT:
+    if lease.busy or lease.gate_ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)
     if pool.idle_after_ms is None:
         return None
-    willing_ms = willing_from_ms(pool, lease)
-    if willing_ms is None or is_lost(books, lease):
+    willing_ms = suspendable_from_ms(pool, lease)
+    if willing_ms is None or lacks_device(books, lease):
         return None
     return max(lease.last_active_ms + pool.idle_after_ms, willing_ms)
 
@@ -37,10 +37,10 @@ class Deadlines:
         self._pushed = 0
         self.ripe: dict[str, Lease] = {}
 
-    def renew(self, *, at_end: bool = False) -> None:
+    def refresh(self, *, at_end: bool = False) -> None:
         """Look at everything that was touched, and at the clock; `at_end`: nothing more is done in this event."""
         now_ms = self._books.now_ms
-        for lease in self._books.touched.values():
+        for lease in self._books.changed.values():
             at_ms = self._due_ms(lease, at_end=at_end)
             if at_ms is not None and at_ms <= now_ms:
                 self.ripe[lease.lease_id] = lease
@@ -49,7 +49,7 @@ class Deadlines:
                 if at_ms is not None and at_ms != lease.due_ms:
                     self._push(at_ms, lease)
             lease.due_ms = at_ms
-        self._books.touched.clear()
+        self._books.changed.clear()
         heap = self._heap
         while heap and (heap[0][0] <= now_ms or heap[0][2].due_ms != heap[0][0]):
             at_ms, _, lease = heappop(heap)
@@ -84,6 +84,6 @@ class Deadlines:
             times.append(lease.resume_after_ms)
         if lease.pinned_until_ms:
             times.append(lease.pinned_until_ms)
-        if lease.state is LeaseState.UNATTACHED and lease.reserved and lease.hold_until_ms > self._books.now_ms:
+        if lease.state is LeaseState.UNATTACHED and lease.has_reservation and lease.hold_until_ms > self._books.now_ms:
             times.append(lease.hold_until_ms)
         return min(times) if times else None

@@ -20,63 +20,63 @@ holds for it. Nothing here decides anything: it is about what is shown.
 from dataclasses import replace
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Lease, Promise, Ticket
-from fractional_gpu.core.changes.queue_wait import Waits
+from fractional_gpu.core.books.records import Lease, ShownForecast, Ticket
+from fractional_gpu.core.changes.queue_wait import QueueWaitForecast
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import LeaseState, Span
 
-__all__ = ["Foresight", "shown", "widened"]
+__all__ = ["ForecastRecorder", "shown_span", "widened_span"]
 
 
-class Foresight:
+class ForecastRecorder:
     """See the module."""
 
     def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
         self.forecasts = forecasts
-        self.waits = Waits(books, forecasts, parallel_swaps=parallel_swaps)
+        self.queue_waits = QueueWaitForecast(books, forecasts, parallel_swaps=parallel_swaps)
         self._books = books
         self._filed: list[Lease] = []
         self._swaps: list[tuple[str, str, int, int]] = []  # what `swap_finished` is to be told
 
-    def ran(self, lease: Lease, *, busy: bool) -> None:
+    def busy_changed(self, lease: Lease, *, busy: bool) -> None:
         """The lease began or ended to run something."""
         if busy:
             self.forecasts.cell_began(lease.lease_id, self._books.now_ms)
         else:
             self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
 
-    def settled(self, lease: Lease) -> None:
+    def became_resident(self, lease: Lease) -> None:
         """The lease is resident from now on: a cell that waited for it begins now."""
         if lease.busy:
             self.forecasts.cell_began(lease.lease_id, self._books.now_ms)
 
-    def swapped(self, kind: str, lease: Lease, mib: int) -> None:
+    def swap_finished(self, kind: str, lease: Lease, mib: int) -> None:
         """The lease's operation ended as it should; it moved so many MiB."""
         device = self._books.devices.get((lease.home_id if kind == "suspend" else lease.device_id) or "")
         if device is not None and mib > 0:
             self._swaps.append((kind, device.spec.name, mib, self._books.now_ms - lease.began_ms))
 
-    def filed(self, lease: Lease) -> None:
+    def ticket_filed(self, lease: Lease) -> None:
         """The lease has a new ticket."""
         self._filed.append(lease)
 
-    def served(self, lease: Lease) -> None:
+    def ticket_served(self, lease: Lease) -> None:
         """The lease has got what its ticket was for."""
         ticket = lease.ticket
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_ended(ticket.expected, self._books.now_ms - ticket.asked_ms)
 
-    def gave_up(self, lease: Lease) -> None:
+    def ticket_given_up(self, lease: Lease) -> None:
         """The lease does not wait any more, and has not got what its ticket was for."""
         ticket = lease.ticket
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_given_up(ticket.expected, self._books.now_ms - ticket.asked_ms)
 
-    def ended(self, lease: Lease) -> None:
+    def lease_ended(self, lease: Lease) -> None:
         """The lease is over."""
         self.forecasts.forget(lease.lease_id)
 
-    def reflect(self) -> bool:
+    def run_deferred_work(self) -> bool:
         """The event is dealt with: learn from its swaps, and foresee the waits of those who asked in it and still wait.
 
         Returns whether anything was learnt.
@@ -87,7 +87,7 @@ class Foresight:
         self._swaps.clear()
         for lease in self._filed:
             if lease.ticket is not None and lease.ticket.expected is None:
-                lease.ticket.expected = self.waits.one(lease)
+                lease.ticket.expected = self.queue_waits.wait_of(lease)
         self._filed.clear()
         return learns
 
@@ -98,31 +98,31 @@ class Foresight:
             return None
         return self.forecasts.swap_ms("resume", device.spec.name, lease.saved_mib)
 
-    def wait(self, lease: Lease) -> Span | None:
+    def ticket_wait(self, lease: Lease) -> Span | None:
         """Return how long the lease's ticket will still wait."""
-        return self.waits.one(lease)
+        return self.queue_waits.wait_of(lease)
 
 
 _SLACK_MS = 1_000  # a forecast is shown in seconds, and may be a second old
 
 
-def shown(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
+def shown_span(ticket: Ticket, lease: Lease, worked_out: Span, now_ms: int) -> Span:
     """Return the forecast to show now, and note its upper end. `worked_out`: what is left of the wait as the queue stands."""
     since_ms = lease.since_ms if lease.state is LeaseState.RESUMING else ticket.asked_ms
-    promise, waited_ms = ticket.promise, max(0, now_ms - since_ms)
+    promise, waited_ms = ticket.shown, max(0, now_ms - since_ms)
     if promise is None or promise.since_ms != since_ms:
         first_ms = now_ms
         if since_ms == ticket.asked_ms and ticket.expected is not None:
             first_ms = since_ms + ticket.expected.high_ms  # as it was foreseen
-        promise = ticket.promise = Promise(since_ms=since_ms, until_ms=first_ms)
+        promise = ticket.shown = ShownForecast(since_ms=since_ms, until_ms=first_ms)
     if not promise.missed_ms and now_ms > promise.until_ms + _SLACK_MS:
         promise.missed_ms = max(1, waited_ms)
-    span = widened(worked_out, waited_ms, promise.missed_ms) if promise.missed_ms else worked_out
+    span = widened_span(worked_out, waited_ms, promise.missed_ms) if promise.missed_ms else worked_out
     promise.until_ms = now_ms + span.high_ms
     return span
 
 
-def widened(span: Span, waited_ms: int, missed_ms: int) -> Span:
+def widened_span(span: Span, waited_ms: int, missed_ms: int) -> Span:
     """Return what is shown of a wait that has lasted so long, and was found to outlast its forecast when it had lasted `missed_ms`."""
     times = max(1, (waited_ms // missed_ms).bit_length())
     return replace(

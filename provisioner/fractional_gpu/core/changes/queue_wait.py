@@ -18,7 +18,7 @@ from heapq import heapreplace
 from itertools import islice
 
 from fractional_gpu.core.books.books import Books, Lease
-from fractional_gpu.core.books.records import Footing
+from fractional_gpu.core.books.records import OccupancyKind
 from fractional_gpu.core.forecasts.forecasts import (
     RESUME,
     SUSPEND,
@@ -26,11 +26,11 @@ from fractional_gpu.core.forecasts.forecasts import (
     WaitSpan,
 )
 from fractional_gpu.core.model import LeaseState, Span
-from fractional_gpu.core.rules.eligibility import willing_from_ms
+from fractional_gpu.core.rules.eligibility import suspendable_from_ms
 from fractional_gpu.core.rules.fairness import gate_opens_ms, goes_before_from_ms, preemptible_from_ms
-from fractional_gpu.core.rules.wait_reasons import destinations
+from fractional_gpu.core.rules.wait_reasons import allowed_devices
 
-__all__ = ["Waits"]
+__all__ = ["QueueWaitForecast"]
 
 MOST_AHEAD = 4
 MOST_DEVICES = 3
@@ -76,14 +76,14 @@ class _Way:
     busy: bool  # some of the room is what cells give back
 
 
-class Waits:
+class QueueWaitForecast:
     """Says how long tickets will wait, where `parallel_swaps` operations run at a time."""
 
     def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
         self._books, self._forecasts, self._parallel_swaps = books, forecasts, parallel_swaps
         self._known: dict[str, _Known] = {}
 
-    def one(self, lease: Lease) -> WaitSpan | None:
+    def wait_of(self, lease: Lease) -> WaitSpan | None:
         """Return how long the lease's ticket will still wait, or None: it has none, or nothing can be said."""
         if lease.ticket is None:
             return None
@@ -95,7 +95,7 @@ class Waits:
             return None
         return self._forecasts.wait_span(found[0], found[1] * (place + 1) // len(last))
 
-    def all(self, pool: str) -> list[WaitSpan | None]:
+    def waits_of_pool(self, pool: str) -> list[WaitSpan | None]:
         """Return the waits of a pool's whole queue, in order; those far back in proportion to the last one that was played through."""
         line = self._books.queue.line(pool)
         played = line[: MOST_AHEAD + 1]
@@ -108,15 +108,15 @@ class Waits:
             waits.append(self._forecasts.wait_span("busy", basis_ms) if told else None)
         return waits
 
-    def at_gate(self, lease: Lease) -> Span | None:
+    def gate_wait(self, lease: Lease) -> Span | None:
         """Return how long the lease's next cell still waits at its closed gate; None: it does not.
 
         The upper end is when the gate is opened; no gate is while all swap channels are in use. If the lease leaves before, its cell has
         a ticket, and that ticket a wait of its own.
         """
-        if lease.next_cell is None:
+        if lease.gate_ticket is None:
             return None
-        opens_ms = gate_opens_ms(self._books, lease, lease.next_cell.asked_ms) - self._books.now_ms
+        opens_ms = gate_opens_ms(self._books, lease, lease.gate_ticket.asked_ms) - self._books.now_ms
         left_ms = max(0, opens_ms, _Play(self._books, self._forecasts, self._known, self._parallel_swaps).channel_ms)
         return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
 
@@ -166,7 +166,7 @@ class _Play:
         if ticket is None or not _can_be_told(lease):
             return None
         devices = self._richest(lease)
-        need_mib = ticket.extra_mib if ticket.grow is not None else lease.need_mib
+        need_mib = ticket.extra_mib if ticket.resize_to is not None else lease.need_mib
         if not patient and not ticket.kept_on:
             devices = [device_id for device_id in devices if self._outlook(device_id, lease).calm_mib >= need_mib]
             if len(devices) < lease.count:
@@ -247,18 +247,22 @@ class _Play:
 
     def _richest(self, lease: Lease) -> Sequence[str]:
         """Return the devices that have most to give without anybody busy, of those the ticket can be served on."""
-        devices = destinations(self._books, lease)
+        devices = allowed_devices(self._books, lease)
         most = max(MOST_DEVICES, lease.count)
         if len(devices) <= most:
             return devices
         rich = self._rich.get(devices)
         if rich is None:
-            rich = self._rich[devices] = sorted(devices, key=self._gives_mib, reverse=True)
+            rich = self._rich[devices] = sorted(devices, key=self._free_or_idle_mib, reverse=True)
         return rich[:most]
 
-    def _gives_mib(self, device_id: str) -> int:
+    def _free_or_idle_mib(self, device_id: str) -> int:
         device = self._books.devices[device_id]
-        return device.free_mib + device.footing_mib[Footing.RESTING] + device.footing_mib[Footing.LEAVING]
+        return (
+            device.free_mib
+            + device.mib_by_occupancy[OccupancyKind.IDLE]
+            + device.mib_by_occupancy[OccupancyKind.SUSPENDING]
+        )
 
     def _outlook(self, device_id: str, beside: Lease) -> _Outlook:
         """Return what a device gives back to a lease; it itself, if it is there and grows, gives nothing."""
@@ -268,7 +272,7 @@ class _Play:
             if not self._is_alike(device_id, beside):
                 returns = self._returns(device_id, beside)
             else:
-                sums, known = (device.free_mib, *device.footing_mib), self._known.get(device_id)
+                sums, known = (device.free_mib, *device.mib_by_occupancy), self._known.get(device_id)
                 if known is None or known.sums != sums or self._now_ms - known.at_ms > _FRESH_MS:
                     known = self._known[device_id] = _Known(sums, self._now_ms, self._returns(device_id, beside))
                 returns = _aged(known.returns, self._now_ms - known.at_ms)
@@ -289,20 +293,20 @@ class _Play:
 
     def _gives_back_ms(self, lease: Lease, beside: Lease) -> int | None:
         """Return when the lease can be made to give its room back to the other; None: not that anybody knows."""
-        if lease.staying:
+        if lease.is_unsuspendable:
             return None
         match lease.state:
             case LeaseState.SUSPENDING:
                 return -self._swap_left_ms(lease)
             case LeaseState.RESUMING:
                 return self._swap_left_ms(lease) + self._forecasts.next_cell_ms(lease.lease_id)
-            case LeaseState.RESIDENT if lease.working:  # a cell that waits at its closed gate has not begun
+            case LeaseState.RESIDENT if lease.is_working:  # a cell that waits at its closed gate has not begun
                 # What an ended kernel left behind runs no cell that would end.
-                left_ms = _NEVER_MS if lease.left else self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
+                left_ms = _NEVER_MS if lease.left_behind else self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
                 room_ms = max(1, min(left_ms, self._preemptible_ms(beside, lease)))
                 return None if room_ms >= _NEVER_MS else room_ms
             case LeaseState.RESIDENT:
-                willing_ms = willing_from_ms(self._books.policy(lease), lease)
+                willing_ms = suspendable_from_ms(self._books.policy(lease), lease)
                 return None if willing_ms is None else max(0, willing_ms - self._now_ms)
             case _:
                 return None

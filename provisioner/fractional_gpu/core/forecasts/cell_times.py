@@ -13,12 +13,12 @@ from fractional_gpu.core.forecasts.histograms import (
     STEP,
     Histogram,
     Scale,
-    below,
-    shape,
+    shaped_weights,
     value_at,
+    weight_below,
 )
 
-__all__ = ["DURATIONS", "Common", "Own", "rest_ms"]
+__all__ = ["DURATIONS", "CommonDurations", "LeaseDurations", "rest_ms"]
 
 DURATIONS = Scale(bits=2, shift=6, most=1 << 30)
 """Durations in ms, from 64 ms to 12 days."""
@@ -27,13 +27,13 @@ _COMMON_WEIGHT = 6  # observations that all leases together count for in a lease
 _REFRESH = 32  # the common distribution is brought up to date after so many observations
 
 
-class Common:
+class CommonDurations:
     """What all leases do. Starts from `points`: (ms, permille of durations that are shorter)."""
 
     __slots__ = ("_due", "histogram", "totals", "weights")
 
     def __init__(self, points: Sequence[tuple[int, int]], *, weights: Iterable[int] = ()) -> None:
-        start = list(weights) or shape(DURATIONS, points, _PRIOR_WEIGHT * STEP)
+        start = list(weights) or shaped_weights(DURATIONS, points, _PRIOR_WEIGHT * STEP)
         self.histogram = Histogram(DURATIONS, memory=1024, weights=start)
         self._due = 0
         self._refresh()
@@ -51,12 +51,12 @@ class Common:
         self.totals = array("q", accumulate(self.weights))
 
 
-class Own:
+class LeaseDurations:
     """What one lease does. `totals`: of its own observations and the common ones."""
 
     __slots__ = ("_common", "histogram", "totals")
 
-    def __init__(self, common: Common, *, weights: Iterable[int] = ()) -> None:
+    def __init__(self, common: CommonDurations, *, weights: Iterable[int] = ()) -> None:
         self._common = common
         self.histogram = Histogram(DURATIONS, memory=12, weights=weights)
         self._mix()
@@ -77,7 +77,7 @@ def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
     What has lasted longer than anything known is taken to last about as long again (half of it longer, half shorter).
     """
     total = totals[-1]
-    gone = below(DURATIONS, totals, elapsed_ms)
+    gone = weight_below(DURATIONS, totals, elapsed_ms)
     left = total - gone
     if left * 2048 <= total:
         return elapsed_ms * permille // (1000 - permille)

@@ -13,7 +13,7 @@ What cannot be a context (larger than `MOST_MIB`, or than three quarters of the 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["FLOOR_MIB", "KERNELS", "MOST_MIB", "ContextSizes", "Figure"]
+__all__ = ["FLOOR_MIB", "KERNELS", "MOST_MIB", "ContextSize", "ContextSizes"]
 
 FLOOR_MIB = 512
 """What is taken for a context until more has been seen."""
@@ -24,7 +24,7 @@ _DEVICES = 64  # names that are remembered
 _VERSION = 1
 
 
-class Figure(NamedTuple):
+class ContextSize(NamedTuple):
     """What one kernel's context took, MiB, and whose kernel it was."""
 
     uid: int
@@ -34,12 +34,12 @@ class Figure(NamedTuple):
 class ContextSizes:
     """Estimates by the device's name, MiB. Each kernel counts once, with the largest figure that was seen of it."""
 
-    def __init__(self, seen: Mapping[str, Mapping[str, Figure]] | None = None) -> None:
+    def __init__(self, seen: Mapping[str, Mapping[str, ContextSize]] | None = None) -> None:
         self._seen = {
             name: dict(figures) for name, figures in (seen or {}).items()
         }  # by device and kernel, the last ones last
 
-    def saw(self, device_name: str, kernel: str, figure: Figure, cap_mib: int) -> bool:
+    def saw(self, device_name: str, kernel: str, figure: ContextSize, cap_mib: int) -> bool:
         """Take in a kernel's figure; return whether the estimate for its user has changed."""
         if not 0 <= figure.mib <= min(MOST_MIB, cap_mib * 3 // 4):
             return False
@@ -47,7 +47,7 @@ class ContextSizes:
         figures = self._seen.pop(device_name, {})
         self._seen[device_name] = figures  # the last device is the last one
         earlier = figures.pop(kernel, figure)
-        figures[kernel] = Figure(figure.uid, max(figure.mib, earlier.mib))
+        figures[kernel] = ContextSize(figure.uid, max(figure.mib, earlier.mib))
         while len(figures) > KERNELS:
             del figures[next(iter(figures))]
         while len(self._seen) > _DEVICES:
@@ -76,11 +76,11 @@ class ContextSizes:
             or not isinstance(state.get("devices"), dict)
         ):
             raise ValueError(f"{str(state)[:80]!r} are no context sizes of version {_VERSION}")
-        seen: dict[str, dict[str, Figure]] = {}
+        seen: dict[str, dict[str, ContextSize]] = {}
         for name, figures in state["devices"].items():
             if not isinstance(figures, list) or not all(_is_figure(one) for one in figures):
                 raise ValueError(f"the context sizes of {name[:80]!r} are not lists of a kernel, a uid and MiB")
-            seen[name] = {kernel: Figure(uid, mib) for kernel, uid, mib in figures[-KERNELS:]}
+            seen[name] = {kernel: ContextSize(uid, mib) for kernel, uid, mib in figures[-KERNELS:]}
         return ContextSizes(seen)
 
 

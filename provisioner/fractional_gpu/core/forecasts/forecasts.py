@@ -21,12 +21,12 @@ from typing import Self
 from fractional_gpu.core.forecasts.accuracy import Accuracy, ErrorView
 from fractional_gpu.core.forecasts.cell_times import (
     DURATIONS,
-    Common,
-    Own,
+    CommonDurations,
+    LeaseDurations,
     rest_ms,
 )
-from fractional_gpu.core.forecasts.histograms import Histogram, shape, value_at
-from fractional_gpu.core.forecasts.snapshot import Learnt, Reader, sparse
+from fractional_gpu.core.forecasts.histograms import Histogram, shaped_weights, value_at
+from fractional_gpu.core.forecasts.snapshot import ForecastState, StateReader, sparse
 from fractional_gpu.core.forecasts.swap_times import (
     ONE,
     RATIOS,
@@ -54,7 +54,7 @@ _GAPS = ((5_000, 0), (60_000, 250), (180_000, 500), (480_000, 750), (2_460_000, 
 _NEVER_MS = 1 << 40
 _WAIT_MEMORY = 32
 _EVEN_MS = 50  # added to both sides of a ratio of waits: nobody cares about less
-_WAITS = shape(RATIOS, ((64, 0), (300, 100), (ONE, 500), (2600, 900), (12_000, 1000)), 8 * 1024)
+_WAITS = shaped_weights(RATIOS, ((64, 0), (300, 100), (ONE, 500), (2600, 900), (12_000, 1000)), 8 * 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ class _Lease:
     ended_ms: int | None = None  # of the last cell
     ends_ms: int = 0  # when the cell that runs is expected to end ...
     known_until_ms: int = -1  # ... which is good enough until then
-    cells: Own | None = None
-    gaps: Own | None = None
+    cells: LeaseDurations | None = None
+    gaps: LeaseDurations | None = None
 
 
 class Forecasts:
@@ -83,7 +83,7 @@ class Forecasts:
     def __init__(self) -> None:
         self._swaps: dict[tuple[str, str], SwapTimes] = {}
         self.swaps_learnt = 0  # grows whenever `swap_ms` may return something else than before
-        self._cells, self._gaps = Common(_CELLS), Common(_GAPS)
+        self._cells, self._gaps = CommonDurations(_CELLS), CommonDurations(_GAPS)
         self._leases: dict[str, _Lease] = {}
         self._waits: dict[tuple[str, int], Histogram] = {}
         self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
@@ -93,7 +93,7 @@ class Forecasts:
         """Return how far off each kind of forecast was lately."""
         return tuple(accuracy.view() for accuracy in self._accuracy.values())
 
-    def state(self) -> Learnt:
+    def state(self) -> ForecastState:
         """Return what was learnt as plain data (JSON can hold it): the cells and gaps under way are not in it."""
         return {
             "version": _VERSION,
@@ -119,10 +119,10 @@ class Forecasts:
     def from_state(cls, state: object) -> Self:
         """Return forecasts that go on from what `state` returned. Raises ValueError that says what is wrong with anything else."""
         forecasts = cls()
-        forecasts.take_state(Reader(state, _VERSION))
+        forecasts.take_state(StateReader(state, _VERSION))
         return forecasts
 
-    def take_state(self, read: Reader) -> None:
+    def take_state(self, read: StateReader) -> None:
         """Put what was learnt before in the place of what is known now. Raises ValueError; then nothing should be asked of it."""
         for name, (swaps, ratios, line) in read.named("swaps", 3):
             kind, _, device_name = name.partition(" ")
@@ -135,12 +135,12 @@ class Forecasts:
                 ratios=read.weights(ratios, RATIOS),
                 line=(fixed, slope),
             )
-        self._cells = Common(_CELLS, weights=read.weights(read.part("cells"), DURATIONS))
-        self._gaps = Common(_GAPS, weights=read.weights(read.part("gaps"), DURATIONS))
+        self._cells = CommonDurations(_CELLS, weights=read.weights(read.part("cells"), DURATIONS))
+        self._gaps = CommonDurations(_GAPS, weights=read.weights(read.part("gaps"), DURATIONS))
         for lease_id, (cells, gaps) in read.named("leases", 2):
             self._leases[lease_id] = _Lease(
-                cells=Own(self._cells, weights=read.weights(cells, DURATIONS)),
-                gaps=Own(self._gaps, weights=read.weights(gaps, DURATIONS)),
+                cells=LeaseDurations(self._cells, weights=read.weights(cells, DURATIONS)),
+                gaps=LeaseDurations(self._gaps, weights=read.weights(gaps, DURATIONS)),
             )
         for name, (ratios,) in read.named("waits", 1):
             kind, _, length = name.partition(" ")
@@ -191,7 +191,7 @@ class Forecasts:
         if lease is None:
             lease = self._leases[lease_id] = _Lease()
         if lease.ended_ms is not None:
-            lease.gaps = lease.gaps or Own(self._gaps)
+            lease.gaps = lease.gaps or LeaseDurations(self._gaps)
             lease.gaps.add(max(0, at_ms - lease.ended_ms))
         lease.began_ms, lease.ended_ms, lease.known_until_ms = at_ms, None, -1
 
@@ -202,7 +202,7 @@ class Forecasts:
             return
         lasted_ms = max(0, at_ms - lease.began_ms)
         self._accuracy["cell"].compare(self._cell(lease, 0), lasted_ms)
-        lease.cells = lease.cells or Own(self._cells)
+        lease.cells = lease.cells or LeaseDurations(self._cells)
         lease.cells.add(lasted_ms)
         lease.began_ms, lease.ended_ms = None, at_ms
 

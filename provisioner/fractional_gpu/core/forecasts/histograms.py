@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-__all__ = ["STEP", "Histogram", "Scale", "below", "shape", "value_at"]
+__all__ = ["STEP", "Histogram", "Scale", "shaped_weights", "value_at", "weight_below"]
 
 STEP = 1024  # what one fresh observation weighs
 
@@ -68,7 +68,7 @@ class Histogram:
         return [weight * total // have for weight in self.weights]
 
 
-def shape(scale: Scale, points: Sequence[tuple[int, int]], total: int) -> list[int]:
+def shaped_weights(scale: Scale, points: Sequence[tuple[int, int]], total: int) -> list[int]:
     """Return weights (together about `total`) of a distribution given by points (value, permille that is less), both growing.
 
     Between two points the share grows evenly over the buckets. What the last point leaves of the 1000 is in the last bucket.
@@ -96,7 +96,7 @@ def _between(places: Sequence[int], shares: Sequence[int], place: int) -> int:
     return shares[right - 1] + (shares[right] - shares[right - 1]) * (place - left) // span
 
 
-def below(scale: Scale, totals: Sequence[int], value: int) -> int:
+def weight_below(scale: Scale, totals: Sequence[int], value: int) -> int:
     """Return the weight of all that is less than the value."""
     index = scale.bucket(value)
     before = totals[index - 1] if index else 0

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from fractional_gpu.core.forecasts.histograms import Scale
 
-__all__ = ["Learnt", "Reader", "sparse"]
+__all__ = ["ForecastState", "StateReader", "sparse"]
 
-Learnt = dict[str, object]
+ForecastState = dict[str, object]
 _Known = TypeVar("_Known")
 _LARGEST = 1 << 53  # JSON readers elsewhere keep whole numbers up to here
 _MOST_ITEMS = 100_000
@@ -19,7 +19,7 @@ def sparse(weights: Sequence[int]) -> list[int]:
     return list(chain.from_iterable((place, weight) for place, weight in enumerate(weights) if weight))
 
 
-class Reader:
+class StateReader:
     """Reads one such state. Every method raises ValueError for what is not as written."""
 
     def __init__(self, state: object, version: int) -> None:

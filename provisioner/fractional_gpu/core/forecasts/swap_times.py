@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from fractional_gpu.core.forecasts.histograms import (
     Histogram,
     Scale,
-    shape,
+    shaped_weights,
     value_at,
 )
 
@@ -29,7 +29,7 @@ _ROUNDS = 3
 _FEW = 4  # swaps
 _FAR = 0.5  # relative errors beyond this weigh less
 # Ratios that 10, 50 and 90 % of swaps stay under, before any was seen.
-_PRIOR = tuple(shape(RATIOS, ((400, 0), (700, 100), (ONE, 500), (1500, 900), (4000, 1000)), 8 * 1024))
+_PRIOR = tuple(shaped_weights(RATIOS, ((400, 0), (700, 100), (ONE, 500), (1500, 900), (4000, 1000)), 8 * 1024))
 
 
 def ratio(was: int, expected: int) -> int:

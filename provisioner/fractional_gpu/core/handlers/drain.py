@@ -7,18 +7,18 @@ process, its device, host memory) stays until it can.
 from fractional_gpu.core.books.books import Device, Lease
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.eligibility import is_lost
+from fractional_gpu.core.rules.eligibility import lacks_device
 
-__all__ = ["Draining"]
+__all__ = ["DeviceDrains"]
 
 
-class Draining:
+class DeviceDrains:
     """Empties devices. `hint_ms`: when time alone lets another lease leave."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self.hint_ms: int | None = None
+        self.recheck_ms: int | None = None
 
     def begin(self, device_id: str, *, evict_busy: bool) -> None:
         """An administrator wants the device empty."""
@@ -28,7 +28,7 @@ class Draining:
         device.draining, device.evict_busy = True, evict_busy
         self._books.draining[device_id] = device
         for lease in list(device.holders.values()):
-            self._tell(lease, device)
+            self._record_begun(lease, device)
 
     def end(self, device_id: str) -> None:
         """The device takes part again."""
@@ -36,16 +36,16 @@ class Draining:
         if device is not None:
             device.draining = device.evict_busy = False
 
-    def _tell(self, lease: Lease, device: Device) -> None:
+    def _record_begun(self, lease: Lease, device: Device) -> None:
         when = "at once" if device.evict_busy or not lease.busy else "when its cell has ended"
-        if lease.staying:
-            when = f"when it can be: {lease.stays}"
+        if lease.is_unsuspendable:
+            when = f"when it can be: {lease.unsuspendable_reason}"
         sentence = f"an administrator empties device {device.spec.device_id}: the kernel is suspended {when}"
         self._changes.record(lease.lease_id, "drain.begun", sentence)
 
-    def serve(self) -> None:
+    def suspend_ready(self) -> None:
         """Begin the suspends that can begin now."""
-        self.hint_ms = None
+        self.recheck_ms = None
         for device in list(self._books.draining.values()):
             for lease in list(device.holders.values()):
                 if not self._changes.channel_free:
@@ -57,12 +57,12 @@ class Draining:
                     self._changes.begin_suspend(lease, "suspend.drain", what)
 
     def _may_leave(self, lease: Lease, device: Device) -> bool:
-        if lease.state is not LeaseState.RESIDENT or lease.staying or is_lost(self._books, lease):
+        if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(self._books, lease):
             return False
         if lease.busy and not device.evict_busy:
             return False
         if lease.retry_ms > self._changes.now_ms:
-            if self.hint_ms is None or lease.retry_ms < self.hint_ms:
-                self.hint_ms = lease.retry_ms
+            if self.recheck_ms is None or lease.retry_ms < self.recheck_ms:
+                self.recheck_ms = lease.retry_ms
             return False
         return lease.host_need_mib <= self._books.host_left_mib

@@ -4,13 +4,13 @@ from fractional_gpu.core.books.books import Lease
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.effects import LeaseAdmitted, LeaseRefused, LookAgain
 from fractional_gpu.core.events import LeaseRecovered, LeaseRequested, Shrunk
-from fractional_gpu.core.handlers.memory_caps import Caps
+from fractional_gpu.core.handlers.memory_caps import MemoryCaps
 from fractional_gpu.core.handlers.pins import Pins
-from fractional_gpu.core.handlers.resize import Resizing
-from fractional_gpu.core.handlers.starting import Starting
+from fractional_gpu.core.handlers.resize import Resizer
+from fractional_gpu.core.handlers.starting import StartReservations
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.admission import refusal
-from fractional_gpu.core.rules.suspendability import note
+from fractional_gpu.core.rules.suspendability import update_suspendability
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_memory
 
@@ -18,7 +18,7 @@ __all__ = ["FOUND", "SOMEWHERE", "Lifecycle"]
 
 FOUND = {
     LeaseState.UNATTACHED: Cause.FOUND_UNATTACHED,
-    LeaseState.UNARMED: Cause.FOUND_UNARMED,
+    LeaseState.NO_CONTEXT: Cause.FOUND_NO_CONTEXT,
     LeaseState.RESIDENT: Cause.FOUND_RESIDENT,
     LeaseState.SUSPENDED: Cause.FOUND_SUSPENDED,
     LeaseState.QUARANTINED: Cause.FOUND_UNKNOWN,
@@ -26,7 +26,7 @@ FOUND = {
 """What a lease can be found as."""
 _FOUND_AS = {
     LeaseState.UNATTACHED: "no process of this kernel",
-    LeaseState.UNARMED: "this kernel alive, with nothing on a GPU",
+    LeaseState.NO_CONTEXT: "this kernel alive, with nothing on a GPU",
     LeaseState.RESIDENT: "this kernel on its GPU",
     LeaseState.SUSPENDED: "this kernel's memory saved on the host",
     LeaseState.QUARANTINED: "this kernel in a state that it examines",
@@ -38,29 +38,31 @@ SOMEWHERE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
 class Lifecycle:
     """One method per event."""
 
-    def __init__(self, changes: Changes, caps: Caps, pins: Pins, resizing: Resizing, starting: Starting) -> None:
+    def __init__(
+        self, changes: Changes, caps: MemoryCaps, pins: Pins, resizing: Resizer, starting: StartReservations
+    ) -> None:
         self._changes = changes
-        self._starting = starting
+        self._start_reservations = starting
         self._pins = pins
-        self._resizing = resizing
+        self._resizer = resizing
         self._books = changes.books
-        self._caps = caps
+        self._memory_caps = caps
 
     def requested(self, event: LeaseRequested) -> None:
         """Admit a lease or refuse it."""
         spec, changes = event.spec, self._changes
         refused = refusal(self._books, spec)
         if refused is not None:
-            refusal_effect = LeaseRefused(lease_id=spec.lease_id, reason=refused.reason, sentence=refused.sentence)
+            refusal_effect = LeaseRefused(lease_id=spec.lease_id, reason=refused.code, sentence=refused.sentence)
             changes.effects.append(refusal_effect)
             return
         lease = Lease(spec=spec, since_ms=changes.now_ms, last_active_ms=changes.now_ms)
         changes.restart_expiry(lease)
         self._books.add(lease)
         changes.effects.append(LeaseAdmitted(lease_id=spec.lease_id))
-        changes.announce(lease, None, "lease.admitted", f"admitted with up to {format_memory(spec.reserve_mib)}")
+        changes.announce_state(lease, None, "lease.admitted", f"admitted with up to {format_memory(spec.reserve_mib)}")
         if event.needs_reservation:
-            self._starting.ask(lease)
+            self._start_reservations.request(lease)
 
     def recovered(self, event: LeaseRecovered) -> None:
         """Take over what a new broker found. Raises ValueError for what cannot be found."""
@@ -78,8 +80,8 @@ class Lifecycle:
         lease.busy = event.busy and state is not LeaseState.UNATTACHED
         self._books.add(lease)
         self.settle_found(lease, state, device_ids, event.saved_mib)
-        self._pins.keep(lease, event.pinned_until_ms)
-        changes.announce(
+        self._pins.restore(lease, event.pinned_until_ms)
+        changes.announce_state(
             lease,
             None,
             f"recovered.{state}",
@@ -96,10 +98,10 @@ class Lifecycle:
         if not holds:
             lease.used_mib = 0
         lease.home_ids = device_ids if keeps_saved else ()
-        self._books.save_on_host(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
-        self._books.hold(lease, device_ids, max(held_mib, lease.need_mib) if holds else 0)
-        lease.ran = lease.busy
-        note(self._books, lease)
+        self._books.set_host_memory(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
+        self._books.set_reservation(lease, device_ids, max(held_mib, lease.need_mib) if holds else 0)
+        lease.has_run = lease.busy
+        update_suspendability(self._books, lease)
         if not keeps_saved:
             lease.failed_resumes = lease.resume_after_ms = 0
             lease.paused = False
@@ -109,12 +111,12 @@ class Lifecycle:
 
     def attached(self, lease: Lease, *, gated: bool) -> None:
         """A process stands behind the lease."""
-        if lease.left:
-            lease.left, lease.last_active_ms = "", self._changes.now_ms
+        if lease.left_behind:
+            lease.left_behind, lease.last_active_ms = "", self._changes.now_ms
             self._changes.record(lease.lease_id, "attached", "a new kernel runs beside what the last one left behind")
             if lease.state is LeaseState.RESIDENT:
                 self._books.set_gate(lease, closed=False)
-                self._changes.let_in(lease)
+                self._changes.emit_granted(lease)
             elif not gated:
                 self._changes.file_ticket(lease)
             return
@@ -123,12 +125,14 @@ class Lifecycle:
         lease.expires_ms = None
         self._books.parked.pop(lease.lease_id, None)
         lease.last_active_ms = self._changes.now_ms
-        if lease.reserved:
-            self._changes.settle_in(lease)
-            self._changes.move(lease, Cause.ATTACHED_RESERVED, "attached", "the kernel runs, with its reservation")
-            self._changes.let_in(lease)
+        if lease.has_reservation:
+            self._changes.become_resident(lease)
+            self._changes.change_state(
+                lease, Cause.ATTACHED_RESERVED, "attached", "the kernel runs, with its reservation"
+            )
+            self._changes.emit_granted(lease)
             return
-        self._changes.move(lease, Cause.ATTACHED, "attached", "the kernel runs and has not used a GPU yet")
+        self._changes.change_state(lease, Cause.ATTACHED, "attached", "the kernel runs and has not used a GPU yet")
         if not gated:  # nothing keeps it from using the GPU
             self._changes.file_ticket(lease)
 
@@ -141,18 +145,18 @@ class Lifecycle:
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
             return
-        begins, lease.left = not lease.left, what
+        begins, lease.left_behind = not lease.left_behind, what
         if begins:
             if lease.pinned_until_ms:
                 self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
             if lease.busy:
-                changes.foresight.ran(lease, busy=False)
-            if lease.next_cell is not None:  # it ended with its kernel
+                changes.forecast_recorder.busy_changed(lease, busy=False)
+            if lease.gate_ticket is not None:  # it ended with its kernel
                 self._books.set_gate(lease, closed=True)
             self._books.set_busy(lease, busy=True)
             sentence = f"the kernel process ended; {what} still has device memory and keeps the lease's room"
             changes.record(lease.lease_id, "left-behind", sentence)
-            if lease.asked_to_suspend:
+            if lease.suspend_requested:
                 changes.decline_suspend(lease, "busy", sentence)
         if lease.state in (LeaseState.SUSPENDED, LeaseState.RESUMING):  # a resume may fail to start
             changes.file_ticket(lease, preempted=True)
@@ -164,19 +168,21 @@ class Lifecycle:
             return
         if lease.pinned_until_ms:
             self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
-        if lease.busy and not lease.left:
-            self._changes.foresight.ran(lease, busy=False)
+        if lease.busy and not lease.left_behind:
+            self._changes.forecast_recorder.busy_changed(lease, busy=False)
         if lease.revoked:  # no server is there to start another kernel for it
             self._changes.end(lease, Cause.RELEASED, "seat-ended")
             return
-        self._changes.empty(lease)
+        self._changes.release_everything(lease)
         self._changes.restart_expiry(lease)
-        self._changes.move(lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free")
+        self._changes.change_state(
+            lease, Cause.EXITED, "process.exited", "the kernel process ended; what it held is free"
+        )
 
     def released(self, lease: Lease, reason: str) -> None:
         """The lease is over."""
         if lease.pinned_until_ms:
-            self._pins.give_back(lease)
+            self._pins.refund(lease)
         self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> bool:
@@ -184,26 +190,26 @@ class Lifecycle:
         if lease.revoked:
             return False
         if lease.state is LeaseState.RESIDENT:
-            asked = lease.asked_to_suspend
+            asked = lease.suspend_requested
             lease.last_active_ms = self._changes.now_ms
             self._books.requeue(lease)
-            if lease.asked_to_suspend:
+            if lease.suspend_requested:
                 self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
-            if lease.yields and not urgent:
+            if lease.gate_closed and not urgent:
                 self._changes.wait_at_gate(lease)
                 return True
-            if lease.yields:
+            if lease.gate_closed:
                 self._books.set_gate(lease, closed=False)
-            self._changes.let_in(lease)
+            self._changes.emit_granted(lease)
             return asked
-        if lease.state is LeaseState.UNATTACHED and lease.reserved:
-            self._changes.let_in(lease)
+        if lease.state is LeaseState.UNATTACHED and lease.has_reservation:
+            self._changes.emit_granted(lease)
             return False
         if lease.state is LeaseState.UNATTACHED and (not lease.spec.gated or lease.lease_id in self._books.parked):
-            self._starting.ask(lease, urgent=urgent)
+            self._start_reservations.request(lease, urgent=urgent)
         else:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
-        return not self._changes.told_in_vain(lease)
+        return not self._changes.is_known_unservable(lease)
 
     def unwanted(self, lease: Lease) -> bool:
         """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow.
@@ -212,46 +218,46 @@ class Lifecycle:
         """
         ticket = lease.ticket
         self._books.parked.pop(lease.lease_id, None)
-        if lease.next_cell is not None:
+        if lease.gate_ticket is not None:
             self._books.set_gate(lease, closed=True)
             return True
-        if ticket is None or (ticket.preempted and lease.busy) or (lease.left and ticket.grow is None):
+        if ticket is None or (ticket.preempted and lease.busy) or (lease.left_behind and ticket.resize_to is None):
             return False
-        if ticket.grow is not None:
-            ticket.then = ticket.then if lease.target_ids else None
+        if ticket.resize_to is not None:
+            ticket.after_suspend = ticket.after_suspend if lease.target_ids else None
             return False
-        left_out = lease.bucket is not None and ticket.passes != self._books.passes and not ticket.kept_on
+        left_out = lease.bucket is not None and ticket.wait_pass != self._books.passes and not ticket.kept_on
         left_out = left_out and not ticket.urgent
-        self._changes.foresight.gave_up(lease)
-        self._changes.withdraw(lease)
+        self._changes.forecast_recorder.ticket_given_up(lease)
+        self._changes.withdraw_ticket(lease)
         return not left_out  # nothing was kept for it, nor promised to it, and it decided about nobody's turn
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
         """It began or ended to run something. Returns whether that matters to anybody."""
-        if busy == lease.busy or lease.state is LeaseState.UNATTACHED or lease.left:
+        if busy == lease.busy or lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return False
         lease.last_active_ms = self._changes.now_ms
         self._books.set_busy(lease, busy=busy)
-        self._changes.foresight.ran(lease, busy=busy)
-        counted = lease.asked_to_suspend or lease.lease_id in self._books.counted_on
-        if busy and not counted and not self._books.is_fair(lease) and not lease.yields:
+        self._changes.forecast_recorder.busy_changed(lease, busy=busy)
+        counted = lease.suspend_requested or lease.lease_id in self._books.expected_victims
+        if busy and not counted and not self._books.shares_by_time(lease) and not lease.gate_closed:
             return False  # whoever works gives nothing away; an alarm for it comes in vain
         return lease.state is LeaseState.RESIDENT
 
     def measured(self, lease: Lease, used_mib: int) -> bool:
         """Its use of device memory was measured. Returns whether that matters to anybody."""
-        if lease.state not in (LeaseState.UNARMED, LeaseState.RESIDENT, LeaseState.SUSPENDING):
+        if lease.state not in (LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDING):
             return False
-        need_mib, stayed, used = lease.host_need_mib, lease.staying, lease.used_mib
+        need_mib, stayed, used = lease.host_need_mib, lease.is_unsuspendable, lease.used_mib
         before_mib = lease.used_each_mib
         lease.used_mib, lease.cost_until_ms = used_mib, 0
-        if lease.working:  # its residency and its cost depend on what it uses
-            self._books.touch(lease)
+        if lease.is_working:  # its residency and its cost depend on what it uses
+            self._books.mark_changed(lease)
         was_measured = lease.state is LeaseState.RESIDENT and before_mib > 0
-        lease.ahead_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
-        breaches = self._caps.measured(lease)
-        matters = breaches or lease.host_need_mib != need_mib or lease.staying != stayed
-        matters |= self._resizing.measured(lease)
+        lease.growth_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
+        breaches = self._memory_caps.measured(lease)
+        matters = breaches or lease.host_need_mib != need_mib or lease.is_unsuspendable != stayed
+        matters |= self._resizer.measured(lease)
         if (
             used_mib != used and lease.busy and self._books.waiting
         ):  # what swapping it takes decides from when on it may be preempted
@@ -267,30 +273,28 @@ class Lifecycle:
         lease.shrinking, lease.shrunk = False, event.used_mib is not None
         if event.used_mib is not None:
             self.measured(lease, max(0, event.used_mib))
-            self._books.renew(lease)
+            self._books.refresh(lease)
         return True
 
-    def suspend_asked(self, lease: Lease, by: str) -> None:
+    def suspend_requested(self, lease: Lease, by: str) -> None:
         """Its user or an administrator, `by`, asks for its suspend."""
         if lease.state is not LeaseState.RESIDENT:
             sentence = f"the kernel is {lease.state}: only a resident one can be suspended"
             self._changes.decline_suspend(lease, "not-resident", sentence)
-        elif lease.left:
-            sentence = (
-                f"its kernel has ended, and {lease.left} may be at work on the device: end it, or let it take its turns"
-            )
+        elif lease.left_behind:
+            sentence = f"its kernel has ended, and {lease.left_behind} may be at work on the device: end it, or let it take its turns"
             self._changes.decline_suspend(lease, "busy", sentence)
         elif lease.busy:
             self._changes.decline_suspend(
                 lease, "busy", "a cell is running: interrupt it, or try again when it has ended"
             )
         else:
-            lease.asked_by = by
-            self._books.mark_asked(lease, asked=True)  # served at once, or declined with the reason
+            lease.suspend_requested_by = by
+            self._books.set_suspend_requested(lease, asked=True)  # served at once, or declined with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
         """Its process can, or cannot, be checkpointed. One that can again is not left alone any longer for the suspends that failed."""
         if lease.why_not and not why_not:
             lease.retry_ms = lease.aborted_suspends = 0
         lease.why_not = why_not
-        note(self._books, lease)
+        update_suspendability(self._books, lease)

@@ -10,7 +10,7 @@ from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.model import Breach, LeaseState
 from fractional_gpu.core.units import format_memory
 
-__all__ = ["GRACE_MS", "SLACK_MIB", "Caps"]
+__all__ = ["GRACE_MS", "SLACK_MIB", "MemoryCaps"]
 
 GRACE_MS = 5000
 SLACK_MIB = 16  # each process's use is rounded up
@@ -22,7 +22,7 @@ _WHAT_FOLLOWS = {
 }
 
 
-class Caps:
+class MemoryCaps:
     """Watches the caps of resident leases."""
 
     def __init__(self, changes: Changes) -> None:
@@ -32,7 +32,7 @@ class Caps:
     def measured(self, lease: Lease) -> bool:
         """Take a new measurement into account; return whether the lease went over its cap, or came back under it."""
         device = self._changes.books.devices.get(lease.device_id or "")
-        capped = lease.state is LeaseState.RESIDENT and device is not None and not device.whole
+        capped = lease.state is LeaseState.RESIDENT and device is not None and not device.is_exclusive
         is_over = capped and lease.used_mib > _cap_mib(lease) + SLACK_MIB
         if is_over == (lease.lease_id in self._over):
             return False
@@ -51,8 +51,8 @@ class Caps:
                 self._forget(lease)
             elif lease.over_since_ms is not None and lease.over_since_ms + GRACE_MS <= self._changes.now_ms:
                 action = self._changes.books.policy(lease).breach
-                self._tell(lease, action)
-                if action is Breach.SUSPEND and not lease.busy and not lease.staying:
+                self._report(lease, action)
+                if action is Breach.SUSPEND and not lease.busy and not lease.is_unsuspendable:
                     due.append(lease)
         return due
 
@@ -62,7 +62,7 @@ class Caps:
         times += [lease.retry_ms for lease in self._over.values() if lease.over_told]
         return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)
 
-    def _tell(self, lease: Lease, action: Breach) -> None:
+    def _report(self, lease: Lease, action: Breach) -> None:
         if lease.over_told:
             return
         lease.over_told = True

@@ -1,7 +1,7 @@
 """What became of operations: suspends, resumes, and looks at leases of which nobody knew what they are."""
 
 from fractional_gpu.core.books.books import Lease, Operation
-from fractional_gpu.core.books.records import Wait
+from fractional_gpu.core.books.records import Reason
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.effects import LookAgain
 from fractional_gpu.core.events import (
@@ -13,21 +13,21 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
 from fractional_gpu.core.handlers.lifecycle import FOUND, SOMEWHERE, Lifecycle
-from fractional_gpu.core.handlers.resize import Resizing
-from fractional_gpu.core.model import FAILED, LeaseState
-from fractional_gpu.core.rules.suspendability import note
+from fractional_gpu.core.handlers.resize import Resizer
+from fractional_gpu.core.model import FOUND_FAILED, LeaseState
+from fractional_gpu.core.rules.suspendability import update_suspendability
 from fractional_gpu.core.transitions import Cause
 
-__all__ = ["Answers"]
+__all__ = ["OperationResults"]
 
 _FIRST_RETRY_MS = 1000  # after a resume that could not start; doubled each time, up to the pool's `retry_refused_ms`
 
 
-class Answers:
+class OperationResults:
     """One method per kind of answer."""
 
-    def __init__(self, changes: Changes, lifecycle: Lifecycle, resizing: Resizing) -> None:
-        self._resizing = resizing
+    def __init__(self, changes: Changes, lifecycle: Lifecycle, resizing: Resizer) -> None:
+        self._resizer = resizing
         self._changes = changes
         self._books = changes.books
         self._lifecycle = lifecycle
@@ -35,28 +35,28 @@ class Answers:
     def suspended(self, event: SuspendFinished) -> None:
         """Take the outcome of a suspend in."""
         changes, books = self._changes, self._books
-        lease = changes.answered(event.operation_id, Operation(event.lease_id, "suspend", event.generation))
+        lease = changes.finish_operation(event.operation_id, Operation(event.lease_id, "suspend", event.generation))
         if lease is None:
             return
         sentence = event.sentence or f"the suspend ended: {event.outcome}"
         match event.outcome:
             case SuspendOutcome.SAVED:
-                changes.foresight.swapped(SUSPEND, lease, event.saved_mib)
+                changes.forecast_recorder.swap_finished(SUSPEND, lease, event.saved_mib)
                 lease.used_mib = lease.aborted_suspends = lease.retry_ms = 0
-                books.save_on_host(lease, saved_mib=max(0, event.saved_mib))
-                books.hold(lease, lease.device_ids)
-                came_back = self._come_back(lease)
-                changes.move(lease, Cause.SAVED, "suspended", sentence)
-                self._tell(lease, came_back)
+                books.set_host_memory(lease, saved_mib=max(0, event.saved_mib))
+                books.set_reservation(lease, lease.device_ids)
+                came_back = self._settle_claims(lease)
+                changes.change_state(lease, Cause.SAVED, "suspended", sentence)
+                self._record_return(lease, came_back)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 lease.used_mib, lease.home_ids = 0, ()
                 lease.aborted_suspends = lease.retry_ms = 0
-                books.save_on_host(lease)
-                books.hold(lease, lease.device_ids)
+                books.set_host_memory(lease)
+                books.set_reservation(lease, lease.device_ids)
                 books.set_target(lease, ())
-                came_back = self._come_back(lease)
-                changes.move(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
-                self._tell(lease, came_back)
+                came_back = self._settle_claims(lease)
+                changes.change_state(lease, Cause.NOTHING_TO_SAVE, "unarmed", sentence)
+                self._record_return(lease, came_back)
             case SuspendOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
             case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
@@ -64,13 +64,13 @@ class Answers:
                     lease.host_floor_mib = event.need_mib
                 self._rolled_back(lease, event.outcome, sentence)
 
-    def _come_back(self, lease: Lease) -> tuple[bool, bool]:
+    def _settle_claims(self, lease: Lease) -> tuple[bool, bool]:
         """A busy kernel that had to make room waits for its turn, and one that waited to grow has its new size: return which is so."""
-        changes, claim = self._changes, lease.ticket.grow if lease.ticket is not None else None
+        changes, claim = self._changes, lease.ticket.resize_to if lease.ticket is not None else None
         if lease.ticket is not None and claim is not None:  # it is on no device now: nothing keeps it from growing
-            then, kept_on = lease.ticket.then, lease.ticket.kept_on
+            then, kept_on = lease.ticket.after_suspend, lease.ticket.kept_on
             self._books.dequeue(lease)
-            if self._resizing.may_be(lease, claim):
+            if self._resizer.is_allowed(lease, claim):
                 self._books.resize(lease, claim)
             else:
                 claim = None
@@ -78,41 +78,41 @@ class Answers:
                 ticket = changes.new_ticket(first=True) if lease.target_ids else then
                 ticket.kept_on = kept_on
                 self._books.enqueue(lease, ticket)
-        files = (lease.preempted or bool(lease.left)) and lease.busy and lease.ticket is None
+        files = (lease.preempted or bool(lease.left_behind)) and lease.busy and lease.ticket is None
         if files:
             changes.file_ticket(lease, preempted=True)
         lease.preempted = False
         return files, claim is not None
 
-    def _tell(self, lease: Lease, came_back: tuple[bool, bool]) -> None:
+    def _record_return(self, lease: Lease, came_back: tuple[bool, bool]) -> None:
         files, grew = came_back
         if grew:
-            self._changes.tell_size(lease, "resize.done", "its new size is there from its next resume on")
+            self._changes.report_size(lease, "resize.done", "its new size is there from its next resume on")
         if files:
             why = "its cell had to make room and goes on when it is this kernel's turn again"
-            self._changes.explain(lease, Wait("wait.preempted", why))
+            self._changes.record_wait_reason(lease, Reason("wait.preempted", why))
 
     def _rolled_back(self, lease: Lease, outcome: SuspendOutcome, sentence: str) -> None:
         changes = self._changes
         if outcome is SuspendOutcome.IMPOSSIBLE:
             lease.why_not = sentence
-            note(self._books, lease)
-        self._books.save_on_host(lease)
+            update_suspendability(self._books, lease)
+        self._books.set_host_memory(lease)
         self._books.set_target(lease, ())
         lease.home_ids, lease.preempted = (), False
         lease.retry_ms = changes.now_ms + self._pause_ms(lease, outcome)
-        self._stays(lease)
-        changes.move(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
-        changes.let_in(lease)
-        self._resizing.ask_rest(lease)
+        self._drop_ticket(lease)
+        changes.change_state(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
+        changes.emit_granted(lease)
+        self._resizer.claim_missing(lease)
 
-    def _stays(self, lease: Lease) -> None:
+    def _drop_ticket(self, lease: Lease) -> None:
         """The lease is on its device still, or again: whatever it waited for is there, but for room to grow."""
         ticket = lease.ticket
-        if ticket is not None and ticket.grow is not None:
-            ticket.then, ticket.kept_on = None, ()
+        if ticket is not None and ticket.resize_to is not None:
+            ticket.after_suspend, ticket.kept_on = None, ()
         else:
-            self._changes.withdraw(lease)
+            self._changes.withdraw_ticket(lease)
 
     def _pause_ms(self, lease: Lease, outcome: SuspendOutcome) -> int:
         """How long the lease is left alone: what cannot be saved for long, what was only at a bad moment for a moment, then longer."""
@@ -125,31 +125,31 @@ class Answers:
     def resumed(self, event: ResumeFinished) -> None:
         """Take the outcome of a resume in."""
         changes, books = self._changes, self._books
-        lease = changes.answered(event.operation_id, Operation(event.lease_id, "resume", event.generation))
+        lease = changes.finish_operation(event.operation_id, Operation(event.lease_id, "resume", event.generation))
         if lease is None:
             return
         sentence = event.sentence or f"the resume ended: {event.outcome}"
         match event.outcome:
             case ResumeOutcome.RESTORED:
-                changes.foresight.swapped(RESUME, lease, lease.saved_mib)
-                changes.foresight.served(lease)
-                lease.used_mib, lease.ahead_mib = lease.saved_mib, 0  # until it is measured again
-                books.save_on_host(lease)
-                changes.withdraw(lease)
-                changes.settle_in(lease)
+                changes.forecast_recorder.swap_finished(RESUME, lease, lease.saved_mib)
+                changes.forecast_recorder.ticket_served(lease)
+                lease.used_mib, lease.growth_mib = lease.saved_mib, 0  # until it is measured again
+                books.set_host_memory(lease)
+                changes.withdraw_ticket(lease)
+                changes.become_resident(lease)
                 lease.failed_resumes = lease.resume_after_ms = 0
                 lease.paused = False
                 books.set_target(lease, ())
-                changes.move(lease, Cause.RESTORED, "resumed", sentence)
-                changes.let_in(lease)
-                self._resizing.ask_rest(lease)
+                changes.change_state(lease, Cause.RESTORED, "resumed", sentence)
+                changes.emit_granted(lease)
+                self._resizer.claim_missing(lease)
             case ResumeOutcome.NOT_STARTED:
-                books.hold(lease, lease.home_ids)
+                books.set_reservation(lease, lease.home_ids)
                 books.set_target(lease, ())
                 retry_ms = min(_FIRST_RETRY_MS << min(lease.failed_resumes, 16), books.policy(lease).retry_refused_ms)
                 lease.failed_resumes += 1
-                changes.pause(lease, changes.now_ms + max(1, retry_ms))
-                changes.move(lease, Cause.NOT_STARTED, "resume.not-started", sentence)
+                changes.pause_resume(lease, changes.now_ms + max(1, retry_ms))
+                changes.change_state(lease, Cause.NOT_STARTED, "resume.not-started", sentence)
             case ResumeOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
 
@@ -160,8 +160,8 @@ class Answers:
             changes.record(lease.lease_id, "answer.stale", f"it was found {event.state}, which nobody asks any more")
             return
         if event.state is LeaseState.QUARANTINED and event.sentence:
-            lease.reason, lease.sentence = FAILED, event.sentence
-            changes.record(lease.lease_id, FAILED, event.sentence)
+            lease.reason, lease.sentence = FOUND_FAILED, event.sentence
+            changes.record(lease.lease_id, FOUND_FAILED, event.sentence)
             changes.requeued.add(lease.spec.pool)  # a cell that waits hears of it
             return
         device_ids = lease.device_ids
@@ -183,12 +183,12 @@ class Answers:
         self._lifecycle.settle_found(lease, event.state, device_ids, saved_mib)
         sentence = f"the driver says that the kernel is {event.state}"
         if event.state is LeaseState.RESIDENT:
-            self._stays(lease)
-            changes.settle_in(lease)
-        came_back = (False, False) if event.state is LeaseState.RESIDENT else self._come_back(lease)
+            self._drop_ticket(lease)
+            changes.become_resident(lease)
+        came_back = (False, False) if event.state is LeaseState.RESIDENT else self._settle_claims(lease)
         lease.preempted = False
-        changes.move(lease, FOUND[event.state], f"found.{event.state}", sentence)
-        self._tell(lease, came_back)
+        changes.change_state(lease, FOUND[event.state], f"found.{event.state}", sentence)
+        self._record_return(lease, came_back)
         if event.state is LeaseState.RESIDENT:
-            changes.let_in(lease)
-            self._resizing.ask_rest(lease)
+            changes.emit_granted(lease)
+            self._resizer.claim_missing(lease)

@@ -27,7 +27,7 @@ class Pins:
     def pin(self, lease: Lease, duration_ms: int) -> None:
         """Pin the lease from now on, or say why not. Replaces the pin there was."""
         pool, account = self._books.policy(lease), self._books.accounts.of(lease)
-        no_seat = (REVOKED.reason, REVOKED.sentence) if lease.revoked else None
+        no_seat = (REVOKED.code, REVOKED.sentence) if lease.revoked else None
         refused = no_seat or self._refusal(lease, pool, account, duration_ms)
         if refused is not None:
             self._changes.decline(lease, *refused, about="pin")
@@ -39,7 +39,7 @@ class Pins:
         self._changes.record(lease.lease_id, "pin.begun", f"pinned for {format_duration(duration_ms)}")
 
     def _refusal(self, lease: Lease, pool: PoolSpec, account: Account, duration_ms: int) -> tuple[str, str] | None:
-        if lease.state is LeaseState.UNATTACHED or lease.left:
+        if lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return "not-alive", "the kernel has no process: start it, then pin it"
         if duration_ms < 1:
             return "pin-too-short", "a pin of no time was asked: ask for a second or more"
@@ -59,18 +59,18 @@ class Pins:
     def unpin(self, lease: Lease, reason: str, sentence: str) -> None:
         """End the pin, if there is one; what is left of it goes back to the budget."""
         if lease.pinned_until_ms:
-            self.give_back(lease)
+            self.refund(lease)
             self._changes.record(lease.lease_id, reason, sentence)
         self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
 
-    def give_back(self, lease: Lease) -> None:
+    def refund(self, lease: Lease) -> None:
         """End the pin without a word: the lease ends."""
         account = self._books.accounts.of(lease)
         self._settle(account, self._books.policy(lease))
         account.pinned_ms = max(0, account.pinned_ms - self._left_ms(lease))
         self._set(lease, 0)
 
-    def keep(self, lease: Lease, until_ms: int) -> None:
+    def restore(self, lease: Lease, until_ms: int) -> None:
         """Take over a pin that a new broker found; what is left of it is spent."""
         if until_ms <= self._changes.now_ms or lease.state is LeaseState.UNATTACHED:
             return
@@ -81,7 +81,7 @@ class Pins:
 
     def _set(self, lease: Lease, until_ms: int) -> None:
         lease.pinned_until_ms = until_ms
-        self._books.renew(lease)
+        self._books.refresh(lease)
 
     def _left_ms(self, lease: Lease) -> int:
         return max(0, lease.pinned_until_ms - self._changes.now_ms)

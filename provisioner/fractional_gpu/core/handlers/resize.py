@@ -12,28 +12,28 @@ the next, stays within its reservation though one of them is missed.
 from dataclasses import replace
 
 from fractional_gpu.core.books.books import Lease
-from fractional_gpu.core.books.records import Ticket, Wait
+from fractional_gpu.core.books.records import Reason, Ticket
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.core.handlers.revocation import REVOKED
 from fractional_gpu.core.model import LeaseSpec, LeaseState, ReserveBy
-from fractional_gpu.core.rules.admission import size_refusal, too_much
+from fractional_gpu.core.rules.admission import oversubscription_refusal, size_refusal
 from fractional_gpu.core.rules.limits import limit_refusal
 from fractional_gpu.core.units import format_fraction, format_memory
 
-__all__ = ["Resizing"]
+__all__ = ["Resizer"]
 
 _UNDER_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.RESUMING, LeaseState.QUARANTINED})
 
 
-class Resizing:
+class Resizer:
     """Changes sizes."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
 
-    def asked(self, lease: Lease, event: ResizeRequested) -> None:
+    def requested(self, lease: Lease, event: ResizeRequested) -> None:
         """Somebody asks for another size."""
         spec = replace(
             lease.spec,
@@ -43,9 +43,9 @@ class Resizing:
         )
         refused = self._refusal(lease, spec)
         if refused is not None:
-            self._changes.decline(lease, refused.reason, refused.sentence, about="resize")
+            self._changes.decline(lease, refused.code, refused.sentence, about="resize")
             return
-        self.forget(lease, "another size was asked")
+        self.withdraw_claim(lease, "another size was asked")
         if not lease.held_mib:
             self._apply(lease, spec)
         elif self._grows(lease, spec):
@@ -53,22 +53,22 @@ class Resizing:
         else:
             self._apply(lease, spec)
 
-    def _refusal(self, lease: Lease, spec: LeaseSpec) -> Wait | None:
+    def _refusal(self, lease: Lease, spec: LeaseSpec) -> Reason | None:
         if lease.revoked:
             return REVOKED
         if lease.state in _UNDER_WAY:
-            return Wait("in-operation", f"the kernel is {lease.state}: try again in a moment")
+            return Reason("in-operation", f"the kernel is {lease.state}: try again in a moment")
         pool = self._books.pools.get(spec.pool)
         if pool is None:
-            return Wait("unknown-pool", f"pool {spec.pool!r} is not configured any more: ask the administrator")
+            return Reason("unknown-pool", f"pool {spec.pool!r} is not configured any more: ask the administrator")
         refused = size_refusal(self._books, pool, spec) or limit_refusal(self._books, pool, spec, instead_of=lease.spec)
-        refused = refused or too_much(self._books, pool, spec, instead_of=lease.spec)
+        refused = refused or oversubscription_refusal(self._books, pool, spec, instead_of=lease.spec)
         if refused is not None:
             return refused
         used_mib = lease.saved_each_mib if lease.saved_mib else lease.used_each_mib
         if used_mib <= spec.reserve_mib or spec.reserve_mib >= lease.spec.reserve_mib:
             return None
-        return Wait(
+        return Reason(
             "in-use",
             f"{format_memory(spec.reserve_mib)} were asked, but the kernel uses {format_memory(used_mib)}: "
             "free memory first (delete variables, empty the framework's cache), or ask for more",
@@ -80,27 +80,27 @@ class Resizing:
     def _target_mib(self, lease: Lease, spec: LeaseSpec) -> int:
         """Return what the lease should hold on each of its devices."""
         reserve_mib = self._books.reserve_mib(lease, spec)
-        if self._books.policy(lease).reserve_by is ReserveBy.CAP or not lease.ahead_mib:
+        if self._books.policy(lease).reserve_by is ReserveBy.CAP or not lease.growth_mib:
             return reserve_mib
-        wanted_mib = lease.used_each_mib + self._books.policy(lease).headroom_mib + self._ahead_mib(lease)
+        wanted_mib = lease.used_each_mib + self._books.policy(lease).headroom_mib + self._growth_mib(lease)
         return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
 
-    def _ahead_mib(self, lease: Lease) -> int:
-        return min(lease.ahead_mib, self._books.policy(lease).headroom_mib)
+    def _growth_mib(self, lease: Lease) -> int:
+        return min(lease.growth_mib, self._books.policy(lease).headroom_mib)
 
     def _extra_mib(self, lease: Lease, spec: LeaseSpec) -> int:
         """What the lease lacks on each of its devices; where it has a device as a whole, only what is more than that."""
         reserve_mib, has_mib = self._target_mib(lease, spec), lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
-        if devices and all(device.whole for device in devices):
-            has_mib = max(has_mib, min(device.roomiest_mib - device.reserved_mib + has_mib for device in devices))
+        if devices and all(device.is_exclusive for device in devices):
+            has_mib = max(has_mib, min(device.lease_capacity_mib - device.reserved_mib + has_mib for device in devices))
         return max(0, reserve_mib - has_mib)
 
     def _claim(self, lease: Lease, spec: LeaseSpec) -> None:
         if lease.revoked:
             return
         ticket = self._changes.new_ticket()
-        ticket.grow = spec
+        ticket.resize_to = spec
         ticket.extra_mib = self._extra_mib(lease, spec)
         self._books.enqueue(lease, ticket)
         self._changes.requeued.add(lease.spec.pool)
@@ -118,22 +118,22 @@ class Resizing:
         if self._books.policy(lease).reserve_by is ReserveBy.CAP:
             return False
         if lease.state is not LeaseState.RESIDENT:
-            return self._books.renew_size(lease)
+            return self._books.refresh_size(lease)
         ticket = lease.ticket
-        if ticket is not None and ticket.grow is not None and ticket.grow is not lease.spec:
-            return self._set_extra(lease, ticket, ticket.grow)  # somebody asked for another size, too
+        if ticket is not None and ticket.resize_to is not None and ticket.resize_to is not lease.spec:
+            return self._set_extra(lease, ticket, ticket.resize_to)  # somebody asked for another size, too
         return self._follow(lease, ticket)
 
     def _follow(self, lease: Lease, ticket: Ticket | None) -> bool:
         headroom_mib, target_mib = self._books.policy(lease).headroom_mib, self._target_mib(lease, lease.spec)
         if target_mib < lease.held_mib and lease.held_mib - target_mib >= max(1, headroom_mib):
-            self.forget(lease, "it uses less")
-            self._books.hold(lease, lease.device_ids, target_mib)
-            self._changes.tell_size(lease, "resize.use", f"{format_memory(target_mib)} are reserved for what it uses")
+            self.withdraw_claim(lease, "it uses less")
+            self._books.set_reservation(lease, lease.device_ids, target_mib)
+            self._changes.report_size(lease, "resize.use", f"{format_memory(target_mib)} are reserved for what it uses")
             return True
         if ticket is not None:
             return self._set_extra(lease, ticket, lease.spec)
-        soon_mib = lease.used_each_mib + self._ahead_mib(lease) + headroom_mib // 2
+        soon_mib = lease.used_each_mib + self._growth_mib(lease) + headroom_mib // 2
         if soon_mib <= lease.held_mib or target_mib <= lease.held_mib:
             return False
         self._claim(lease, lease.spec)
@@ -143,70 +143,70 @@ class Resizing:
         extra_mib = self._extra_mib(lease, spec)
         changed, ticket.extra_mib = extra_mib != ticket.extra_mib, extra_mib
         if not extra_mib and spec is lease.spec:
-            self.forget(lease, "it has room enough")
+            self.withdraw_claim(lease, "it has room enough")
         self._books.requeue(lease)
         return changed
 
-    def configured(self, pool: str) -> None:
+    def pool_configured(self, pool: str) -> None:
         """A pool's policy changed: leases that hold less than it wants them to ask for the rest, and claims follow it."""
         for state in (LeaseState.RESIDENT, LeaseState.UNATTACHED):
             for lease in list(self._books.by_state[state].values()):
                 if lease.spec.pool != pool:
                     continue
-                if lease.held_mib and lease.ticket is not None and lease.ticket.grow is not None:
-                    self._set_extra(lease, lease.ticket, lease.ticket.grow)
-                self.ask_rest(lease)
+                if lease.held_mib and lease.ticket is not None and lease.ticket.resize_to is not None:
+                    self._set_extra(lease, lease.ticket, lease.ticket.resize_to)
+                self.claim_missing(lease)
 
-    def ask_rest(self, lease: Lease) -> None:
+    def claim_missing(self, lease: Lease) -> None:
         """A lease that holds less than its pool wants it to (by now) asks for the rest."""
         if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib:
             self._claim(lease, lease.spec)
 
     # -- claims ----------------------------------------------------------------------------------------------------------
 
-    def forget(self, lease: Lease, why: str) -> None:
+    def withdraw_claim(self, lease: Lease, why: str) -> None:
         """Withdraw a claim that still waits."""
-        if lease.ticket is not None and lease.ticket.grow is not None:
-            asked = lease.ticket.grow is not lease.spec
-            self._changes.withdraw(lease)
+        if lease.ticket is not None and lease.ticket.resize_to is not None:
+            asked = lease.ticket.resize_to is not lease.spec
+            self._changes.withdraw_ticket(lease)
             if not asked:
                 return
             self._changes.record(lease.lease_id, "resize.withdrawn", f"it waits no more to grow: {why}")
 
-    def grow(self, lease: Lease) -> None:
+    def grow_in_place(self, lease: Lease) -> None:
         """There is room on the lease's own devices: give it what it waits for."""
-        ticket, spec = lease.ticket, lease.ticket.grow if lease.ticket is not None else None
+        ticket, spec = lease.ticket, lease.ticket.resize_to if lease.ticket is not None else None
         if ticket is None or spec is None:
             return
         lacks_mib = self._extra_mib(lease, spec)
         if lacks_mib > ticket.extra_mib:  # a device that it has as a whole is smaller now
             self._set_extra(lease, ticket, spec)
         else:
-            self._changes.withdraw(lease)
-            if self.may_be(lease, spec):
+            self._changes.withdraw_ticket(lease)
+            if self.is_allowed(lease, spec):
                 held_mib = lease.held_mib
                 self._apply(lease, spec)
                 if lease.held_mib > held_mib:
-                    self._changes.touched.update(lease.device_ids)
+                    self._changes.granted_devices.update(lease.device_ids)
             else:  # its pool may want more for it by now than it had when it asked
-                self.ask_rest(lease)
+                self.claim_missing(lease)
 
-    def may_be(self, lease: Lease, spec: LeaseSpec) -> bool:
+    def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
         """Whether the size is still within the limits, of which others may have taken since it was asked; decline it if not."""
         pool = self._books.pools.get(spec.pool)
         if pool is None or spec is lease.spec:
             return True
         refused = limit_refusal(self._books, pool, spec, instead_of=lease.spec)
-        refused = refused or too_much(self._books, pool, spec, instead_of=lease.spec)
+        refused = refused or oversubscription_refusal(self._books, pool, spec, instead_of=lease.spec)
         if refused is not None:
-            self._changes.decline(lease, refused.reason, refused.sentence, about="resize")
+            self._changes.decline(lease, refused.code, refused.sentence, about="resize")
         return refused is None
 
     def _apply(self, lease: Lease, spec: LeaseSpec) -> None:
         self._books.resize(lease, spec)
         if lease.held_mib:
-            self._books.hold(lease, lease.device_ids, self._target_mib(lease, spec))
-        self._changes.tell_size(
+            self._books.set_reservation(lease, lease.device_ids, self._target_mib(lease, spec))
+        self._changes.report_size(
             lease, "resize.done", f"its size is {_size(spec)} now, {format_memory(lease.held_mib)} of it reserved"
         )
 

@@ -13,19 +13,19 @@ How many leases an owner may have without a process is checked at admission (`re
 """
 
 from fractional_gpu.core.books.books import Books, Lease
-from fractional_gpu.core.books.records import Footing
+from fractional_gpu.core.books.records import OccupancyKind
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.wait_reasons import destinations
+from fractional_gpu.core.rules.wait_reasons import allowed_devices
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_duration, format_memory
 
-__all__ = ["Starting"]
+__all__ = ["StartReservations"]
 
 _Owner = tuple[str, str]  # pool, owner
 
 
-class Starting:
+class StartReservations:
     """Which leases may hold, or queue for, room before their start."""
 
     def __init__(self, changes: Changes) -> None:
@@ -33,7 +33,7 @@ class Starting:
         self._books = changes.books
         self._lapsed: dict[str, Lease] = {}  # room was kept for them long enough; they have it still
 
-    def ask(self, lease: Lease, *, urgent: bool = False) -> None:
+    def request(self, lease: Lease, *, urgent: bool = False) -> None:
         """File a ticket for a lease that wants its room before its start, or park it behind the others of its owner."""
         books = self._books
         if lease.ticket is None and lease.lease_id not in books.parked:
@@ -73,24 +73,28 @@ class Starting:
         """Whether a ticket of another owner would fit if leases without a process held nothing: more of these could pass it, one by one."""
         starting: dict[str, int] = {}
         for other in self._books.by_state[LeaseState.UNATTACHED].values():
-            for device_id in other.footing_ids:
-                starting[device_id] = starting.get(device_id, 0) + other.footing_mib
+            for device_id in other.occupied_ids:
+                starting[device_id] = starting.get(device_id, 0) + other.occupied_mib
         return any(
             bucket.key.pool == lease.spec.pool
             and any(member.spec.owner != lease.spec.owner for member in bucket.members)
             and sum(
-                self._gives_mib(device_id)
+                self._free_or_idle_mib(device_id)
                 < bucket.key.need_mib
-                <= self._gives_mib(device_id) + starting.get(device_id, 0)
-                for device_id in destinations(self._books, bucket.members[0])
+                <= self._free_or_idle_mib(device_id) + starting.get(device_id, 0)
+                for device_id in allowed_devices(self._books, bucket.members[0])
             )
             for bucket in self._books.queue.buckets.values()
         )
 
-    def _gives_mib(self, device_id: str) -> int:
+    def _free_or_idle_mib(self, device_id: str) -> int:
         """Return what is free on a device, and what its idle leases would make free."""
         device = self._books.devices[device_id]
-        return device.free_mib + device.footing_mib[Footing.RESTING] + device.footing_mib[Footing.LEAVING]
+        return (
+            device.free_mib
+            + device.mib_by_occupancy[OccupancyKind.IDLE]
+            + device.mib_by_occupancy[OccupancyKind.SUSPENDING]
+        )
 
     def _taken_mib(self) -> dict[_Owner, int]:
         taken: dict[_Owner, int] = {}
@@ -102,13 +106,13 @@ class Starting:
                 taken[_owner(lease)] = taken.get(_owner(lease), 0) + mib * lease.count
         return taken
 
-    def due(self, lease: Lease) -> None:
+    def mark_lapsed(self, lease: Lease) -> None:
         """The clock has come to where room was kept for the lease long enough."""
         if _may_lapse(lease, self._books.now_ms):
             self._lapsed[lease.lease_id] = lease
-            self._books.touch(lease)  # its next deadline is its end
+            self._books.mark_changed(lease)  # its next deadline is its end
 
-    def take_back(self) -> bool:
+    def reclaim_lapsed(self) -> bool:
         """Free the room that was kept long enough, in pools where a ticket still waits. Returns whether any was freed."""
         freed = False
         for lease in list(self._lapsed.values()):
@@ -130,9 +134,9 @@ class Starting:
 
     def _lapse(self, lease: Lease) -> None:
         kept, mib = self._books.policy(lease).unattached_hold_ms, lease.held_mib
-        self._changes.withdraw(lease)  # of one that waited to grow
-        self._books.hold(lease, ())
-        self._changes.move(
+        self._changes.withdraw_ticket(lease)  # of one that waited to grow
+        self._books.set_reservation(lease, ())
+        self._changes.change_state(
             lease,
             Cause.LAPSED,
             "grant.lapsed",
@@ -152,4 +156,4 @@ def _owner(lease: Lease) -> _Owner:
 
 
 def _may_lapse(lease: Lease, now_ms: int) -> bool:
-    return lease.state is LeaseState.UNATTACHED and lease.reserved and lease.hold_until_ms <= now_ms
+    return lease.state is LeaseState.UNATTACHED and lease.has_reservation and lease.hold_until_ms <= now_ms

@@ -2,37 +2,37 @@
 
 from fractional_gpu.core.books.accounts import guaranteed_mib
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Wait
+from fractional_gpu.core.books.records import Reason
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.core.rules.limits import describe_absent, limit_refusal, without_process
 from fractional_gpu.core.units import format_fraction, format_memory
 
-__all__ = ["UNATTACHED_LIMIT", "refusal", "size_refusal", "too_much"]
+__all__ = ["UNATTACHED_LIMIT", "oversubscription_refusal", "refusal", "size_refusal"]
 
 UNATTACHED_LIMIT = "unattached-limit"
 """The reason of a refusal that ends by itself as soon as the owner's other kernels have started."""
 
 
-def refusal(books: Books, spec: LeaseSpec) -> Wait | None:
+def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
     """Return the reason and sentence of a refusal, or None."""
     if spec.lease_id in books.leases:
-        return Wait("duplicate-lease", f"lease {spec.lease_id} exists already; a new lease needs a new id")
+        return Reason("duplicate-lease", f"lease {spec.lease_id} exists already; a new lease needs a new id")
     wrong = _bad_size(spec)
     if wrong is not None:
         return wrong
     pool = books.pools.get(spec.pool)
     if pool is None:
         names = ", ".join(sorted(books.pools)) or "none"
-        return Wait("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
+        return Reason("unknown-pool", f"there is no pool {spec.pool!r}; pools: {names}")
     return (
         size_refusal(books, pool, spec)
         or limit_refusal(books, pool, spec)
-        or too_much(books, pool, spec)
+        or oversubscription_refusal(books, pool, spec)
         or _unattached_refusal(books, pool, spec)
     )
 
 
-def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
     """Say that the owner has as many leases without a process, or was promised as much for them, as may be."""
     there = [
         lease.spec
@@ -41,7 +41,7 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait |
     ]
     remedy = "wait until these kernels have started, or shut down those that do not start"
     if len(there) >= pool.unattached_leases:
-        return Wait(
+        return Reason(
             UNATTACHED_LIMIT,
             f"one more kernel was asked, but {spec.owner!r} has {len(there)} leases in pool {pool.name!r} whose kernels have not "
             f"started, of at most {pool.unattached_leases}; {remedy}",
@@ -53,23 +53,23 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait |
     promised_mib, asked_mib = sum(map(guaranteed_mib, there)), guaranteed_mib(spec)
     if promised_mib + asked_mib <= most_mib:
         return None
-    return Wait(
+    return Reason(
         UNATTACHED_LIMIT,
         f"{format_memory(asked_mib)} were asked, but {spec.owner!r} was promised {format_memory(promised_mib)} of pool {pool.name!r} for "
         f"kernels that have not started, of at most {format_memory(most_mib)}; {remedy}",
     )
 
 
-def _bad_size(spec: LeaseSpec) -> Wait | None:
+def _bad_size(spec: LeaseSpec) -> Reason | None:
     request_mib = spec.reserve_mib if spec.request_mib is None else spec.request_mib
     if spec.devices < 1 or (spec.devices > 1 and spec.fraction_milli != 1000):
-        return Wait(
+        return Reason(
             "bad-size",
             f"{spec.devices} devices with a fraction of {format_fraction(max(1, spec.fraction_milli))} were asked; "
             "allowed: 1 or more, and several only as whole ones (fraction 1)",
         )
     if not 1 <= spec.fraction_milli <= 1000 or spec.reserve_mib < 1 or request_mib < 0:
-        return Wait(
+        return Reason(
             "bad-size",
             f"a fraction of {spec.fraction_milli} thousandths with {spec.reserve_mib} MiB was asked; "
             "allowed: 1 to 1000 thousandths, and 1 MiB or more",
@@ -77,14 +77,14 @@ def _bad_size(spec: LeaseSpec) -> Wait | None:
     return None
 
 
-def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
     """Say that a size is not on offer, or larger than what the pool has, or return None."""
     wrong = _bad_size(spec)
     if wrong is not None:
         return wrong
     if pool.fractions_milli and spec.fraction_milli not in pool.fractions_milli:
         offered = ", ".join(format_fraction(milli) for milli in pool.fractions_milli)
-        return Wait(
+        return Reason(
             "fraction-not-offered",
             f"a fraction of {format_fraction(spec.fraction_milli)} was asked, but pool {pool.name!r} offers {offered}; "
             "ask for one of these",
@@ -92,10 +92,10 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
     return _too_large(books, pool, spec)
 
 
-def _too_large(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+def _too_large(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
     sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
     if spec.reserve_mib > max(sizes, default=0):
-        return Wait(
+        return Reason(
             "larger-than-device",
             f"{format_memory(spec.reserve_mib)} were asked, but the largest device of pool {pool.name!r} can give "
             f"{format_memory(max(sizes, default=0))}; ask for that or less",
@@ -103,11 +103,11 @@ def _too_large(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
     return _too_many(books, pool, spec)
 
 
-def _too_many(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
+def _too_many(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
     if spec.devices == 1:
         return None
     if spec.devices > pool.max_devices:
-        return Wait(
+        return Reason(
             "too-many-devices",
             f"{spec.devices} devices were asked, pool {pool.name!r} gives one kernel at most {pool.max_devices}; ask for that or less",
         )
@@ -116,14 +116,16 @@ def _too_many(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Wait | None:
     most = max(map(kinds.count, kinds), default=0)
     if spec.devices <= most:
         return None
-    return Wait(
+    return Reason(
         "too-many-devices",
         f"{spec.devices} devices were asked, but pool {pool.name!r} has {most} devices of one kind with "
         f"{format_memory(spec.reserve_mib)} each; ask for that many or less",
     )
 
 
-def too_much(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None) -> Wait | None:
+def oversubscription_refusal(
+    books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
+) -> Reason | None:
     """Say that the pool must not promise so much memory more, or return None. `instead_of`: what the lease was promised before."""
     if pool.oversubscription_milli is None:
         return None
@@ -146,4 +148,4 @@ def too_much(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: Lease
         sentence += f", {format_memory(absent_mib)} of that to {describe_absent(books, absent)}"
         if promised - absent_mib + asked <= limit:
             remedy = "try again when they have ended, or ask for a smaller fraction"
-    return Wait("pool-full", f"{sentence}; {remedy}")
+    return Reason("pool-full", f"{sentence}; {remedy}")

@@ -1,13 +1,13 @@
 """Where a lease may go, and when it may be made to leave: pure questions over the books."""
 
 from fractional_gpu.core.books.books import Books, Lease
-from fractional_gpu.core.books.records import Wait
+from fractional_gpu.core.books.records import Reason
 from fractional_gpu.core.model import LeaseState, PoolSpec
 
-__all__ = ["Wait", "candidates", "elsewhere", "is_lost", "steps_aside", "willing_from_ms"]
+__all__ = ["Reason", "eligible_devices", "lacks_device", "other_devices", "steps_aside", "suspendable_from_ms"]
 
 
-def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
+def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
     """Return the devices the lease may go to now.
 
     Saved state goes home, even if its home has left the pool, unless the pool lets it move to as many like devices as it needs; its home
@@ -29,7 +29,7 @@ def candidates(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
     return (*stays, *like) if like and len(stays) + len(like) >= lease.count else home
 
 
-def elsewhere(books: Books, lease: Lease) -> tuple[str, ...]:
+def other_devices(books: Books, lease: Lease) -> tuple[str, ...]:
     """Return the like devices to which a resident lease could be moved."""
     pool = books.policy(lease)
     here = books.devices.get(lease.device_id or "")
@@ -49,7 +49,7 @@ def _admits(books: Books, device_id: str) -> bool:
     return device is not None and not device.lost and not device.draining
 
 
-def is_lost(books: Books, lease: Lease) -> bool:
+def lacks_device(books: Books, lease: Lease) -> bool:
     """Whether a device of the lease is not there: nothing can be saved from it."""
     for device_id in lease.device_ids:
         device = books.devices.get(device_id)
@@ -58,21 +58,21 @@ def is_lost(books: Books, lease: Lease) -> bool:
     return not lease.device_ids
 
 
-def willing_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
+def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """Return when a resident, idle lease may be suspended for others; None while it is busy or cannot be saved.
 
     Not while it is pinned, or was refused, or has had no chance to run. Whether its devices are there is asked elsewhere (`is_lost`).
     One whose next cell waits at its closed gate counts as idle once its minimum residency is over.
     """
-    if lease.working or lease.staying:
+    if lease.is_working or lease.is_unsuspendable:
         return None
-    chance_ms = 0 if lease.ran and lease.next_cell is None else lease.since_ms + max(1, pool.min_residency_ms)
+    chance_ms = 0 if lease.has_run and lease.gate_ticket is None else lease.since_ms + max(1, pool.min_residency_ms)
     return max(lease.retry_ms, chance_ms, lease.pinned_until_ms)
 
 
 def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
     """Whether an idle lease leaves for the beneficiary: one whose next cell waits at its gate only for a ticket that goes before that."""
-    place, ticket = lease.next_cell, beneficiary.ticket
+    place, ticket = lease.gate_ticket, beneficiary.ticket
     if place is None or ticket is None:
         return place is None
     return (-beneficiary.spec.priority, ticket.order) < (-lease.spec.priority, place.order)

@@ -13,7 +13,7 @@ times are, a device is not given to and fro.
 from fractional_gpu.core.books.books import Books, Lease
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.eligibility import is_lost
+from fractional_gpu.core.rules.eligibility import lacks_device
 
 __all__ = [
     "gate_opens_ms",
@@ -67,7 +67,7 @@ def patience_ms(books: Books, lease: Lease) -> int:
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
     """Return when a busy lease has had its minimum residency; None for one that cannot be saved, or is not resident."""
-    if lease.state is not LeaseState.RESIDENT or lease.staying or is_lost(books, lease):
+    if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(books, lease):
         return None
     return had_residency_ms(books, lease)
 
@@ -86,7 +86,7 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
         return 0 if pool.preempt_priorities else None
     if not pool.preempt_equals:
         return None
-    return 0 if lease.ticket is not None and lease.ticket.due else _is_behind_from_ms(books, lease, victim)
+    return 0 if lease.ticket is not None and lease.ticket.is_due else _is_behind_from_ms(books, lease, victim)
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
@@ -117,9 +117,9 @@ def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
     """Return the virtual time by which the two are compared, what it counts a millisecond, and the weight that divides that."""
     owner, own = books.share(lease)
     if lease.spec.owner == other.spec.owner:
-        return own, lease.milli if lease.metered else 0, max(1, lease.spec.weight)
+        return own, lease.milli if lease.is_metered else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
-    return owner, account.rate, max(1, account.weight)
+    return owner, account.busy_milli, max(1, account.weight)
 
 
 def _closes(gains: tuple[int, int, int], loses: tuple[int, int, int]) -> int:

@@ -7,17 +7,17 @@ and is not passed over by them. The user's (or group's) own idle leases step asi
 from collections.abc import Callable, Iterator, Sequence
 
 from fractional_gpu.core.books.books import Books, Lease
-from fractional_gpu.core.books.records import Account, Footing, Wait
+from fractional_gpu.core.books.records import Account, OccupancyKind, Reason
 from fractional_gpu.core.model import (
     LeaseSpec,
     LeaseState,
     Limits,
     PoolSpec,
 )
-from fractional_gpu.core.rules.eligibility import is_lost, steps_aside, willing_from_ms
+from fractional_gpu.core.rules.eligibility import lacks_device, steps_aside, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_fraction
 
-__all__ = ["describe_absent", "excess_milli", "limit_refusal", "makers_of_room", "over_limit", "without_process"]
+__all__ = ["describe_absent", "excess_milli", "limit_refusal", "over_limit", "victims_of_same_user", "without_process"]
 
 
 def limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
@@ -28,14 +28,16 @@ def limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[
             yield "group", books.accounts.group(pool.name, name), limits
 
 
-def limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None) -> Wait | None:
+def limit_refusal(
+    books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
+) -> Reason | None:
     """Say why a new lease (or another size for one that exists) is more than its user or group may have, or return None."""
     for who, account, limits in limits_for(books, pool, spec):
         name = f"{who} {account.name!r}"
         if limits.leases is not None and instead_of is None and account.leases >= limits.leases:
             absent = [one for one in without_process(books, pool) if _counts_for(who, account, one)]
             others = f", among them {describe_absent(books, absent)}" if absent else ""
-            return Wait(
+            return Reason(
                 f"{who}-limit",
                 f"{name} has {account.leases} of at most {limits.leases} kernels in pool {pool.name!r}{others}: "
                 "shut one down, or ask the administrator for more",
@@ -47,7 +49,7 @@ def limit_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: 
             and had + asked > limits.milli
             and (instead_of is None or asked > account.milli - had)
         ):
-            return Wait(
+            return Reason(
                 f"{who}-limit",
                 f"{_gpus(asked)} was asked, but {name} has {_gpus(had)} of at most {_gpus(limits.milli)} in pool {pool.name!r}: "
                 "shut a kernel down, or ask for a smaller fraction",
@@ -82,11 +84,11 @@ def excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Acco
     ]
 
 
-def over_limit(books: Books, lease: Lease, milli: int) -> Wait | None:
+def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
     """Say why a lease that waits may not come onto a device now, or return None."""
     for who, account, _, most in excess_milli(books, lease, milli):
         there = [other for other in account.holders.values() if other.spec.pool == lease.spec.pool]
-        return Wait(
+        return Reason(
             f"wait.{who}-limit",
             f"{_gpus(milli)} is needed, but {who} {account.name!r} has {_gpus(account.resident_milli)} of at most "
             f"{_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
@@ -95,14 +97,18 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Wait | None:
     return None
 
 
-def makers_of_room(books: Books, lease: Lease, milli: int, hint: Callable[[int], None]) -> tuple[Lease, ...] | None:
+def victims_of_same_user(
+    books: Books, lease: Lease, milli: int, hint: Callable[[int], None]
+) -> tuple[Lease, ...] | None:
     """Return idle leases of the same user (group) that bring the lease within its limits if they leave; None: there are not enough.
 
     Those that are leaving count already. `hint` is told when time alone makes another one willing.
     """
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in excess_milli(books, lease, milli):
-        left = excess - sum(other.milli for other in account.holders.values() if other.footing is Footing.LEAVING)
+        left = excess - sum(
+            other.milli for other in account.holders.values() if other.occupancy is OccupancyKind.SUSPENDING
+        )
         left -= sum(other.milli for other in chosen.values() if other.lease_id in account.holders)
         for other in sorted(account.holders.values(), key=lambda other: (other.last_active_ms, other.lease_id)):
             if left <= 0:
@@ -117,9 +123,9 @@ def makers_of_room(books: Books, lease: Lease, milli: int, hint: Callable[[int],
 
 
 def _is_willing(books: Books, lease: Lease, hint: Callable[[int], None]) -> bool:
-    if lease.footing is not Footing.RESTING or is_lost(books, lease):
+    if lease.occupancy is not OccupancyKind.IDLE or lacks_device(books, lease):
         return False
-    from_ms = willing_from_ms(books.policy(lease), lease)
+    from_ms = suspendable_from_ms(books.policy(lease), lease)
     if from_ms is not None and from_ms > books.now_ms:
         hint(from_ms)
     return from_ms is not None and from_ms <= books.now_ms

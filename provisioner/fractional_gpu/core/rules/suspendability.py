@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from fractional_gpu.core.books.books import Books, Lease
 from fractional_gpu.core.model import Sharing
 
-__all__ = ["note", "note_all"]
+__all__ = ["update_all_suspendability", "update_suspendability"]
 
 _BY_SHARING = {
     Sharing.MPS: "its pool shares devices through MPS, whose clients the driver cannot checkpoint",
@@ -19,22 +19,22 @@ _BY_SHARING = {
 _UNSEEN = "no extension of ours tells what this kernel uses, and its pool suspends only kernels of which that is known"
 
 
-def note(books: Books, lease: Lease) -> None:
+def update_suspendability(books: Books, lease: Lease) -> None:
     """Write down why the lease stays, if it does."""
     devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
     unseen = "" if lease.spec.gated or policy.suspend_unseen else _UNSEEN
-    books.touch(lease)
-    lease.stays = lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
+    books.mark_changed(lease)
+    lease.unsuspendable_reason = lease.why_not or _BY_SHARING.get(policy.sharing, "") or by_device or unseen
 
 
-def note_all(books: Books, leases: Iterable[Lease]) -> None:
+def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
     """Do so for several, and say which devices one lease has as a whole."""
     whole = {device_id for pool in books.pools.values() if pool.sharing is Sharing.MIG for device_id in pool.devices}
     for device_id, device in books.devices.items():
-        device.whole = device_id in whole
+        device.is_exclusive = device_id in whole
     for lease in leases:
-        note(books, lease)
+        update_suspendability(books, lease)
         if lease.saved_mib:
             books.spread_saved(lease)

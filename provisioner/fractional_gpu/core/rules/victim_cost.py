@@ -13,22 +13,30 @@ from dataclasses import replace
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import (
     Device,
-    Footing,
     Lease,
-    Ranks,
-    Yielders,
+    OccupancyKind,
+    VictimRanking,
+    YieldCandidates,
 )
-from fractional_gpu.core.rules.eligibility import is_lost, willing_from_ms
+from fractional_gpu.core.rules.eligibility import lacks_device, suspendable_from_ms
 from fractional_gpu.core.rules.fairness import had_residency_ms, preemptible_from_ms, swap_ms
 
-__all__ = ["cost", "device_preemptible_from_ms", "device_willing_from_ms", "prepare", "ranks", "working", "yielders"]
+__all__ = [
+    "busy_candidates",
+    "device_preemptible_from_ms",
+    "device_suspendable_from_ms",
+    "renew_rankings",
+    "suspend_cost",
+    "victim_ranking",
+    "yield_candidates",
+]
 
 _COST_HOLDS_MS = 5_000  # so long a cost that was worked out is good enough
 _RENEWED_AHEAD_MS = 1_000  # between decisions, so much before
 _KEPT_MS = 10_000  # so long after somebody asked, what was found for a device is kept up to date
 
 
-def cost(books: Books, lease: Lease) -> int:
+def suspend_cost(books: Books, lease: Lease) -> int:
     """What suspending the lease costs, in steps of about a third."""
     if lease.cost_until_ms <= books.now_ms:
         lease.cost, lease.cost_until_ms = _step(_cost(books, lease)), books.now_ms + _COST_HOLDS_MS
@@ -48,48 +56,57 @@ def _step(cost: int) -> int:
     return 2 * bits + (cost >> (bits - 2) & 1) if bits > 1 else bits
 
 
-def ranks(books: Books, device: Device) -> Ranks:
+def victim_ranking(books: Books, device: Device) -> VictimRanking:
     """Return who is idle on the device and may be suspended now; some may have begun to leave since."""
-    found, now_ms = device.ranks, books.now_ms
+    found, now_ms = device.victim_ranking, books.now_ms
     if found is None:
-        found = device.ranks = Ranks(stale=dict(device.holders), swaps_learnt=books.forecasts.swaps_learnt)
-    if found.stale or now_ms >= found.costs_until_ms or (found.soonest_ms is not None and now_ms >= found.soonest_ms):
+        found = device.victim_ranking = VictimRanking(
+            changed=dict(device.holders), swaps_learnt=books.forecasts.swaps_learnt
+        )
+    if (
+        found.changed
+        or now_ms >= found.costs_until_ms
+        or (found.next_ready_ms is not None and now_ms >= found.next_ready_ms)
+    ):
         _renew(books, device, found)
-    found.asked_ms = now_ms
+    found.last_used_ms = now_ms
     return found
 
 
-def working(books: Books, found: Ranks) -> Collection[tuple[int, Lease]]:
+def busy_candidates(books: Books, found: VictimRanking) -> Collection[tuple[int, Lease]]:
     """Return the busy leases on a device that can be saved, and when each has had its minimum residency (`preemptible_from_ms`).
 
     `found` is what `ranks` returned just now.
     """
     if found.swaps_learnt != books.forecasts.swaps_learnt:
         _renew_working(books, found)
-    return found.working.values()
+    return found.busy.values()
 
 
-def yielders(books: Books, found: Ranks, priority: int) -> Yielders:
+def yield_candidates(books: Books, found: VictimRanking, priority: int) -> YieldCandidates:
     """Return the busy leases on a device that may be asked to leave at the end of their cells for a ticket of this priority.
 
     First those that were asked already, then those of the lowest priority, then those that cost least. `found` is what `ranks` returned
     just now.
     """
-    leases, now_ms = working(books, found), books.now_ms
-    if found.highest > priority:
+    leases, now_ms = busy_candidates(books, found), books.now_ms
+    if found.highest_priority > priority:
         return _yielders(books, [one for one in leases if one[1].spec.priority <= priority])
-    known = found.yielding
+    known = found.yield_candidates
     if known is None or known.costs_until_ms <= now_ms or (known.next_ms is not None and known.next_ms <= now_ms):
-        known = found.yielding = _yielders(books, leases)
+        known = found.yield_candidates = _yielders(books, leases)
     return known
 
 
-def _yielders(books: Books, leases: Collection[tuple[int, Lease]]) -> Yielders:
+def _yielders(books: Books, leases: Collection[tuple[int, Lease]]) -> YieldCandidates:
     ready, later_ms = _by_residency(books, leases)
     order = sorted(
-        [(not lease.yields, lease.spec.priority, cost(books, lease), lease.lease_id) for lease in ready.values()]
+        [
+            (not lease.gate_closed, lease.spec.priority, suspend_cost(books, lease), lease.lease_id)
+            for lease in ready.values()
+        ]
     )
-    return Yielders(
+    return YieldCandidates(
         leases=[ready[lease_id] for *_, lease_id in order],
         mib=sum([lease.held_mib for lease in ready.values()]),
         costs_until_ms=min([lease.cost_until_ms for lease in ready.values()], default=books.now_ms + _COST_HOLDS_MS),
@@ -101,7 +118,7 @@ def _by_residency(books: Books, leases: Collection[tuple[int, Lease]]) -> tuple[
     """Return which of the leases may be asked to leave at the end of their cells now, and when the others may."""
     now_ms, ready, later_ms = books.now_ms, dict[str, Lease](), list[int]()
     for residency_ms, lease in leases:
-        from_ms = lease.yields_from_ms if lease.yields_from_ms > residency_ms else residency_ms  # noqa: FURB136 - asked for every lease
+        from_ms = lease.gate_open_until_ms if lease.gate_open_until_ms > residency_ms else residency_ms  # noqa: FURB136 - asked for every lease
         if from_ms <= now_ms:
             ready[lease.lease_id] = lease
         else:
@@ -109,34 +126,34 @@ def _by_residency(books: Books, leases: Collection[tuple[int, Lease]]) -> tuple[
     return ready, later_ms
 
 
-def _renew_working(books: Books, found: Ranks) -> None:
+def _renew_working(books: Books, found: VictimRanking) -> None:
     """Work out all residencies anew: a swap is expected to take longer, or shorter, than before."""
-    found.swaps_learnt, known = books.forecasts.swaps_learnt, found.yielding
-    found.working.update([(one, (had_residency_ms(books, lease), lease)) for one, (_, lease) in found.working.items()])
+    found.swaps_learnt, known = books.forecasts.swaps_learnt, found.yield_candidates
+    found.busy.update([(one, (had_residency_ms(books, lease), lease)) for one, (_, lease) in found.busy.items()])
     if known is not None:
-        ready, later_ms = _by_residency(books, found.working.values())
+        ready, later_ms = _by_residency(books, found.busy.values())
         same = len(ready) == len(known.leases) and all(lease.lease_id in ready for lease in known.leases)
-        found.yielding = replace(known, next_ms=min(later_ms, default=None)) if same else None
+        found.yield_candidates = replace(known, next_ms=min(later_ms, default=None)) if same else None
 
 
-def prepare(books: Books) -> None:
+def renew_rankings(books: Books) -> None:
     """Between two decisions: look at whoever changed on devices that were asked about lately, before somebody asks again."""
     now_ms = books.now_ms
     for device in books.devices.values():
-        found = device.ranks
+        found = device.victim_ranking
         if found is None:
             continue
-        if found.asked_ms + _KEPT_MS < now_ms:
-            device.ranks = None
-        elif found.stale or found.costs_until_ms <= now_ms + _RENEWED_AHEAD_MS:
+        if found.last_used_ms + _KEPT_MS < now_ms:
+            device.victim_ranking = None
+        elif found.changed or found.costs_until_ms <= now_ms + _RENEWED_AHEAD_MS:
             _renew(books, device, found, _RENEWED_AHEAD_MS)
         if found.swaps_learnt != books.forecasts.swaps_learnt:
             _renew_working(books, found)
 
 
-def _renew(books: Books, device: Device, found: Ranks, ahead_ms: int = 0) -> None:
+def _renew(books: Books, device: Device, found: VictimRanking, ahead_ms: int = 0) -> None:
     """Put whoever changed, or whose time has come, where it belongs now."""
-    now_ms, stale, later, ranked = books.now_ms, found.stale, found.later, []
+    now_ms, stale, later, ranked = books.now_ms, found.changed, found.later, []
     for one in found.ranked:
         lease = one[3]
         if lease.cost_until_ms <= now_ms + ahead_ms:
@@ -146,12 +163,12 @@ def _renew(books: Books, device: Device, found: Ranks, ahead_ms: int = 0) -> Non
             ranked.append(one)
     if later:
         stale.update([(lease_id, lease) for lease_id, (at_ms, lease) in later.items() if at_ms <= now_ms])
-    works = found.working
+    works = found.busy
     for lease_id, lease in stale.items():
         later.pop(lease_id, None)
-        from_ms = device_willing_from_ms(books, device, lease)
+        from_ms = device_suspendable_from_ms(books, device, lease)
         if from_ms is not None and from_ms <= now_ms:
-            ranked.append((cost(books, lease), lease.last_active_ms, lease_id, lease))
+            ranked.append((suspend_cost(books, lease), lease.last_active_ms, lease_id, lease))
         elif from_ms is not None:
             later[lease_id] = from_ms, lease
         at_work_ms = device_preemptible_from_ms(books, device, lease)
@@ -159,27 +176,27 @@ def _renew(books: Books, device: Device, found: Ranks, ahead_ms: int = 0) -> Non
             works[lease_id] = at_work_ms, lease
         else:
             works.pop(lease_id, None)
-    found.yielding = None
-    found.highest = max([lease.spec.priority for _, lease in works.values()], default=0)
+    found.yield_candidates = None
+    found.highest_priority = max([lease.spec.priority for _, lease in works.values()], default=0)
     ranked.sort()  # no two have the same id, so leases are not compared
-    found.ranked, found.willing = ranked, [one[3] for one in ranked]
-    found.willing_mib = sum([lease.held_mib for lease in found.willing])
-    found.soonest_ms = min([at_ms for at_ms, _ in later.values()], default=None)
+    found.ranked, found.ready = ranked, [one[3] for one in ranked]
+    found.ready_mib = sum([lease.held_mib for lease in found.ready])
+    found.next_ready_ms = min([at_ms for at_ms, _ in later.values()], default=None)
     found.costs_until_ms = min([one[3].cost_until_ms for one in ranked], default=now_ms + _COST_HOLDS_MS)
     stale.clear()
 
 
-def device_willing_from_ms(books: Books, device: Device, lease: Lease) -> int | None:
+def device_suspendable_from_ms(books: Books, device: Device, lease: Lease) -> int | None:
     """Return when a lease may be suspended that stands on the device; None while it does not, is busy, or cannot be saved."""
-    if lease.footing is not Footing.RESTING or device.lost or lease.lease_id not in device.holders:
+    if lease.occupancy is not OccupancyKind.IDLE or device.lost or lease.lease_id not in device.holders:
         return None
-    if len(lease.device_ids) > 1 and is_lost(books, lease):
+    if len(lease.device_ids) > 1 and lacks_device(books, lease):
         return None
-    return willing_from_ms(books.policy(lease), lease)
+    return suspendable_from_ms(books.policy(lease), lease)
 
 
 def device_preemptible_from_ms(books: Books, device: Device, lease: Lease) -> int | None:
     """Return when a busy lease that stands on the device has had its minimum residency; None for any other, and if it cannot be saved."""
-    if lease.footing is not Footing.WORKING or lease.lease_id not in device.holders:
+    if lease.occupancy is not OccupancyKind.BUSY or lease.lease_id not in device.holders:
         return None
     return preemptible_from_ms(books, lease)

@@ -12,31 +12,31 @@ from itertools import islice
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import (
-    Footing,
     Lease,
+    OccupancyKind,
+    Reason,
     Ticket,
-    Wait,
 )
-from fractional_gpu.core.model import FAILED, LeaseState
-from fractional_gpu.core.rules.eligibility import candidates, willing_from_ms
+from fractional_gpu.core.model import FOUND_FAILED, LeaseState
+from fractional_gpu.core.rules.eligibility import eligible_devices, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 __all__ = [
-    "MOST_TOLD",
-    "Moment",
-    "cause",
-    "destinations",
-    "explain",
-    "in_the_way",
-    "name_of",
-    "named_for",
-    "not_yet",
-    "why",
+    "MOST_DESCRIBED",
+    "FormatTime",
+    "allowed_devices",
+    "describe_blockers",
+    "display_name",
+    "name_for",
+    "reason_code",
+    "room_reason",
+    "state_reason",
+    "wait_reason",
 ]
 
-Moment = Callable[[int], str]
+FormatTime = Callable[[int], str]
 """Says a moment (the arbiter's ms) as a time of day."""
-MOST_TOLD = 4
+MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
 _MINUTE_MS = 60_000
 _DOING = {
@@ -47,8 +47,8 @@ _DOING = {
 }
 
 
-def in_the_way(
-    books: Books, lease: Lease, told: Sequence[Lease], moment: Moment | None = None, *, besides: int = 0
+def describe_blockers(
+    books: Books, lease: Lease, told: Sequence[Lease], moment: FormatTime | None = None, *, besides: int = 0
 ) -> str:
     """Return why these leases do not give their room to the ticket's lease now, a clause each; `besides`: so many more do not.
 
@@ -57,10 +57,10 @@ def in_the_way(
     clauses: dict[str, int] = {}
     for other in told:
         mine = other.spec.owner == lease.spec.owner
-        if other.left:
+        if other.left_behind:
             clauses[_left_behind(other, mine=mine)] = 1
             continue
-        clause = f"{name_of(other) if mine else _OTHERS} {_doing(books, other, mine=mine, moment=moment)}"
+        clause = f"{display_name(other) if mine else _OTHERS} {_doing(books, other, mine=mine, moment=moment)}"
         clauses[clause] = clauses.get(clause, 0) + 1
     said = [clause if count == 1 else f"{clause} (and {count - 1} more)" for clause, count in clauses.items()]
     if besides > 0:
@@ -71,12 +71,12 @@ def in_the_way(
 _OTHERS = "another user's kernel"
 
 
-def named_for(reader: Lease, other: Lease) -> str:
+def name_for(reader: Lease, other: Lease) -> str:
     """Return what the story of `reader` calls another lease: its notebook where it is of the same owner, else nothing that tells whose."""
-    return name_of(other) if other.spec.owner == reader.spec.owner else _OTHERS
+    return display_name(other) if other.spec.owner == reader.spec.owner else _OTHERS
 
 
-def name_of(lease: Lease) -> str:
+def display_name(lease: Lease) -> str:
     """Return what the lease's owner calls it: its notebook, else the beginning of its id."""
     label = lease.spec.label
     if not label:
@@ -87,12 +87,12 @@ def name_of(lease: Lease) -> str:
 def _left_behind(lease: Lease, *, mine: bool) -> str:
     """Say what an ended kernel left on the device, whose it is, and how to end it: its owner can do so, and has no cell to be told."""
     owner = lease.spec.owner
-    whose = name_of(lease) if mine else f"a kernel of {owner}"
+    whose = display_name(lease) if mine else f"a kernel of {owner}"
     who = "end it" if mine else f"{owner} or an administrator can end it"
-    return f"{whose} has ended, but left {lease.left} with device memory: {who} with `jupyter gpu end {lease.lease_id[:8]}`"
+    return f"{whose} has ended, but left {lease.left_behind} with device memory: {who} with `jupyter gpu end {lease.lease_id[:8]}`"
 
 
-def _doing(books: Books, lease: Lease, *, mine: bool, moment: Moment | None) -> str:
+def _doing(books: Books, lease: Lease, *, mine: bool, moment: FormatTime | None) -> str:
     """Say what a lease does, or what keeps it where it is."""
     now_ms = books.now_ms
     if lease.state is not LeaseState.RESIDENT:
@@ -108,11 +108,11 @@ def _doing(books: Books, lease: Lease, *, mine: bool, moment: Moment | None) -> 
             if lasts_ms >= _MINUTE_MS
             else "is running a cell"
         )
-        if lease.staying:
-            return f"{runs} and cannot be suspended: {lease.stays}"
+        if lease.is_unsuspendable:
+            return f"{runs} and cannot be suspended: {lease.unsuspendable_reason}"
         return f"{runs} and {pinned}" if pinned else runs
-    if lease.staying:
-        return f"cannot be suspended: {lease.stays}"
+    if lease.is_unsuspendable:
+        return f"cannot be suspended: {lease.unsuspendable_reason}"
     if pinned:
         return pinned
     return _waits_for(books, lease, mine=mine)
@@ -120,17 +120,17 @@ def _doing(books: Books, lease: Lease, *, mine: bool, moment: Moment | None) -> 
 
 def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
     """Say why an idle lease that can be suspended is not suspended now."""
-    now_ms, willing_ms = books.now_ms, willing_from_ms(books.policy(lease), lease)
+    now_ms, willing_ms = books.now_ms, suspendable_from_ms(books.policy(lease), lease)
     if willing_ms is None or willing_ms <= now_ms:
         return "is idle"
     left = _about(willing_ms - now_ms)
     if lease.retry_ms == willing_ms:
-        why = (
+        detail = (
             f" ({lease.sentence.rstrip('.')})"
             if mine and lease.reason.startswith("suspend.") and lease.sentence
             else ""
         )
-        return f"could not be suspended{why}; the next attempt follows within {left}"
+        return f"could not be suspended{detail}; the next attempt follows within {left}"
     return f"came onto the device a moment ago and may run for {left} more"
 
 
@@ -141,61 +141,63 @@ def _about(ms: int) -> str:
     return format_duration(ms + _MINUTE_MS - 1)
 
 
-def explain(books: Books, lease: Lease, ticket: Ticket, moment: Moment | None = None) -> Wait:
+def wait_reason(books: Books, lease: Lease, ticket: Ticket, moment: FormatTime | None = None) -> Reason:
     """Say why the lease waits, as of the last pass over the queue. `moment` says times of day, where there is a clock."""
     bucket = lease.bucket
     if bucket is None:
-        return not_yet(lease)
-    if ticket.wait is not None and ticket.passes == books.passes:
+        return state_reason(lease)
+    if ticket.wait is not None and ticket.wait_pass == books.passes:
         return ticket.wait
     if bucket.key.paused:
-        return Wait("wait.retry", f"{lease.sentence}; it is tried again in a moment")
-    if bucket.wait is not None and bucket.passes == books.passes:
+        return Reason("wait.retry", f"{lease.sentence}; it is tried again in a moment")
+    if bucket.wait is not None and bucket.wait_pass == books.passes:
         return bucket.wait
-    if bucket.shape is not None and bucket.shape.wait is not None and bucket.is_left_out(books.passes):
+    if bucket.shape is not None and bucket.shape.wait is not None and bucket.is_skipped(books.passes):
         return bucket.shape.wait
-    return why(books, lease, destinations(books, lease), bucket.key.need_mib, moment)
+    return room_reason(books, lease, allowed_devices(books, lease), bucket.key.need_mib, moment)
 
 
-def destinations(books: Books, lease: Lease) -> tuple[str, ...]:
+def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
     """Return the devices on which its ticket can be served: the same for all in one bucket, but for those that grow where they are."""
     bucket = lease.bucket
     if bucket is not None and bucket.devices is not None:
         return bucket.devices
-    if lease.grows:
+    if lease.is_growing:
         there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
         admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
         return lease.device_ids if admits else ()
     if bucket is None:
-        return candidates(books, books.policy(lease), lease)
-    key = (bucket.key.pool, bucket.key.where)
+        return eligible_devices(books, books.policy(lease), lease)
+    key = (bucket.key.pool, bucket.key.home)
     known = books.destinations.get(key)
     if known is None:
-        known = books.destinations[key] = candidates(books, books.policy(lease), lease)
+        known = books.destinations[key] = eligible_devices(books, books.policy(lease), lease)
     bucket.devices = known
     return known
 
 
-def not_yet(lease: Lease) -> Wait:
+def state_reason(lease: Lease) -> Reason:
     """Say why a ticket cannot be served whatever room there is: its lease is in an operation, in doubt, or has not started."""
     match lease.state:
         case LeaseState.SUSPENDING if lease.target_ids:
-            return Wait("wait.own-suspend", "this kernel is being moved to another device")
+            return Reason("wait.own-suspend", "this kernel is being moved to another device")
         case LeaseState.SUSPENDING:
-            return Wait("wait.own-suspend", "this kernel is being suspended; it comes back right after")
+            return Reason("wait.own-suspend", "this kernel is being suspended; it comes back right after")
         case LeaseState.RESUMING:
-            return Wait("wait.restoring", f"its {format_memory(lease.saved_mib)} are being brought back to the device")
-        case LeaseState.QUARANTINED if lease.reason == FAILED:
-            return Wait("wait.failed", lease.sentence)
+            return Reason(
+                "wait.restoring", f"its {format_memory(lease.saved_mib)} are being brought back to the device"
+            )
+        case LeaseState.QUARANTINED if lease.reason == FOUND_FAILED:
+            return Reason("wait.failed", lease.sentence)
         case LeaseState.QUARANTINED:
-            return Wait(
+            return Reason(
                 "wait.quarantine", "nobody knows for certain what state this kernel is in; it is being looked at again"
             )
         case _:
-            return Wait("wait.no-process", "the kernel has not started yet")
+            return Reason("wait.no-process", "the kernel has not started yet")
 
 
-def cause(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
+def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
     """Return the code of the reason why a ticket that fits nowhere, and that nobody idle can make room for, waits."""
     if not devices:
         return _nowhere(books, lease)
@@ -203,9 +205,9 @@ def cause(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> 
     for device_id in devices:
         device = books.devices[device_id]
         free += device.free_mib >= need_mib
-        possible += device.roomiest_mib >= need_mib
+        possible += device.lease_capacity_mib >= need_mib
         strangers += device.stranger_mib > 0
-        working += device.footing_count[Footing.WORKING]
+        working += device.count_by_occupancy[OccupancyKind.BUSY]
     count = lease.count
     if free >= count:
         return "wait.older-ticket"
@@ -214,7 +216,7 @@ def cause(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> 
     if working:
         return "wait.left-behind" if _only_left_behind(books, lease, devices) else "wait.busy-neighbour"
     holders = [other for device_id in devices for other in books.devices[device_id].holders.values()]
-    if holders and all(other.staying for other in holders):
+    if holders and all(other.is_unsuspendable for other in holders):
         return "wait.cannot-be-suspended"
     return "wait.unwilling-neighbour"
 
@@ -224,8 +226,8 @@ def _only_left_behind(books: Books, lease: Lease, devices: Sequence[str]) -> boo
     found = False
     for device_id in devices:
         for other in books.devices[device_id].holders.values():
-            if other.footing is Footing.WORKING and other is not lease:
-                if not other.left:
+            if other.occupancy is OccupancyKind.BUSY and other is not lease:
+                if not other.left_behind:
                     return False
                 found = True
     return found
@@ -239,9 +241,11 @@ def _nowhere(books: Books, lease: Lease) -> str:
     return "wait.device-draining" if draining else "wait.device-lost"
 
 
-def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int, moment: Moment | None = None) -> Wait:
+def room_reason(
+    books: Books, lease: Lease, devices: Sequence[str], need_mib: int, moment: FormatTime | None = None
+) -> Reason:
     """Say the same with a sentence and the leases in the way, by name where they are of the same owner."""
-    reason, need = cause(books, lease, devices, need_mib), format_memory(need_mib)
+    reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
         need += f" on each of {lease.count} devices"
     free_mib = max([books.devices[device_id].free_mib for device_id in devices], default=0)
@@ -255,15 +259,15 @@ def why(books: Books, lease: Lease, devices: Sequence[str], need_mib: int, momen
         "wait.too-large": f"{need} are needed, more than any device that this kernel may use has",
     }
     if reason in by_itself:
-        return Wait(reason, by_itself[reason])
+        return Reason(reason, by_itself[reason])
     on_devices = [other for device_id in devices for other in books.devices[device_id].holders.values()]
     holders = [other for other in dict.fromkeys(on_devices) if other is not lease]
     blockers, also = _blockers(books, reason, holders)
-    told = [*blockers[:MOST_TOLD], *also]
-    sentence = f"{short}; {in_the_way(books, lease, told, moment, besides=len(blockers) - MOST_TOLD)}"
+    told = [*blockers[:MOST_DESCRIBED], *also]
+    sentence = f"{short}; {describe_blockers(books, lease, told, moment, besides=len(blockers) - MOST_DESCRIBED)}"
     if reason == "wait.cannot-be-suspended":
         sentence += ": it waits until one of them ends"
-    return Wait(reason, sentence, tuple([other.lease_id for other in blockers]))
+    return Reason(reason, sentence, tuple([other.lease_id for other in blockers]))
 
 
 def _blockers(books: Books, reason: str, holders: Sequence[Lease]) -> tuple[Sequence[Lease], Sequence[Lease]]:
@@ -271,7 +275,7 @@ def _blockers(books: Books, reason: str, holders: Sequence[Lease]) -> tuple[Sequ
     if reason in ("wait.busy-neighbour", "wait.left-behind"):
         busy = sorted((other for other in holders if other.busy), key=_last_active)
         idle = (other for other in holders if not other.busy and _stays_now(books, other))
-        return busy, list(islice(idle, max(0, MOST_TOLD - len(busy))))
+        return busy, list(islice(idle, max(0, MOST_DESCRIBED - len(busy))))
     if reason == "wait.cannot-be-suspended":
         return holders, ()
     return [other for other in holders if _stays_now(books, other)] or holders, ()
@@ -281,7 +285,7 @@ def _stays_now(books: Books, lease: Lease) -> bool:
     """Whether a lease that runs no cell does not step aside at this moment."""
     if lease.state is not LeaseState.RESIDENT:
         return True
-    willing_ms = willing_from_ms(books.policy(lease), lease)
+    willing_ms = suspendable_from_ms(books.policy(lease), lease)
     return willing_ms is None or willing_ms > books.now_ms
 
 

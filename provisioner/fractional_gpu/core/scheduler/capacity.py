@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fractional_gpu.core.books.books import Books, Lease
-from fractional_gpu.core.books.records import Device, Footing, Wait
+from fractional_gpu.core.books.records import Device, OccupancyKind, Reason
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.eligibility import steps_aside
-from fractional_gpu.core.rules.victim_cost import cost
+from fractional_gpu.core.rules.victim_cost import suspend_cost
 from fractional_gpu.core.scheduler.victims import Victims
 from fractional_gpu.core.units import format_memory
 
-__all__ = ["Plan", "Room"]
+__all__ = ["Capacity", "Plan"]
 
 
 _ENOUGH = 32  # devices where room could be made are compared, those that lack least: with 8, a third more swaps
@@ -30,7 +30,7 @@ class Plan:
     victims: tuple[Lease, ...]
 
 
-class _Spot:
+class _DeviceCapacity:
     """One device in this pass, MiB."""
 
     __slots__ = ("coming_mib", "device", "free_mib", "kept_mib", "planned_mib", "total_mib")
@@ -41,25 +41,25 @@ class _Spot:
         self.coming_mib = 0  # beside what is leaving by the books
         self.planned_mib = 0  # held by idle leases that are to leave
         self.free_mib = device.free_mib
-        self.total_mib = device.free_mib + device.footing_mib[Footing.LEAVING]
+        self.total_mib = device.free_mib + device.mib_by_occupancy[OccupancyKind.SUSPENDING]
 
-    def renew(self) -> None:
+    def refresh(self) -> None:
         """Work the sums out."""
         device = self.device
         free_mib = device.free_mib
         if self.kept_mib:
-            free_mib = min(0, free_mib - self.kept_mib) if device.whole else free_mib - self.kept_mib
+            free_mib = min(0, free_mib - self.kept_mib) if device.is_exclusive else free_mib - self.kept_mib
         self.free_mib = free_mib
-        self.total_mib = free_mib + device.footing_mib[Footing.LEAVING] + self.coming_mib
+        self.total_mib = free_mib + device.mib_by_occupancy[OccupancyKind.SUSPENDING] + self.coming_mib
 
-    def most_mib(self, *, busy: bool) -> int:
+    def reachable_mib(self, *, busy: bool) -> int:
         """What there would be if everybody idle stepped aside; with `busy` those, too."""
-        sums = self.device.footing_mib
-        most_mib = self.total_mib + sums[Footing.RESTING] - self.planned_mib
-        return most_mib + sums[Footing.WORKING] if busy else most_mib
+        sums = self.device.mib_by_occupancy
+        most_mib = self.total_mib + sums[OccupancyKind.IDLE] - self.planned_mib
+        return most_mib + sums[OccupancyKind.BUSY] if busy else most_mib
 
 
-class Room:
+class Capacity:
     """The room of all devices, MiB. What a ticket was promised is gone for those behind it.
 
     A spot holds its sums ready; whoever changes the books of a device tells `changed`.
@@ -68,74 +68,76 @@ class Room:
     def __init__(self, books: Books, victims: Victims) -> None:
         self._books = books
         self._victims = victims
-        self._spots = {device_id: _Spot(device) for device_id, device in books.devices.items()}
+        self._devices = {device_id: _DeviceCapacity(device) for device_id, device in books.devices.items()}
         self.planned: set[str] = set()
         self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at the end of their cells
-        self.wished: set[str] = (
+        self.short_of_host_memory: set[str] = (
             set()
         )  # idle leases for which there is too little host memory: others may serve if these do not
         self._planned_host_mib = 0
-        self.changes = 0  # of what is free, kept or to come
+        self.version = 0  # of what is free, kept or to come
 
     # -- sums ------------------------------------------------------------------------------------------------------------
 
-    def changed(self, device_ids: Iterable[str]) -> None:
+    def refresh(self, device_ids: Iterable[str]) -> None:
         """The books of these devices changed."""
-        self.changes += 1
+        self.version += 1
         for device_id in device_ids:
-            if device_id in self._spots:
-                self._spots[device_id].renew()
+            if device_id in self._devices:
+                self._devices[device_id].refresh()
 
     def free_mib(self, device_id: str) -> int:
         """What is free on the device and not kept; negative if more is kept than there is."""
-        return self._spots[device_id].free_mib
+        return self._devices[device_id].free_mib
 
     def total_mib(self, device_id: str) -> int:
         """What is free, or comes, and is neither kept nor promised."""
-        return self._spots[device_id].total_mib
+        return self._devices[device_id].total_mib
 
     def any_free(self, devices: Iterable[str]) -> bool:
         """Whether anything at all is free and not kept on these devices."""
         for device_id in devices:  # noqa: SIM110 - asked for every ticket
-            if self._spots[device_id].free_mib > 0:
+            if self._devices[device_id].free_mib > 0:
                 return True
         return False
 
-    def has_hope(self, devices: Iterable[str], need_mib: int) -> bool:
+    def idle_could_free(self, devices: Iterable[str], need_mib: int) -> bool:
         """Whether idle leases could make room somewhere."""
         for device_id in devices:  # noqa: SIM110 - as above
-            if self._spots[device_id].most_mib(busy=False) >= need_mib:
+            if self._devices[device_id].reachable_mib(busy=False) >= need_mib:
                 return True
         return False
 
-    def serves(self, device_id: str, need_mib: int) -> bool:
+    def can_ever_serve(self, device_id: str, need_mib: int) -> bool:
         """Whether the device could ever have room for the need."""
-        spot = self._spots.get(device_id)
-        return spot is not None and spot.device.roomiest_mib >= need_mib
+        spot = self._devices.get(device_id)
+        return spot is not None and spot.device.lease_capacity_mib >= need_mib
 
-    def is_used_up(self, devices: Iterable[str]) -> bool:
+    def is_exhausted(self, devices: Iterable[str]) -> bool:
         """Whether nobody can be served on these devices any more, whoever steps aside."""
-        return all(self._spots[device_id].most_mib(busy=True) <= 0 for device_id in devices)
+        return all(self._devices[device_id].reachable_mib(busy=True) <= 0 for device_id in devices)
 
     # -- where -----------------------------------------------------------------------------------------------------------
 
     def fits(self, devices: Sequence[str], need_mib: int) -> bool:
         """Whether the need fits on each of these devices now."""
-        return all(self._spots[device_id].free_mib >= need_mib for device_id in devices)
+        return all(self._devices[device_id].free_mib >= need_mib for device_id in devices)
 
     def pick(self, devices: Sequence[str], need_mib: int, count: int = 1) -> tuple[str, ...] | None:
         """Return the devices that the need leaves least room on, the first among equals; None if it fits nowhere."""
         if count > 1:
             fitting = [device_id for device_id in devices if self.free_mib(device_id) >= need_mib]
-            return self._alike(fitting, count, self.free_mib)
-        best, least_mib, spots = None, -1, self._spots
+            return self._cheapest_of_one_name(fitting, count, self.free_mib)
+        best, least_mib, spots = None, -1, self._devices
         for device_id in devices:
             left_mib = spots[device_id].free_mib - need_mib
             if left_mib >= 0 and (best is None or left_mib < least_mib):
                 best, least_mib = device_id, left_mib
         return None if best is None else (best,)
 
-    def _alike(self, devices: Iterable[str], count: int, cost: Callable[[str], int]) -> tuple[str, ...] | None:
+    def _cheapest_of_one_name(
+        self, devices: Iterable[str], count: int, cost: Callable[[str], int]
+    ) -> tuple[str, ...] | None:
         """Return so many devices of one name that cost least together; None if there are not so many."""
         by_name: dict[str, list[str]] = {}
         for device_id in devices:
@@ -146,14 +148,16 @@ class Room:
 
     def keep(self, device_id: str, need_mib: int) -> None:
         """Keep room that is free, or becomes free, for a ticket."""
-        spot = self._spots[device_id]
+        spot = self._devices[device_id]
         spot.kept_mib += need_mib
-        spot.renew()
-        self.changes += 1
+        spot.refresh()
+        self.version += 1
 
-    def nearest(self, devices: Iterable[str], need_mib: int) -> str | None:
+    def closest_device(self, devices: Iterable[str], need_mib: int) -> str | None:
         """Return the device that lacks least for the need, among those that could ever have room for it."""
-        possible = [device_id for device_id in devices if self._spots[device_id].device.roomiest_mib >= need_mib]
+        possible = [
+            device_id for device_id in devices if self._devices[device_id].device.lease_capacity_mib >= need_mib
+        ]
         return max(possible, key=self.total_mib, default=None)
 
     # -- making room -----------------------------------------------------------------------------------------------------
@@ -167,13 +171,13 @@ class Room:
         *,
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
-    ) -> Plan | Wait | None:
+    ) -> Plan | Reason | None:
         """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case.
 
         `between_cells`: how it could be made if busy leases left at the end of their cells.
         """
         plans: dict[str, tuple[Lease, ...]] = {}
-        busy, host_mib = between_cells or self._victims.takes_busy(lease), self._host_left_mib
+        busy, host_mib = between_cells or self._victims.may_preempt_busy(lease), self._host_left_mib
         taken = self.planned | self.asked_to_yield if between_cells else self.planned
         for victim in also:
             host_mib -= victim.host_need_mib
@@ -185,9 +189,9 @@ class Room:
             )
             if victims is not None:
                 plans[device_id] = victims
-        short_of_host: Wait | None = None
+        short_of_host: Reason | None = None
         while plans:
-            bound = lease.state is LeaseState.SUSPENDED or lease.grows
+            bound = lease.state is LeaseState.SUSPENDED or lease.is_growing
             home = (lease.home_ids or lease.device_ids) if bound and len(devices) == count else ()
             chosen = self._cheapest(plans, count, home)
             if chosen is None:
@@ -205,8 +209,8 @@ class Room:
         """Return what is lacking where there is hope, least first."""
         found = []
         for device_id in devices:
-            spot = self._spots[device_id]
-            if spot.most_mib(busy=busy) < need_mib or spot.device.roomiest_mib < need_mib:
+            spot = self._devices[device_id]
+            if spot.reachable_mib(busy=busy) < need_mib or spot.device.lease_capacity_mib < need_mib:
                 continue
             given = sum(victim.held_mib for victim in also if device_id in victim.device_ids) if also else 0
             found.append((need_mib - spot.total_mib - given, device_id))
@@ -224,14 +228,14 @@ class Room:
         costs = {device_id: self._cost(victims) for device_id, victims in plans.items()}
         if count == 1:
             return (min(costs, key=costs.__getitem__),)
-        return self._alike(plans, count, lambda device_id: costs[device_id][1] + costs[device_id][2])
+        return self._cheapest_of_one_name(plans, count, lambda device_id: costs[device_id][1] + costs[device_id][2])
 
     def _cost(self, victims: tuple[Lease, ...]) -> tuple[int, int, int, int]:
         """Return how many of them are busy, what their swaps cost, how many they are, and when one of them was active last."""
         busy = swaps = latest_ms = 0
         for victim in victims:
-            busy += victim.working
-            swaps += cost(self._books, victim)
+            busy += victim.is_working
+            swaps += suspend_cost(self._books, victim)
             latest_ms = max(latest_ms, victim.last_active_ms)
         return (busy, swaps, len(victims), latest_ms)
 
@@ -239,7 +243,7 @@ class Room:
     def _host_left_mib(self) -> int:
         return self._books.host_left_mib - self._planned_host_mib
 
-    def short_of_host(self, plan: Plan) -> Wait | None:
+    def short_of_host(self, plan: Plan) -> Reason | None:
         """Say that there is too little host memory for what the plan would save, or return None."""
         victims = plan.victims
         if not victims:
@@ -248,10 +252,10 @@ class Room:
         left_mib = self._host_left_mib
         if host_mib <= left_mib:
             return None
-        self.wished.update(victim.lease_id for victim in victims)
+        self.short_of_host_memory.update(victim.lease_id for victim in victims)
         for device_id in plan.device_ids:
-            self.wished.update(self._books.devices[device_id].holders)
-        return Wait(
+            self.short_of_host_memory.update(self._books.devices[device_id].holders)
+        return Reason(
             "wait.host-memory",
             f"idle kernels could make room, but saving them takes up to {format_memory(host_mib)} of host memory, "
             f"of which {format_memory(max(0, left_mib))} are left",
@@ -260,24 +264,24 @@ class Room:
 
     def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
         """Whether the device would have the room for the lease if everybody else there who can step aside did, now or later."""
-        device = self._spots[device_id].device
-        stays_mib = device.footing_mib[Footing.STAYING] + sum(
+        device = self._devices[device_id].device
+        stays_mib = device.mib_by_occupancy[OccupancyKind.FIXED] + sum(
             other.held_mib
             for other in device.holders.values()
-            if other.footing in (Footing.RESTING, Footing.WORKING)
+            if other.occupancy in (OccupancyKind.IDLE, OccupancyKind.BUSY)
             and (other is lease or self._victims.never_leaves(other))
         )
-        return device.roomiest_mib - stays_mib >= need_mib
+        return device.lease_capacity_mib - stays_mib >= need_mib
 
-    def gather(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
+    def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
         """Return idle leases there whose room is still lacking, and for which there is host memory, cheapest first."""
-        device, host_left_mib = self._spots[device_id].device, self._books.host_left_mib
-        lack_mib = need_mib - device.free_mib - device.footing_mib[Footing.LEAVING]
+        device, host_left_mib = self._devices[device_id].device, self._books.host_left_mib
+        lack_mib = need_mib - device.free_mib - device.mib_by_occupancy[OccupancyKind.SUSPENDING]
         chosen = []
-        for other in self._victims.willing(device_id):
+        for other in self._victims.idle_victims(device_id):
             if lack_mib <= 0:
                 break
-            if other is lease or other.lease_id in self.planned or other.footing is not Footing.RESTING:
+            if other is lease or other.lease_id in self.planned or other.occupancy is not OccupancyKind.IDLE:
                 continue
             if not steps_aside(other, lease):
                 continue
@@ -286,10 +290,10 @@ class Room:
                 lack_mib -= other.held_mib
         return chosen
 
-    def leaving(self, device_id: str) -> list[str]:
+    def suspending_leases(self, device_id: str) -> list[str]:
         """Return the leases whose suspend is under way there."""
-        holders = self._spots[device_id].device.holders.values()
-        return [lease.lease_id for lease in holders if lease.footing is Footing.LEAVING]
+        holders = self._devices[device_id].device.holders.values()
+        return [lease.lease_id for lease in holders if lease.occupancy is OccupancyKind.SUSPENDING]
 
     def promise(self, plan: Plan, need_mib: int, *, firm: bool) -> None:
         """Give a ticket the room that its plan makes, and of what is free only what it needs beside.
@@ -299,28 +303,28 @@ class Room:
         for victim in plan.victims:
             self.planned.add(victim.lease_id)
             self._planned_host_mib += victim.host_need_mib
-            self._expect(victim, victim.held_mib)
+            self._expect_freed(victim, victim.held_mib)
         for device_id in plan.device_ids:
-            spot = self._spots[device_id]
+            spot = self._devices[device_id]
             made_mib = 0 if firm else min(need_mib, max(0, spot.total_mib - spot.free_mib))
             spot.coming_mib -= made_mib
             self.keep(device_id, need_mib - made_mib)
 
-    def spare(self, lease: Lease) -> None:
+    def protect(self, lease: Lease) -> None:
         """Room is made for a lease where it is: if it had to leave for somebody else now, that would be in vain."""
         self.planned.add(lease.lease_id)
 
-    def begun(self, victim: Lease) -> None:
+    def suspend_begun(self, victim: Lease) -> None:
         """A planned suspend has begun: from now on the books count what it frees, and its host memory."""
         self._planned_host_mib -= victim.host_mib
-        self._expect(victim, -victim.held_mib)
+        self._expect_freed(victim, -victim.held_mib)
 
-    def _expect(self, victim: Lease, held_mib: int) -> None:
-        self.changes += 1
+    def _expect_freed(self, victim: Lease, held_mib: int) -> None:
+        self.version += 1
         for device_id in victim.device_ids:
-            spot = self._spots.get(device_id)
+            spot = self._devices.get(device_id)
             if spot is not None:
                 spot.coming_mib += held_mib
-                if not victim.working:
+                if not victim.is_working:
                     spot.planned_mib += held_mib
-                spot.renew()
+                spot.refresh()

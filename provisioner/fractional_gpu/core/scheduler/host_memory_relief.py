@@ -7,14 +7,14 @@ whoever was active last: it is likely to be the next to run. What was brought ba
 from fractional_gpu.core.books.books import Lease
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.eligibility import candidates
+from fractional_gpu.core.rules.eligibility import eligible_devices
 from fractional_gpu.core.rules.limits import over_limit
 from fractional_gpu.core.units import format_memory
 
-__all__ = ["Relief"]
+__all__ = ["HostMemoryRelief"]
 
 
-class Relief:
+class HostMemoryRelief:
     """Relieves the host."""
 
     def __init__(self, changes: Changes) -> None:
@@ -28,7 +28,7 @@ class Relief:
             excess_mib = books.host_saved_mib - books.host_budget_mib
             if excess_mib > 0:  # what is on its way back leaves soon
                 excess_mib -= sum(lease.saved_mib for lease in books.by_state[LeaseState.RESUMING].values())
-            if (excess_mib <= 0 and not books.pressed) or not self._begin(excess_mib):
+            if (excess_mib <= 0 and not books.under_host_pressure) or not self._begin(excess_mib):
                 return
 
     def _begin(self, excess_mib: int) -> bool:
@@ -36,7 +36,7 @@ class Relief:
         for lease in self._order(anybody=excess_mib > 0):
             device_ids = self._devices_for(lease)
             if device_ids and over_limit(self._books, lease, lease.milli) is None:
-                why = "where its saved state lies" if lease.pressed else f"by {format_memory(excess_mib)}"
+                why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
                 sentence = f"host memory is short {why}, and a device has room: it comes back early"
                 self._changes.resume_early(lease, device_ids, sentence)
                 return True
@@ -47,15 +47,15 @@ class Relief:
         saved = [
             lease
             for lease in self._books.by_state[LeaseState.SUSPENDED].values()
-            if (anybody or lease.pressed) and lease.resume_after_ms <= now_ms and not lease.revoked
+            if (anybody or lease.under_host_pressure) and lease.resume_after_ms <= now_ms and not lease.revoked
         ]
-        return sorted(saved, key=lambda lease: (not lease.pressed, -lease.last_active_ms, lease.lease_id))
+        return sorted(saved, key=lambda lease: (not lease.under_host_pressure, -lease.last_active_ms, lease.lease_id))
 
     def _devices_for(self, lease: Lease) -> tuple[str, ...]:
         """Return its home if there is room, else the devices of those it may go to that have the least room to spare."""
         able = [
             device_id
-            for device_id in candidates(self._books, self._books.policy(lease), lease)
+            for device_id in eligible_devices(self._books, self._books.policy(lease), lease)
             if self._books.devices[device_id].free_mib >= lease.need_mib
         ]
         if lease.home_ids and all(device_id in able for device_id in lease.home_ids):

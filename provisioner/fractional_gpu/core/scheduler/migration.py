@@ -15,69 +15,69 @@ swap is under way whoever asked tries again. From then on it is a move like any 
 from collections.abc import Sequence
 
 from fractional_gpu.core.books.books import Lease
-from fractional_gpu.core.books.records import Footing, Wait
+from fractional_gpu.core.books.records import OccupancyKind, Reason
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.handlers.revocation import REVOKED
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.core.rules.eligibility import elsewhere
+from fractional_gpu.core.rules.eligibility import other_devices
 from fractional_gpu.core.rules.fairness import preemptible_from_ms, swap_ms
-from fractional_gpu.core.rules.wait_reasons import named_for
-from fractional_gpu.core.scheduler.capacity import Plan, Room
+from fractional_gpu.core.rules.wait_reasons import name_for
+from fractional_gpu.core.scheduler.capacity import Capacity, Plan
 from fractional_gpu.core.scheduler.victims import Victims
 from fractional_gpu.core.units import format_memory
 
-__all__ = ["BUSY_CHANNEL", "Moving", "begin_move", "kept_mib", "move"]
+__all__ = ["BUSY_CHANNEL", "Migrations", "begin_move", "kept_mib", "move_on_request"]
 
 
 def kept_mib(lease: Lease) -> int:
     """What is kept for a lease on its way, on each of its targets, MiB."""
-    grows = lease.ticket.grow if lease.ticket is not None else None
+    grows = lease.ticket.resize_to if lease.ticket is not None else None
     return max(lease.need_mib, grows.reserve_mib if grows is not None else 0)
 
 
-class Moving:
+class Migrations:
     """The moves of one pass over the queue."""
 
-    def __init__(self, changes: Changes, room: Room, victims: Victims) -> None:
+    def __init__(self, changes: Changes, room: Capacity, victims: Victims) -> None:
         self._changes = changes
         self._books = changes.books
-        self._room = room
+        self._capacity = room
         self._victims = victims
 
-    def to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
+    def move_to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
         """Where an idle lease cannot grow, it may go where there is room now. Returns whether it does."""
         if not self._changes.channel_free or lease.count > 1 or not self._victims.may_leave(lease):
             return False
         need_mib = self._books.reserve_mib(lease, spec)
-        targets = self._room.pick(elsewhere(self._books, lease), need_mib)
+        targets = self._capacity.pick(other_devices(self._books, lease), need_mib)
         if targets is None or lease.host_need_mib > self._books.host_left_mib:
             return False
         self._begin(lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it")
         return True
 
-    def aside(self, victim: Lease, lease: Lease) -> bool:
+    def move_aside(self, victim: Lease, lease: Lease) -> bool:
         """A lease makes room: have it go where there is room for it now; an idle one only if the beneficiary need not wait for that."""
         if victim.count > 1 or victim.ticket is not None or victim.revoked:
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
-        targets = self._room.pick(elsewhere(self._books, victim), victim.held_mib)
+        targets = self._capacity.pick(other_devices(self._books, victim), victim.held_mib)
         if targets is None:
             return False
-        why = f"it fits there as well, and makes room for {named_for(victim, lease)}"
+        why = f"it fits there as well, and makes room for {name_for(victim, lease)}"
         self._begin(victim, targets, "move.defragment", why, lease)
         return True
 
-    def plan_busy(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
+    def plan_busy_move(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
         """Return a busy lease that fits elsewhere and whose room is what the ticket lacks; None: there is none."""
         pool = self._books.policy(lease)
         if not (pool.move_busy and pool.may_move) or lease.count > 1 or not self._changes.channel_free:
             return None
         best: tuple[int, str, Plan] | None = None
         for device_id in devices:
-            short_mib = need_mib - self._room.total_mib(device_id)
+            short_mib = need_mib - self._capacity.total_mib(device_id)
             for other in self._books.holders(device_id):
-                if other.footing is not Footing.WORKING or other.held_mib < short_mib or not self._may_move(other):
+                if other.occupancy is not OccupancyKind.BUSY or other.held_mib < short_mib or not self._may_move(other):
                     continue
                 cost = (swap_ms(self._books, other), other.lease_id)
                 if best is None or cost < best[:2]:
@@ -90,10 +90,10 @@ class Moving:
             return False
         if lease.revoked:
             return False
-        if self._room.pick(elsewhere(self._books, lease), lease.held_mib) is None:
+        if self._capacity.pick(other_devices(self._books, lease), lease.held_mib) is None:
             return False
         if from_ms > self._books.now_ms:
-            self._victims.hint(from_ms)
+            self._victims.recheck_at(from_ms)
             return False
         return lease.host_need_mib <= self._books.host_left_mib
 
@@ -102,8 +102,8 @@ class Moving:
     ) -> None:
         begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
         for device_id in target_ids:
-            self._room.keep(device_id, max(kept_mib(lease), lease.held_mib))
-        self._room.changed(lease.device_ids)
+            self._capacity.keep(device_id, max(kept_mib(lease), lease.held_mib))
+        self._capacity.refresh(lease.device_ids)
 
 
 def begin_move(
@@ -122,7 +122,7 @@ def begin_move(
         ticket.preempted = lease.busy
         changes.books.enqueue(lease, ticket)
         changes.requeued.add(lease.spec.pool)
-    ticket.then = ticket.then or changes.new_ticket()
+    ticket.after_suspend = ticket.after_suspend or changes.new_ticket()
     ticket.kept_on = tuple(target_ids)
     changes.books.set_target(lease, target_ids)
     changes.begin_suspend(lease, reason, sentence, beneficiary=beneficiary)
@@ -132,12 +132,12 @@ BUSY_CHANNEL = "swap-channel"
 """The reason of a refusal that is over as soon as another kernel's swap is."""
 
 
-def move(changes: Changes, lease: Lease, device_id: str | None) -> Wait | None:
+def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
     """Begin the move. Returns why the lease stays where it is, or None. Whether it can be suspended at all is asked before."""
     refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
         return refused
-    there = elsewhere(changes.books, lease)
+    there = other_devices(changes.books, lease)
     if device_id is not None and device_id not in there:
         return _not_there(changes, lease, device_id)
     chosen, most_mib = _roomiest(changes, (device_id,) if device_id is not None else there)
@@ -145,43 +145,43 @@ def move(changes: Changes, lease: Lease, device_id: str | None) -> Wait | None:
         left = (
             f"{format_memory(max(0, most_mib))} are free there" if device_id is not None else "no other device has them"
         )
-        return Wait(
+        return Reason(
             "no-room", f"{format_memory(lease.held_mib)} are reserved for the kernel, and {left}: make room first"
         )
-    if not changes.channel_free or changes.books.devices[chosen].footing_mib[Footing.LEAVING]:
-        return Wait(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
+    if not changes.channel_free or changes.books.devices[chosen].mib_by_occupancy[OccupancyKind.SUSPENDING]:
+        return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
     begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
     return None
 
 
-def _not_movable(changes: Changes, lease: Lease) -> Wait | None:
+def _not_movable(changes: Changes, lease: Lease) -> Reason | None:
     pool = changes.books.policy(lease)
     if lease.state is not LeaseState.RESIDENT:
-        return Wait("not-resident", f"the kernel is {lease.state}: only one that is on a device can be moved")
+        return Reason("not-resident", f"the kernel is {lease.state}: only one that is on a device can be moved")
     if lease.busy:
-        return Wait("busy", "a cell is running: interrupt it, or try again when it has ended")
+        return Reason("busy", "a cell is running: interrupt it, or try again when it has ended")
     if lease.count > 1:
-        return Wait("several-devices", "the kernel has several devices, and only kernels on one are moved")
+        return Reason("several-devices", "the kernel has several devices, and only kernels on one are moved")
     if not pool.may_move:
-        return Wait(
+        return Reason(
             "may-not-move",
             f"pool {pool.name!r} moves no kernels: its may_move is off, and is for drivers that can (580 or newer)",
         )
     if lease.ticket is not None:
-        return Wait("grows", "the kernel waits for room to grow where it is: try again when it has it")
+        return Reason("grows", "the kernel waits for room to grow where it is: try again when it has it")
     return None
 
 
-def _not_there(changes: Changes, lease: Lease, device_id: str) -> Wait:
+def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
     books = changes.books
     device, pool = books.devices.get(device_id), books.policy(lease)
     if device_id in lease.device_ids:
-        return Wait("there-already", "the kernel is on that device already")
+        return Reason("there-already", "the kernel is on that device already")
     if device is None or device_id not in pool.devices:
-        return Wait("other-pool", f"that device is not one of pool {pool.name!r}: choose one of the pool's")
+        return Reason("other-pool", f"that device is not one of pool {pool.name!r}: choose one of the pool's")
     if device.lost or device.draining:
-        return Wait("device-closed", "that device is being emptied, or answers nothing: choose another one")
-    return Wait("other-kind", "that device is of another kind, and saved state comes back on a like one only")
+        return Reason("device-closed", "that device is being emptied, or answers nothing: choose another one")
+    return Reason("other-kind", "that device is of another kind, and saved state comes back on a like one only")
 
 
 def _roomiest(changes: Changes, devices: tuple[str, ...]) -> tuple[str | None, int]:

@@ -6,96 +6,96 @@ tickets are served; host memory is relieved; leases that have idled long enough 
 """
 
 from fractional_gpu.core.books.books import Lease
-from fractional_gpu.core.books.records import Wait
+from fractional_gpu.core.books.records import Reason
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.changes.deadlines import Deadlines, idle_due_ms
 from fractional_gpu.core.effects import SuspendAnnounced
-from fractional_gpu.core.handlers.drain import Draining
-from fractional_gpu.core.handlers.memory_caps import Caps
+from fractional_gpu.core.handlers.drain import DeviceDrains
+from fractional_gpu.core.handlers.memory_caps import MemoryCaps
 from fractional_gpu.core.handlers.pins import Pins
-from fractional_gpu.core.handlers.resize import Resizing
-from fractional_gpu.core.handlers.revocation import Revoked
-from fractional_gpu.core.handlers.starting import Starting
+from fractional_gpu.core.handlers.resize import Resizer
+from fractional_gpu.core.handlers.revocation import Revocations
+from fractional_gpu.core.handlers.starting import StartReservations
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.eligibility import is_lost
-from fractional_gpu.core.rules.victim_cost import prepare
-from fractional_gpu.core.scheduler.host_memory_relief import Relief
-from fractional_gpu.core.scheduler.migration import move
-from fractional_gpu.core.scheduler.queue_pass import Pass
+from fractional_gpu.core.rules.eligibility import lacks_device
+from fractional_gpu.core.rules.victim_cost import renew_rankings
+from fractional_gpu.core.scheduler.host_memory_relief import HostMemoryRelief
+from fractional_gpu.core.scheduler.migration import move_on_request
+from fractional_gpu.core.scheduler.queue_pass import QueuePass
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_duration, format_memory
 
-__all__ = ["Serving"]
+__all__ = ["Scheduler"]
 
 _SPARE_PASSES = 4  # over the queue in one event, beside two for everybody who waits; a second one is rare
 
 
-class Serving:
+class Scheduler:
     """Serves whoever waits. `wake_ms`: the next moment at which time alone changes a decision."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
         self._deadlines = Deadlines(changes.books)
-        self._hint_ms: int | None = None  # when the last pass over the queue asked to be repeated
-        self.caps = Caps(changes)
-        self.draining = Draining(changes)
+        self._recheck_ms: int | None = None  # when the last pass over the queue asked to be repeated
+        self.memory_caps = MemoryCaps(changes)
+        self.drains = DeviceDrains(changes)
         self.pins = Pins(changes)
-        self.resizing = Resizing(changes)
-        self.revoked = Revoked(changes)
-        self.starting = Starting(changes)
-        self._relief = Relief(changes)
+        self.resizer = Resizer(changes)
+        self.revocations = Revocations(changes)
+        self.start_reservations = StartReservations(changes)
+        self._relief = HostMemoryRelief(changes)
 
     def serve(self) -> None:
         """Do everything that can be done now."""
-        self._deadlines.renew()
+        self._deadlines.refresh()
         self._take_due()
         self._suspend_asked()
         self._suspend_breaching()
         if self._books.draining:
-            self.draining.serve()
+            self.drains.suspend_ready()
         if self._books.revoked:
-            self.revoked.serve()
-        self.starting.file_parked()
+            self.revocations.suspend_ready()
+        self.start_reservations.file_parked()
         self._serve_tickets()
-        while self.starting.take_back():  # each round frees room for the tickets that are left
-            self.starting.file_parked()
+        while self.start_reservations.reclaim_lapsed():  # each round frees room for the tickets that are left
+            self.start_reservations.file_parked()
             self._serve_tickets()
         self._relief.relieve()
         if self._suspend_idle():
             self._serve_tickets()
-        self._deadlines.renew(at_end=True)
+        self._deadlines.refresh(at_end=True)
 
-    def reflect(self) -> None:
+    def prepare_next(self) -> None:
         """Prepare for the next decision."""
         if self._books.waiting:
-            prepare(self._books)
+            renew_rankings(self._books)
 
     def _serve_tickets(self) -> None:
-        self._hint_ms = None
+        self._recheck_ms = None
         # each further pass follows a ticket that was served, or that needs more than it said
         for _ in range(_SPARE_PASSES + 2 * self._books.waiting):
             if not self._books.waiting:
                 break
-            one = Pass(self._changes, self.resizing)
+            one = QueuePass(self._changes, self.resizer)
             one.serve()
-            self._hint_ms, self._books.counted_on = one.hint_ms, one.counted_on
-            for lease_id in sorted(one.wished):
+            self._recheck_ms, self._books.expected_victims = one.recheck_ms, one.expected_victims
+            for lease_id in sorted(one.short_of_host_memory):
                 self._changes.ask_to_shrink(self._books.leases[lease_id])
-            if not one.again:
+            if not one.needs_another:
                 break
         if not self._books.waiting:
-            for lease in list(self._books.yielding.values()):
+            for lease in list(self._books.gates_closed.values()):
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
         """Return when to serve again though nothing happens, or None. What waits for an answer needs no alarm."""
         due = (
             self._deadlines.next_ms(),
-            self._hint_ms,
-            self.draining.hint_ms,
-            self.revoked.hint_ms,
-            self.caps.due_ms(),
+            self._recheck_ms,
+            self.drains.recheck_ms,
+            self.revocations.recheck_ms,
+            self.memory_caps.due_ms(),
         )
         return min((at_ms for at_ms in due if at_ms is not None and at_ms > self._changes.now_ms), default=None)
 
@@ -109,11 +109,11 @@ class Serving:
                 self._changes.end(lease, Cause.EXPIRED, "expired")
                 del ripe[lease_id]
             elif lease.paused and lease.resume_after_ms <= now_ms:
-                self._changes.unpause(lease)
+                self._changes.unpause_resume(lease)
             if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
                 self.pins.unpin(lease, "pin.over", "its pin is over")
-            self.starting.due(lease)
-            self.revoked.due(lease)
+            self.start_reservations.mark_lapsed(lease)
+            self.revocations.end_processes_if_due(lease)
             self._announce(lease)
 
     def _announce(self, lease: Lease) -> None:
@@ -123,7 +123,7 @@ class Serving:
         if not warn_ms or due_ms is None or due_ms == lease.announced_ms or not now_ms < due_ms <= now_ms + warn_ms:
             return
         lease.announced_ms = due_ms
-        self._books.touch(lease)
+        self._books.mark_changed(lease)
         self._changes.effects.append(SuspendAnnounced(lease_id=lease.lease_id, at_ms=due_ms))
         left = format_duration(due_ms - now_ms)
         self._changes.record(
@@ -131,44 +131,46 @@ class Serving:
         )
 
     def _suspend_asked(self) -> None:
-        for lease in list(self._books.asked.values()):
+        for lease in list(self._books.suspend_requested.values()):
             if lease.busy:
                 self._changes.decline_suspend(lease, "busy", "a cell began to run before the suspend could start")
             elif (wait := self.cannot_suspend(lease)) is not None:
-                if wait.reason == "host-memory" and self._changes.ask_to_shrink(lease):
+                if wait.code == "host-memory" and self._changes.ask_to_shrink(lease):
                     continue  # its answer decides
-                self._changes.decline_suspend(lease, wait.reason, wait.sentence)
+                self._changes.decline_suspend(lease, wait.code, wait.sentence)
             elif self._changes.channel_free:
                 if lease.pinned_until_ms:
-                    self.pins.unpin(lease, "pin.ended", f"{lease.asked_by} asked for its suspend, which ends its pin")
-                self._changes.begin_suspend(lease, "suspend.asked", f"{lease.asked_by} asked for it")
+                    self.pins.unpin(
+                        lease, "pin.ended", f"{lease.suspend_requested_by} asked for its suspend, which ends its pin"
+                    )
+                self._changes.begin_suspend(lease, "suspend.asked", f"{lease.suspend_requested_by} asked for it")
 
-    def move_asked(self, lease: Lease, device_id: str | None) -> None:
+    def move_requested(self, lease: Lease, device_id: str | None) -> None:
         """An administrator wants it elsewhere: it goes at once, or stays."""
-        wait = (lease.state is LeaseState.RESIDENT and self.cannot_suspend(lease)) or move(
+        wait = (lease.state is LeaseState.RESIDENT and self.cannot_suspend(lease)) or move_on_request(
             self._changes, lease, device_id
         )
         if wait:
-            self._changes.decline(lease, wait.reason, wait.sentence, about="move")
+            self._changes.decline(lease, wait.code, wait.sentence, about="move")
         elif lease.pinned_until_ms:
             self.pins.unpin(lease, "pin.ended", "an administrator has it moved, which ends its pin")
 
     def _suspend_breaching(self) -> None:
-        for lease in self.caps.enforce():
+        for lease in self.memory_caps.enforce():
             if self._changes.channel_free and lease.retry_ms <= self._changes.now_ms and not self.cannot_suspend(lease):
                 self._changes.begin_suspend(lease, "suspend.breach", "it uses more than its cap")
 
-    def cannot_suspend(self, lease: Lease) -> Wait | None:
+    def cannot_suspend(self, lease: Lease) -> Reason | None:
         """Say why a resident, idle lease cannot be suspended at all now, or return None."""
-        if lease.staying:
-            return Wait("not-checkpointable", lease.stays)
-        if is_lost(self._books, lease):
-            return Wait("device-lost", "its device answers nothing, so nothing can be saved from it")
+        if lease.is_unsuspendable:
+            return Reason("not-checkpointable", lease.unsuspendable_reason)
+        if lacks_device(self._books, lease):
+            return Reason("device-lost", "its device answers nothing, so nothing can be saved from it")
         left_mib, need_mib = self._books.host_left_mib, lease.host_need_mib
         if need_mib <= left_mib:
             return None
         need, left = format_memory(need_mib), format_memory(max(0, left_mib))
-        return Wait("host-memory", f"saving it takes up to {need} of host memory, of which {left} are left")
+        return Reason("host-memory", f"saving it takes up to {need} of host memory, of which {left} are left")
 
     def _suspend_idle(self) -> bool:
         """Suspend who has idled for long enough. Returns whether room was kept for one of them, to grow where it was."""
@@ -188,13 +190,13 @@ class Serving:
             due_ms = idle_due_ms(self._books, lease)
             if due_ms is not None and due_ms <= now_ms:
                 idle = format_duration(now_ms - lease.last_active_ms)
-                kept |= lease.grows
+                kept |= lease.is_growing
                 self._changes.begin_suspend(lease, "suspend.idle", f"idle for {idle}")
         return kept
 
     def _makes_room_to_grow(self, lease: Lease) -> bool:
         """Whether neighbours are stepping aside so that it can grow where it is: if it left now, they would have done so in vain."""
         ticket = lease.ticket
-        if ticket is None or not lease.grows or ticket.wait is None or ticket.passes != self._books.passes:
+        if ticket is None or not lease.is_growing or ticket.wait is None or ticket.wait_pass != self._books.passes:
             return False
-        return ticket.wait.reason == "wait.making-room"
+        return ticket.wait.code == "wait.making-room"

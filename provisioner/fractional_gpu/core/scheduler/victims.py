@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fractional_gpu.core.books.books import Books, Lease
-from fractional_gpu.core.books.records import Footing, Ranks, Yielders
-from fractional_gpu.core.rules.eligibility import is_lost, steps_aside, willing_from_ms
+from fractional_gpu.core.books.records import OccupancyKind, VictimRanking, YieldCandidates
+from fractional_gpu.core.rules.eligibility import lacks_device, steps_aside, suspendable_from_ms
 from fractional_gpu.core.rules.fairness import goes_before_from_ms
 from fractional_gpu.core.rules.victim_cost import (
-    cost,
-    ranks,
-    working,
-    yielders,
+    busy_candidates,
+    suspend_cost,
+    victim_ranking,
+    yield_candidates,
 )
 
 __all__ = ["Victims"]
@@ -27,17 +27,17 @@ class Victims:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self.hint_ms: int | None = None
+        self.recheck_ms: int | None = None
 
-    def hint(self, at_ms: int) -> None:
+    def recheck_at(self, at_ms: int) -> None:
         """Time alone changes something then."""
-        if at_ms > self._books.now_ms and (self.hint_ms is None or at_ms < self.hint_ms):
-            self.hint_ms = at_ms
+        if at_ms > self._books.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
+            self.recheck_ms = at_ms
 
-    def takes_busy(self, lease: Lease) -> bool:
+    def may_preempt_busy(self, lease: Lease) -> bool:
         """Whether the lease could have busy ones preempted at all."""
         pool = self._books.policy(lease)
-        if lease.grows:
+        if lease.is_growing:
             return False
         if pool.preempt_equals or not pool.preempt_priorities:
             return pool.preempt_equals
@@ -45,15 +45,15 @@ class Victims:
 
     def never_leaves(self, lease: Lease) -> bool:
         """Whether the lease does not step aside for anybody, idle or not."""
-        return lease.staying or lease.pinned_until_ms > self._books.now_ms or is_lost(self._books, lease)
+        return lease.is_unsuspendable or lease.pinned_until_ms > self._books.now_ms or lacks_device(self._books, lease)
 
     def may_leave(self, lease: Lease) -> bool:
         """Whether the lease is idle and may be suspended now."""
-        if lease.footing is not Footing.RESTING or is_lost(self._books, lease):
+        if lease.occupancy is not OccupancyKind.IDLE or lacks_device(self._books, lease):
             return False
-        from_ms = willing_from_ms(self._books.policy(lease), lease)
+        from_ms = suspendable_from_ms(self._books.policy(lease), lease)
         if from_ms is not None and from_ms > self._books.now_ms:
-            self.hint(from_ms)
+            self.recheck_at(from_ms)
         return from_ms is not None and from_ms <= self._books.now_ms
 
     # -- choice ----------------------------------------------------------------------------------------------------------
@@ -87,52 +87,54 @@ class Victims:
         return chosen or None
 
     def _is_too_little(
-        self, found: Ranks, short_mib: int, beneficiary: Lease, *, busy: bool, between_cells: bool
+        self, found: VictimRanking, short_mib: int, beneficiary: Lease, *, busy: bool, between_cells: bool
     ) -> bool:
         """Whether all candidates together do not cover the shortage: most often that is so, and known at once."""
-        short_mib -= found.willing_mib
+        short_mib -= found.ready_mib
         if between_cells:
             return short_mib > 0 and self._yielders(found, beneficiary).mib < short_mib
         return not busy and short_mib > 0
 
-    def _candidates(self, found: Ranks, beneficiary: Lease, *, busy: bool, between_cells: bool) -> Iterator[Lease]:
-        for lease in found.willing:
-            if lease.footing is Footing.RESTING and (lease.next_cell is None or steps_aside(lease, beneficiary)):
+    def _candidates(
+        self, found: VictimRanking, beneficiary: Lease, *, busy: bool, between_cells: bool
+    ) -> Iterator[Lease]:
+        for lease in found.ready:
+            if lease.occupancy is OccupancyKind.IDLE and (lease.gate_ticket is None or steps_aside(lease, beneficiary)):
                 yield lease
         if between_cells:
             yield from self._yielders(found, beneficiary).leases
         elif busy:
             yield from self._preemptible(found, beneficiary)
 
-    def _yielders(self, found: Ranks, beneficiary: Lease) -> Yielders:
+    def _yielders(self, found: VictimRanking, beneficiary: Lease) -> YieldCandidates:
         """Return who is busy and may be asked to leave at the end of its cell, first those that were asked already."""
-        known = yielders(self._books, found, beneficiary.spec.priority)
+        known = yield_candidates(self._books, found, beneficiary.spec.priority)
         if known.next_ms is not None:
-            self.hint(known.next_ms)
+            self.recheck_at(known.next_ms)
         return known
 
-    def willing(self, device_id: str) -> list[Lease]:
+    def idle_victims(self, device_id: str) -> list[Lease]:
         """Return who is idle on the device and may be suspended now, cheapest first; some may have begun to leave in this pass."""
-        return self._ranks(device_id).willing
+        return self._ranks(device_id).ready
 
-    def _ranks(self, device_id: str) -> Ranks:
-        found = ranks(self._books, self._books.devices[device_id])
-        if found.soonest_ms is not None and (self.hint_ms is None or found.soonest_ms < self.hint_ms):
-            self.hint(found.soonest_ms)
+    def _ranks(self, device_id: str) -> VictimRanking:
+        found = victim_ranking(self._books, self._books.devices[device_id])
+        if found.next_ready_ms is not None and (self.recheck_ms is None or found.next_ready_ms < self.recheck_ms):
+            self.recheck_at(found.next_ready_ms)
         return found
 
-    def _preemptible(self, ranked: Ranks, beneficiary: Lease) -> list[Lease]:
+    def _preemptible(self, ranked: VictimRanking, beneficiary: Lease) -> list[Lease]:
         """Return who is busy and may be preempted for the lease now."""
         books, found = self._books, []
-        for from_ms, lease in working(books, ranked):
+        for from_ms, lease in busy_candidates(books, ranked):
             before_ms = goes_before_from_ms(books, beneficiary, lease)
             if before_ms is None:
                 continue
             if max(before_ms, from_ms) <= books.now_ms:
                 owner, own = books.share(lease)
-                found.append((lease.spec.priority, -owner, -own, cost(books, lease), lease.lease_id, lease))
+                found.append((lease.spec.priority, -owner, -own, suspend_cost(books, lease), lease.lease_id, lease))
             else:
-                self.hint(max(before_ms, from_ms))
+                self.recheck_at(max(before_ms, from_ms))
         return [lease for *_, lease in sorted(found, key=lambda one: one[:-1])]
 
 

@@ -16,10 +16,10 @@ would let it in, alone or with what else is free, leaves or rests. That holds un
 from collections.abc import Sequence
 
 from fractional_gpu.core.books.books import Lease
-from fractional_gpu.core.books.records import Footing, Key
+from fractional_gpu.core.books.records import BucketKey, OccupancyKind
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.rules.fairness import gate_opens_ms, residency_ms
-from fractional_gpu.core.scheduler.capacity import Plan, Room
+from fractional_gpu.core.scheduler.capacity import Capacity, Plan
 from fractional_gpu.core.scheduler.victims import Victims
 
 __all__ = ["Yielding"]
@@ -28,38 +28,38 @@ __all__ = ["Yielding"]
 class Yielding:
     """Whose gates are closed, in one pass over the queue."""
 
-    def __init__(self, changes: Changes, room: Room, victims: Victims) -> None:
+    def __init__(self, changes: Changes, room: Capacity, victims: Victims) -> None:
         self._changes = changes
         self._books = changes.books
-        self._room = room
+        self._capacity = room
         self._victims = victims
 
-    def ask(self, lease: Lease, devices: Sequence[str], key: Key) -> None:
+    def ask(self, lease: Lease, devices: Sequence[str], key: BucketKey) -> None:
         """Close the gates of the leases that could let the ticket in at the end of their cells, if they suffice."""
-        plan = self._room.plan(lease, devices, key.need_mib, key.many, between_cells=True)
+        plan = self._capacity.plan(lease, devices, key.need_mib, key.devices, between_cells=True)
         if not isinstance(plan, Plan):
             return
         for victim in plan.victims:
-            self._room.asked_to_yield.add(victim.lease_id)
-            if victim.footing is Footing.WORKING:
+            self._capacity.asked_to_yield.add(victim.lease_id)
+            if victim.occupancy is OccupancyKind.BUSY:
                 self._changes.close_gate(victim)
 
     def open_others(self) -> None:
         """At the end of a pass: open the gates that need not stay closed, and those that were closed for too long."""
         if not self._changes.channel_free:
             return
-        for lease in list(self._books.yielding.values()):
-            asked, planned = lease.lease_id in self._room.asked_to_yield, lease.lease_id in self._room.planned
+        for lease in list(self._books.gates_closed.values()):
+            asked, planned = lease.lease_id in self._capacity.asked_to_yield, lease.lease_id in self._capacity.planned
             if not asked and not planned:
                 self._changes.open_gate(lease)
-            elif lease.next_cell is not None and not planned:
-                self._wait_for_others(lease, lease.next_cell.asked_ms)
+            elif lease.gate_ticket is not None and not planned:
+                self._wait_for_others(lease, lease.gate_ticket.asked_ms)
 
     def _wait_for_others(self, lease: Lease, since_ms: int) -> None:
         """Its cell has ended, and those of others that have to leave with it have not."""
         until_ms = gate_opens_ms(self._books, lease, since_ms)
         if until_ms > self._books.now_ms:
-            self._victims.hint(until_ms)
+            self._victims.recheck_at(until_ms)
             return
-        lease.yields_from_ms = self._books.now_ms + residency_ms(self._books, lease)
+        lease.gate_open_until_ms = self._books.now_ms + residency_ms(self._books, lease)
         self._changes.open_gate(lease)
