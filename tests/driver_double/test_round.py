@@ -15,7 +15,7 @@ from fractional_gpu.gpu.interface import (
     ProcessState,
     ProcessUse,
 )
-from fractional_gpu.gpu.probe_process import VICTIM_MIB
+from fractional_gpu.gpu.probe_process import MEMORY_MIB
 from tests.driver_double import releases
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.remote import Remote
@@ -56,13 +56,13 @@ def test_a_process_is_suspended_and_comes_back_with_its_bytes(
 ) -> None:
     device = double.devices[0].device_id
     with Remote(double, bindings=release, nvml=nvml) as remote:
-        there = ProcessUse(pid=victim.pid, used_mib=CONTEXT_MIB + VICTIM_MIB)
+        there = ProcessUse(pid=victim.pid, used_mib=CONTEXT_MIB + MEMORY_MIB)
         assert remote.monitor.use(device).processes == (there,)
         remote.checkpointer.lock(victim.pid, 1000)
         remote.checkpointer.checkpoint(victim.pid)
         assert remote.checkpointer.state(victim.pid) is ProcessState.CHECKPOINTED
         assert remote.monitor.use(device).used_mib == 0
-        assert next(one for one in double.processes() if one.pid == victim.pid).saved_mib == VICTIM_MIB
+        assert next(one for one in double.processes() if one.pid == victim.pid).saved_mib == MEMORY_MIB
         remote.checkpointer.restore(victim.pid)
         remote.checkpointer.unlock(victim.pid)
         assert remote.monitor.use(device).processes == (there,)

@@ -17,7 +17,7 @@ from tests.gpu_nvidia.fake_driver import FakeDriver, Result
 __all__ = ["RECORD", "calls_of", "classes_of"]
 
 RECORD = Path(__file__).with_name("bindings.json")
-VICTIMS_CALLS = (
+PROBE_CALLS = (
     "cuCtxSetCurrent",
     "cuDevicePrimaryCtxRetain",
     "cuMemAlloc",
@@ -39,7 +39,7 @@ def classes_of(double: type) -> list[str]:
 
 
 def _seen(driver: Any) -> dict[str, Any]:  # noqa: ANN401 - the bindings have no types
-    calls = [name for name in (*calls_of(FakeDriver), *VICTIMS_CALLS) if hasattr(driver, name)]
+    calls = [name for name in (*calls_of(FakeDriver), *PROBE_CALLS) if hasattr(driver, name)]
     classes = {name: getattr(driver, name)() for name in classes_of(FakeDriver) if hasattr(driver, name)}
     return {
         "calls": {name: len(inspect.signature(getattr(driver, name)).parameters) for name in calls},

@@ -9,7 +9,7 @@ import pytest
 from fractional_gpu.gpu import nvidia_checkpointer
 from fractional_gpu.gpu.nvidia_support import why_no_bindings
 from tests.gpu_nvidia.fake_driver import FakeDriver, GpuPair, LockArgs, RestoreArgs, Result, StateNumber
-from tests.gpu_nvidia.record_bindings import RECORD, VICTIMS_CALLS, calls_of, classes_of
+from tests.gpu_nvidia.record_bindings import PROBE_CALLS, RECORD, calls_of, classes_of
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))
 NEWEST = max(RECORDED, key=lambda version: tuple(map(int, version.split("."))))
@@ -23,7 +23,7 @@ def test_the_record_has_releases_of_each_kind() -> None:
 
 @pytest.mark.parametrize("version", RECORDED)
 def test_calls_have_the_names_and_the_number_of_arguments_that_the_double_has(version: str) -> None:
-    recorded = {name: count for name, count in RECORDED[version]["calls"].items() if name not in VICTIMS_CALLS}
+    recorded = {name: count for name, count in RECORDED[version]["calls"].items() if name not in PROBE_CALLS}
     bound = {name: count - 1 for name, count in calls_of(FakeDriver).items()}  # the first is `self`
     assert recorded.items() <= bound.items()
     if not why_no_bindings_of(version):
@@ -62,5 +62,5 @@ def test_each_number_that_means_something_has_the_name_that_was_meant() -> None:
     assert words == {int(one): one.name.removeprefix("CU_PROCESS_STATE_") for one in StateNumber}
 
 
-def test_the_victims_calls_are_there() -> None:
-    assert set(VICTIMS_CALLS) <= set(RECORDED[NEWEST]["calls"])
+def test_the_probe_process_calls_are_there() -> None:
+    assert set(PROBE_CALLS) <= set(RECORDED[NEWEST]["calls"])

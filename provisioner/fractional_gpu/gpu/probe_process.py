@@ -1,11 +1,11 @@
-"""A process of our own with a little device memory, on which checkpointing is tried: by the doctor, and by a broker at its start.
+"""A child process with a little device memory, on which checkpoints are tried (see `checkpoint_trial`).
 
     python -P -m fractional_gpu.gpu.probe_process nvidia|simulated
 
-Rules: it says `ready` when its memory is filled, or one line that begins with `failed`; to each line on standard input it reads its memory
-back and says `intact` or `changed`; it ends when its standard input does. Between those it makes no CUDA call, so being locked does not
-block it. Which device it uses is said by the environment, as for kernels; whatever else there changes the driver for a process is removed,
-for what is tried is this machine, not what the broker was started in.
+It prints `ready` when its memory is filled, or one line that begins with `failed`. For each line on standard input it reads its memory back
+and prints `intact` or `changed`. It ends when its standard input does. In between it makes no CUDA call, so a lock does not block it.
+The environment names the device, as for kernels. Other variables that change the driver for a process are removed, because the trial is
+about this machine and not about the environment in which the broker was started.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ from typing import Any, Final
 
 from fractional_gpu.gpu import driver_environment
 
-__all__ = ["VICTIM_MIB", "main"]
+__all__ = ["MEMORY_MIB", "main"]
 
-VICTIM_MIB: Final = 64
-_BYTES: Final = VICTIM_MIB << 20
+MEMORY_MIB: Final = 64
+_BYTES: Final = MEMORY_MIB << 20
 _PATTERN: Final = b"\xa5\x5a\x3c\xc3"
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.process.self_test import Trial
+from fractional_gpu.broker.process.self_test import SelfTest
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event
@@ -51,9 +51,9 @@ class World:
             await worker.close()
 
     async def found(self) -> str:
-        """What a trial finds."""
+        """What the self-test finds."""
         async with self.worker() as worker:
-            return await Trial(cast("Broker", self), cast("Swaps", self.swaps), worker, self.specs).make()
+            return await SelfTest(cast("Broker", self), cast("Swaps", self.swaps), worker, self.specs).run()
 
     @property
     def why_not(self) -> str:

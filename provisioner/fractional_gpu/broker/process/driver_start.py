@@ -7,7 +7,7 @@ The rules:
 - Until an attempt succeeds the broker serves all the same. Devices are shared and kernels stay on them; `Swaps.off` and the devices'
   `why_not` hold the driver's reason and the time of the next attempt, so status, refusals and the doctor repeat both.
 - When an attempt succeeds, both are cleared, leases that stayed for that reason only may be suspended, leases whose state only the driver
-  knows are examined at once, and the trial runs.
+  knows are examined at once, and the self-test runs.
 - While the worker of an earlier broker is still at work nothing is known yet: no reason is given, and the first attempt waits for its end.
 """
 
@@ -20,7 +20,7 @@ from typing import Final
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
-from fractional_gpu.broker.process.self_test import Trial
+from fractional_gpu.broker.process.self_test import SelfTest
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.events import Checkpointable, DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
@@ -64,14 +64,14 @@ class DriverStart:
         return self.off
 
     async def run(self, broker: Broker, swaps: Swaps) -> None:
-        """Try until the driver works or refuses for good, then make the trial on real devices. Returns only by cancellation."""
+        """Try until the driver works or refuses for good, then run the self-test on real devices. Returns only by cancellation."""
         while self._pending:
             await self._pause()
             before = self.off
             await self._attempt()
             self._tell(broker, swaps, before)
         if not self.off and broker.monitor.kind != "simulated":
-            log.info("%s", await Trial(broker, swaps, self._worker, self._specs).make())
+            log.info("%s", await SelfTest(broker, swaps, self._worker, self._specs).run())
         await asyncio.Event().wait()  # a service of the broker: its end would end the broker
 
     async def _is_alone(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fractional_gpu.commands.doctor.broker import broker_pid, check_broker, check_ledgers
 from fractional_gpu.commands.doctor.bundle import write_bundle
+from fractional_gpu.commands.doctor.checkpoint import claim_and_try, findings_of
 from fractional_gpu.commands.doctor.finding import (
     Finding,
     as_json,
@@ -31,7 +32,6 @@ from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelsp
 from fractional_gpu.commands.doctor.memory import check_huge_pages
 from fractional_gpu.commands.doctor.nvidia import check_pools, look_at_nvidia
 from fractional_gpu.commands.doctor.oom import check_oom, check_swap
-from fractional_gpu.commands.doctor.probe import findings_of, try_checkpoint
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.gpu.nvidia import NvidiaMonitor
@@ -109,7 +109,7 @@ def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
 
 def _try_real(devices: tuple[DeviceInfo, ...]) -> list[Finding]:
     with closing(NvidiaMonitor()) as monitor:
-        return findings_of(try_checkpoint("nvidia", monitor, devices), kind=monitor.kind)
+        return findings_of(claim_and_try("nvidia", monitor, devices), kind=monitor.kind)
 
 
 def _try_simulated() -> list[Finding]:
@@ -124,7 +124,7 @@ def _try_simulated() -> list[Finding]:
             ]
         try:
             with closing(SimulatedMonitor(host)) as monitor:
-                return findings_of(try_checkpoint(f"simulated:{host}", monitor, monitor.devices()), kind=monitor.kind)
+                return findings_of(claim_and_try(f"simulated:{host}", monitor, monitor.devices()), kind=monitor.kind)
         finally:
             with suppress(SimulatedHostError):
                 destroy(host)

@@ -1,0 +1,122 @@
+"""Tries a checkpoint and a restore on a process of this package: only a real CUDA process shows what the driver permits here.
+
+The doctor and a broker at its start use it. The rules:
+- No other process is touched: `probe_process` runs as a child, with device memory of its own.
+- Each step has a time limit, and the child is killed in the end, whatever happened.
+- What the monitor counts for the child before and after the checkpoint is part of the result. A broker whose devices do not count memory
+  under the pids that it sees cannot know what a suspend needs.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from fractional_gpu.gpu import driver_environment
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.process import ProcessIdentity, identify
+
+__all__ = ["PHASES", "TrialResult", "try_checkpoint"]
+
+PHASES: Final = ("lock", "checkpoint", "restore", "unlock")
+_START_S: Final = 60.0  # of the probe process: starting the driver takes seconds
+_ANSWER_S: Final = 20.0
+_LOCK_MS: Final = 10_000
+_COPY_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class TrialResult:
+    """What a trial found. Memory in MiB, phases in microseconds. `wrong` is a sentence about the failure, empty after a success."""
+
+    phases_us: dict[str, int] = field(default_factory=dict)
+    before_mib: int | None = None  # None: the device did not count the process
+    left_mib: int | None = None  # counted for the process while it was checkpointed
+    wrong: str = ""
+    code: GPUErrorCode | None = None  # of the device operation that failed
+    not_tried: str = ""  # a sentence, if there was no trial
+
+
+async def try_checkpoint(
+    worker: WorkerLink, monitor: Monitor, device_id: str, *, exempt_pids: set[int] | None = None
+) -> TrialResult:
+    """Try it on this device. Takes seconds, with a driver that hangs minutes. Cancellation kills the probe process.
+
+    `exempt_pids` has the probe process's pid in it while that process lives. Raises nothing that a driver, a device without room or a
+    missing permission causes: those are results.
+    """
+    result = TrialResult()
+    try:
+        async with _probe_process(monitor, device_id, exempt_pids if exempt_pids is not None else set()) as process:
+            await _move_out_and_back(worker, monitor, device_id, process, result)
+    except GPUError as error:
+        result.wrong, result.code = str(error), error.code
+    except TimeoutError:
+        result.wrong = "the process did not answer in time"
+    except (ProcessLookupError, _ProbeError) as error:
+        result.wrong = str(error)
+    return result
+
+
+async def _move_out_and_back(
+    worker: WorkerLink, monitor: Monitor, device_id: str, process: asyncio.subprocess.Process, result: TrialResult
+) -> None:
+    """Move the process's device memory to the host and back; fill in the result step by step, as any step may raise."""
+    identity = identify(process.pid)
+    result.before_mib = await _used_mib(monitor, device_id, identity)
+    result.phases_us["lock"] = await worker.lock(identity, _LOCK_MS)
+    result.phases_us["checkpoint"] = await worker.checkpoint(identity, _COPY_S)
+    result.left_mib = await _used_mib(monitor, device_id, identity)
+    result.phases_us["restore"] = await worker.restore(identity, None, _COPY_S)
+    result.phases_us["unlock"] = await worker.unlock(identity)
+    if process.stdin is None:
+        raise _ProbeError("the process has no standard input")
+    process.stdin.write(b"\n")  # it compares its memory with what it wrote
+    answer = await _read_line(process, _ANSWER_S)
+    if answer != "intact":
+        raise _ProbeError(f"its memory was not the same afterwards ({answer or 'it ended'})")
+
+
+async def _used_mib(monitor: Monitor, device_id: str, identity: ProcessIdentity) -> int | None:
+    use = await asyncio.to_thread(monitor.use, device_id)
+    return next((process.used_mib for process in use.processes if process.pid == identity.pid), None)
+
+
+@asynccontextmanager
+async def _probe_process(
+    monitor: Monitor, device_id: str, exempt_pids: set[int]
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Yield a process that holds device memory; kill it at the end."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "fractional_gpu.gpu.probe_process", monitor.kind),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=driver_environment.cleaned(os.environ, keep=monitor.kernel_environment(device_id)),
+    )
+    exempt_pids.add(process.pid)
+    try:
+        answer = await _read_line(process, _START_S)
+        if answer != "ready":
+            raise _ProbeError(f"no device memory could be had for it: {answer.removeprefix('failed: ') or 'it ended'}")
+        yield process
+    finally:
+        exempt_pids.discard(process.pid)
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def _read_line(process: asyncio.subprocess.Process, limit_s: float) -> str:
+    if process.stdout is None:
+        raise _ProbeError("the process has no standard output")
+    async with asyncio.timeout(limit_s):
+        return (await process.stdout.readline()).decode(errors="replace").strip()
+
+
+class _ProbeError(Exception):
+    """The probe process ended or gave an unexpected answer; the sentence says which."""
