@@ -2,7 +2,7 @@
 
 They are installed beside the test environment's own packages, each release in a folder of its own, because tests check that the
 project works without them. Without arguments the oldest and the newest supported releases are installed, with `--all` every release
-of cuda-bindings that `fractional_gpu.gpu.nvidia_support` accepts and that the package index has for this Python.
+of cuda-bindings that `fractional_gpu.gpu.nvidia.support` accepts and that the package index has for this Python.
 """
 
 import re
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.gpu.nvidia_support import bindings_refusal
+from fractional_gpu.gpu.nvidia.support import bindings_refusal
 
 __all__ = ["OLDEST", "installed", "newest", "oldest", "python_path"]
 

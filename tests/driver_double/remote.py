@@ -20,7 +20,8 @@ from fractional_gpu.gpu.interface import (
     GPUError,
     ProcessState,
 )
-from fractional_gpu.gpu.nvidia import NvidiaCheckpointer, NvidiaMonitor
+from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer
+from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.releases import newest, python_path
 from tests.support.paths import PYTHONPATH

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from fractional_gpu.broker.process.backend import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.gpu.interface import DeviceInfo, Monitor
-from fractional_gpu.gpu.nvidia import NvidiaMonitor
+from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.open import open_monitor
 from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.host import destroy

@@ -203,7 +203,7 @@ class _Timed:
 
 def nvml_times(setting: Setting, note: Note) -> None:
     """What each call of NVML takes that the broker makes, by the product's own monitor, with a process on the device."""
-    from fractional_gpu.gpu.nvidia import NvidiaMonitor  # noqa: PLC0415 - only this needs the project
+    from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor  # noqa: PLC0415 - only this needs the project
 
     timed = _Timed(importlib.import_module("pynvml"))
     with setting.hold() as holder:

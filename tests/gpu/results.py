@@ -13,7 +13,7 @@ from typing import Any
 import pynvml
 
 from fractional_gpu import __version__
-from fractional_gpu.gpu.nvidia import NvidiaMonitor
+from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 
 __all__ = ["RESULTS", "Results", "machine"]
 

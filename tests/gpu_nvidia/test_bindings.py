@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.gpu import nvidia_checkpointer
-from fractional_gpu.gpu.nvidia_support import why_no_bindings
+from fractional_gpu.gpu.nvidia import checkpointer
+from fractional_gpu.gpu.nvidia.support import why_no_bindings
 from tests.gpu_nvidia.fake_driver import FakeDriver, GpuPair, LockArgs, RestoreArgs, Result, StateNumber
 from tests.gpu_nvidia.record_bindings import PROBE_CALLS, RECORD, calls_of, classes_of
 
@@ -32,7 +32,7 @@ def test_calls_have_the_names_and_the_number_of_arguments_that_the_double_has(ve
 
 @pytest.mark.parametrize("version", RECORDED)
 def test_releases_without_what_is_needed_are_refused_by_their_number_and_no_others(version: str) -> None:
-    lacking = set(nvidia_checkpointer._CALLS) - set(RECORDED[version]["calls"])
+    lacking = set(checkpointer._CALLS) - set(RECORDED[version]["calls"])
     assert bool(why_no_bindings_of(version)) is bool(lacking)
 
 
@@ -56,9 +56,9 @@ def test_results_and_states_have_the_numbers_that_the_double_gives(version: str)
 
 def test_each_number_that_means_something_has_the_name_that_was_meant() -> None:
     names = {int(one): one.name for one in Result}
-    assert {names[number] for number in nvidia_checkpointer._CODES} <= set(RECORDED[NEWEST]["results"])
+    assert {names[number] for number in checkpointer._CODES} <= set(RECORDED[NEWEST]["results"])
     assert RECORDED[NEWEST]["states"] == {one.name: int(one) for one in StateNumber}
-    words = {number: word.value.upper() for number, word in nvidia_checkpointer._STATES.items()}
+    words = {number: word.value.upper() for number, word in checkpointer._STATES.items()}
     assert words == {int(one): one.name.removeprefix("CU_PROCESS_STATE_") for one in StateNumber}
 
 

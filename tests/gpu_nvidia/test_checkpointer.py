@@ -17,7 +17,7 @@ from fractional_gpu.gpu.interface import (
     GPUErrorCode,
     ProcessState,
 )
-from fractional_gpu.gpu.nvidia import NvidiaCheckpointer
+from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer
 from tests.gpu_nvidia.fake_driver import CHECKPOINTED, FAILED, LOCKED, RUNNING, FakeDriver, FakeProcess, StateNumber
 
 PHASES: dict[str, tuple[str, Callable[[NvidiaCheckpointer, int], None]]] = {

@@ -13,8 +13,8 @@ from fractional_gpu.gpu.interface import (
     ProcessKind,
     ProcessUse,
 )
-from fractional_gpu.gpu.nvidia import NvidiaMonitor
-from fractional_gpu.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
+from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, why_no_bindings
 from fractional_gpu.host.clock import since_boot_us
 from tests.gpu_nvidia.fake_nvml import (
     FUNCTION_NOT_FOUND,

@@ -5,7 +5,7 @@ import inspect
 import pynvml
 import pytest
 
-from fractional_gpu.gpu import nvidia_monitor
+from fractional_gpu.gpu.nvidia import monitor
 from tests.gpu_nvidia import fake_nvml
 from tests.gpu_nvidia.fake_nvml import MIB, FakeGPU, FakeNVML
 
@@ -60,8 +60,8 @@ def test_what_the_double_gives_has_the_fields_of_the_real_structure(call: str) -
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_numbers_are_those_of_the_library(name: str) -> None:
-    assert getattr(nvidia_monitor, name) == getattr(pynvml, NUMBERS[name])
-    assert getattr(fake_nvml, name.removeprefix("_"), getattr(nvidia_monitor, name)) == getattr(pynvml, NUMBERS[name])
+    assert getattr(monitor, name) == getattr(pynvml, NUMBERS[name])
+    assert getattr(fake_nvml, name.removeprefix("_"), getattr(monitor, name)) == getattr(pynvml, NUMBERS[name])
 
 
 def test_errors_tell_their_number_in_the_same_place() -> None:

@@ -21,7 +21,7 @@ def open_monitor(backend: str) -> Monitor:
 
         return SimulatedMonitor(_directory(backend))
     if backend == "nvidia":
-        from fractional_gpu.gpu.nvidia import NvidiaMonitor  # noqa: PLC0415 (see above)
+        from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor  # noqa: PLC0415 (see above)
 
         return NvidiaMonitor()
     raise _unknown(backend)
@@ -34,7 +34,7 @@ def open_checkpointer(backend: str) -> Checkpointer:
 
         return SimulatedCheckpointer(_directory(backend))
     if backend == "nvidia":
-        from fractional_gpu.gpu.nvidia import NvidiaCheckpointer  # noqa: PLC0415 (see above)
+        from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer  # noqa: PLC0415 (see above)
 
         return NvidiaCheckpointer()
     raise _unknown(backend)

@@ -21,7 +21,7 @@ from fractional_gpu.commands.doctor.finding import Severity
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import ProcessState
-from fractional_gpu.gpu.nvidia import NvidiaMonitor
+from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.messages import HostStatus
 from tests.broker.driver import Driver, journal, kernel_of, suspend_of, swaps_of

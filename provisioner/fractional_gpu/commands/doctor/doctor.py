@@ -34,7 +34,7 @@ from fractional_gpu.commands.doctor.nvidia import check_pools, look_at_nvidia
 from fractional_gpu.commands.doctor.oom import check_oom, check_swap
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.gpu.interface import DeviceInfo
-from fractional_gpu.gpu.nvidia import NvidiaMonitor
+from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import SimulatedHostError

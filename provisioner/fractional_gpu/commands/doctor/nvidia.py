@@ -23,8 +23,8 @@ from fractional_gpu.config import Settings
 from fractional_gpu.core.model import Sharing
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError
-from fractional_gpu.gpu.nvidia import NvidiaMonitor
-from fractional_gpu.gpu.nvidia_support import (
+from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
+from fractional_gpu.gpu.nvidia.support import (
     MOVING_CUDA_VERSION,
     driver_refusal,
     driver_warnings,

@@ -38,7 +38,7 @@ from fractional_gpu.gpu.interface import (
     ProcessKind,
     ProcessUse,
 )
-from fractional_gpu.gpu.nvidia_support import driver_refusal, driver_warnings, why_no_bindings
+from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, why_no_bindings
 from fractional_gpu.host.clock import WallClock
 
 __all__ = ["NvidiaMonitor"]

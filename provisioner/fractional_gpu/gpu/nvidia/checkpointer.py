@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.nvidia_support import INSTALL_BINDINGS, MOVING_CUDA_VERSION
+from fractional_gpu.gpu.nvidia.support import INSTALL_BINDINGS, MOVING_CUDA_VERSION
 from fractional_gpu.host.process import identify
 
 __all__ = ["NvidiaCheckpointer"]
