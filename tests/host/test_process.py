@@ -17,6 +17,7 @@ from fractional_gpu.host.process import (
     environment_value,
     identify,
     is_alive,
+    kill_marked,
     open_pidfd,
     owner_uid,
     parse_environment,
@@ -227,3 +228,18 @@ def test_a_stopped_process_is_alive_and_held_up(child: subprocess.Popen[bytes]) 
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     assert is_alive(identity)
     assert read_stat(child.pid).held_up
+
+
+def test_only_processes_with_the_variable_are_killed() -> None:
+    def sleeper(value: str) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(["/bin/sleep", "600"], env={"MARKED_FOR_A_TEST": value})
+
+    meant, other = sleeper("this"), sleeper("that")
+    try:
+        assert kill_marked("MARKED_FOR_A_TEST", "this") == [meant.pid]
+        assert meant.wait(60) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (meant, other):
+            process.kill()
+            process.wait(60)

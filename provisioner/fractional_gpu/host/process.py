@@ -12,6 +12,8 @@ The rules:
 """
 
 import os
+import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -24,6 +26,7 @@ __all__ = [
     "environment_value",
     "identify",
     "is_alive",
+    "kill_marked",
     "open_pidfd",
     "owner_uid",
     "parse_environment",
@@ -213,6 +216,22 @@ def open_pidfd(identity: ProcessIdentity) -> int:
         os.close(descriptor)
         raise ProcessLookupError(f"process {identity.pid}, started at tick {identity.start_time}, is gone")
     return descriptor
+
+
+def kill_marked(name: str, value: str) -> list[int]:
+    """Kill (SIGKILL) every process of this user whose environment has the variable with this value; return their pids."""
+    killed = []
+    for pid in [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]:
+        with suppress(OSError):  # it has exited, or is another user's
+            # Opened before the environment is read: from then on the signal cannot reach another process with this pid.
+            descriptor = os.pidfd_open(pid)
+            try:
+                if environment_value(pid, name) == value:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    killed.append(pid)
+            finally:
+                os.close(descriptor)
+    return killed
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:

@@ -20,8 +20,9 @@ from jupyter_server.prometheus.metrics import KERNEL_CURRENTLY_RUNNING_TOTAL
 from jupyter_server.services.kernels.kernelmanager import AsyncMappingKernelManager
 from tornado.ioloop import IOLoop, PeriodicCallback
 
+from fractional_gpu.host.process import kill_marked
 from fractional_gpu.jupyter.kernel_lease import recall_lease
-from fractional_gpu.jupyter.kernel_process import ProcessGoneError, kill_holders
+from fractional_gpu.jupyter.kernel_process import ProcessGoneError
 from fractional_gpu.jupyter.kernel_record import KeptRecord, kept_records
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -105,7 +106,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
 
     def _end_launch(self, lease: Mapping[str, Any], record: KeptRecord) -> None:
         """An earlier server died while it started this kernel: nobody has been told of it, and nobody knows how to talk to it."""
-        pids = kill_holders("JUPYTER_GPU_LEASE", str(lease["lease_id"]))
+        pids = kill_marked("JUPYTER_GPU_LEASE", str(lease["lease_id"]))
         self.log.info(
             "An earlier server died while it started a kernel, whose processes are ended: %s", pids or "none yet"
         )

@@ -7,11 +7,12 @@ import os
 import select
 import signal
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["AdoptedProcess", "ProcessGoneError", "identity_of", "kill_holders", "working_folder"]
+from fractional_gpu.host.process import identify
+
+__all__ = ["AdoptedProcess", "ProcessGoneError", "identity_of", "working_folder"]
 
 _EXIT_UNKNOWN = 255  # only a parent is told
 
@@ -21,16 +22,11 @@ class ProcessGoneError(Exception):
 
 
 def identity_of(pid: int) -> dict[str, Any]:
-    """Return pid, start_time (clock ticks since boot) and boot_id. Raises ProcessGoneError."""
+    """Return the process's identity as plain data: pid, start_time (clock ticks since boot) and boot_id. Raises ProcessGoneError."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
+        return identify(pid).to_dict()
+    except (OSError, ValueError) as error:  # ValueError: the number is now a thread's
         raise ProcessGoneError(f"process {pid} is gone") from error
-    fields = stat.rpartition(")")[2].split()  # the name in field 2 may contain anything
-    if fields[0] in "ZXx":
-        raise ProcessGoneError(f"process {pid} has ended")
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return {"pid": pid, "start_time": int(fields[19]), "boot_id": boot_id}
 
 
 def working_folder(pid: int) -> Path:
@@ -39,22 +35,6 @@ def working_folder(pid: int) -> Path:
         return Path(f"/proc/{pid}/cwd").readlink()
     except OSError as error:
         raise ProcessGoneError(f"process {pid} is gone") from error
-
-
-def kill_holders(variable: str, value: str) -> list[int]:
-    """Kill (SIGKILL) every process of ours whose environment has the variable with this value; return their pids."""
-    wanted = f"{variable}={value}".encode()
-    killed = []
-    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
-        with suppress(OSError):  # it has ended, or is somebody else's
-            pidfd = os.pidfd_open(pid)
-            try:
-                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    killed.append(pid)
-            finally:
-                os.close(pidfd)
-    return killed
 
 
 class AdoptedProcess:

@@ -44,7 +44,8 @@ class SelfTest:
         result = await try_checkpoint(
             self._worker, self._broker.monitor, device_id, exempt_pids=self._broker.enforcement.exempt_pids
         )
-        if result.before_mib:  # counted under the pid that the process has here: so kernels are counted under their pids, too
+        if result.before_mib:
+            # It was counted under the pid that it has here, so the device counts kernels under their pids, too.
             self._swaps.inspector.set_counts_processes()
         if result.code in _FINAL:
             self._give_up(result.wrong)
