@@ -8,4 +8,6 @@ __all__ = ["PYTHONPATH", "ROOT", "SOURCES"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = tuple(ROOT / folder for folder in ("provisioner", "kernelext", "hub_spawner"))
-PYTHONPATH: Final = os.pathsep.join(str(path) for path in (*SOURCES, ROOT))
+_QUICK: Final = ROOT / "tests" / "support" / "quick"
+"""Stands in for a package that takes long to import and that nothing here uses."""
+PYTHONPATH: Final = os.pathsep.join(str(path) for path in (*SOURCES, ROOT, _QUICK))
