@@ -116,9 +116,9 @@ class LiveBroker:
         worker = WorkerLink(f"simulated:{host}")
         swaps = Swaps(monitor, worker, SwapTimes(gate_s=5, lock_s=5, checkpoint_s=30))
         self.loop = asyncio.get_running_loop()
-        self.broker = Broker(Arbiter(), monitor, swaps, LedgerWriter(self.disk))
         devices = monitor.devices()
-        self.broker.devices = {device.device_id: device for device in devices}
+        by_id = {device.device_id: device for device in devices}
+        self.broker = Broker(Arbiter(), monitor, swaps, LedgerWriter(self.disk), devices=by_id)
         specs = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
         for spec in specs:
             self.broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))

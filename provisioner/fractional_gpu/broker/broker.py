@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -66,6 +66,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
+from fractional_gpu.core.forecasts.context_sizes import ContextSizes
 from fractional_gpu.core.model import (
     HOLDING,
     LeaseState,
@@ -93,16 +94,26 @@ _MOST_MEMBERS = 256  # of a kernel's processes that the ledger remembers
 class Broker:
     """Carries the arbiter's decisions out."""
 
-    def __init__(self, arbiter: Arbiter, monitor: Monitor, swaps: Swaps, writer: LedgerWriter) -> None:
+    def __init__(
+        self,
+        arbiter: Arbiter,
+        monitor: Monitor,
+        swaps: Swaps,
+        writer: LedgerWriter,
+        *,
+        devices: Mapping[str, DeviceInfo] | None = None,
+        files: LeaseFiles | None = None,
+        context_sizes: ContextSizes | None = None,
+    ) -> None:
+        """`devices`: those that it manages, by id. `files`: for the second records. `context_sizes`: as learned before."""
         self.arbiter = arbiter
         arbiter.moment = time_of_day
         self.monitor = monitor
         self.writer = writer
         self.deadlines = DeadlineClock.of(writer.ledger)
         self.metrics = Metrics(arbiter)
-        writer.wrote = self.metrics.wrote
         self.kernels: dict[str, Kernel] = {}
-        self.devices: dict[str, DeviceInfo] = {}
+        self.devices = dict(devices or {})
         self.queue_changed = asyncio.Event()
         self.anything_changed = (
             asyncio.Event()
@@ -112,16 +123,16 @@ class Broker:
         self.used_mib: dict[str, int] = {}  # by device, as last measured
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
-        self.files: LeaseFiles | None = None  # the second records
-        self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease; set by whoever serves seats
-        writer.trouble_changed = self._trouble_changed
+        self.files = files
+        self._end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
+        writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.gpu_activity = GpuActivity(self)
         self.enforcement = Enforcement(self)
         self.oom_kills = OomKills()
-        self.contexts = ContextLearner(self)
+        self.contexts = ContextLearner(self, context_sizes or ContextSizes())
         self.survivors = Survivors(self, swaps.inspector)
         self.token_files = TokenFiles()
         swaps.connect(roots=self.roots, is_quiet=self.gpu_activity.is_quiet)
@@ -137,6 +148,10 @@ class Broker:
             stepped=self._stepped,
             finished=self._suspend_finished,
         )
+
+    def connect_seats(self, end_processes: Callable[[str], None]) -> None:
+        """Set what ends the processes of a revoked lease, by its id."""
+        self._end_processes = end_processes
 
     # -- events in, effects out ----------------------------------------------------------------------------------------------
 
@@ -187,7 +202,7 @@ class Broker:
                 self._breached(effect)
             case EndProcesses(lease_id=lease_id):
                 if not self.stopping:
-                    self.end_processes(lease_id)
+                    self._end_processes(lease_id)
             case LeaseEnded(lease_id=lease_id, reason=reason):
                 self._ended(lease_id, reason)
             case TicketsChanged():

@@ -188,7 +188,7 @@ async def test_a_full_disk_is_told_until_something_could_be_written(
         changes.append(writer.trouble)
         changed.set()
 
-    writer.trouble_changed = note_change
+    writer.connect(wrote=lambda _took_s: None, trouble_changed=note_change)
     disk.full = True
     with pytest.raises(LedgerError):
         await writer.run(lambda: disk.keep("a", "b"))

@@ -126,14 +126,14 @@ async def started(
     """A broker that has just started on the socket, with a new ledger unless one is given."""
     ledger = ledger or Ledger.open(socket.with_name("ledger.sqlite"))
     swaps = swaps_of(driver)
-    broker = Broker(Arbiter(), cast("Monitor", driver), swaps, LedgerWriter(ledger))
+    files = LeaseFiles(Path(f"{socket}.leases"))
+    broker = Broker(Arbiter(), cast("Monitor", driver), swaps, LedgerWriter(ledger), files=files)
     for device in driver.devices():
         spec = DeviceSpec(device_id=device.device_id, name=device.name, memory_mib=device.memory_mib)
         broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))
     devices = tuple(device.device_id for device in driver.devices())
     broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=devices)))
     broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
-    files = broker.files = LeaseFiles(Path(f"{socket}.leases"))
     lost = LostLeases(broker, swaps, ledger, files, socket=str(socket), everyone=everyone)
     try:
         await recover(broker, swaps, ledger, await lost.find())

@@ -12,6 +12,7 @@ from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.supervision import context_learner
 from fractional_gpu.broker.supervision.context_learner import ContextLearner
+from fractional_gpu.core.forecasts.context_sizes import ContextSizes
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceUse, ProcessUse
 from fractional_gpu.host.process import ProcessIdentity
@@ -42,7 +43,7 @@ class World:
         self.devices = {one: SimpleNamespace(name="H100") for one in (DEVICE, OTHER)}
         self.arbiter = SimpleNamespace(lease=lambda _: self._view())
         self.monitor = SimpleNamespace(use=self._use)
-        self.learner = ContextLearner(cast("Broker", self))
+        self.learner = ContextLearner(cast("Broker", self), ContextSizes())
 
     def _view(self) -> SimpleNamespace:
         return SimpleNamespace(state=self.state, spec=SimpleNamespace(reserve_mib=CAP_MIB))

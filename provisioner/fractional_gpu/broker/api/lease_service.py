@@ -125,16 +125,18 @@ Refresh = Callable[[], Coroutine[None, None, None]]
 
 
 class LeaseService:
-    """The routes' work. One per broker. `refresh` samples the devices."""
+    """The work of the routes. One per broker. `refresh` samples the devices; `lost` restores leases that the ledger lost."""
 
-    def __init__(self, broker: Broker, settings: Settings, refresh: Refresh | None = None) -> None:
+    def __init__(
+        self, broker: Broker, settings: Settings, *, refresh: Refresh | None = None, lost: LostLeases | None = None
+    ) -> None:
         self.broker = broker
         self.seats = Seats(broker, settings)
         self.lease_control = LeaseControl(broker, self.seats.check_resize)
         self.admin = AdminService(broker)
         self.admin_gid = settings.admin_gid()
         self.settings = settings
-        self.lost: LostLeases | None = None
+        self.lost = lost
         self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
         self.refresh = refresh
         self._refreshing: set[asyncio.Task[None]] = set()

@@ -35,10 +35,14 @@ class LedgerWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         self._pending: list[_Write] = []
         self._flushing: asyncio.Task[None] | None = None
-        self.wrote: Callable[[float], None] = _uncounted  # told how long each transaction took, seconds
         self.trouble = ""  # why nothing can be written now, and what to do: a sentence without its full stop
-        self.trouble_changed: Callable[[], None] = _nothing  # called on the loop
+        self._wrote: Callable[[float], None] = lambda _took_s: None
+        self._trouble_changed: Callable[[], None] = _nothing
         self._again: asyncio.TimerHandle | None = None
+
+    def connect(self, *, wrote: Callable[[float], None], trouble_changed: Callable[[], None]) -> None:
+        """Set what is called, on the loop, after each transaction (with the seconds that it took) and when `trouble` changes."""
+        self._wrote, self._trouble_changed = wrote, trouble_changed
 
     def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> asyncio.Future[None]:
         """Write soon, after everything handed over before. Returns what is done when it is on the disk.
@@ -100,7 +104,7 @@ class LedgerWriter:
             except Exception as error:  # whoever waits must hear of it, and the next group must be written
                 log.critical("the broker failed while it wrote the ledger", exc_info=error)
                 failures = [LedgerError(f"the broker failed while it wrote the ledger: {error!r}")] * len(group)
-            self.wrote(time.monotonic() - begun_s)
+            self._wrote(time.monotonic() - begun_s)
             self._note_trouble(group, failures)
             for write, failure in zip(group, failures, strict=True):
                 if write.done.cancelled():
@@ -124,7 +128,7 @@ class LedgerWriter:
         if self.trouble != before:
             if not self.trouble:
                 log.info("the ledger can be written again")
-            self.trouble_changed()
+            self._trouble_changed()
 
     def _look_again(self) -> None:
         """Write something, to see whether it can be written by now."""
@@ -172,10 +176,6 @@ def _seen(done: asyncio.Future[None]) -> None:
     """Take the result of a look, which `trouble` tells."""
     if not done.cancelled():
         done.exception()
-
-
-def _uncounted(_took_s: float) -> None:
-    """Nobody counts."""
 
 
 def _nothing() -> None:

@@ -1,4 +1,7 @@
-"""One life of a broker, from an open ledger to an orderly end."""
+"""One life of a broker: `BrokerRun` makes its parts from the settings, the devices and the open ledger, serves, and shuts down.
+
+`_make_parts` is the place that shows which part is made with which; `_background_work` lists what runs beside the API.
+"""
 
 import asyncio
 import logging
@@ -6,17 +9,20 @@ import os
 import signal
 import socket as socket_module
 import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_unix_socket
 
 from fractional_gpu.broker.api.lease_routes import make_server
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import listen
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
-from fractional_gpu.broker.api.server import PausingListener, drain_claim_queries
+from fractional_gpu.broker.api.server import PausingListener, Server, drain_claim_queries
 from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
 from fractional_gpu.broker.kernels.sharing import check_pools
 from fractional_gpu.broker.monitoring.host_memory import HostBudget
@@ -64,7 +70,7 @@ __all__ = ["BrokerRun", "device_specs", "is_service_socket"]
 log = logging.getLogger(__name__)
 
 _DAY_S = 24 * 3600
-_HISTORY_MS = 90 * _DAY_S * 1000  # what is over is remembered so long
+_HISTORY_MS = 90 * _DAY_S * 1000  # ended leases stay in the ledger for 90 days
 _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
 
@@ -75,7 +81,7 @@ def is_service_socket(socket: str) -> bool:
 
 
 def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
-    """Return the devices that this broker manages. Raises ConfigError for what is configured and the machine does not have."""
+    """Return the devices that this broker manages. Raises ConfigError for a configured device that the machine lacks."""
     everything = [
         DeviceSpec(
             device_id=one.device_id,
@@ -91,8 +97,28 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
     return settings.managed(everything)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """The parts of a broker that serves."""
+
+    turn: WorkerClaim
+    worker: WorkerLink
+    driver: DriverStart
+    swaps: Swaps
+    broker: Broker
+    sampler: Sampler
+    lost: LostLeases
+    service: LeaseService
+    server: Server
+    own_files: OwnFiles
+
+    def has_leases(self) -> bool:
+        """Whether any lease or seat needs this broker, or the next one."""
+        return bool(self.broker.kernels or self.service.seats.live())
+
+
 class BrokerRun:
-    """Everything that lives as long as the broker serves."""
+    """One life of a broker. `ready` is closed once it serves: the process that started it waits for that."""
 
     def __init__(
         self,
@@ -126,74 +152,119 @@ class BrokerRun:
         self._handle_signals()
         for claim in self._claims:
             drain_claim_queries(claim)
+        parts = await self._make_parts()
+        parts.own_files.serve()
+        address = self._settings.metrics_address
+        metrics_server = listen(parts.broker.metrics.registry, address) if address is not None else None
+        self._report_ready()
+        tasks = [asyncio.create_task(work) for work in self._background_work(parts)]
+        try:
+            with Watchdog.of(self._settings.hang_limit_ms):
+                await self._until_stopped(tasks)
+        finally:
+            leases_live = await self._shut_down(parts, metrics_server, tasks)
+        log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
+        return leases_live
+
+    async def _make_parts(self) -> _Parts:
+        """Make the parts of the broker, and restore the leases and seats that an earlier broker left."""
+        settings, monitor, ledger = self._settings, self._backend.monitor, self._ledger
+
+        # The checkpoint worker, and the operations that use it.
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
         worker = WorkerLink(self._backend.name, claim=turn)
         driver = DriverStart(worker, self._specs)
         off = await driver.begin()
-        arbiter = Arbiter(first_operation_id=self._ledger.next_operation_id(), forecasts=load_forecasts(self._ledger))
+        arbiter = Arbiter(first_operation_id=ledger.next_operation_id(), forecasts=load_forecasts(ledger))
         swaps = self._make_swaps(worker, Checkpointability(arbiter).refusal, off)
-        broker = Broker(arbiter, self._backend.monitor, swaps, LedgerWriter(self._ledger))
-        broker.contexts.sizes = load_context_sizes(self._ledger)
-        watcher = Sampler(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
-        self._introduce(broker)
-        self._drain_again(broker)
-        lost = await self._take_back(broker, swaps)
-        await watcher.sample()
-        service = LeaseService(broker, self._settings, refresh=watcher.refresh)
-        service.lost = lost
-        service.seats.recover(self._ledger)
+
+        # The broker: the arbiter with all that executes its effects.
+        files = LeaseFiles(lease_folder(self._socket, simulated=self._backend.simulated))
+        broker = Broker(
+            arbiter,
+            monitor,
+            swaps,
+            LedgerWriter(ledger),
+            devices={device.device_id: device for device in self._backend.devices if device.device_id in self._specs},
+            files=files,
+            context_sizes=load_context_sizes(ledger),
+        )
+        sampler = Sampler(broker, self._specs, HostBudget(self._host_budget_mib, self._host_total_mib))
+        self._configure(broker)
+
+        # Leases that live, whether the ledger knows them or not. A sample shows what they use before any request is answered.
+        everyone = is_service_socket(self._socket)
+        lost = LostLeases(broker, swaps, ledger, files, socket=self._socket, everyone=everyone)
+        await recover(broker, swaps, ledger, await lost.find())
+        await sampler.sample()
+
+        # The API.
+        service = LeaseService(broker, settings, refresh=sampler.refresh, lost=lost)
+        service.seats.recover(ledger)
         await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)
-        files = OwnFiles(
+        own_files = OwnFiles(
             socket=self._socket,
             lock=self._lock,
             restart=self._restart,
             broker=broker,
             server=server,
             bind=self._bind,
-            is_needed=lambda: self._settings.idle_exit_ms is None or self._has_leases(broker, service),
+            is_needed=lambda: settings.idle_exit_ms is None or parts.has_leases(),
             stop=self._stop.set,
         )
-        files.serve()
-        by_tcp = self._settings.metrics_address and listen(broker.metrics.registry, self._settings.metrics_address)
-        self._say_ready()
-        abandoned = AbandonedLeases(broker)
-        works = (
-            watcher.run(),
-            files.run(),
+        parts = _Parts(
+            turn=turn,
+            worker=worker,
+            driver=driver,
+            swaps=swaps,
+            broker=broker,
+            sampler=sampler,
+            lost=lost,
+            service=service,
+            server=server,
+            own_files=own_files,
+        )
+        return parts
+
+    def _background_work(self, parts: _Parts) -> tuple[Coroutine[Any, Any, None], ...]:
+        """Return what runs for as long as the broker serves. The broker ends when one of these ends or fails."""
+        broker, service = parts.broker, parts.service
+        return (
+            parts.sampler.run(),
+            parts.own_files.run(),
             broker.gpu_activity.run(),
-            driver.run(broker, swaps),
+            parts.driver.run(broker, parts.swaps),
             OomProtection(broker, self._ledger.path.with_suffix(".oom.json")).run(),
             service.seats.run(),
-            lost.files.run(),
-            lost.run(),
-            abandoned.run(),
+            parts.lost.files.run(),
+            parts.lost.run(),
+            AbandonedLeases(broker).run(),
             self._stop_when_unused(broker),
-            self._forget_history(broker, service.audit),
-            save_forecasts_periodically(arbiter, broker.contexts.sizes, broker.writer),
+            self._prune_history(broker, service.audit),
+            save_forecasts_periodically(broker.arbiter, broker.contexts.sizes, broker.writer),
             broker.metrics.watch_loop(),
         )
-        tasks = [asyncio.create_task(work) for work in works]
-        try:
-            with Watchdog.of(self._settings.hang_limit_ms):
-                await self._until_stopped(tasks)
-        finally:
-            server.stop()
-            if by_tcp:
-                by_tcp.stop()
-                await by_tcp.close_all_connections()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            files.remove_socket()
-            await server.close_all_connections()
-            leases_live = self._has_leases(broker, service)
-            save_forecasts(arbiter, broker.contexts.sizes, broker.writer)
-            await broker.close()
-            await worker.close()
-            turn.close()
-            service.audit.close()
-        log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
+
+    @staticmethod
+    async def _shut_down(parts: _Parts, metrics_server: HTTPServer | None, tasks: Sequence[asyncio.Task[None]]) -> bool:
+        """Stop serving and close everything. Returns whether leases live on."""
+        broker = parts.broker
+        parts.server.stop()
+        if metrics_server is not None:
+            metrics_server.stop()
+            await metrics_server.close_all_connections()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        parts.own_files.remove_socket()
+        await parts.server.close_all_connections()
+        leases_live = parts.has_leases()
+        save_forecasts(broker.arbiter, broker.contexts.sizes, broker.writer)
+        await broker.close()
+        await parts.worker.close()
+        parts.turn.close()
+        parts.service.audit.close()
         return leases_live
 
     def _make_swaps(self, worker: WorkerLink, check: CheckpointCheck, off: str) -> Swaps:
@@ -209,33 +280,24 @@ class BrokerRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started us may go
+        loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started the broker may close
 
-    def _introduce(self, broker: Broker) -> None:
-        devices = self._backend.devices
-        broker.devices = {device.device_id: device for device in devices if device.device_id in self._specs}
+    def _configure(self, broker: Broker) -> None:
+        """Give the arbiter the devices, the pools, the budget of host memory and the devices that are being drained."""
         for spec in self._specs.values():
             broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))
             log.info("device %s: %s, %s", spec.device_id, spec.name, format_memory(spec.memory_mib))
-        everything = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
-        for pool in self._settings.pool_specs(everything):
+        devices = [
+            DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib)
+            for one in self._backend.devices
+        ]
+        for pool in self._settings.pool_specs(devices):
             broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
-        # Until the first look at the host's memory; without it everything that is found saved would seem too much.
+        # It holds until the sampler has measured the host's memory; with no budget, any saved state that is found would exceed it.
         broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=self._host_budget_mib))
-
-    def _drain_again(self, broker: Broker) -> None:
-        """Go on emptying the devices that administrators said."""
         for device_id, evict_busy in self._ledger.drained().items():
             if device_id in self._specs:
                 broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
-
-    async def _take_back(self, broker: Broker, swaps: Swaps) -> LostLeases:
-        """Bring every lease that lives back into the arbiter, whether the ledger knows it or not."""
-        files = broker.files = LeaseFiles(lease_folder(self._socket, simulated=self._backend.simulated))
-        everyone = is_service_socket(self._socket)
-        lost = LostLeases(broker, swaps, self._ledger, files, socket=self._socket, everyone=everyone)
-        await recover(broker, swaps, self._ledger, await lost.find())
-        return lost
 
     def _bind(self) -> socket_module.socket:
         service = is_service_socket(self._socket)
@@ -247,14 +309,14 @@ class BrokerRun:
                 f"{self._socket} is there and is not a socket; move it away, or choose another place with --socket"
             ) from error
 
-    def _say_ready(self) -> None:
+    def _report_ready(self) -> None:
         log.info("serving on %s", self._socket)
         if self._ready is not None:
             self._ready.write("ready")
             self._ready.close()
 
     async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Return when told to stop; raise what a task of ours raised, for a broker without eyes must not go on."""
+        """Return when the broker is to stop; raise what a task raised, since a broker without its sampler, say, must not go on."""
         stop = asyncio.create_task(self._stop.wait())
         try:
             done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -264,13 +326,8 @@ class BrokerRun:
             stop.cancel()
 
     @staticmethod
-    def _has_leases(broker: Broker, service: LeaseService) -> bool:
-        """Whether any lease or seat needs this broker, or the next one."""
-        return bool(broker.kernels or service.seats.live())
-
-    @staticmethod
-    async def _forget_history(broker: Broker, audit: AuditLog) -> None:
-        """Keep the ledger and the audit log from growing for ever: now and once a day."""
+    async def _prune_history(broker: Broker, audit: AuditLog) -> None:
+        """Remove old entries of the ledger and the audit log, now and once a day, until cancelled."""
         while True:
             await audit.prune()
             broker.writer.submit(partial(broker.writer.ledger.prune, wall_ms() - _HISTORY_MS))
@@ -284,5 +341,5 @@ class BrokerRun:
         while broker.kernels or (time.monotonic() - broker.last_use_s) * 1000 < limit_ms:
             left_s = limit_ms / 1000 - (time.monotonic() - broker.last_use_s)
             await asyncio.sleep(max(0.2, min(left_s, 5.0)))
-        log.info("nobody needed the broker for a while: it stops")
+        log.info("no lease and no request for %g s: the broker stops", limit_ms / 1000)
         self._stop.set()

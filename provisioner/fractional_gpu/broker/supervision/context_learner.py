@@ -32,8 +32,8 @@ _NOBODY: Final = -1  # a uid that no user has
 class ContextLearner:
     """Learns from the kernels of one broker. All methods run on its loop."""
 
-    def __init__(self, broker: Runtime) -> None:
-        self.sizes = ContextSizes()
+    def __init__(self, broker: Runtime, sizes: ContextSizes) -> None:
+        self.sizes = sizes
         self._broker = broker
         self._asking: dict[str, asyncio.Task[None]] = {}  # by lease
 
