@@ -11,7 +11,7 @@ __all__ = ["EXTENSION_ARGUMENT", "find_ipykernel", "is_of_earlier_version", "loa
 EXTENSION_ARGUMENT: Final = "--IPKernelApp.extra_extensions=fractional_gpu_kernel"
 _EARLIER_ARGUMENT: Final = "--IPKernelApp.extra_extensions=kernelext"
 _EXTENSIONS: Final = ("fractional_gpu_kernel", "kernelext")  # the second: the extension's name in earlier versions
-_EARLIER_LAUNCHER: Final = "provisioner.jupyter.launcher"
+_EARLIER_LAUNCHER: Final = "provisioner.launcher"
 _OPTIONS_WITH_VALUE: Final = frozenset({"-X", "-W"})
 
 

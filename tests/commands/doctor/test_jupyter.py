@@ -68,7 +68,7 @@ def test_a_vanished_interpreter_is_an_error(specs: Path) -> None:
     [
         ["-P", "-c", "import sys, kernelext, provisioner; launch_new_instance()"],
         ["-m", "ipykernel_launcher", "--IPKernelApp.extra_extensions=kernelext"],
-        ["-P", "-m", "provisioner.jupyter.launcher", "--", "python"],
+        ["-P", "-m", "provisioner.launcher", "--", "python"],
     ],
     ids=["provisioner", "extension", "launcher"],
 )
