@@ -236,7 +236,7 @@ def test_a_broker_that_keeps_stderr_open_does_not_hold_the_start_up(home: Path) 
 
 
 def test_a_start_command_of_an_earlier_version_starts_the_package_of_this_one(home: Path) -> None:
-    code = "import sys; earlier = sys.argv[1].startswith('provisioner'); sys.exit(f'No module named {sys.argv[1]}' if earlier else sys.argv[1])"
+    code = "import sys; name = sys.argv[1]; sys.exit(name if name[0] == 'f' else f'No module named {name}')"
     for module in ("broker", "commands.main"):
         write_settings(home, code, f"provisioner.{module}")
         with pytest.raises(BrokerUnavailableError, match=rf"^fractional_gpu\.{module}$"):
