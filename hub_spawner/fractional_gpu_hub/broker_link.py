@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError

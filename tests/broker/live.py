@@ -12,10 +12,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import to_builtins
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_unix_socket
 
@@ -185,7 +186,7 @@ class LiveBroker:
 
     def lease(self, **fields: Any) -> LeaseReply:  # noqa: ANN401 - LeaseRequest's
         """Take a lease that is granted."""
-        answer = self.call("POST", "/v1/leases", asdict(LeaseRequest(**{"fraction_milli": 250, **fields})))
+        answer = self.call("POST", "/v1/leases", to_builtins(LeaseRequest(**{"fraction_milli": 250, **fields})))
         assert answer.status == 200, answer
         return LeaseReply(**answer.body)
 

@@ -8,14 +8,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Generator
-from dataclasses import asdict
 from typing import cast
 
 import pytest
+from msgspec import to_builtins
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.http import Call, Connection
-from fractional_gpu.client.replies import decode_message
+from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import (
     BadRequestError,
     BrokerUnavailableError,
@@ -110,8 +110,8 @@ def test_events_are_whole_statuses_whether_the_broker_sends_changes_or_not(
     broker.gate_bytes = [json.dumps(line).encode() + b"\n" for line in lines]
     events = client.events()
     before, after = next(events), next(events)
-    assert before == decode_message(HostStatus, whole)
-    assert after == decode_message(HostStatus, then)
+    assert before == decode_reply(whole, HostStatus)
+    assert after == decode_reply(then, HostStatus)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_gate_commands_come_whole_however_they_are_cut(broker: FakeBroker, clien
         GateCommand(verb="close", number=7),
         GateCommand(verb="open", number=8),
     ]
-    assert broker.bodies("gate") == [asdict(HELLO)]
+    assert broker.bodies("gate") == [to_builtins(HELLO)]
 
 
 def test_close_wakes_a_thread_that_waits_at_the_gate(broker: FakeBroker, client: BrokerClient) -> None:
@@ -410,10 +410,10 @@ def test_close_gives_up_a_call_that_is_just_connecting(
     assert broker.routes() == []
 
 
-def test_importing_the_client_loads_nothing_that_a_kernel_has_not() -> None:
+def test_importing_the_client_loads_only_msgspec_that_a_kernel_has_not() -> None:
     code = (
         "import sys, ipykernel.kernelapp; before = set(sys.modules); import fractional_gpu.client.client; "
-        "print([m for m in sorted(set(sys.modules) - before) if m.split('.')[0] != 'fractional_gpu'])"
+        "print([m for m in sorted(set(sys.modules) - before) if m.split('.')[0] not in ('fractional_gpu', 'msgspec')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

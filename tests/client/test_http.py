@@ -71,7 +71,7 @@ def test_every_way_to_end_a_body_is_understood(ask: Callable[[bytes], int], repl
         (b"HTTP/1.1 OK\r\n\r\n", InternalBrokerError, "does not speak HTTP"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n{{{", InternalBrokerError, "not JSON"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", InternalBrokerError, "not a Pong"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", InternalBrokerError, "lacks 'version'"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", InternalBrokerError, "required field .version"),
         (b"HTTP/1.1 502 Bad\r\nContent-Length: 6\r\n\r\n<html>", InternalBrokerError, "answered 502"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", InternalBrokerError, "longer than"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", InternalBrokerError, "chunks"),

@@ -1,6 +1,6 @@
 """Devices and leases as a broker would tell them, with plain defaults for what a test does not care about."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
 
@@ -51,12 +51,12 @@ _HOST = HostStatus(
 
 
 def a_device(**differences: object) -> DeviceStatus:
-    return replace(_DEVICE, **differences)  # type: ignore[arg-type]
+    return replace(_DEVICE, **differences)
 
 
 def a_lease(**differences: object) -> LeaseStatus:
-    return replace(_LEASE, **differences)  # type: ignore[arg-type]
+    return replace(_LEASE, **differences)
 
 
 def a_host(**differences: object) -> HostStatus:
-    return replace(_HOST, **differences)  # type: ignore[arg-type]
+    return replace(_HOST, **differences)

@@ -1,10 +1,11 @@
 """`jupyter gpu pin`, `unpin`, `resize`, `explain`, `drain` and `undrain`."""
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.lease_commands import COMMANDS, LeaseCommand, await_empty, render_story
@@ -30,10 +31,10 @@ def test_a_kernel_is_pinned_for_the_time_that_was_said(broker: OwnBroker, capsys
 def test_a_kernel_is_resized_to_what_was_said(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
     broker.add("resident", kernel_id="kernel-1")
     assert main(["resize", "kernel-1", "1/2", "--memory", "20GiB", "--wait", "0"]) == 0
-    assert broker.bodies("resize") == [asdict(ResizeRequest(fraction_milli=500, memory_mib=20_480, wait_ms=0))]
+    assert broker.bodies("resize") == [to_builtins(ResizeRequest(fraction_milli=500, memory_mib=20_480, wait_ms=0))]
     assert "1/4 of a GPU with 2 GiB before, 1/2 of a GPU with 2 GiB now" in capsys.readouterr().out
     assert main(["resize", "kernel-1", "--memory", "1GiB"]) == 0
-    assert broker.bodies("resize")[-1] == asdict(ResizeRequest(memory_mib=1024))
+    assert broker.bodies("resize")[-1] == to_builtins(ResizeRequest(memory_mib=1024))
 
 
 @pytest.mark.parametrize(

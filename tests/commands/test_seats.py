@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.commands.main import main

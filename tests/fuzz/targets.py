@@ -17,7 +17,6 @@ import msgspec
 from fractional_gpu.broker.kernels.iopub import Connection, IOPubWatch, connection_from_json
 from fractional_gpu.client import http
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.replies import decode_message
 from fractional_gpu.config import hub, values
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.gpu import worker, worker_link
@@ -26,7 +25,7 @@ from fractional_gpu.jupyter.kernel_config import parse_kernel_config
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
 from fractional_gpu.protocol import acting, versions
-from fractional_gpu.protocol.decode import as_json, decode
+from fractional_gpu.protocol.codec import decode_json, decode_reply, decode_request, error_body
 from fractional_gpu.protocol.errors import (
     BadRequestError,
     FractionalGPUError,
@@ -102,9 +101,9 @@ def request(data: bytes) -> None:
     """The body of a request, its kind chosen by the first byte."""
     kind = REQUESTS[data[0] % len(REQUESTS)] if data else Done
     try:
-        message = decode(data[1:], kind)
+        message = decode_request(data[1:], kind)
     except (BadRequestError, RequestTooLargeError) as error:
-        said = as_json(error)["error"]["message"]
+        said = error_body(error)["error"]["message"]
         assert said.isprintable()
         assert len(said) < 5000, said
         return
@@ -185,8 +184,8 @@ def stream(data: bytes) -> None:
 def status(data: bytes) -> None:
     """A reply of many parts."""
     try:
-        payload = http.decode_json(data)
-        decode_message(HostStatus, payload)
+        payload = decode_json(data)
+        decode_reply(payload, HostStatus)
     except InternalBrokerError as error:
         _is_short(error, 500)
 

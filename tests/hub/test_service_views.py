@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from fractional_gpu.protocol.messages import (
     DeviceStatus,
@@ -141,7 +142,7 @@ def test_who_waits_comes_first_in_their_order() -> None:
 def test_a_devices_state_in_words(fields: dict[str, Any], state: str, action: str) -> None:
     made = picture()
     assert made.status is not None
-    changed = replace(made, status=replace(made.status, devices=[replace(DEVICE, **fields)]))
+    changed = replace(made, status=structs.replace(made.status, devices=[structs.replace(DEVICE, **fields)]))
     (row,) = view_of(changed, GRACE)["devices"]
     assert (row["state"], row["actions"]) == (state, [action])
 

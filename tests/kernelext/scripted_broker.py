@@ -5,8 +5,10 @@ import json
 import os
 import select
 from collections import deque
-from dataclasses import asdict, replace
 from typing import Any
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from fractional_gpu.protocol.messages import (
     GateCommand,
@@ -86,7 +88,7 @@ class Stream:
 
 
 def _encode(line: Progress | GateCommand | HostStatus) -> bytes:
-    return json.dumps(asdict(line)).encode() + b"\n"
+    return json.dumps(to_builtins(line)).encode() + b"\n"
 
 
 class ScriptedBroker(FakeBroker):

@@ -10,8 +10,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import to_builtins
 
 from fractional_gpu.protocol.messages import LeaseRequest
 from tests.broker.live import LiveBroker, live_broker
@@ -98,7 +100,7 @@ def _call(user: str, live: LiveBroker, calls: Sequence[tuple[str, str, str | Non
 
 def _lease(live: LiveBroker) -> tuple[str, str]:
     """Take a lease as its owner; return its id and its token."""
-    request = asdict(LeaseRequest(fraction_milli=125))
+    request = to_builtins(LeaseRequest(fraction_milli=125))
     ((status, reply),) = _call("nobody", live, [("POST", "/v1/leases", None, request)])
     assert status == 200, reply
     return reply["lease_id"], reply["token"]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
 from fractional_gpu.broker.kernels import iopub, request_validation
@@ -130,21 +131,28 @@ def test_a_token_is_nowhere_but_in_its_file(told: dict[str, str]) -> None:
 )
 def test_nothing_secret_is_shown_when_an_object_is(module: ModuleType) -> None:
     """Tracebacks with variables, logs and debuggers show what `repr` says."""
-    classes = [kind for kind in vars(module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    secret = [field for kind in classes for field in dataclasses.fields(kind) if field.name in SECRETS]
-    assert [field.name for field in secret if field.repr] == []
+    for kind in classes_of(module):
+        if dataclasses.is_dataclass(kind):
+            assert [field.name for field in dataclasses.fields(kind) if field.name in SECRETS and field.repr] == []
+        elif issubclass(kind, msgspec.Struct):
+            shown = repr(kind(**dict.fromkeys(kind.__struct_fields__, "")))
+            assert SECRETS.isdisjoint(re.findall(r"(\w+)=", shown)), shown
+
+
+def classes_of(module: ModuleType) -> list[type]:
+    return [kind for kind in vars(module).values() if isinstance(kind, type)]
+
+
+def fields_of(kind: type) -> tuple[str, ...]:
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    return kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else ()
 
 
 def test_what_has_secrets_is_known() -> None:
     modules = (messages, seats, seat, request_validation, iopub, records, kernel_lease)
-    classes = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
-    named = {
-        f"{kind.__name__}.{field.name}"
-        for kind in classes
-        if dataclasses.is_dataclass(kind)
-        for field in dataclasses.fields(kind)
-        if field.name in SECRETS
-    }
+    classes = {kind for module in modules for kind in classes_of(module)}
+    named = {f"{kind.__name__}.{field}" for kind in classes for field in fields_of(kind) if field in SECRETS}
     expected = {
         "LeaseReply.token",
         "SeatProgress.token",

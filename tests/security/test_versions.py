@@ -1,17 +1,16 @@
 """Another version at the other end works as far as both go, and what does not is said with both versions and what to do."""
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu import __version__
 from fractional_gpu.client import client, discovery, http
-from fractional_gpu.client.client import BrokerClient, spoken_fields
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol.codec import changed_fields
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, NotFoundError
 from fractional_gpu.protocol.limits import VERSION_HEADER
-from fractional_gpu.protocol.messages import LeaseRequest
+from fractional_gpu.protocol.messages import Done, LeaseRequest
 from fractional_gpu.protocol.versions import (
     OWN,
     Version,
@@ -25,8 +24,7 @@ NEWER = Version("99.1", OWN.protocol + 1)
 LATER = Version("99.1", OWN.protocol)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaterLeaseRequest(LeaseRequest):
+class LaterLeaseRequest(LeaseRequest, frozen=True, kw_only=True):
     """What a later version may ask."""
 
     colour: str = "any"
@@ -60,7 +58,7 @@ def test_a_version_that_cannot_be_read_says_nothing(live: LiveBroker, header: st
 
 
 def test_a_later_client_that_asks_nothing_new_is_understood(live: LiveBroker) -> None:
-    assert spoken_fields(LaterLeaseRequest(fraction_milli=250, label="x")) == {"fraction_milli": 250, "label": "x"}
+    assert changed_fields(LaterLeaseRequest(fraction_milli=250, label="x")) == {"fraction_milli": 250, "label": "x"}
     with BrokerClient(live.socket) as speaker:
         speaker.release(speaker.create_lease(LaterLeaseRequest(fraction_milli=250)).lease_id)
 
@@ -75,7 +73,7 @@ def test_a_later_client_that_asks_something_new_is_told_both_versions(
         with pytest.raises(BadRequestError, match=f"unknown field 'colour'.*{both}"):
             speaker.create_lease(LaterLeaseRequest(fraction_milli=250, colour="green"))
         with pytest.raises(NotFoundError, match=f"no such route.*{both}"):
-            speaker._call("POST", "/v1/paint")
+            speaker._call(Done, "POST", "/v1/paint")
         with pytest.raises(NotFoundError, match=r"there is no lease 'nobody' of yours[^(]*$"):
             speaker.lease("nobody")
 

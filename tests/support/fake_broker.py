@@ -11,9 +11,11 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
+
+from msgspec import Struct, to_builtins
 
 from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError, UnauthorizedError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
@@ -199,14 +201,14 @@ class FakeBroker:
             raise self.fail[call.route]
         match call.route:
             case "ping":
-                return asdict(Pong(version="0", protocol=self.protocol, pid=os.getpid(), simulated=True))
+                return _as_dict(Pong(version="0", protocol=self.protocol, pid=os.getpid(), simulated=True))
             case "status":
                 leases = [self._status(lease_id) for lease_id in self.leases]
-                return asdict(_host_status(self.path, leases, self.devices.pop(0) if self.devices else None))
+                return _as_dict(_host_status(self.path, leases, self.devices.pop(0) if self.devices else None))
             case "create":
-                return asdict(self._create(call.body))
+                return _as_dict(self._create(call.body))
             case "drain" | "undrain":
-                return asdict(self.device)
+                return _as_dict(self.device)
         return self._about_lease(call, token)
 
     def _about_lease(self, call: Call, token: str) -> dict[str, Any]:
@@ -221,7 +223,7 @@ class FakeBroker:
         if call.route in {"story", "history"}:
             return {"lease_id": call.lease_id, **({"cap_mib": 2048} if call.route == "history" else {})}
         if call.route in {"lease", "attach", "suspend", "resume", "pin", "unpin", "resize"}:
-            return asdict(self._status(call.lease_id))
+            return _as_dict(self._status(call.lease_id))
         return {"ok": True}
 
     def _move(self, lease: FakeLease, call: Call) -> None:
@@ -279,6 +281,11 @@ class FakeBroker:
         )
 
 
+def _as_dict(message: Struct) -> dict[str, Any]:
+    fields: dict[str, Any] = to_builtins(message)
+    return fields
+
+
 def _host_status(path: str, leases: list[LeaseStatus], device: DeviceStatus | None) -> HostStatus:
     return HostStatus(
         version="0",
@@ -326,7 +333,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _call(self) -> Call:
         call = self._sent()
         kind = _KINDS.get(call.route)
-        return call if kind is None else replace(call, body=asdict(kind(**call.body)))
+        return call if kind is None else replace(call, body=to_builtins(kind(**call.body)))
 
     def _sent(self) -> Call:
         length = int(self.headers.get("Content-Length", 0))
@@ -377,7 +384,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         pieces = broker.gate_bytes
         if route == "acquire":
-            pieces = [json.dumps(asdict(line)).encode() + b"\n" for line in broker.progress]
+            pieces = [json.dumps(to_builtins(line)).encode() + b"\n" for line in broker.progress]
         for piece in pieces:
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         if pieces and route == "acquire" and broker.progress[-1].kind in {"granted", "refused"}:

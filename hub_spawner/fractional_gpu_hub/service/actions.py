@@ -11,9 +11,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
+
+from msgspec import to_builtins
 
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.protocol.errors import (
@@ -81,9 +82,11 @@ class Acts:
             raise _not_admin()
         if act == "drain":
             busy = bool(_checked(body, {"evict_busy": bool}).get("evict_busy", False))
-            return await self._do(viewer, lambda client: asdict(client.drain(device_id, DrainRequest(evict_busy=busy))))
+            return await self._do(
+                viewer, lambda client: to_builtins(client.drain(device_id, DrainRequest(evict_busy=busy)))
+            )
         _checked(body, {})
-        return await self._do(viewer, lambda client: asdict(client.undrain(device_id)))
+        return await self._do(viewer, lambda client: to_builtins(client.undrain(device_id)))
 
     async def pool(self, viewer: Viewer, pool: str, body: Body) -> Any:  # noqa: ANN401
         """Change keys of a pool. For administrators. Raises FractionalGPUError."""
@@ -94,7 +97,7 @@ class Acts:
             raise BadRequestError(
                 'nothing to change was sent; allowed: {"keys": {"idle_after": "2m"}} or more keys of the pool'
             )
-        return await self._do(viewer, lambda client: asdict(client.change_pool(pool, keys)))
+        return await self._do(viewer, lambda client: to_builtins(client.change_pool(pool, keys)))
 
     async def release_seat(self, viewer: Viewer, seat_id: str, body: Body) -> Any:  # noqa: ANN401
         """End a seat. For administrators. Raises FractionalGPUError."""
@@ -192,7 +195,7 @@ _LEASE_ACTS: dict[str, Callable[..., Any]] = {
     "unpin": lambda client, lease_id, body: _told(client.unpin(lease_id)),  # noqa: ARG005
     "move": _move,
     "evict": _evict,
-    "story": lambda client, lease_id, body: asdict(client.story(lease_id)),  # noqa: ARG005
+    "story": lambda client, lease_id, body: to_builtins(client.story(lease_id)),  # noqa: ARG005
 }
 _LEASE_KEYS: dict[str, dict[str, type]] = {
     "pin": {"minutes": int},

@@ -9,7 +9,6 @@ replies and replies that end with the connection are understood.
 """
 
 import errno
-import json
 import os
 import socket
 import threading
@@ -33,7 +32,7 @@ from fractional_gpu.protocol.limits import (
 )
 from fractional_gpu.protocol.versions import OWN, Version, from_header
 
-__all__ = ["Call", "Connection", "decode_json"]
+__all__ = ["Call", "Connection"]
 
 _open_socket = socket.socket  # a cell may replace it in its module, and its kernel must still be heard
 
@@ -44,15 +43,6 @@ _VERSION = f"{VERSION_HEADER}: {OWN.to_header()}"
 _LONGEST_RETRY_S = 30.0
 _LONGEST_IDLE_S = IDLE_S / 2
 _LONGEST_NUMBER = 15  # digits
-
-
-def decode_json(text: bytes) -> object:
-    """Return the decoded JSON. Raises InternalBrokerError when it is none."""
-    try:
-        decoded: object = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InternalBrokerError("the broker's answer is not JSON; look into the broker's log") from None
-    return decoded
 
 
 class Connection:

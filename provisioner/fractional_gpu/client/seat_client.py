@@ -5,21 +5,18 @@ thread, by `close`.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from typing import Any
 from urllib.parse import quote
 
-from fractional_gpu.client.client import BrokerClient, spoken_fields
-from fractional_gpu.client.replies import decode_message
-from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.limits import PULSE_S
+from fractional_gpu.protocol.messages import Done
 from fractional_gpu.protocol.seats import (
     OfferRequest,
     Offers,
     PoolChange,
     PoolKeys,
     PoolList,
-    ProgressKind,
     SeatList,
     SeatProgress,
     SeatRequest,
@@ -34,11 +31,11 @@ class SeatClient(BrokerClient):
 
     def offers(self, request: OfferRequest) -> Offers:
         """Return the pools as one user would meet them now."""
-        return decode_message(Offers, self._call("POST", "/v1/offers", spoken_fields(request)))
+        return self._call(Offers, "POST", "/v1/offers", request)
 
     def seats(self) -> SeatList:
         """Return all seats, and how many wait for one."""
-        return decode_message(SeatList, self._call("GET", "/v1/seats"))
+        return self._call(SeatList, "GET", "/v1/seats")
 
     def take_seat(self, request: SeatRequest) -> Iterator[SeatProgress]:
         """Yield what the broker says while a seat is waited for; the last line is `granted` or `refused`.
@@ -47,29 +44,20 @@ class SeatClient(BrokerClient):
         no sense, and BrokerUnavailableError when the broker goes away before the last line.
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000 + PULSE_S
-        with closing(self._stream("/v1/seats", spoken_fields(request), timeout_s)) as stream:
-            for payload in stream:
-                progress = decode_message(SeatProgress, payload)
-                yield progress
-                if progress.kind in {ProgressKind.GRANTED, ProgressKind.REFUSED}:
-                    return
-        raise BrokerUnavailableError(
-            f"the GPU broker at {self.socket_path} hung up before it answered", reason="hung-up"
-        )
+        return self._wait(SeatProgress, "/v1/seats", request, timeout_s)
 
     def confirm_seat(self, seat_id: str) -> SeatStatus:
         """Say that the seat is saved where it was taken: it no longer expires. Raises NotFoundError."""
-        return decode_message(SeatStatus, self._call("POST", f"/v1/seats/{quote(seat_id, safe='')}/confirm"))
+        return self._call(SeatStatus, "POST", f"/v1/seats/{quote(seat_id, safe='')}/confirm")
 
     def pools(self) -> PoolList:
         """Return every pool's keys as they hold now."""
-        return decode_message(PoolList, self._call("GET", "/v1/pools"))
+        return self._call(PoolList, "GET", "/v1/pools")
 
     def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:
         """Change keys of a pool until the broker is started again. Raises NotFoundError, or BadRequestError with the allowed form."""
-        body = spoken_fields(PoolChange(keys=dict(keys)))
-        return decode_message(PoolKeys, self._call("POST", f"/v1/pools/{quote(pool, safe='')}", body))
+        return self._call(PoolKeys, "POST", f"/v1/pools/{quote(pool, safe='')}", PoolChange(keys=dict(keys)))
 
     def release_seat(self, seat_id: str) -> None:
         """End a seat. One that is over already is no error."""
-        self._call("DELETE", f"/v1/seats/{quote(seat_id, safe='')}")
+        self._call(Done, "DELETE", f"/v1/seats/{quote(seat_id, safe='')}")

@@ -11,9 +11,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.completers import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, completed
@@ -119,7 +122,7 @@ class LeaseCommand:
             except FractionalGPUError as error:
                 raise CommandError(f"{lease_name(lease)}: {error}") from error
         print(
-            json.dumps(asdict(answer if answer is not None else Done()))
+            json.dumps(to_builtins(answer if answer is not None else Done()))
             if options.json
             else self.success(lease, answer)
         )
@@ -160,7 +163,7 @@ class BulkCommand:
             done, refused = self._call_each(client, self._chosen(options, client.status().leases))
         if options.json:
             errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]
-            print(json.dumps({"leases": [asdict(lease) for lease in done], "errors": errors}))
+            print(json.dumps({"leases": [to_builtins(lease) for lease in done], "errors": errors}))
         else:
             for lease in done:
                 print(f"{lease_name(lease)}: {self.success(lease)}")
@@ -221,7 +224,7 @@ class DeviceCommand:
         request = self.request(options)
         with running_broker(options.socket, without=_NO_DEVICES) as client:
             device = self.call(client, options.device, request)
-        print(json.dumps(asdict(device)) if options.json else self.success(device))
+        print(json.dumps(to_builtins(device)) if options.json else self.success(device))
         self.check(device, request)
         return 0
 

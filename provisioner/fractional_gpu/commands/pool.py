@@ -3,8 +3,9 @@
 import argparse
 import json
 from contextlib import closing
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import to_builtins
 
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.commands.terminal.completers import POOLS, completed
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if not pools:
         raise UsageError(f"there is no pool {options.pool!r}; `jupyter gpu pool` lists them")
     if options.json:
-        print(json.dumps({"pools": [asdict(one) for one in pools]}))
+        print(json.dumps({"pools": [to_builtins(one) for one in pools]}))
     else:
         print("\n\n".join(_said(one) for one in pools))
     return 0

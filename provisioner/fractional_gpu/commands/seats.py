@@ -4,7 +4,8 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+
+from msgspec import to_builtins
 
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
@@ -47,12 +48,12 @@ def run(options: argparse.Namespace) -> int:
     with running_broker(options.socket) as running, closing(SeatClient(running.socket_path)) as client:
         listing = client.seats()
         if options.seat is None:
-            print(json.dumps(asdict(listing)) if options.json else _listed(listing.seats, listing.waiting))
+            print(json.dumps(to_builtins(listing)) if options.json else _listed(listing.seats, listing.waiting))
             return 0
         seat = find_seat(options.seat, listing.seats)
         client.release_seat(seat.seat_id)
     if options.json:
-        print(json.dumps({"released": asdict(seat)}))
+        print(json.dumps({"released": to_builtins(seat)}))
         return 0
     kept = f"; its {_kernels(seat)} suspended, with all variables" if seat.kernels else ""
     print(f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}")

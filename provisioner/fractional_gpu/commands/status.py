@@ -6,8 +6,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Never, TextIO
+
+from msgspec import to_builtins
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
@@ -48,7 +49,7 @@ def show(status: HostStatus | None, *, as_json: bool, socket: str, width: int | 
     None: no broker runs on the socket.
     """
     if as_json:
-        return json.dumps({"running": False} if status is None else {"running": True, **asdict(status)}) + "\n"
+        return json.dumps({"running": False} if status is None else {"running": True, **to_builtins(status)}) + "\n"
     if status is None:
         return f"No broker is running on {socket}; it starts with the first kernel that wants a GPU.\n"
     return render_status(status, width)

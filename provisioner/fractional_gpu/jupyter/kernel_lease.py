@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir
 from fractional_gpu.client.seat import own_seat
@@ -181,7 +183,7 @@ def _persistently(call: Callable[[], T]) -> T:
 def _take(request: LeaseRequest, timeout_s: float, simulate: str | None) -> KernelLease:
     seat = own_seat()
     if seat is not None:
-        request = replace(request, seat=seat.seat_id)
+        request = structs.replace(request, seat=seat.seat_id)
     token = seat.token if seat is not None else None
     with ensure_broker(timeout_s=timeout_s, token=token, simulate=simulate) as client:
         if simulate and not client.ping().simulated:

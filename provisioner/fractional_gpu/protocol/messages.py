@@ -32,9 +32,10 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     POST   /v1/devices/D/undrain           -> DeviceStatus        administrators
 """
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct
 
 __all__ = [
     "AcquireRequest",
@@ -47,6 +48,7 @@ __all__ = [
     "GateCommand",
     "GateHello",
     "GateVerb",
+    "HidesSecrets",
     "History",
     "HostChange",
     "HostStatus",
@@ -66,11 +68,22 @@ __all__ = [
     "StoryLine",
     "Stranger",
     "UsagePoint",
+    "WaitLine",
 ]
 
+_SECRET_FIELDS = frozenset({"token", "connection"})
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pong:
+
+class HidesSecrets(Struct, frozen=True, kw_only=True):
+    """A message with a token or a connection key: its `repr`, which tracebacks, logs and debuggers show, leaves them out."""
+
+    def __repr__(self) -> str:
+        """Return the message without its secret fields."""
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in _SECRET_FIELDS)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Pong(Struct, frozen=True, kw_only=True):
     """Who answers."""
 
     version: str
@@ -79,8 +92,7 @@ class Pong:
     simulated: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRequest:
+class LeaseRequest(Struct, frozen=True, kw_only=True):
     """A kernel's wish. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device)."""
 
     fraction_milli: int
@@ -98,49 +110,42 @@ class LeaseRequest:
     seat: str = ""  # the hub seat that it draws on; its token goes with the request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReply:
+class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
     """The lease and what its kernel needs. The caller writes `token` to a file of mode 0600 and passes on its path."""
 
     lease_id: str
-    token: str = field(repr=False)
+    token: str
     reserve_mib: int
     device_id: str | None  # known only if reserved already
     simulated: bool
-    environment: dict[str, str] = field(default_factory=dict)  # for the kernel, except socket, lease and token file
+    environment: dict[str, str] = {}  # for the kernel, except socket, lease and token file
     notice: str = ""  # what became of the kernel before this one, for its user
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttachRequest:
+class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
     """The process behind a lease and its Jupyter connection (contents, not a path). The broker verifies all of it."""
 
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
     boot_id: str
-    connection: dict[str, Any] = field(
-        repr=False
-    )  # Jupyter's connection file: ip, ports, transport, key (text), signature_scheme
+    connection: dict[str, Any]  # Jupyter's connection file: ip, ports, transport, key (text), signature_scheme
     language: str = "python"
     ipykernel: bool = True  # subscribe to the prefix `kernel.` only
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Done(Struct, frozen=True, kw_only=True):
     """Nothing more to say."""
 
     ok: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinRequest:
+class PinRequest(Struct, frozen=True, kw_only=True):
     """Keep the lease resident for so long from now."""
 
     duration_ms: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResizeRequest:
+class ResizeRequest(Struct, frozen=True, kw_only=True):
     """Another size; None: as it is (`memory_mib` None with a new fraction: the fraction's share of the device)."""
 
     fraction_milli: int | None = None
@@ -151,30 +156,26 @@ class ResizeRequest:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveRequest:
+class MoveRequest(Struct, frozen=True, kw_only=True):
     """Have an idle kernel go to this device (id, beginning of one, or number) of its pool; None: to any other one."""
 
     device: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvictRequest:
+class EvictRequest(Struct, frozen=True, kw_only=True):
     """End the kernel's processes and its lease. All its variables are lost: without `confirm` it is refused."""
 
     confirm: bool = False
     why: str = ""  # for the kernel's user, whose next kernel shows it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainRequest:
+class DrainRequest(Struct, frozen=True, kw_only=True):
     """Empty a device; `evict_busy`: suspend kernels that are running a cell too."""
 
     evict_busy: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoryLine:
+class StoryLine(Struct, frozen=True, kw_only=True):
     """Something that happened to a lease. `at_ms`: since the epoch."""
 
     at_ms: int
@@ -182,17 +183,15 @@ class StoryLine:
     sentence: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class Story(Struct, frozen=True, kw_only=True):
     """The recorded reasons of everything that happened to a lease, oldest first; `omitted` older lines are left out."""
 
     lease_id: str
-    lines: list[StoryLine] = field(default_factory=list)
+    lines: list[StoryLine] = []
     omitted: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsagePoint:
+class UsagePoint(Struct, frozen=True, kw_only=True):
     """A lease at one moment: it stays so until the next point. `at_ms`: since the epoch."""
 
     at_ms: int
@@ -201,17 +200,15 @@ class UsagePoint:
     saved_mib: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class History(Struct, frozen=True, kw_only=True):
     """A lease over time, oldest first."""
 
     lease_id: str
     cap_mib: int
-    points: list[UsagePoint] = field(default_factory=list)
+    points: list[UsagePoint] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
+class Neighbour(Struct, frozen=True, kw_only=True):
     """Another lease on the same device. `label` only if it belongs to the same user."""
 
     fraction_milli: int
@@ -221,8 +218,7 @@ class Neighbour:
     label: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftProcess:
+class LeftProcess(Struct, frozen=True, kw_only=True):
     """A process that a kernel started, that outlives it and has device memory. MiB; 0: it is saved on the host, or not known."""
 
     pid: int
@@ -230,8 +226,7 @@ class LeftProcess:
     used_mib: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseStatus:
+class LeaseStatus(Struct, frozen=True, kw_only=True):
     """One lease for people and programs. Memory in MiB, ages in milliseconds."""
 
     lease_id: str
@@ -256,7 +251,7 @@ class LeaseStatus:
     position: int | None = None  # place in the queue
     suspends: int = 0
     resumes: int = 0
-    device_ids: list[str] = field(default_factory=list)
+    device_ids: list[str] = []
     request_mib: int = 0
     reserved_mib: int = 0  # what it holds on each of its devices now
     pinned_ms: int = 0  # how long it stays pinned
@@ -264,7 +259,7 @@ class LeaseStatus:
     low_ms: int | None = None
     high_ms: int | None = None
     resume_ms: int | None = None  # forecast of its resume, for one that is suspended
-    neighbours: list[Neighbour] = field(default_factory=list)  # with one lease only, not in listings
+    neighbours: list[Neighbour] = []  # with one lease only, not in listings
     seat: str = ""  # the hub seat that it draws on
     revoked: bool = (
         False  # that seat has ended: it is suspended, and is not resident again before a new seat takes it over
@@ -272,13 +267,10 @@ class LeaseStatus:
     ends_in_ms: int | None = None  # the processes of a revoked lease are ended after so long
     stays: str = ""  # why it cannot be suspended, a sentence; empty: it can
     working: bool = False  # its processes work on the device, though no cell runs
-    left: list[LeftProcess] = field(
-        default_factory=list
-    )  # its kernel has ended, and these of its processes have device memory
+    left: list[LeftProcess] = []  # its kernel has ended, and these of its processes have device memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcquireRequest:
+class AcquireRequest(Struct, frozen=True, kw_only=True):
     """I need the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket."""
 
     wait_ms: int = 3_600_000
@@ -292,23 +284,27 @@ class ProgressKind(StrEnum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class WaitLine(Struct, frozen=True, kw_only=True):
+    """What each line of a stream that waits for the GPU or for a seat says: `kind` is one of ProgressKind."""
+
+    kind: str
+    reason: str = ""
+    sentence: str = ""
+    position: int | None = None  # in the queue, from 1
+    expected_ms: int | None = None  # forecast of the rest of the wait
+
+
+class Progress(WaitLine, frozen=True, kw_only=True):
     """A line of an acquire stream. `environment` comes with `granted`: variables that bind the process to its device.
 
     `overlap` comes with `waiting` (and with the environment): the state is on its way back and no queue is before it, and the pool lets
     a cell run on meanwhile. It blocks in its first call of the device until then. The caller listens on until `granted`.
     """
 
-    kind: str
-    reason: str = ""
-    sentence: str = ""
-    position: int | None = None
-    expected_ms: int | None = None  # forecast of the rest of the wait, and the bounds of four outcomes of five
-    low_ms: int | None = None
+    low_ms: int | None = None  # the bounds of four outcomes of five around `expected_ms`
     high_ms: int | None = None
     device_id: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = {}
     overlap: bool = False
 
 
@@ -329,8 +325,7 @@ class GateVerb(StrEnum):
     LIMIT = "limit"  # the memory limit is another one now; carries the environment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateCommand:
+class GateCommand(Struct, frozen=True, kw_only=True):
     """A line of the gate stream. A command with `number` wants an answer that repeats it; an empty verb is a keep-alive.
 
     `hears`, in any line: the broker sees by itself whether this stream is read, so the extension need not pulse.
@@ -339,23 +334,21 @@ class GateCommand:
     verb: str = ""
     number: int = 0
     sentence: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = {}
     hears: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateHello:
+class GateHello(Struct, frozen=True, kw_only=True):
     """The extension introduces itself; `open` is what its gate is now and `armed` whether a framework was seen loaded."""
 
     version: str
     open: bool
     busy: bool
     managed: str = ""  # why its process cannot be checkpointed, a sentence; empty: nothing is known
-    inputs: list[str] = field(default_factory=list)  # the ids of the requests that use no GPU
+    inputs: list[str] = []  # the ids of the requests that use no GPU
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateAnswer:
+class GateAnswer(Struct, frozen=True, kw_only=True):
     """The extension's answer. `word`: closed, busy, done, managed, open, input or pulse.
 
     `number` 0 answers no command: `pulse` proves that Python runs (for brokers that do not hear it otherwise), `exempt` says that the
@@ -370,8 +363,7 @@ class GateAnswer:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stranger:
+class Stranger(Struct, frozen=True, kw_only=True):
     """A process that uses a device and belongs to no lease."""
 
     pid: int
@@ -379,8 +371,7 @@ class Stranger:
     used_mib: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceStatus:
+class DeviceStatus(Struct, frozen=True, kw_only=True):
     """One device. Memory in MiB: `used` by anybody, `reserved` by leases, `stranger` by processes of no lease."""
 
     device_id: str
@@ -396,15 +387,14 @@ class DeviceStatus:
     lost: bool
     draining: bool = False
     why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
-    strangers: list[Stranger] = field(default_factory=list)
+    strangers: list[Stranger] = []
     busy_percent: int | None = None  # None, here and below: the device does not tell
     temperature_c: int | None = None
     power_mw: int | None = None
     energy_mj: int | None = None  # since the driver was loaded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatStatus:
+class SeatStatus(Struct, frozen=True, kw_only=True):
     """One seat, for people and programs. Memory in MiB, ages in milliseconds."""
 
     seat_id: str
@@ -427,8 +417,7 @@ class SeatStatus:
     hub: str = ""  # who took it, by the address of its API; empty: not told
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatWait:
+class SeatWait(Struct, frozen=True, kw_only=True):
     """A request in the line for seats of a pool. Memory in MiB, times in milliseconds."""
 
     pool: str
@@ -442,8 +431,7 @@ class SeatWait:
     passed_over: int = 0  # how many later requests got a seat before it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostStatus:
+class HostStatus(Struct, frozen=True, kw_only=True):
     """Everything a person wants at a glance (a uid sees only its own leases; device sums include all)."""
 
     version: str
@@ -454,15 +442,14 @@ class HostStatus:
     host_saved_mib: int
     devices: list[DeviceStatus]
     leases: list[LeaseStatus]
-    pools: dict[str, list[int]] = field(default_factory=dict)  # name -> fractions on offer, milli-GPU
+    pools: dict[str, list[int]] = {}  # name -> fractions on offer, milli-GPU
     audit_file: str = ""  # the path of the audit log, for administrators
     trouble: str = ""  # why the broker can write nothing now, and what to do; it goes on by itself
-    seats: list[SeatStatus] = field(default_factory=list)  # not among the news (`/v1/events`)
-    seat_queue: list[SeatWait] = field(default_factory=list)  # by pool and position; not among the news
+    seats: list[SeatStatus] = []  # not among the news (`/v1/events`)
+    seat_queue: list[SeatWait] = []  # by pool and position; not among the news
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostChange:
+class HostChange(Struct, frozen=True, kw_only=True):
     """How a host's status differs from the line before (`GET /v1/events?changes=1`)."""
 
     changed: HostStatus  # its devices and leases are those that changed; everything else is complete

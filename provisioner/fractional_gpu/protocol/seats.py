@@ -14,10 +14,11 @@ The seat's token goes with `POST /v1/leases` (header `Authorization: Bearer TOKE
 priority and weight from the seat, whatever the request says, and the kernels of a seat never have more than it together.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
-from fractional_gpu.protocol.messages import ProgressKind, SeatStatus
+from msgspec import Struct
+
+from fractional_gpu.protocol.messages import HidesSecrets, ProgressKind, SeatStatus, WaitLine
 
 __all__ = [
     "FractionOffer",
@@ -35,17 +36,15 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfferRequest:
+class OfferRequest(Struct, frozen=True, kw_only=True):
     """Who asks: a user of the hub, and the groups that the hub has put them into."""
 
     owner: str
-    groups: list[str] = field(default_factory=list)
+    groups: list[str] = []
     server: str = ""  # the server that is to be started: what it may have already does not count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FractionOffer:
+class FractionOffer(Struct, frozen=True, kw_only=True):
     """A fraction as one user would get it now."""
 
     fraction_milli: int
@@ -58,8 +57,7 @@ class FractionOffer:
     at_once_milli: int = 1000  # how many of a thousand cells would find room when they begin
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolOffer:
+class PoolOffer(Struct, frozen=True, kw_only=True):
     """A pool as one user would meet it. `why_not`: why they cannot use it now; empty: they can."""
 
     pool: str
@@ -70,27 +68,25 @@ class PoolOffer:
     capacity_mib: int
     seats: int
     waiting: int
-    fractions: list[FractionOffer] = field(default_factory=list)
+    fractions: list[FractionOffer] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offers:
+class Offers(Struct, frozen=True, kw_only=True):
     """What one user can choose from, and what is chosen for who does not care (empty: nothing can be had now)."""
 
-    pools: list[PoolOffer] = field(default_factory=list)
+    pools: list[PoolOffer] = []
     default_pool: str = ""
     default_fraction_milli: int = 0
     simulated: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatRequest:
+class SeatRequest(Struct, frozen=True, kw_only=True):
     """A seat for one server of a user. Memory in MiB (None: the fraction's share of a device)."""
 
     owner: str
     pool: str
     fraction_milli: int
-    groups: list[str] = field(default_factory=list)
+    groups: list[str] = []
     server: str = ""  # the server's name; it has one seat at most, an older one ends
     memory_mib: int | None = None
     uid: int | None = None  # the only user of the machine who may draw on it; None: whoever has the token
@@ -99,49 +95,39 @@ class SeatRequest:
     hub: str = ""  # who takes it, so that a hub finds its own: the address of its API
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatProgress:
+class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
     """A line of a stream that waits for a seat. The last one is `granted`, with the seat and its token, or `refused`."""
 
-    kind: str
-    reason: str = ""
-    sentence: str = ""
-    position: int | None = None  # place in the pool's queue, from 1
-    expected_ms: int | None = None
     seat_id: str = ""
-    token: str = field(default="", repr=False)
+    token: str = ""
     memory_mib: int = 0
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatList:
+class SeatList(Struct, frozen=True, kw_only=True):
     """All seats, oldest first, and how many wait for one in each pool."""
 
-    seats: list[SeatStatus] = field(default_factory=list)
-    waiting: dict[str, int] = field(default_factory=dict)
+    seats: list[SeatStatus] = []
+    waiting: dict[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolChange:
+class PoolChange(Struct, frozen=True, kw_only=True):
     """Keys of a pool with their new values, in the form that the configuration has; the others stay as they are."""
 
-    keys: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolKeys:
+class PoolKeys(Struct, frozen=True, kw_only=True):
     """A pool's keys as they hold now. `changed` names those that differ from the configuration."""
 
     pool: str
     devices: list[str]  # ids
-    keys: dict[str, Any] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
+    keys: dict[str, Any] = {}
+    changed: list[str] = []
     note: str = ""  # what they mean for seats that an administrator may not expect, a sentence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolList:
+class PoolList(Struct, frozen=True, kw_only=True):
     """All pools, by name."""
 
-    pools: list[PoolKeys] = field(default_factory=list)
+    pools: list[PoolKeys] = []

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.client.seat_client import SeatClient
@@ -35,7 +35,7 @@ def take(live: LiveBroker, **fields: Any) -> SeatProgress:  # noqa: ANN401 - Sea
 
 def draw(live: LiveBroker, seat: SeatProgress, milli: int = 250) -> LeaseReply:
     request = LeaseRequest(fraction_milli=milli, seat=seat.seat_id)
-    answer = live.call("POST", "/v1/leases", asdict(request), token=seat.token)
+    answer = live.call("POST", "/v1/leases", to_builtins(request), token=seat.token)
     assert answer.status == 200, answer
     return LeaseReply(**answer.body)
 
@@ -60,7 +60,7 @@ def kernel_of(live: LiveBroker, lease: LeaseReply) -> Iterator[int]:
 
 def wants(live: LiveBroker, lease: LeaseReply) -> tuple[str, str]:
     """What a cell of the kernel is told first."""
-    body = asdict(AcquireRequest())
+    body = to_builtins(AcquireRequest())
     answer = live.call("POST", f"/v1/leases/{lease.lease_id}/acquire", body, token=lease.token)
     return answer.body["kind"], answer.body["reason"]
 
@@ -92,7 +92,7 @@ def test_a_lease_whose_seat_ended_gets_nothing_until_the_next_seat_of_its_server
         refused = live.call(
             "POST",
             "/v1/leases",
-            asdict(LeaseRequest(fraction_milli=500, seat=again.seat_id)),
+            to_builtins(LeaseRequest(fraction_milli=500, seat=again.seat_id)),
             token=again.token,
         )
         assert refused.error["reason"] == "seat-full", "it draws on the seat that took it over"

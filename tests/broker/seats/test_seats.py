@@ -11,23 +11,23 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from fractional_gpu.broker.broker import now_ms
 from fractional_gpu.broker.seats import seats as seats_module
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.broker.services.status_stream import StatusStream
-from fractional_gpu.client.replies import decode_message
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.core.events import DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.ledger import UsageRecord
 from fractional_gpu.ledger.records import SeatRecord
+from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
 from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseRequest
 from fractional_gpu.protocol.seats import (
@@ -76,7 +76,7 @@ def ask(live: LiveBroker, seat: SeatProgress, **fields: Any) -> Any:  # noqa: AN
     """Ask for a kernel on the seat."""
     token = fields.pop("token", seat.token)
     request = LeaseRequest(**{"fraction_milli": 250, "seat": seat.seat_id, **fields})
-    return live.call("POST", "/v1/leases", asdict(request), token=token)
+    return live.call("POST", "/v1/leases", to_builtins(request), token=token)
 
 
 def test_a_kernel_gets_owner_and_priority_from_its_seat(live: LiveBroker) -> None:
@@ -142,7 +142,7 @@ def test_a_seat_has_so_many_kernels_and_no_more(live: LiveBroker) -> None:
 
 
 def test_without_a_seat_nobody_gets_a_kernel_where_seats_are_required(live: LiveBroker) -> None:
-    refused = live.call("POST", "/v1/leases", asdict(LeaseRequest(fraction_milli=250))).error
+    refused = live.call("POST", "/v1/leases", to_builtins(LeaseRequest(fraction_milli=250))).error
     assert refused["reason"] == "no-seat"
     assert "choose a GPU when you start your server" in refused["message"]
 
@@ -199,7 +199,7 @@ def test_a_server_has_one_seat(live: LiveBroker) -> None:
 def test_only_the_user_whose_seat_it_is_may_draw_on_it(live: LiveBroker) -> None:
     seat = take(live, uid=12_345)
     # Root may; anybody else with the token, who could have stolen it, may not.
-    body = json.dumps(asdict(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
+    body = json.dumps(to_builtins(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
     reply = as_nobody(live, "POST", "/v1/leases", body, token=seat.token)
     assert " 403 " in reply.partition("\n")[0]
     assert "belongs to another user" in reply
@@ -207,13 +207,13 @@ def test_only_the_user_whose_seat_it_is_may_draw_on_it(live: LiveBroker) -> None
 
 def test_nobody_but_the_hub_takes_sees_or_ends_seats(live: LiveBroker) -> None:
     seat = take(live)
-    body = json.dumps(asdict(SeatRequest(owner="eve", pool="default", fraction_milli=1000)))
+    body = json.dumps(to_builtins(SeatRequest(owner="eve", pool="default", fraction_milli=1000)))
     for method, target, content in (
         ("POST", "/v1/seats", body),
         ("GET", "/v1/seats", ""),
         ("DELETE", f"/v1/seats/{seat.seat_id}", ""),
         ("POST", f"/v1/seats/{seat.seat_id}/confirm", "{}"),
-        ("POST", "/v1/offers", json.dumps(asdict(OfferRequest(owner="eve")))),
+        ("POST", "/v1/offers", json.dumps(to_builtins(OfferRequest(owner="eve")))),
     ):
         reply = as_nobody(live, method, target, content)
         assert " 403 " in reply.partition("\n")[0], reply
@@ -226,7 +226,7 @@ def test_users_of_one_uid_see_and_steer_only_what_is_of_their_seat(live: LiveBro
     seats = [take(live, owner=owner) for owner in ("ada", "bob")]
     leases = []
     for seat in seats:
-        body = json.dumps(asdict(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
+        body = json.dumps(to_builtins(LeaseRequest(fraction_milli=250, seat=seat.seat_id)))
         reply = as_nobody(live, "POST", "/v1/leases", body, token=seat.token)
         leases.append(json.loads(reply.partition("\n\n")[2]))
 
@@ -313,7 +313,7 @@ def test_the_status_shows_seats_and_their_queue_to_whom_they_concern() -> None:
     with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as small:
 
         def seen(token: str | None = None) -> HostStatus:
-            return decode_message(HostStatus, small.call("GET", "/v1/status", token=token).body)
+            return decode_reply(small.call("GET", "/v1/status", token=token).body, HostStatus)
 
         holder = take(small, owner="ada", server="big", fraction_milli=500, uid=nobody)
         other = take(small, owner="eve", fraction_milli=500, uid=0)
@@ -333,7 +333,7 @@ def test_the_status_shows_seats_and_their_queue_to_whom_they_concern() -> None:
             theirs = json.loads(as_nobody(small, "GET", "/v1/status", "").partition("\n\n")[2])
             assert [one["owner"] for one in theirs["seats"]] == ["ada"]
             assert "seat_queue" not in theirs or theirs["seat_queue"] == []
-            assert holder.token not in json.dumps(asdict(status))
+            assert holder.token not in json.dumps(to_builtins(status))
             text = render_status(status)
     assert "ada/big" in text
     assert "waiting for a seat of pool default:" in text

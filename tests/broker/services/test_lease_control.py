@@ -6,10 +6,10 @@ import pwd
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from fractional_gpu.broker.api import handler
 from fractional_gpu.broker.clock import wall_ms
@@ -329,7 +329,7 @@ def test_a_wish_that_is_not_allowed_is_refused_with_what_is(
 def test_several_devices_are_asked_for_whole(live: LiveBroker) -> None:
     spec = lease_spec(arbiter_with(), peer(), LeaseRequest(fraction_milli=1000, devices=4))
     assert (spec.devices, spec.reserve_mib, spec.request_mib) == (4, 1000, None)
-    answer = live.call("POST", "/v1/leases", asdict(LeaseRequest(fraction_milli=1000, devices=2)))
+    answer = live.call("POST", "/v1/leases", to_builtins(LeaseRequest(fraction_milli=1000, devices=2)))
     assert (answer.status, answer.error["reason"]) == (400, "bad-devices")
 
 

@@ -5,17 +5,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from queue import Queue
 
 import pytest
+from msgspec.structs import replace
 
 from fractional_gpu.broker.services import status_stream
 from fractional_gpu.broker.services.status import host_status
 from fractional_gpu.broker.services.status_stream import RATE_S, StatusStream
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.http import Connection, decode_json
+from fractional_gpu.client.http import Connection
+from fractional_gpu.protocol.codec import decode_json
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseReply
 from tests.broker.live import DEADLINE_S, LiveBroker

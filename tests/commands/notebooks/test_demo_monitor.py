@@ -1,8 +1,7 @@
 """What the demonstration's watcher makes of pictures of leases."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from fractional_gpu.commands.notebooks.demo_monitor import Sampler
 from tests.commands.pictures import a_lease

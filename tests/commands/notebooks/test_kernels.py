@@ -1,11 +1,11 @@
 """`jupyter gpu kernels`: install, list, remove."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.notebooks.offers import ANY_OFFERS_MILLI, install_offers

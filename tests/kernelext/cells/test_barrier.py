@@ -253,7 +253,7 @@ def test_the_simulated_device_announces_its_first_use() -> None:
 # -- a real kernel -----------------------------------------------------------------------------------------------------------------------
 
 STARTS = {
-    "an extension module": "import msgspec",
+    "an extension module": "import markupsafe._speedups",
     "ctypes": "ctypes.CDLL(None)",
     "a program": "subprocess.run(['true'], check=True)",
     "a shell": "os.system('true')",

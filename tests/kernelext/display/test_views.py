@@ -1,12 +1,12 @@
 """What the commands show: the same in HTML and in plain text, sizes of others without their names, nothing unescaped."""
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fractional_gpu.protocol.messages import (
     History,

@@ -1,7 +1,8 @@
 """The routes by which people steer leases that exist, and administrators steer devices."""
 
 import asyncio
-from dataclasses import asdict
+
+from msgspec import to_builtins
 
 from fractional_gpu.broker.api.handler import Handler, StreamHandler
 from fractional_gpu.protocol.messages import (
@@ -23,7 +24,7 @@ class _Pin(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
         request = self.decode_body(PinRequest)
-        async with self.audited_for_lease("pin", kernel, **asdict(request)):
+        async with self.audited_for_lease("pin", kernel, **to_builtins(request)):
             status = await self.service.lease_control.pin(kernel, request)
         self.reply(status)
 
@@ -42,7 +43,7 @@ class _Resize(StreamHandler):
         request = self.decode_body(ResizeRequest)
 
         async def work() -> None:
-            async with self.audited_for_lease("resize", kernel, **asdict(request)):
+            async with self.audited_for_lease("resize", kernel, **to_builtins(request)):
                 status = await self.service.lease_control.resize(kernel, request)
             self.reply(status)
 
@@ -56,7 +57,7 @@ class _Move(StreamHandler):
         request = self.decode_body(MoveRequest)
 
         async def work() -> None:
-            async with self.audited_for_lease("move", kernel, even_own=True, **asdict(request)):
+            async with self.audited_for_lease("move", kernel, even_own=True, **to_builtins(request)):
                 to = None if request.device is None else self.service.lease_control.device(self.peer, request.device)
                 status = await self.service.admin.move(kernel, to)
             self.reply(status)
@@ -69,7 +70,7 @@ class _Evict(Handler):
         kernel = self.service.find(self.peer, lease_id)
         self.service.lease_control.must_administer(self.peer, "end kernels of others")
         request = self.decode_body(EvictRequest)
-        async with self.audited_for_lease("evict", kernel, even_own=True, **asdict(request)):
+        async with self.audited_for_lease("evict", kernel, even_own=True, **to_builtins(request)):
             await self.service.admin.evict(self.peer, kernel, request)
         self.reply(Done())
 
@@ -95,7 +96,7 @@ class _History(Handler):
 class _Drain(Handler):
     async def post(self, device: str) -> None:
         request = self.decode_body(DrainRequest)
-        async with self.audited("drain", device, **asdict(request)):
+        async with self.audited("drain", device, **to_builtins(request)):
             status = await self.service.lease_control.drain(self.peer, device, evict_busy=request.evict_busy)
         self.reply(status)
 

@@ -22,7 +22,7 @@ from fractional_gpu.host.peers import peer_credentials
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol import versions
 from fractional_gpu.protocol.acting import ACTING_FOR, from_header
-from fractional_gpu.protocol.decode import as_json, decode, printable
+from fractional_gpu.protocol.codec import decode_request, error_body, printable
 from fractional_gpu.protocol.errors import (
     BadRequestError,
     ForbiddenError,
@@ -37,7 +37,7 @@ from fractional_gpu.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
 __all__ = ["Handler", "StreamHandler"]
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Handler(web.RequestHandler):
@@ -128,7 +128,7 @@ class Handler(web.RequestHandler):
 
     def decode_body(self, kind: type[T]) -> T:
         """Decode the body."""
-        return decode(self.request.body, kind)
+        return decode_request(self.request.body, kind)
 
     def reply(self, message: object) -> None:
         """Answer with a message."""
@@ -174,7 +174,7 @@ class Handler(web.RequestHandler):
         self.set_status(error.status)
         if isinstance(error, TooManyRequestsError):
             self.set_header("Retry-After", str(round(error.retry_s)))
-        self.reply(as_json(error))
+        self.reply(error_body(error))
 
     def _may_log(self) -> bool:
         peer = getattr(self, "peer", None)

@@ -4,10 +4,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from tornado import httputil, web
 
 from fractional_gpu.broker.api.admin_routes import POLICY_ROUTES

@@ -14,10 +14,10 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 
 import zmq
+from msgspec.structs import replace
 
 from fractional_gpu import __version__
 from fractional_gpu.broker.broker import (
@@ -70,7 +70,7 @@ from fractional_gpu.core.units import format_duration
 from fractional_gpu.host.process import ProcessIdentity, read_stat
 from fractional_gpu.host.tree import is_below
 from fractional_gpu.ledger.records import LedgerError
-from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import (
     RESTART,
     BadRequestError,

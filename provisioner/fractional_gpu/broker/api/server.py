@@ -31,7 +31,7 @@ from tornado.ioloop import IOLoop
 from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.peers import PeerCredentials, peer_credentials, peer_groups
-from fractional_gpu.protocol.decode import as_json
+from fractional_gpu.protocol.codec import error_body
 from fractional_gpu.protocol.errors import FractionalGPUError, RequestTooLargeError, TooManyRequestsError
 from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES
 
@@ -89,7 +89,7 @@ class _SizeLimit(httputil.HTTPMessageDelegate):
 
 
 def _whole_reply(error: FractionalGPUError) -> tuple[httputil.ResponseStartLine, httputil.HTTPHeaders, bytes]:
-    body = msgspec.json.encode(as_json(error))
+    body = msgspec.json.encode(error_body(error))
     headers = httputil.HTTPHeaders({"Content-Type": "application/json", "Content-Length": str(len(body))})
     return httputil.ResponseStartLine("HTTP/1.1", error.status, http.HTTPStatus(error.status).phrase), headers, body
 

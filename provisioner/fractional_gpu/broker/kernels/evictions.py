@@ -10,7 +10,7 @@ from typing import Final
 
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer, user_name
-from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.codec import printable
 
 __all__ = ["EVICTED", "Evictions"]
 

@@ -21,7 +21,7 @@ from fractional_gpu.host.process import (
     identify,
     owner_uid,
 )
-from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import (
     BadRequestError,
     ForbiddenError,

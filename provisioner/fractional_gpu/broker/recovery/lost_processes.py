@@ -29,7 +29,7 @@ from fractional_gpu.host.process import (
     read_file,
 )
 from fractional_gpu.host.tree import scan
-from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.limits import MAX_NAME
 
 __all__ = ["UNKNOWN_CONNECTION", "Carrier", "Command", "carriers", "carries", "command_of", "still_carries"]

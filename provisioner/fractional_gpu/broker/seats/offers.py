@@ -7,6 +7,8 @@ last seats lasted.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from fractional_gpu.broker.broker import Broker, wall_ms
 from fractional_gpu.broker.seats.rules import (
     PoolFull,
@@ -282,7 +284,7 @@ class PoolForecasts:
             if isinstance(where, PoolFull)
             else self._at_once_milli(request, pool, memory_mib, seats, where),
         )
-        return replace(offer, sentence=_expectation(offer, hub))
+        return structs.replace(offer, sentence=_expectation(offer, hub))
 
     def _at_once_milli(
         self, request: SeatRequest, pool: PoolSpec, memory_mib: int, seats: Sequence[SeatRecord], device_id: str | None

@@ -15,9 +15,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+
+from msgspec.structs import replace
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.services.status import host_status, is_shown
@@ -28,7 +30,7 @@ __all__ = ["RATE_S", "StatusStream"]
 
 RATE_S = 0.2
 _SHARE = 20  # computing the status takes a twentieth of the broker's time at most, however many leases there are
-_lasting_fields = attrgetter(*(one.name for one in fields(LeaseStatus) if one.name not in {"age_ms", "pinned_ms"}))
+_lasting_fields = attrgetter(*(name for name in LeaseStatus.__struct_fields__ if name not in {"age_ms", "pinned_ms"}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from fractional_gpu.host.process import (
     open_pidfd,
     owner_uid,
 )
-from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError
 
 __all__ = ["FREED_S", "Survivors", "described", "uncounted_mib"]

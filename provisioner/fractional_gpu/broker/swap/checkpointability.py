@@ -23,7 +23,7 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.gpu.interface import ProcessKind
 from fractional_gpu.host.mappings import maps
 from fractional_gpu.host.process import ProcessIdentity, environment_value
-from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.codec import printable
 
 __all__ = ["Checkpointability"]
 

@@ -18,7 +18,7 @@ from fractional_gpu.broker.swap.steps import StepError, SwapTimes
 from fractional_gpu.core.effects import Suspend
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.host.process import is_alive
-from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import (
     CELL_BARRED,
     CELL_EXAMINED,

@@ -30,7 +30,7 @@ from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.memory import shortage
 from fractional_gpu.host.process import ProcessIdentity, read_stat
 from fractional_gpu.ledger.records import LedgerError
-from fractional_gpu.protocol.decode import printable
+from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED
 
 __all__ = ["CheckpointCheck", "Suspension"]

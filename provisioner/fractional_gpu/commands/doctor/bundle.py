@@ -14,8 +14,9 @@ import platform
 import re
 import tarfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec import to_builtins
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.doctor.finding import Finding, as_json
@@ -94,7 +95,7 @@ def _status(socket: str | None) -> str:
         if client is None:
             return json.dumps({"broker": "none runs"})
         with client:
-            status = asdict(client.status())
+            status = to_builtins(client.status())
     except FractionalGPUError as error:
         return json.dumps({"broker": str(error)})
     for lease in status["leases"]:
