@@ -180,7 +180,7 @@ async def kernel_of(
     with ExitStack() as stack:
         pids = [stack.enter_context(started_for(kernel.lease_id, first=first))["pid"] for _ in range(processes)]
         kernel.watch_process(identify(pids[0]), lambda: None)
-        kernel.watch = cast("IOPubWatch", quiet)
+        kernel.iopub = cast("IOPubWatch", quiet)
         extension = None
         if answers is not None:
             kernel.link = GateLink(0.0)

@@ -226,7 +226,7 @@ class Broker:
         view = self.arbiter.lease(change.lease_id)
         if view is not None:
             if change.new is LeaseState.RESIDENT:
-                kernel.homes = devices_of(view)
+                kernel.checkpoint.homes = devices_of(view)
             self.history.note(view)
         kernel.notify()
 
@@ -234,7 +234,7 @@ class Broker:
         kernel = self.kernels.get(grant.lease_id)
         if kernel is None:
             return
-        kernel.wanted_by_broker = False
+        kernel.cell.ticket_by_broker = False
         if self.may_use(kernel):
             self.open_gate(kernel)
         kernel.notify()
@@ -245,10 +245,10 @@ class Broker:
             return  # whoever pins or moves reads the answer from `dispatch`
         if refusal.about != "resize":
             # The arbiter merges all requests to suspend one lease: its answer is the answer to each of them.
-            for request in kernel.suspend_requests:
+            for request in kernel.requests.suspends:
                 request.declined = (refusal.reason, refusal.sentence)
-        elif kernel.resizing is not None:
-            kernel.resizing.declined = (refusal.reason, refusal.sentence)
+        elif kernel.requests.resize is not None:
+            kernel.requests.resize.declined = (refusal.reason, refusal.sentence)
         kernel.notify()
 
     def _told(self, effect: Resized | Pinned | SuspendAnnounced) -> None:
@@ -281,9 +281,9 @@ class Broker:
         A reservation that a kernel was told of and the ledger was not would be given away once more by the next broker.
         """
         view = self.arbiter.lease(kernel.lease_id)
-        if view is None or view.state is not LeaseState.RESIDENT or devices_of(view) != kernel.reserved_on_disk:
+        if view is None or view.state is not LeaseState.RESIDENT or devices_of(view) != kernel.on_disk.reserved:
             return ()
-        return kernel.reserved_on_disk
+        return kernel.on_disk.reserved
 
     def open_gate(self, kernel: Kernel) -> None:
         """Let the kernel's cells run if it may use its devices, and none of them has to ask first."""
@@ -301,8 +301,8 @@ class Broker:
         """A cell began though the gate is closed: nothing guards the cells, or the command came too late, or a grant undid it."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
-        elif kernel.waiting == 0:
-            kernel.wanted_by_broker = True
+        elif kernel.requests.waiters == 0:
+            kernel.cell.ticket_by_broker = True
             self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def _breached(self, breach: CapBreached) -> None:
@@ -325,7 +325,7 @@ class Broker:
             and self.ticket(kernel.lease_id) is not None
         ):
             # Preempted: the arbiter has filed its ticket. Should its cell end without the GPU, nobody needs that any more.
-            kernel.wanted_by_broker = kernel.waiting == 0
+            kernel.cell.ticket_by_broker = kernel.requests.waiters == 0
         self.sync_busy_state(kernel)
 
     def _ended(self, lease_id: str, reason: str) -> None:
@@ -335,7 +335,7 @@ class Broker:
         if kernel is not None:
             kernel.forget_process()
             kernel.notify()
-            self.token_files.remove(lease_id, kernel.token_file, kernel.uid)
+            self.token_files.remove(lease_id, kernel.launch.token_file, kernel.uid)
         if self.files is not None:
             self.files.drop(lease_id)
         self.writer.submit(partial(self.writer.ledger.end_lease, lease_id, wall_ms(), reason))
@@ -395,8 +395,8 @@ class Broker:
         kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
         self.oom_kills.follow(identity.pid, time.monotonic())
         kernel.connection = connection
-        kernel.watch = IOPubWatch(
-            self._zmq, checked, ipykernel=kernel.ipykernel, changed=partial(self.sync_busy_state, kernel)
+        kernel.iopub = IOPubWatch(
+            self._zmq, checked, ipykernel=kernel.launch.ipykernel, changed=partial(self.sync_busy_state, kernel)
         )
         self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
 
@@ -408,14 +408,14 @@ class Broker:
         if full := self.oom_kills.account_for(identity):
             self._ended_by_oom(kernel, full)
         kernel.forget_process()
-        kernel.needs_driver = False
+        kernel.checkpoint.needs_driver = False
         self.survivors.kernel_ended(kernel, identity)
 
     def exited(self, kernel: Kernel) -> None:
         """Nothing of the kernel's process is left: whatever it held is free."""
         self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
-        if kernel.own_size is not None:  # it ended within a burst, which nobody else would give back
-            own_size, kernel.own_size = kernel.own_size, None
+        if kernel.requests.size_before_burst is not None:  # it ended within a burst, which nobody else would give back
+            own_size, kernel.requests.size_before_burst = kernel.requests.size_before_burst, None
             self.dispatch(replace(own_size, at_ms=now_ms()))
         kernel.notify()
 
@@ -450,12 +450,12 @@ class Broker:
             kernel.notify()
         executing = kernel.executing
         if not executing:
-            kernel.executing_since_s = None
-            if kernel.wanted_by_broker and kernel.waiting == 0:
-                kernel.wanted_by_broker = False
+            kernel.cell.executing_since_s = None
+            if kernel.cell.ticket_by_broker and kernel.requests.waiters == 0:
+                kernel.cell.ticket_by_broker = False
                 self.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
-        elif kernel.executing_since_s is None:
-            kernel.executing_since_s = time.monotonic()
+        elif kernel.cell.executing_since_s is None:
+            kernel.cell.executing_since_s = time.monotonic()
             if view.gate_closed and not view.at_gate:
                 self._cell_began(kernel)
         if executing and kernel.link is None and not view.spec.gated:
@@ -484,11 +484,11 @@ class Broker:
     def request_on_behalf(self, kernel: Kernel) -> None:
         """File a ticket on behalf of a kernel that cannot or did not ask."""
         view = self.arbiter.lease(kernel.lease_id)
-        if view is None or view.revoked or kernel.wanted_by_broker:
+        if view is None or view.revoked or kernel.cell.ticket_by_broker:
             return
         if view.state not in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.NO_CONTEXT):
             return
-        kernel.wanted_by_broker = True
+        kernel.cell.ticket_by_broker = True
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def driver_started(self) -> None:
@@ -501,16 +501,16 @@ class Broker:
 
     def save(self, kernel: Kernel, *, limit: bool = False) -> None:
         """Write the lease as it stands; with `limit`, tell the kernel its memory limit once that is on the disk."""
-        kernel.save_due = False
+        kernel.on_disk.save_due = False
         record = self.save_second_record(kernel)
         if record is None:
             return
         device_ids = _reserved(record)
         if not device_ids:
-            kernel.reserved_on_disk = ()
-            kernel.unreserved_saves += 1
+            kernel.on_disk.reserved = ()
+            kernel.on_disk.unreserved_saves += 1
         done = self.writer.submit(partial(self.writer.ledger.save_lease, record))
-        done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.unreserved_saves, limit))
+        done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.on_disk.unreserved_saves, limit))
 
     def _saved(
         self,
@@ -523,12 +523,12 @@ class Broker:
         if done.cancelled() or self.kernels.get(kernel.lease_id) is not kernel:
             return
         if done.exception() is not None:
-            if not self.stopping and not kernel.save_due:  # its cell may be waiting for this
-                kernel.save_due = True
+            if not self.stopping and not kernel.on_disk.save_due:  # its cell may be waiting for this
+                kernel.on_disk.save_due = True
                 asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, partial(self.save, kernel, limit=True))
             return
-        if device_ids and device_ids != kernel.reserved_on_disk and unreserved_saves == kernel.unreserved_saves:
-            kernel.reserved_on_disk = device_ids
+        if device_ids and device_ids != kernel.on_disk.reserved and unreserved_saves == kernel.on_disk.unreserved_saves:
+            kernel.on_disk.reserved = device_ids
             self.open_gate(kernel)
             kernel.notify()
         elif limit and kernel.link is not None and (device_ids := self.may_use(kernel)):
@@ -552,26 +552,26 @@ class Broker:
             state=view.state,
             generation=view.generation,
             device_id=view.device_id,
-            saved_mib=max(view.saved_mib, kernel.checkpointed_mib if view.state in _MAY_BE_SAVED else 0),
+            saved_mib=max(view.saved_mib, kernel.checkpoint.total_mib if view.state in _MAY_BE_SAVED else 0),
             uid=kernel.uid,
-            kernel_id=kernel.kernel_id,
+            kernel_id=kernel.launch.kernel_id,
             token_sha256=kernel.token_sha256,
             boot_id=identity.boot_id if identity else "",
             pid=identity.pid if identity else None,
             start_time=identity.start_time if identity else None,
             connection=kernel.connection,
-            language=kernel.language,
-            ipykernel=kernel.ipykernel,
+            language=kernel.launch.language,
+            ipykernel=kernel.launch.ipykernel,
             created_ms=kernel.created_ms,
             suspends=kernel.suspends,
             resumes=kernel.resumes,
-            home_device_id=kernel.home,
+            home_device_id=kernel.checkpoint.home,
             device_ids=view.device_ids if len(view.device_ids) > 1 else (),
-            home_device_ids=kernel.homes if len(kernel.homes) > 1 else (),
+            home_device_ids=kernel.checkpoint.homes if len(kernel.checkpoint.homes) > 1 else (),
             members=tuple(one.to_text() for one in sorted(kernel.members)[:_MOST_MEMBERS]),
-            released=kernel.released,
-            server=kernel.server.to_text() if kernel.server is not None else "",
-            token_file=kernel.token_file,
+            released=kernel.ending.released,
+            server=kernel.launch.server.to_text() if kernel.launch.server is not None else "",
+            token_file=kernel.launch.token_file,
             pinned_until_ms=self._pinned_until_ms(view),
         )
 

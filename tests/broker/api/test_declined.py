@@ -83,9 +83,9 @@ def resident(live: LiveBroker, stack: ExitStack) -> LeaseReply:
 
     async def be_idle() -> None:
         kernel = live.broker.kernels[lease.lease_id]
-        assert kernel.watch is not None
-        kernel.watch.close()
-        kernel.watch = cast("IOPubWatch", Quiet())
+        assert kernel.iopub is not None
+        kernel.iopub.close()
+        kernel.iopub = cast("IOPubWatch", Quiet())
         live.broker.sync_busy_state(kernel)
 
     live.on_loop(be_idle)
@@ -121,7 +121,10 @@ def test_a_refusal_reaches_everybody_who_asked_for_that_suspend_and_the_cell_is_
         until(lambda: view(other).state is LeaseState.SUSPENDING, "the swap channel is in use")
         asking = [suspend(lease), suspend(lease)]
         kernel = live.broker.kernels[lease.lease_id]
-        until(lambda: view(lease).suspend_asked and kernel.suspend_wishes == 2, "both requests wait for the channel")
+        until(
+            lambda: view(lease).suspend_asked and kernel.requests.suspend_waiters == 2,
+            "both requests wait for the channel",
+        )
         with acquiring(live, lease) as told:
             pass
         for thread in asking:
@@ -144,7 +147,7 @@ def test_who_hangs_up_while_the_kernel_is_busy_has_not_asked_for_its_suspend(
         kernel = live.broker.kernels[lease.lease_id]
         watch = Quiet()
         watch.busy = watch.executing = True
-        kernel.watch = cast("IOPubWatch", watch)
+        kernel.iopub = cast("IOPubWatch", watch)
         client = stack.enter_context(BrokerClient(live.socket, token=lease.token))
         ended: list[FractionalGPUError] = []
 
@@ -156,11 +159,11 @@ def test_who_hangs_up_while_the_kernel_is_busy_has_not_asked_for_its_suspend(
 
         asking = threading.Thread(target=suspend)
         asking.start()
-        until(lambda: kernel.suspend_wishes == 1, "it waits for the end of the cell")
+        until(lambda: kernel.requests.suspend_waiters == 1, "it waits for the end of the cell")
         client.close()
         asking.join(DEADLINE_S)
         assert ended
-        until(lambda: kernel.suspend_wishes == 0, "the broker has noticed")
+        until(lambda: kernel.requests.suspend_waiters == 0, "the broker has noticed")
         watch.busy = watch.executing = False
         live.on_loop(lambda: _look(live, kernel))
         view = live.broker.arbiter.lease(lease.lease_id)

@@ -406,7 +406,7 @@ def test_a_watch_is_made_of_what_an_attach_accepted(live: LiveBroker) -> None:
     with started_for(lease.lease_id) as fields:
         assert attach(live, lease.lease_id, lease.token, fields).status == 200
         kernel = live.broker.kernels[lease.lease_id]
-        assert isinstance(kernel.watch, IOPubWatch)
+        assert isinstance(kernel.iopub, IOPubWatch)
         assert kernel.busy
 
 

@@ -71,14 +71,14 @@ class Handles:
 async def test_a_kernel_whose_cells_wait_for_input_is_not_in_use(watch: Handles, inputs: str, *, in_use: bool) -> None:
     watched = kernel()
     watched.identity = identify(os.getpid())
-    watched.watch = cast("IOPubWatch", watch)
+    watched.iopub = cast("IOPubWatch", watch)
     watched.link = GateLink(0.0)
     watched.link.take(GateAnswer(number=0, word="input", detail=inputs), 0.0)
     assert watched.in_use is in_use
     assert watched.executing is in_use
-    watched.waiting = 1
+    watched.requests.waiters = 1
     assert watched.in_use, "the answer came, and it waits for the GPU"
-    watched.waiting = 0
+    watched.requests.waiters = 0
     watched.link.take(GateAnswer(number=0, word="input"), 0.0)
     assert watched.in_use
 

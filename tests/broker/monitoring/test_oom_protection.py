@@ -211,7 +211,7 @@ async def test_saved_state_does_not_count_while_it_is_saved(tmp_path: Path) -> N
         leases.becomes(L.SUSPENDING, used_mib=100)
         await protection.apply()
         assert one.adjustment == RAISED - 250, "what is being saved is a quarter of what is there"
-        leases.kernel.checkpointed = {one.identity: 80}
+        leases.kernel.checkpoint.sizes = {one.identity: 80}
         leases.becomes(L.SUSPENDED, saved_mib=80)
         await protection.apply()
         assert one.adjustment == RAISED - 200

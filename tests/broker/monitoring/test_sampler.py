@@ -276,12 +276,12 @@ def test_a_stopped_kernel_is_told_while_somebody_waits_and_again_when_it_goes_on
     world = World()
     with subprocess.Popen([sys.executable, "-S", "-c", "open(0).read()"], stdin=subprocess.PIPE) as process:
         world.kernel.identity = identify(process.pid)
-        world.kernel.waiting = int(waited_for)
+        world.kernel.requests.waiters = int(waited_for)
         world.watcher.look_at_stopped()
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
         world.watcher.look_at_stopped()
-        world.kernel.waiting = 0
+        world.kernel.requests.waiters = 0
         process.send_signal(signal.SIGCONT)
         os.waitpid(process.pid, os.WCONTINUED)
         world.watcher.look_at_stopped()
@@ -295,7 +295,7 @@ def test_a_kernel_without_a_context_whose_extension_did_not_answer_is_not_waited
     monkeypatch.setattr("fractional_gpu.broker.monitoring.sampler.time.monotonic", lambda: 1000.0)
     world = World(LeaseState.NO_CONTEXT)
     world.kernel.link = GateLink(1000.0)
-    world.kernel.executing_since_s = 1000.0 - 5
+    world.kernel.cell.executing_since_s = 1000.0 - 5
     world.watcher.relieve_silent()
     assert world.wanted == []
     world.kernel.link.mute = True
@@ -347,10 +347,10 @@ def test_a_kernel_that_needs_the_gpu_and_cannot_say_so_gets_a_ticket(  # noqa: P
     if linked:
         world.kernel.link = GateLink(now_s - silent_s)
         world.kernel.link.exempt = exempt
-    world.kernel.executing_since_s = now_s - busy_s if busy_s else None
+    world.kernel.cell.executing_since_s = now_s - busy_s if busy_s else None
     world.watcher.relieve_silent()
     assert world.wanted == [LEASE] * wanted
-    world.kernel.waiting = 1
+    world.kernel.requests.waiters = 1
     world.watcher.relieve_silent()
     assert world.wanted == [LEASE] * wanted, "its own ticket is enough"
 
@@ -426,7 +426,7 @@ async def test_the_next_look_comes_soon_when_anything_happens_or_a_cell_runs(
     monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", DEADLINE_S * 2)
     monkeypatch.setattr(watch_module, "_STEP_S", 0.0)
     world, anything_changed = World(LeaseState.SUSPENDED), asyncio.Event()
-    world.kernel.executing_since_s = 1.0 if executing else None
+    world.kernel.cell.executing_since_s = 1.0 if executing else None
     if not executing:
         asyncio.get_running_loop().call_soon(anything_changed.set)
     async with asyncio.timeout(DEADLINE_S) as patience:  # half of what the pause lasts at rest

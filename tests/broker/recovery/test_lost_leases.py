@@ -235,7 +235,7 @@ async def test_without_a_record_the_driver_and_the_devices_say_what_a_lease_has(
             view, kernel = view_of(broker, "one"), broker.kernels["one"]
             assert (view.state, view.device_id) == (state, DEVICE)
             assert (view.spec.fraction_milli, view.spec.reserve_mib, view.spec.priority) == (milli, milli, 0)
-            assert (view.spec.pool, view.spec.seat, kernel.kernel_id) == ("default", "", "0b9c")
+            assert (view.spec.pool, view.spec.seat, kernel.launch.kernel_id) == ("default", "", "0b9c")
             assert json.loads(kernel.connection) == CONNECTION
             assert driver.states[process.pid] is not S.LOCKED
 

@@ -279,7 +279,7 @@ async def test_a_lease_of_several_devices_comes_back_on_all_of_them(tmp_path: Pa
         devices = (DEVICE, OTHERS[0])
         record = record_of(process, L.RESIDENT, device_ids=devices, home_device_ids=devices, home_device_id=DEVICE)
         async with recovered(tmp_path, driver, record) as broker:
-            assert broker.kernels[LEASE].homes == devices
+            assert broker.kernels[LEASE].checkpoint.homes == devices
             again = broker.record(broker.kernels[LEASE])
             assert again is not None
             assert again.home_device_ids == devices

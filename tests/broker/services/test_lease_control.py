@@ -200,7 +200,7 @@ def test_a_size_without_room_is_waited_for_and_the_newest_wish_counts(live: Live
         waiting = threading.Thread(target=resize, args=(500, 60_000))
         waiting.start()
         kernel = live.broker.kernels[small.lease_id]
-        until(lambda: kernel.resizing is not None, "the first wish waits")
+        until(lambda: kernel.requests.resize is not None, "the first wish waits")
         newer = threading.Thread(target=resize, args=(750, 60_000))
         newer.start()
         waiting.join(DEADLINE_S)

@@ -9,7 +9,7 @@ import pytest
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.gate import GateLink
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
-from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.kernel import CheckpointState, Kernel
 from fractional_gpu.broker.supervision import context_learner
 from fractional_gpu.broker.supervision.context_learner import ContextLearner
 from fractional_gpu.core.forecasts.context_sizes import ContextSizes
@@ -36,8 +36,10 @@ class World:
         self.state = LeaseState.RESIDENT
         self.homes: tuple[str, ...] = (DEVICE,)
         self.use = {PROCESS.pid: used_mib, CHILD.pid: 3000}
-        self.kernel = Kernel(lease_id="lease", uid=1000, token_sha256="", identity=PROCESS, homes=self.homes)
-        self.kernel.watch = cast("IOPubWatch", Watch())
+        self.kernel = Kernel(
+            lease_id="lease", uid=1000, token_sha256="", identity=PROCESS, checkpoint=CheckpointState(homes=self.homes)
+        )
+        self.kernel.iopub = cast("IOPubWatch", Watch())
         self.kernel.link = GateLink(0.0)
         self.kernels = {"lease": self.kernel}
         self.devices = {one: SimpleNamespace(name="H100") for one in (DEVICE, OTHER)}
@@ -79,8 +81,8 @@ class World:
         asked = asyncio.create_task(self.link.ask(GateVerb.SHRINK, 30))
         await self.answer(detail=detail)
         await asked
-        self.kernel.checkpointed = {PROCESS: self.use[PROCESS.pid], CHILD: self.use[CHILD.pid]}
-        self.kernel.homes, self.state = self.homes, LeaseState.SUSPENDED
+        self.kernel.checkpoint.sizes = {PROCESS: self.use[PROCESS.pid], CHILD: self.use[CHILD.pid]}
+        self.kernel.checkpoint.homes, self.state = self.homes, LeaseState.SUSPENDED
         self.learner.suspended(self.kernel)
 
 
@@ -113,7 +115,7 @@ async def test_a_suspend_that_failed_teaches_nothing() -> None:
     world = World()
     await world.suspended()
     other = World()
-    other.kernel.checkpointed = {PROCESS: 10_900}
+    other.kernel.checkpoint.sizes = {PROCESS: 10_900}
     other.link.reserved_mib = 10_000
     other.learner.suspended(other.kernel)
     assert (world.context_mib, other.context_mib) == (928, 512)
@@ -150,7 +152,7 @@ async def test_a_cell_that_begins_while_it_is_counted_spoils_the_figure() -> Non
     world = World()
 
     def use(device_id: str) -> DeviceUse:
-        world.kernel.waiting = 1
+        world.kernel.requests.waiters = 1
         return World._use(world, device_id)
 
     world.monitor = SimpleNamespace(use=use)
@@ -162,12 +164,12 @@ async def test_a_cell_that_begins_while_it_is_counted_spoils_the_figure() -> Non
 
 async def test_asking_ends_with_the_kernel_and_with_the_broker() -> None:
     world = World()
-    world.kernel.waiting = 1
+    world.kernel.requests.waiters = 1
     world.learner.breached(world.kernel)
     await asyncio.sleep(0)
     await world.learner.close()
     assert world.learner._asking == {}
-    world.kernel.waiting, world.kernel.link = 0, None
+    world.kernel.requests.waiters, world.kernel.link = 0, None
     world.learner.breached(world.kernel)
     await asyncio.gather(*world.learner._asking.values())
     assert world.context_mib == 512
@@ -177,8 +179,14 @@ async def test_what_other_users_kernels_taught_gives_way_to_more_of_them_but_the
     world = World()
     await world.suspended()
     for number in range(4):
-        other = Kernel(lease_id=f"lease {number}", uid=2000, token_sha256="", identity=PROCESS, homes=(DEVICE,))
-        other.checkpointed, other.link = {PROCESS: 10_600}, world.link
+        other = Kernel(
+            lease_id=f"lease {number}",
+            uid=2000,
+            token_sha256="",
+            identity=PROCESS,
+            checkpoint=CheckpointState(homes=(DEVICE,)),
+        )
+        other.checkpoint.sizes, other.link = {PROCESS: 10_600}, world.link
         world.kernels[other.lease_id] = other
         world.learner.suspended(other)
     assert world.learner.context_mib("lease 0", [DEVICE]) == 608

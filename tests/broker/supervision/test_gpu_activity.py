@@ -29,7 +29,7 @@ class World:
         self.view: LeaseView = view_of(state)
         self.quiet = Quiet()
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
-        self.kernel.watch = cast("IOPubWatch", self.quiet)
+        self.kernel.iopub = cast("IOPubWatch", self.quiet)
         self.kernels = {LEASE: self.kernel}
         self.worked_us: Mapping[int, int] = {}
         self.known_until_us: int | None = None
@@ -79,8 +79,8 @@ class World:
         self.sync_busy_state(self.kernel)
         self.quiet.busy = False
         self.sync_busy_state(self.kernel)
-        assert self.kernel.idle_us is not None
-        return self.kernel.idle_us
+        assert self.kernel.gpu_work.idle_us is not None
+        return self.kernel.gpu_work.idle_us
 
 
 async def test_right_after_a_cell_nobody_knows_and_then_the_counters_do() -> None:
@@ -140,7 +140,7 @@ async def test_a_kernel_that_cannot_say_that_it_is_idle_is_so_once_its_counters_
 async def test_a_person_who_asks_is_not_kept_waiting_by_work() -> None:
     world = World()
     world.cell_ends()
-    world.kernel.suspend_wishes += 1
+    world.kernel.requests.suspend_waiters += 1
     assert not world.busy
     world.quiet.busy = True
     assert world.busy, "a cell is in the way"
@@ -183,7 +183,7 @@ async def test_a_lease_that_is_not_resident_has_nothing_to_work_on() -> None:
     world = World(LeaseState.SUSPENDED)
     world.cell_ends()
     assert not world.busy
-    world.kernel.working = True
+    world.kernel.gpu_work.working = True
     assert world.gpu_activity._watched() == []
     assert not world.busy
 

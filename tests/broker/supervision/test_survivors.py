@@ -105,7 +105,7 @@ async def test_the_room_is_free_when_the_device_says_so(before: tuple[DeviceUse 
 
 async def test_a_released_lease_ends_when_the_device_says_so() -> None:
     world = World([use(AT_REST_MIB + 300), use(AT_REST_MIB)])
-    world.kernel.root = world.kernel.identity = ROOT
+    world.kernel.ending.root = world.kernel.identity = ROOT
     async with asyncio.timeout(DEADLINE_S):
         await world.survivors.release(world.kernel)
     assert world.kinds() == [(LeaseReleased, 1)]

@@ -528,9 +528,12 @@ async def test_each_of_several_devices_goes_to_its_counterpart() -> None:
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
         saved(driver, pids)
-        kernel.homes = (DEVICE, OTHERS[0])
+        kernel.checkpoint.homes = (DEVICE, OTHERS[0])
         effect = replace(
-            resume_of(kernel), device_id=OTHERS[1], device_ids=(OTHERS[1], OTHERS[2]), from_device_ids=kernel.homes
+            resume_of(kernel),
+            device_id=OTHERS[1],
+            device_ids=(OTHERS[1], OTHERS[2]),
+            from_device_ids=kernel.checkpoint.homes,
         )
         outcome, sentence = await swaps_of(driver).resume(kernel, effect, 600, journal([]))
     assert outcome is ResumeOutcome.RESTORED, sentence
@@ -541,9 +544,14 @@ async def test_every_one_of_several_devices_must_have_the_room() -> None:
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
         saved(driver, pids)
-        kernel.homes = (OTHERS[0], DEVICE)
+        kernel.checkpoint.homes = (OTHERS[0], DEVICE)
         driver.others_mib = 500
-        effect = replace(resume_of(kernel), device_id=OTHERS[0], device_ids=kernel.homes, from_device_ids=kernel.homes)
+        effect = replace(
+            resume_of(kernel),
+            device_id=OTHERS[0],
+            device_ids=kernel.checkpoint.homes,
+            from_device_ids=kernel.checkpoint.homes,
+        )
         outcome, sentence = await swaps_of(driver).resume(kernel, effect, 600, journal([]))
     assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
     assert driver.calls == []
@@ -555,9 +563,9 @@ async def test_a_kernel_on_several_devices_is_where_its_first_one_is() -> None:
         running(driver, pids)
         driver.has_context(pids[1], S.RUNNING, 500)
         driver.where = {pids[1]: OTHERS[0]}
-        kernel.homes = (DEVICE, OTHERS[0])
+        kernel.checkpoint.homes = (DEVICE, OTHERS[0])
         assert await swaps_of(driver).truth(kernel, None, 0) == Truth(state=LeaseState.RESIDENT, device_id=DEVICE)
-        kernel.homes = ()
+        kernel.checkpoint.homes = ()
         assert await swaps_of(driver).truth(kernel, None, 0) == Truth(state=LeaseState.RESIDENT, device_id=OTHERS[0])
 
 
@@ -675,7 +683,7 @@ async def half_saved(driver: Driver, kernel: Kernel, pids: list[int]) -> None:
     driver.failures["checkpoint", last], driver.leaves["checkpoint", last] = GPUErrorCode.OPERATING_SYSTEM, S.RUNNING
     outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert (outcome, saved_mib) == (SuspendOutcome.UNKNOWN, 0), sentence
-    assert kernel.checkpointed_mib == 600
+    assert kernel.checkpoint.total_mib == 600
     driver.calls.clear()
 
 
@@ -753,11 +761,11 @@ async def test_a_new_suspend_does_not_go_by_what_the_last_one_saved() -> None:
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
         assert (await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.SAVED
-        assert kernel.checkpointed_mib == 600
+        assert kernel.checkpoint.total_mib == 600
         driver.has_context(pids[0], S.CHECKPOINTED, 900)  # it grew, and then somebody else saved it
         driver.has_context(pids[1], S.RUNNING, 300)
         assert (await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.REFUSED
-        assert kernel.checkpointed_mib == 0
+        assert kernel.checkpoint.total_mib == 0
 
 
 async def test_room_is_looked_for_anew_before_a_half_saved_kernel_is_brought_back() -> None:
@@ -910,7 +918,7 @@ async def test_memory_on_a_device_that_is_not_the_leases_is_not_saved() -> None:
     driver = Driver()
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
-        driver.where[pids[1]], kernel.seen_on = OTHERS[0], frozenset({DEVICE, OTHERS[0]})
+        driver.where[pids[1]], kernel.measurement.seen_on = OTHERS[0], frozenset({DEVICE, OTHERS[0]})
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
     assert OTHERS[0] in sentence
@@ -1057,7 +1065,7 @@ async def test_a_stopped_process_is_named_at_once_and_not_asked(which: int) -> N
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
         assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
         assert f"process {pid} is stopped" in sentence
-        kernel.checkpointed = {identify(pid): 300}
+        kernel.checkpoint.sizes = {identify(pid): 300}
         for one in pids:
             driver.has_context(one, S.CHECKPOINTED, 300)
         result, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))

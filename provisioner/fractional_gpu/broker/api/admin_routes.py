@@ -78,7 +78,9 @@ class _Evict(Handler):
 class _End(Handler):
     async def post(self, lease_id: str) -> None:
         kernel = self.service.find(self.peer, lease_id)
-        async with self.audited_for_lease("end", kernel, processes=[one.identity.pid for one in kernel.left]):
+        async with self.audited_for_lease(
+            "end", kernel, processes=[one.identity.pid for one in kernel.ending.survivors]
+        ):
             await self.service.end(kernel)
         self.reply(Done())
 

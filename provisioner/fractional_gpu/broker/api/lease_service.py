@@ -31,7 +31,7 @@ from fractional_gpu.broker.kernels.endpoints import check_endpoints
 from fractional_gpu.broker.kernels.evictions import EVICTED
 from fractional_gpu.broker.kernels.gate import GateLink
 from fractional_gpu.broker.kernels.iopub import connection_from_json
-from fractional_gpu.broker.kernels.kernel import Kernel, Request
+from fractional_gpu.broker.kernels.kernel import Kernel, Launch, Request
 from fractional_gpu.broker.kernels.request_validation import (
     Peer,
     lease_spec,
@@ -182,10 +182,9 @@ class LeaseService:
             lease_id=spec.lease_id,
             uid=uid,
             token_sha256=token_digest(token),
-            kernel_id=printable(request.kernel_id),
             created_ms=wall_ms(),
             gated=spec.gated,
-            server=server_of(peer),
+            launch=Launch(kernel_id=printable(request.kernel_id), server=server_of(peer)),
         )
         broker.kernels[spec.lease_id] = kernel
         event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=not spec.gated)
@@ -205,7 +204,7 @@ class LeaseService:
             kernel.notices.append(evicted)
             broker.record_line(kernel.lease_id, EVICTED, evicted)
         device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
-        kernel.started_on = () if device_id is None else self._held(kernel)
+        kernel.launch.started_on = () if device_id is None else self._held(kernel)
         return LeaseReply(
             lease_id=spec.lease_id,
             token=token,
@@ -213,7 +212,7 @@ class LeaseService:
             device_id=device_id,
             simulated=broker.monitor.kind == "simulated",
             environment={
-                **broker.environment(spec.lease_id, kernel.started_on),
+                **broker.environment(spec.lease_id, kernel.launch.started_on),
                 **launch_environment(broker.arbiter.pools()[spec.pool], spec),
             },
             notice=evicted,
@@ -280,9 +279,9 @@ class LeaseService:
     @staticmethod
     def _is_over_for(peer: Peer, kernel: Kernel, *, itself: bool) -> bool:
         if peer.token is None:
-            return itself and (kernel.evictions > 0 or kernel.released)
+            return itself and (kernel.requests.evictions > 0 or kernel.ending.released)
         own = hmac.compare_digest(token_digest(peer.token), kernel.token_sha256)
-        return kernel.evictions > 0 or (kernel.released and own)
+        return kernel.requests.evictions > 0 or (kernel.ending.released and own)
 
     async def find_own(self, peer: Peer, lease_id: str) -> Kernel:
         """Return what `find` returns on a lease's own routes; one that was lost with the ledger is taken back first.
@@ -345,7 +344,7 @@ class LeaseService:
     async def end(self, kernel: Kernel) -> None:
         """End what the kernel left behind, or a kernel whose own server has ended. Raises ConflictError. Cancelled: it goes on."""
         view = self._view(kernel)
-        if not kernel.left and self.seats.predates(kernel, view):
+        if not kernel.ending.survivors and self.seats.predates(kernel, view):
             await self.admin.end_kernel(kernel)
         else:
             await self.broker.survivors.end(kernel)
@@ -358,12 +357,16 @@ class LeaseService:
             await asyncio.to_thread(check_endpoints, connection, kernel.uid)
         except ValueError as error:
             raise BadRequestError(str(error), reason="bad-connection") from None
-        if kernel.identity is not None and kernel.identity != identity and not kernel.left:
+        if kernel.identity is not None and kernel.identity != identity and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
         self.broker.survivors.adopt(kernel)
-        kernel.language, kernel.ipykernel = request.language[:MAX_NAME], request.ipykernel
-        kernel.server, kernel.had_process, kernel.token_file = server_of(peer), True, token_file_of(identity)
+        kernel.launch.attached(
+            server=server_of(peer),
+            token_file=token_file_of(identity),
+            language=request.language[:MAX_NAME],
+            ipykernel=request.ipykernel,
+        )
         if kernel.identity is None:
             gated = self._view(kernel).spec.gated
             self.broker.dispatch(Attached(at_ms=now_ms(), lease_id=kernel.lease_id, gated=gated))
@@ -395,7 +398,7 @@ class LeaseService:
             kernel
         )  # what an earlier broker promised to a lease without a process died with that broker
         view = self._view(kernel)
-        elsewhere = bool(kernel.started_on) and devices_of(view) != kernel.started_on
+        elsewhere = bool(kernel.launch.started_on) and devices_of(view) != kernel.launch.started_on
         if view.state is not LeaseState.RESIDENT or elsewhere:
             self.broker.process_gone(kernel, identity)
             raise NoRoomError(
@@ -408,7 +411,7 @@ class LeaseService:
 
         Returns when it is known what the process left behind. Cancelled: it is found out all the same.
         """
-        if kernel.identity is not None and not kernel.left:
+        if kernel.identity is not None and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
 
@@ -420,13 +423,13 @@ class LeaseService:
         """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket."""
         broker = self.broker
         deadline_s = time.monotonic() + max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
-        if kernel.waiting >= MAX_WAITERS_PER_LEASE:
+        if kernel.requests.waiters >= MAX_WAITERS_PER_LEASE:
             raise TooManyRequestsError(
-                f"{kernel.waiting} callers wait for the GPU in the name of this kernel; allowed: {MAX_WAITERS_PER_LEASE}; hang up some "
-                "of them first",
+                f"{kernel.requests.waiters} callers wait for the GPU in the name of this kernel; allowed: {MAX_WAITERS_PER_LEASE}; hang up "
+                "some of them first",
                 reason="too-many-waiters",
             )
-        kernel.waiting += 1
+        kernel.requests.waiters += 1
         try:
             self._tell_busy(kernel)
             broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
@@ -444,19 +447,19 @@ class LeaseService:
                 if not change.is_set():  # only the queue moved: a hundred who wait need not hear of each step at once
                     await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         finally:
-            kernel.waiting -= 1
+            kernel.requests.waiters -= 1
             view = broker.arbiter.lease(kernel.lease_id)
-            if kernel.waiting == 0 and view is not None:
+            if kernel.requests.waiters == 0 and view is not None:
                 # A ticket that the broker filed for a kernel that is blocked is not this caller's to withdraw.
                 waits = view.state is not LeaseState.RESIDENT or view.at_gate
-                if waits and not kernel.wanted_by_broker:
+                if waits and not kernel.cell.ticket_by_broker:
                     broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
                 broker.sync_busy_state(kernel)
 
     def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
         """Return what there is to say, None for the moment in which a grant is being written down."""
         view = self.broker.arbiter.lease(kernel.lease_id)
-        if view is None or kernel.released or view.revoked:
+        if view is None or kernel.ending.released or view.revoked:
             return _over(view)
         if view.state is LeaseState.RESIDENT and not view.at_gate:
             device_ids = self.broker.may_use(kernel)
@@ -512,20 +515,20 @@ class LeaseService:
         if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             return self.status_of(kernel)
         request = Request()
-        kernel.suspend_wishes += 1  # whoever asks means it: only a running cell is in the way
+        kernel.requests.suspend_waiters += 1  # whoever asks means it: only a running cell is in the way
         try:
             if view.state is LeaseState.RESIDENT:
                 self.broker.sync_busy_state(kernel)
                 await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
                 if self._view(kernel).state is LeaseState.RESIDENT:  # it may have left the device meanwhile
-                    kernel.suspend_requests.append(request)
+                    kernel.requests.suspends.append(request)
                     self.broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
             # A suspend that has to wait for the swap channel starts later: until then the lease is resident, and was asked.
             await self._until(kernel, lambda: request.declined is not None or self._settled(kernel), None)
         finally:
-            kernel.suspend_wishes -= 1
-            if request in kernel.suspend_requests:
-                kernel.suspend_requests.remove(request)
+            kernel.requests.suspend_waiters -= 1
+            if request in kernel.requests.suspends:
+                kernel.requests.suspends.remove(request)
             self.broker.sync_busy_state(kernel)
         if request.declined is not None:
             reason, sentence = request.declined
@@ -543,7 +546,7 @@ class LeaseService:
             return self.status_of(kernel)
         last = Progress(kind=ProgressKind.REFUSED)
         # Something executes, nobody waits at the gate: the kernel may be blocked on the GPU, deaf to the interrupt that brings us here.
-        blocked = kernel.executing_since_s is not None and kernel.waiting == 0
+        blocked = kernel.cell.executing_since_s is not None and kernel.requests.waiters == 0
         async with aclosing(self.acquire(kernel, AcquireRequest(), urgent=blocked)) as stream:
             async for progress in stream:
                 last = progress

@@ -34,16 +34,16 @@ class Evictions:
             f"An administrator ({who}) ended the kernel that was here before, at {at}, to free the GPU{because}. Its variables are lost: "
             "run the cells again."
         )
-        if kernel.kernel_id:
-            self._sentences[kernel.uid, kernel.kernel_id] = sentence
+        if kernel.launch.kernel_id:
+            self._sentences[kernel.uid, kernel.launch.kernel_id] = sentence
             if len(self._sentences) > _MOST:
                 self._sentences.popitem(last=False)
         return sentence
 
     def failed(self, kernel: Kernel) -> None:
         """The kernel was not ended."""
-        self._sentences.pop((kernel.uid, kernel.kernel_id), None)
+        self._sentences.pop((kernel.uid, kernel.launch.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:
         """Return, once, the sentence for a new lease of the same kernel id; empty: its last kernel was not evicted."""
-        return self._sentences.pop((kernel.uid, kernel.kernel_id), "")
+        return self._sentences.pop((kernel.uid, kernel.launch.kernel_id), "")

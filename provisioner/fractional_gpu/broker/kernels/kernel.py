@@ -1,4 +1,8 @@
-"""What the broker keeps in memory about each lease beside the arbiter's view: the process, its Jupyter line, its extension."""
+"""What the broker keeps in memory about each lease, beside the arbiter's view: the process, its connections, and what the parts know.
+
+A `Kernel` holds one small object for each part of the broker that keeps something about it. Only the part that the object's docstring names
+changes the object; all others read it.
+"""
 
 import asyncio
 import os
@@ -11,7 +15,19 @@ from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 
-__all__ = ["Kernel", "Request", "Survivor"]
+__all__ = [
+    "CellState",
+    "CheckpointState",
+    "DiskState",
+    "Ending",
+    "GpuWork",
+    "Kernel",
+    "Launch",
+    "Measurement",
+    "PendingRequests",
+    "Request",
+    "Survivor",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -31,73 +47,155 @@ class Survivor:
 
     identity: ProcessIdentity
     used_mib: int
-    name: str  # of its program, as anybody may see it
+    name: str  # of its program, as every user may see it
     command: str  # with its arguments, for its owner and for administrators
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Launch:
+    """What the client said of the kernel when it asked for the lease and when it attached the process. Changed by `LeaseService`."""
+
+    kernel_id: str = ""
+    language: str = ""
+    ipykernel: bool = True
+    server: ProcessIdentity | None = None  # the only process that starts the lease's kernel; None: unknown
+    had_process: bool = False  # a process was attached: while there is none, it has ended
+    token_file: str = ""  # as the environment of the kernel's process names it
+    started_on: tuple[str, ...] = ()  # the devices that the reply to its request bound a kernel without a gate to
+
+    def attached(self, *, server: ProcessIdentity | None, token_file: str, language: str, ipykernel: bool) -> None:
+        """Note what the client said with a new process."""
+        self.server, self.token_file, self.had_process = server, token_file, True
+        self.language, self.ipykernel = language, ipykernel
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class CheckpointState:
+    """What is known of the kernel's checkpoints. Changed by the swap, and by the broker when the lease comes to a device."""
+
+    homes: tuple[str, ...] = ()  # the devices on which its processes last had their memory: what a checkpoint is of
+    sizes: Mapping[ProcessIdentity, int] = field(
+        default_factory=dict
+    )  # MiB that this broker's last suspend was to save
+    needs_driver: bool = False  # found in the middle of a swap, or saved, while the driver could not be asked
+
+    @property
+    def total_mib(self) -> int:
+        """What the last suspend was to save, MiB; 0 if it saved nothing, or was an earlier broker's."""
+        return sum(self.sizes.values())
+
+    @property
+    def home(self) -> str | None:
+        """The first of its homes."""
+        return self.homes[0] if self.homes else None
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Ending:
+    """The end of the kernel's process, and of its lease. Changed by `Survivors`."""
+
+    task: "asyncio.Task[None] | None" = None  # finds out what the kernel's process left behind
+    survivors: tuple[Survivor, ...] = ()  # the kernel has ended, and these of its processes have device memory
+    root: ProcessIdentity | None = None  # the last process that was the kernel itself
+    released: bool = False  # its kernel is over for good: the lease ends with what the kernel left behind
+    reason: str = "released"  # of the lease's end then
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Measurement:
+    """What the devices counted last. Changed by `Sampler`."""
+
+    reported: tuple[int, bool] | None = None  # MiB in use, and whether a device is, as the arbiter knows them
+    grew: bool = False  # that was more than before, where the lease's reservation follows its use
+    seen_on: frozenset[str] = frozenset()  # the devices on which its processes had memory
+    users_on_disk: frozenset[ProcessIdentity] = frozenset()  # processes that used a device and are in the ledger
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class DiskState:
+    """What the ledger knows of the lease for certain. Changed by `LeaseRecords`."""
+
+    reserved: tuple[str, ...] = ()  # the devices on which the ledger holds a reservation
+    unreserved_saves: int = 0  # how often the ledger was to note that there is none
+    save_due: bool = False  # the ledger could not be written and is tried again
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class PendingRequests:
+    """What clients wait for. Changed by the services that take the requests."""
+
+    waiters: int = 0  # open acquire streams
+    suspends: list[Request] = field(default_factory=list)  # that the arbiter has not answered yet
+    suspend_waiters: int = 0  # clients who wait for its suspend: then only its messages make it busy
+    resize: Request | None = None  # the request for another size that waits
+    seat_size: tuple[int, int] = (0, 0)  # fraction and memory, MiB, that the waiting resize asks of its seat
+    size_before_burst: ResizeRequested | None = None  # what the lease goes back to if the process ends in a burst
+    evictions: int = 0  # administrators who are ending it
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class CellState:
+    """What the broker derives from the kernel's messages. Changed by `Broker`."""
+
+    executing_since_s: float | None = None  # monotonic
+    ticket_by_broker: bool = False  # the broker filed the lease's ticket, because of IOPub or of silence
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class GpuWork:
+    """Work on the GPU without a running cell. Changed by `GpuActivity`. Times in microseconds since boot."""
+
+    idle_us: int | None = None  # since when the kernel is idle by its messages; None: it is not
+    last_us: int = 0  # when its processes were last seen at work since then; 0: not yet
+    working: bool = False  # they are at work, or it is not known yet
+
+    def clear(self) -> None:
+        """Forget it: a cell runs, or the process has ended."""
+        self.idle_us, self.last_us, self.working = None, 0, False
 
 
 @dataclass(eq=False, kw_only=True)
 class Kernel:
-    """One lease's world. Everything here is rebuilt from the ledger, /proc and the driver when a broker starts."""
+    """One lease's process, its connections, and what each part keeps about it.
+
+    Everything here is rebuilt from the ledger, /proc and the driver when a broker starts.
+    """
 
     lease_id: str
     uid: int
     token_sha256: str
-    kernel_id: str = ""
     created_ms: int = 0  # wall clock
+    gated: bool = False  # its extension is expected to connect
     suspends: int = 0
     resumes: int = 0
     changes: int = 0  # of its state, as far as this broker saw them
     identity: ProcessIdentity | None = None
-    gated: bool = False  # its extension is expected to connect
-    homes: tuple[str, ...] = ()  # the devices its processes last had their memory on: what a checkpoint is of
     members: frozenset[ProcessIdentity] = frozenset()  # processes beside the kernel itself that were seen in its tree
-    users_on_disk: frozenset[ProcessIdentity] = frozenset()  # those that use a device and were written into the ledger
-    left: tuple[Survivor, ...] = ()  # the kernel has ended, and these of its processes have device memory
-    root: ProcessIdentity | None = None  # the last process that was the kernel itself
-    ending: "asyncio.Task[None] | None" = None  # finds out what the kernel's process left behind
-    measured: tuple[int, bool] | None = None  # MiB in use, and whether a device is; what the arbiter was told last
-    grew: bool = False  # that was more than before, where its reservation follows its use
-    released: bool = False  # its kernel is over for good: the lease ends with what it left behind
-    release_reason: str = "released"  # of its end then
-    server: ProcessIdentity | None = None  # the only process that starts its kernel; None: unknown
-    had_process: bool = False  # a process was attached: while there is none, it has ended
-    token_file: str = ""  # as the environment of the kernel's process names it
-    seen_on: frozenset[str] = frozenset()  # the devices on which its processes were last seen to have memory
-    checkpointed: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that our last suspend was to save
-    needs_driver: bool = False  # found in the middle of a swap, or saved, while the driver could not be asked
-    started_on: tuple[str, ...] = ()  # the devices that the reply to its request bound a kernel without a gate to
-    reserved_on_disk: tuple[str, ...] = ()  # the devices whose reservation the ledger holds for certain
-    unreserved_saves: int = 0  # how often the ledger was told that there is none
-    save_due: bool = False  # the ledger could not be written and is tried again
     connection: str = field(default="", repr=False)  # the checked connection contents, JSON
-    language: str = ""
-    ipykernel: bool = True
-    watch: IOPubWatch | None = None
+    iopub: IOPubWatch | None = None
     link: GateLink | None = None
-    waiting: int = 0  # open acquire streams
-    suspend_requests: list[Request] = field(default_factory=list)  # that the arbiter has not answered yet
-    resizing: Request | None = None  # the request for another size that waits
-    asked_of_seat: tuple[int, int] = (0, 0)  # fraction and memory of the resize that waits
-    own_size: ResizeRequested | None = None  # during a burst: what the lease goes back to if the process ends in it
-    wanted_by_broker: bool = False  # we filed the ticket because of IOPub or silence
-    executing_since_s: float | None = None
-    idle_us: int | None = None  # idle by its messages since then, microseconds since boot
-    worked_us: int = 0  # its processes were last seen at work on the device since then; 0: not yet
-    working: bool = False  # they are, or nobody knows yet, though no cell runs
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence
     stopped: str = ""  # that its process is stopped, and what to do, a sentence; empty: it runs
-    suspend_wishes: int = 0  # people who wait for its suspend
-    evictions: int = 0  # administrators who are ending it
+    launch: Launch = field(default_factory=Launch)
+    checkpoint: CheckpointState = field(default_factory=CheckpointState)
+    ending: Ending = field(default_factory=Ending)
+    measurement: Measurement = field(default_factory=Measurement)
+    on_disk: DiskState = field(default_factory=DiskState)
+    requests: PendingRequests = field(default_factory=PendingRequests)
+    cell: CellState = field(default_factory=CellState)
+    gpu_work: GpuWork = field(default_factory=GpuWork)
     _pidfd: int | None = None
     _change: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # -- changes -------------------------------------------------------------------------------------------------------------
 
     def change(self) -> asyncio.Event:
         """Return the event of the next change. Take it before looking at the state, then wait for it: no change is missed."""
         return self._change
 
     def notify(self) -> None:
-        """Wake everybody who waits for a change."""
+        """Wake every task that waits for a change."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -108,15 +206,7 @@ class Kernel:
                 while self.gated and self.link is None:
                     await self.change().wait()
 
-    @property
-    def checkpointed_mib(self) -> int:
-        """What the last suspend was to save, MiB; 0 if it saved nothing, or was an earlier broker's."""
-        return sum(self.checkpointed.values())
-
-    @property
-    def home(self) -> str | None:
-        """The first of its homes."""
-        return self.homes[0] if self.homes else None
+    # -- its process ---------------------------------------------------------------------------------------------------------
 
     def watch_process(self, identity: ProcessIdentity, exited: Callable[[], None]) -> None:
         """Hold the process's pidfd and call `exited` on the loop when it ends. Raises ProcessLookupError if it has ended already."""
@@ -126,45 +216,51 @@ class Kernel:
         asyncio.get_running_loop().add_reader(pidfd, exited)
 
     def forget_process(self) -> None:
-        """Give up the pidfd, the IOPub subscription and the extension's line of a process that is gone or replaced."""
+        """Give up the pidfd, the IOPub subscription and the gate's line of a process that is gone or replaced."""
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
-        if self.watch is not None:
-            self.watch.close()
-            self.watch = None
+        if self.iopub is not None:
+            self.iopub.close()
+            self.iopub = None
         if self.link is not None:
             self.link.close()
             self.link = None
         self.identity = None
         self.connection = ""
-        self.executing_since_s = None
-        self.wanted_by_broker = False
         self.unsaveable = self.stopped = ""
-        self.idle_us, self.worked_us, self.working = None, 0, False
+        self.cell.executing_since_s, self.cell.ticket_by_broker = None, False
+        self.gpu_work.clear()
+
+    # -- whether it is busy --------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether the kernel uses, or may be about to use, the GPU: by its messages, or by the device's counters."""
-        return self.in_use or (self.identity is not None and self.working and not self.suspend_wishes)
+        return self.in_use or (
+            self.identity is not None and self.gpu_work.working and not self.requests.suspend_waiters
+        )
 
     @property
     def in_use(self) -> bool:
-        """Whether it is busy by its messages. A live kernel nobody watches is in doubt, hence busy."""
+        """Whether it is busy by its messages."""
         if self.identity is None:
-            return self.ending is not None
-        return self.waiting > 0 or self.watch is None or (self.watch.busy and not self._only_waits_for_input)
+            return self.ending.task is not None
+        if self.requests.waiters > 0:
+            return True
+        # Doubt counts as busy: a live kernel to whose messages the broker cannot listen may be running a cell.
+        return self.iopub is None or (self.iopub.busy and not self._only_waits_for_input)
 
     @property
     def executing(self) -> bool:
         """Whether a message that counts as use is being handled for certain, and does not wait for input."""
-        return self.watch is not None and self.watch.executing and not self._only_waits_for_input
+        return self.iopub is not None and self.iopub.executing and not self._only_waits_for_input
 
     @property
     def _only_waits_for_input(self) -> bool:
         """Whether all that is being handled waits for input. A kernel in doubt may handle more."""
         inputs = self.link.inputs if self.link is not None else None
-        if not inputs or self.watch is None or not self.watch.executing:
+        if not inputs or self.iopub is None or not self.iopub.executing:
             return False
-        return self.watch.is_certain and not self.watch.handles_other_than(inputs)
+        return self.iopub.is_certain and not self.iopub.handles_other_than(inputs)

@@ -250,7 +250,7 @@ class ProcessInspector:
         heirs = [
             one
             for one in (*doubtful, *failed)
-            if one not in kernel.checkpointed and self._is_heir(host, one, cuda, answered=one not in failed)
+            if one not in kernel.checkpoint.sizes and self._is_heir(host, one, cuda, answered=one not in failed)
         ]
         # The driver may fail on an heir, which says nothing about the kernel. Its failure on any other process counts.
         for identity, failure in failed.items():
@@ -261,7 +261,7 @@ class ProcessInspector:
     @staticmethod
     def _may_use_cuda(kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
         """Return whether a process that cannot be asked may have CUDA state."""
-        known = identity in kernel.checkpointed or host.used_mib(identity.pid) > 0
+        known = identity in kernel.checkpoint.sizes or host.used_mib(identity.pid) > 0
         return known or holds_open(identity.pid, is_device_file)
 
     @staticmethod

@@ -117,7 +117,7 @@ class OomProtection:
             if view.state in _SAVED and kernel.identity is not None:
                 # Of an earlier broker's suspend only the sum is known, and of one that has just begun only what is in use.
                 rest = {kernel.identity: max(view.saved_mib, view.used_mib)}
-                found[kernel.lease_id] = kernel.uid, dict(kernel.checkpointed) or rest
+                found[kernel.lease_id] = kernel.uid, dict(kernel.checkpoint.sizes) or rest
         return found
 
     # -- in a thread ---------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Sampler:
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
         """Until the next look: a moment while anything happens, for somebody may soon need a voice; at rest until the next sample."""
-        if not any(kernel.executing_since_s is not None for kernel in self._broker.kernels.values()):
+        if not any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values()):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_BUSY_INTERVAL_S):
                     await anything_changed.wait()
@@ -227,10 +227,10 @@ class Sampler:
         for kernel in list(self._broker.kernels.values()):
             mine = used_mib.get(kernel.lease_id, {})
             users = frozenset(one for one in kernel.members if one.pid in mine)
-            if not users <= kernel.users_on_disk:
-                kernel.users_on_disk = users
+            if not users <= kernel.measurement.users_on_disk:
+                kernel.measurement.users_on_disk = users
                 self._broker.save(kernel)
-            if kernel.left:
+            if kernel.ending.survivors:
                 self._broker.survivors.refresh(kernel, mine)
 
     def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
@@ -243,18 +243,21 @@ class Sampler:
         return covered
 
     def _tell_lease(self, kernel: Kernel, used: dict[str, int]) -> None:
-        kernel.seen_on = frozenset(used)
+        kernel.measurement.seen_on = frozenset(used)
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
-            kernel.measured, kernel.grew = None, False
+            kernel.measurement.reported, kernel.measurement.grew = None, False
             return
         measured = (sum(used.values()), bool(used))
         # What the arbiter knew of a process that has ended is forgotten there, and may come again unchanged.
-        changed = kernel.measured != measured or view.used_mib != measured[0]
+        changed = kernel.measurement.reported != measured or view.used_mib != measured[0]
         grows = measured[0] > view.used_mib
         # Where its reservation follows its use the arbiter counts on more growth, until it hears that there was none.
-        if changed or kernel.grew:
-            kernel.measured, kernel.grew = measured, grows and self._broker.reserves_by_use(view.spec.pool)
+        if changed or kernel.measurement.grew:
+            kernel.measurement.reported, kernel.measurement.grew = (
+                measured,
+                grows and self._broker.reserves_by_use(view.spec.pool),
+            )
             self._broker.dispatch(
                 LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured[0], armed=measured[1])
             )
@@ -298,7 +301,9 @@ class Sampler:
 
     def look_at_stopped(self) -> None:
         """Find kernels on a device that are stopped, while others wait: they cannot make room before they go on."""
-        waited_for = any(kernel.waiting or kernel.wanted_by_broker for kernel in self._broker.kernels.values())
+        waited_for = any(
+            kernel.requests.waiters or kernel.cell.ticket_by_broker for kernel in self._broker.kernels.values()
+        )
         for kernel, view in self._broker.views():
             if kernel.stopped or (waited_for and view.state is LeaseState.RESIDENT):
                 self._broker.note_stopped(kernel, stopped=_is_held_up(kernel))
@@ -307,9 +312,9 @@ class Sampler:
         """A kernel that needs the GPU and cannot say so gets a ticket: nobody is left blocked, or without a reservation, for ever."""
         now_s = time.monotonic()
         for kernel in list(self._broker.kernels.values()):
-            link, since_s = kernel.link, kernel.executing_since_s
+            link, since_s = kernel.link, kernel.cell.executing_since_s
             silent = link is not None and now_s - link.last_pulse_s > _SILENCE_S
-            if kernel.waiting or (since_s is None and not silent):
+            if kernel.requests.waiters or (since_s is None and not silent):
                 continue  # almost everybody, almost always
             view = self._broker.arbiter.lease(kernel.lease_id)
             if view is None:

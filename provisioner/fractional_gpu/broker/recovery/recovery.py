@@ -1,17 +1,18 @@
-"""What a broker does first: find out what has become of the leases of the one before it.
+"""A broker's first work: find out what has become of the leases of the broker before it.
 
-Nothing is replayed. For each lease of the ledger, /proc says whether its process lives and the driver says what it is; half-done work
-is undone where that is safe, and what cannot be known is quarantined.
+Nothing is replayed. For each lease of the ledger, /proc says whether its process lives and the driver says what it is. Half-done work is
+finished forward or undone, whichever is safe, and a lease about which that cannot be known is quarantined.
 """
 
 import logging
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
-from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, Launch, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.broker.swap.truth import Truth
@@ -35,7 +36,7 @@ _HOMELESS = (
 
 
 async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[LeaseRecord] = ()) -> None:
-    """Bring every live lease of the ledger back into the arbiter, and those that it `lost`.
+    """Bring every live lease of the ledger, and those that it `lost`, back into the arbiter.
 
     Pools and devices must be known to the arbiter already.
     """
@@ -48,6 +49,17 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
         broker.writer.submit(partial(ledger.finish, orphan.operation_id, "lease gone", wall_ms()))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What was found out about one lease of the ledger."""
+
+    record: LeaseRecord
+    operation: OperationRecord | None  # that an earlier broker began and did not finish
+    left: list[Survivor]  # processes with device memory of a kernel that has ended
+    saved_mib: int  # by the ledger
+    truth: Truth | None  # None: unknown
+
+
 async def take_over(
     broker: Broker,
     swaps: Swaps,
@@ -57,78 +69,81 @@ async def take_over(
     """Bring these leases into the arbiter as what they really are. Their open operations are taken out of `operations`."""
     operations = {} if operations is None else operations
     broker.kernels.update({record.spec.lease_id: kernel_of(record) for record in records})
-    found: list[tuple[LeaseRecord, OperationRecord | None, Truth | None, int]] = []
     host = await _snapshot(swaps)
-    for record in records:
-        operation = operations.pop(record.spec.lease_id, None)
-        saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
-        kernel = broker.kernels[record.spec.lease_id]
-        await _find_left(broker, kernel, record, host)
-        kernel.needs_driver = bool(swaps.off) and (operation is not None or record.state in _IN_A_SWAP)
-        truth = await _truth(swaps, kernel, record, saved_mib, host)
-        found.append((record, operation, truth, saved_mib))
-    # All at once: an arbiter that knows of only some leases would give the room of the others away.
-    for record, operation, truth, host_mib in found:
-        kernel = broker.kernels[record.spec.lease_id]
-        state, device_id, saved_mib = _believe(record, truth, host_mib)
-        identity = kernel.identity if state is not LeaseState.UNATTACHED else None
-        left, kernel.identity, kernel.left = kernel.left, None, ()
-        log.info("lease %s: found %s (was %s)", kernel.lease_id[:8], state, record.state)
-        broker.dispatch(
-            LeaseRecovered(
-                at_ms=now_ms(),
-                spec=record.spec,
-                state=state,
-                generation=record.generation + 1,
-                device_id=device_id,
-                saved_mib=saved_mib,
-                busy=identity is not None,  # nobody has looked yet
-                device_ids=_all_devices(record, device_id),
-                sentence=_HOMELESS if state is LeaseState.SUSPENDED and device_id is None else "",
-                pinned_until_ms=_pinned_until_ms(broker, record),
-            )
+    found = [
+        await _examine(broker, swaps, record, operations.pop(record.spec.lease_id, None), host) for record in records
+    ]
+    # Only now, and all at once: an arbiter that knows of only some leases would give the room of the others away.
+    for one in found:
+        _introduce(broker, one)
+
+
+async def _examine(
+    broker: Broker, swaps: Swaps, record: LeaseRecord, operation: OperationRecord | None, host: HostSnapshot | None
+) -> _Found:
+    """Find out what the lease is. Half-done work is finished forward or undone, whichever is safe (`swap.truth`)."""
+    kernel = broker.kernels[record.spec.lease_id]
+    saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
+    left = await _find_left(broker, kernel, record, host)
+    kernel.checkpoint.needs_driver = bool(swaps.off) and (operation is not None or record.state in _IN_A_SWAP)
+    if kernel.checkpoint.needs_driver and kernel.identity is not None:
+        # While the driver cannot be asked, the devices' counters stand in for it. They count a locked process, or a tree of which a
+        # part is saved, as one that runs: called resident, it would stay locked for good. What was in a swap waits for the driver.
+        truth = None
+    else:
+        truth = await swaps.truth(kernel, record.device_id, saved_mib, host)
+    return _Found(record=record, operation=operation, left=left, saved_mib=saved_mib, truth=truth)
+
+
+def _introduce(broker: Broker, found: _Found) -> None:
+    """Give one lease to the arbiter, and follow its process, or what its process left behind."""
+    record = found.record
+    kernel = broker.kernels[record.spec.lease_id]
+    state, device_id, saved_mib = _believe(record, found.truth, found.saved_mib)
+    identity, kernel.identity = kernel.identity if state is not LeaseState.UNATTACHED else None, None
+    log.info("lease %s: found %s (was %s)", kernel.lease_id[:8], state, record.state)
+    broker.dispatch(
+        LeaseRecovered(
+            at_ms=now_ms(),
+            spec=record.spec,
+            state=state,
+            generation=record.generation + 1,
+            device_id=device_id,
+            saved_mib=saved_mib,
+            busy=identity is not None,  # its messages have not been heard yet: doubt counts as busy
+            device_ids=_all_devices(record, device_id),
+            sentence=_HOMELESS if state is LeaseState.SUSPENDED and device_id is None else "",
+            pinned_until_ms=_pinned_until_ms(broker, record),
         )
-        if left and state is not LeaseState.UNATTACHED:
-            if not broker.survivors.keep(kernel, list(left)):
-                broker.survivors.kernel_ended(kernel, kernel.root)
-        elif identity is not None:
-            follow_found(broker, kernel, identity, record.connection)
-        elif kernel.released or state is not LeaseState.UNATTACHED:
-            broker.survivors.kernel_ended(kernel, kernel.root)
-        if operation is not None:
-            broker.end_operation(kernel.lease_id, operation.operation_id, f"found {state}")
-        broker.save(kernel)
+    )
+    if found.left and state is not LeaseState.UNATTACHED:
+        if not broker.survivors.keep(kernel, found.left):
+            broker.survivors.kernel_ended(kernel, kernel.ending.root)
+    elif identity is not None:
+        follow_found(broker, kernel, identity, record.connection)
+    elif kernel.ending.released or state is not LeaseState.UNATTACHED:
+        broker.survivors.kernel_ended(kernel, kernel.ending.root)
+    if found.operation is not None:
+        broker.end_operation(kernel.lease_id, found.operation.operation_id, f"found {state}")
+    broker.save(kernel)
 
 
-async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: HostSnapshot | None) -> None:
-    """Find the processes with device memory that a kernel left behind which has ended: one of them stands for it from now on."""
+async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: HostSnapshot | None) -> list[Survivor]:
+    """Return the processes with device memory that a kernel left behind which has ended. The first one stands for it from now on."""
     if kernel.identity is not None or record.state not in _WITH_MEMORY or host is None:
-        return
-    kernel.root = root = identity_of(record)
+        return []
+    kernel.ending.root = root = identity_of(record)
     try:
         left = await broker.survivors.find(kernel, root, host, saved=record.state in _IN_A_SWAP)
     except GPUError as error:
         log.warning("lease %s: what its kernel left behind cannot be seen: %s", kernel.lease_id[:8], error)
-        return
-    kernel.left = tuple(left)
+        return []
     kernel.identity = left[0].identity if left else None
-
-
-async def _truth(
-    swaps: Swaps, kernel: Kernel, record: LeaseRecord, saved_mib: int, host: HostSnapshot | None
-) -> Truth | None:
-    """Find out what the lease is; None if that cannot be known now.
-
-    While the driver cannot be asked, the devices' counters stand in for it. They count a locked process, or a tree of which a part is
-    saved, as one that runs: called resident, it would stay locked for good. What was in a swap waits for the driver.
-    """
-    if kernel.needs_driver and kernel.identity is not None:
-        return None
-    return await swaps.truth(kernel, record.device_id, saved_mib, host)
+    return left
 
 
 async def _snapshot(swaps: Swaps) -> HostSnapshot | None:
-    """Look at the machine once for all leases; None if that fails: then each is looked at by itself, and may be unknown."""
+    """Take one snapshot for all leases; None if that fails: then each lease takes its own, and may be unknown."""
     try:
         return await swaps.inspector.take()
     except GPUError as error:
@@ -145,7 +160,7 @@ def _all_devices(record: LeaseRecord, device_id: str | None) -> tuple[str, ...]:
 
 
 def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-    """Watch a process that was found; one that cannot be heard is watched all the same, and one that is gone has ended."""
+    """Watch a process that was found, even if its messages cannot be heard. One that is gone has ended."""
     try:
         try:
             broker.follow(kernel, identity, connection)
@@ -167,50 +182,52 @@ def identity_of(record: LeaseRecord) -> ProcessIdentity | None:
 
 def kernel_of(record: LeaseRecord) -> Kernel:
     """Return the lease as the ledger knows it, with its process if that lives."""
-    kernel = Kernel(
+    identity = identity_of(record)
+    return Kernel(
         lease_id=record.spec.lease_id,
         uid=record.uid,
         token_sha256=record.token_sha256,
-        kernel_id=record.kernel_id,
         created_ms=record.created_ms,
         suspends=record.suspends,
         resumes=record.resumes,
-        language=record.language,
-        ipykernel=record.ipykernel,
         gated=record.spec.gated,
+        identity=identity if identity is not None and is_alive(identity) and record.connection else None,
         members=frozenset(_members(record)),
-        released=record.released,
-        server=_server_of(record),
-        had_process=record.pid is not None or record.state is not LeaseState.UNATTACHED,
-        token_file=record.token_file,
-        homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ()),
+        launch=Launch(
+            kernel_id=record.kernel_id,
+            language=record.language,
+            ipykernel=record.ipykernel,
+            server=_server_of(record),
+            had_process=record.pid is not None or record.state is not LeaseState.UNATTACHED,
+            token_file=record.token_file,
+        ),
+        ending=Ending(released=record.released),
+        checkpoint=CheckpointState(
+            homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ())
+        ),
     )
-    identity = identity_of(record)
-    if identity is not None:
-        kernel.identity = identity if is_alive(identity) and record.connection else None
-    return kernel
 
 
 def _server_of(record: LeaseRecord) -> ProcessIdentity | None:
     try:
         return ProcessIdentity.from_text(record.server) if record.server else None
-    except ValueError:  # of another version's making
+    except ValueError:  # another version wrote it
         return None
 
 
 def _members(record: LeaseRecord) -> Iterator[ProcessIdentity]:
     for text in record.members:
-        with suppress(ValueError):  # of another version's making
+        with suppress(ValueError):  # another version wrote it
             yield ProcessIdentity.from_text(text)
 
 
 def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:
     """Return state, device and saved MiB for the arbiter."""
     if truth is None or truth.state is LeaseState.QUARANTINED:
-        # The ledger is told of a reservation before anybody makes use of it: what it does not know of is not there.
+        # The ledger has every reservation before a kernel makes use of it: a reservation that it does not have does not exist.
         return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, saved_mib
     if truth.state is LeaseState.NO_CONTEXT and record.state in HOLDING and record.device_id is not None:
-        # It had a reservation and its gate may be open, so it may create a context at any moment: the reservation stays.
+        # It had a reservation and its gate may be open: it may create a context at any moment, so the reservation stays.
         return LeaseState.RESIDENT, record.device_id, 0
     if truth.state is LeaseState.RESIDENT:
         device_id = truth.device_id or record.device_id

@@ -91,7 +91,7 @@ class Revocations:
                 log.info("lease %s: seat %s does not take it over: %s", kernel.lease_id[:8], seat.seat_id[:8], error)
                 continue
             self._broker.dispatch(SeatRenewed(at_ms=now_ms(), lease_id=kernel.lease_id, seat=seat.seat_id))
-            kernel.wanted_by_broker = False
+            kernel.cell.ticket_by_broker = False
             self._broker.save(kernel)
             self._broker.sync_busy_state(kernel)
             kernel.notify()
@@ -150,7 +150,7 @@ class Revocations:
 
     def _end_processes(self, lease_id: str) -> None:
         kernel = self._broker.kernels.get(lease_id)
-        if kernel is not None and not kernel.evictions:
+        if kernel is not None and not kernel.requests.evictions:
             task = asyncio.get_running_loop().create_task(self._end(kernel))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -580,7 +580,7 @@ class Seats:
         asked = SeatUsage(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
         held = self._seat_usage(seat.seat_id, but=spec.lease_id)
         check_seat_usage(seat, spec.pool, spec.priority, asked, held, earlier=self._earlier(seat, but=spec.lease_id))
-        kernel.asked_of_seat = (asked.fraction_milli, asked.memory_mib)
+        kernel.requests.seat_size = (asked.fraction_milli, asked.memory_mib)
 
     def of_token(self, token: str | None) -> str | None:
         """Return the seat whose token it is, or whose lease's token it is."""
@@ -629,7 +629,7 @@ class Seats:
 
     @staticmethod
     def _lease_usage(kernel: Kernel, spec: LeaseSpec) -> SeatUsage:
-        milli, mib = kernel.asked_of_seat if kernel.resizing is not None else (0, 0)
+        milli, mib = kernel.requests.seat_size if kernel.requests.resize is not None else (0, 0)
         return SeatUsage(
             fraction_milli=max(milli, spec.fraction_milli * spec.devices),
             memory_mib=max(mib, spec.reserve_mib * spec.devices),

@@ -52,7 +52,7 @@ class AdminService:
 
         Raises ConflictError with the reason if it stays. Cancelled: a move that has begun goes on.
         """
-        kernel.suspend_wishes += 1  # whoever asks means it: only a running cell is in the way
+        kernel.requests.suspend_waiters += 1  # whoever asks means it: only a running cell is in the way
         try:
             self._broker.sync_busy_state(kernel)
             await self._until_idle(kernel)
@@ -64,7 +64,7 @@ class AdminService:
                     why_not = view.reason, view.sentence
                 await kernel.change().wait()
         finally:
-            kernel.suspend_wishes -= 1
+            kernel.requests.suspend_waiters -= 1
             self._broker.sync_busy_state(kernel)
         if view.state is not LeaseState.RESIDENT or devices_of(view) == before:
             reason, sentence = why_not or (view.reason, view.sentence)
@@ -129,11 +129,11 @@ class AdminService:
         await self._broker.survivors.release(kernel)
 
     async def _end_tree(self, kernel: Kernel) -> None:
-        kernel.evictions += 1
+        kernel.requests.evictions += 1
         try:
             await end_processes(partial(self._tree, kernel, kernel.identity), "process {pid} of the kernel")
         finally:
-            kernel.evictions -= 1
+            kernel.requests.evictions -= 1
 
     async def _tree(self, kernel: Kernel, root: ProcessIdentity | None) -> list[ProcessIdentity]:
         snapshot = await asyncio.to_thread(scan, LEASE_VARIABLE)

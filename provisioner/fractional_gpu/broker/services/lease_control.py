@@ -79,15 +79,15 @@ class LeaseControl:
         """
         event = self._wanted(kernel, request)
         if self._has(kernel, event):
-            kernel.own_size = kernel.own_size if request.burst else None
+            kernel.requests.size_before_burst = kernel.requests.size_before_burst if request.burst else None
             return self._status(kernel)
         self._check(kernel, event.fraction_milli, event.reserve_mib)
         before = self._size_now(kernel)
         if event.reserve_mib < self._view(kernel).spec.reserve_mib:
             await self._measured(kernel)
-        if kernel.resizing is not None:  # only one can wait: the older one gives up
+        if kernel.requests.resize is not None:  # only one can wait: the older one gives up
             self._stay(kernel)
-        mine = kernel.resizing = Request()
+        mine = kernel.requests.resize = Request()
         wait_s = max(0.0, min(request.wait_ms / 1000, MAX_WAIT_S))
         try:
             self._broker.dispatch(event)
@@ -105,12 +105,12 @@ class LeaseControl:
                     reason="timeout",
                 ) from None
         finally:
-            if kernel.resizing is mine:
-                kernel.resizing = None
+            if kernel.requests.resize is mine:
+                kernel.requests.resize = None
                 waits = mine.declined is None and kernel.lease_id in self._broker.kernels
                 if waits and not self._has(kernel, event):
                     self._stay(kernel)
-        kernel.own_size = (kernel.own_size or before) if request.burst else None
+        kernel.requests.size_before_burst = (kernel.requests.size_before_burst or before) if request.burst else None
         await self._written()
         return self._status(kernel)
 
@@ -141,7 +141,7 @@ class LeaseControl:
         """Return when the lease has its size. Raises ConflictError when it will not have it, NotFoundError when it is over."""
         while True:
             change = kernel.change()
-            if kernel.resizing is not mine:
+            if kernel.requests.resize is not mine:
                 raise ConflictError("a newer request for another size replaced this one", reason="replaced")
             if self._has(kernel, event):
                 return
@@ -170,7 +170,7 @@ class LeaseControl:
 
     def _stay(self, kernel: Kernel) -> None:
         """Withdraw a request that waits: the newest one counts, and this one is for what the lease has."""
-        kernel.resizing = None
+        kernel.requests.resize = None
         self._broker.dispatch(self._size_now(kernel))
         kernel.notify()
 

@@ -44,8 +44,8 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         pool=view.spec.pool,
         owner=view.spec.owner,
         label=view.spec.label,
-        kernel_id=kernel.kernel_id,
-        pid=kernel.identity.pid if kernel.identity and not kernel.left else None,
+        kernel_id=kernel.launch.kernel_id,
+        pid=kernel.identity.pid if kernel.identity and not kernel.ending.survivors else None,
         fraction_milli=view.spec.fraction_milli,
         reserve_mib=view.spec.reserve_mib,
         used_mib=view.used_mib,
@@ -70,11 +70,14 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         suspends=kernel.suspends,
         resumes=kernel.resumes,
         stays=view.unsuspendable_reason,
-        working=kernel.working and kernel.worked_us > 0,
+        working=kernel.gpu_work.working and kernel.gpu_work.last_us > 0,
         seat=view.spec.seat,
         revoked=view.revoked,
         ends_in_ms=None if view.ends_ms is None else max(0, view.ends_ms - now_ms()),
-        left=[LeftProcess(pid=one.identity.pid, command=one.command, used_mib=one.used_mib) for one in kernel.left],
+        left=[
+            LeftProcess(pid=one.identity.pid, command=one.command, used_mib=one.used_mib)
+            for one in kernel.ending.survivors
+        ],
     )
 
 

@@ -39,7 +39,7 @@ _EVERY_S: Final = 1.0
 def has_lost_server(kernel: Kernel) -> bool:
     """Return whether the lease's server is known and has ended. A server that may not be looked at counts as alive."""
     try:
-        return kernel.server is not None and not is_alive(kernel.server)
+        return kernel.launch.server is not None and not is_alive(kernel.launch.server)
     except PermissionError:
         return False
 
@@ -59,7 +59,7 @@ class AbandonedLeases:
     async def look(self) -> None:
         """End what is abandoned now. Cancelled: some of it is ended."""
         lost = [kernel for kernel in self._broker.kernels.values() if self._is_abandoned(kernel)]
-        if any(not kernel.had_process for kernel in lost):
+        if any(not kernel.launch.had_process for kernel in lost):
             try:
                 carried = set(await asyncio.to_thread(_carried))
             except OSError as error:
@@ -67,7 +67,7 @@ class AbandonedLeases:
                     "the processes of abandoned leases cannot be looked for: %s; they are looked for again", error
                 )
                 return
-            lost = [kernel for kernel in lost if kernel.had_process or kernel.lease_id not in carried]
+            lost = [kernel for kernel in lost if kernel.launch.had_process or kernel.lease_id not in carried]
         for kernel in lost:
             # A server may have been named, or a process attached, while the processes were read.
             if self._is_abandoned(kernel):
@@ -75,7 +75,7 @@ class AbandonedLeases:
 
     def _is_abandoned(self, kernel: Kernel) -> bool:
         """Whether the lease has neither a process, nor anything that its last one left behind, nor a server."""
-        if kernel.identity is not None or kernel.ending is not None or not has_lost_server(kernel):
+        if kernel.identity is not None or kernel.ending.task is not None or not has_lost_server(kernel):
             return False
         view = self._broker.arbiter.lease(kernel.lease_id)
         return view is not None and view.state is LeaseState.UNATTACHED

@@ -49,8 +49,8 @@ class ContextLearner:
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state is not LeaseState.SUSPENDED or kernel.identity is None or kernel.link is None:
             return
-        if kernel.identity in kernel.checkpointed:
-            self._saw(kernel, kernel.homes, kernel.checkpointed[kernel.identity])
+        if kernel.identity in kernel.checkpoint.sizes:
+            self._saw(kernel, kernel.checkpoint.homes, kernel.checkpoint.sizes[kernel.identity])
 
     def breached(self, kernel: Kernel) -> None:
         """Ask a kernel that is over its cap as soon as it is idle. Returns at once."""

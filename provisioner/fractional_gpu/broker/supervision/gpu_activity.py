@@ -62,11 +62,11 @@ class GpuActivity:
     def see(self, kernel: Kernel, view: LeaseView) -> None:
         """Note whether the kernel is in use by its messages. Called before anybody asks whether it is busy."""
         if kernel.in_use or kernel.identity is None:
-            kernel.idle_us, kernel.working = None, False
-        elif kernel.idle_us is None:
-            kernel.idle_us, kernel.worked_us = self._since_boot_us(), 0
+            kernel.gpu_work.clear()
+        elif kernel.gpu_work.idle_us is None:
+            kernel.gpu_work.idle_us, kernel.gpu_work.last_us = self._since_boot_us(), 0
             told = self._looks and view.device_id not in self._silent
-            kernel.working = told and view.state is LeaseState.RESIDENT
+            kernel.gpu_work.working = told and view.state is LeaseState.RESIDENT
             self._news.set()
 
     async def run(self) -> None:
@@ -112,7 +112,7 @@ class GpuActivity:
         for kernel, view in self._broker.views():
             if view.state is not LeaseState.RESIDENT:
                 self._conclude(kernel, working=False)
-            elif kernel.idle_us is None or kernel.identity is None or view.device_id is None:
+            elif kernel.gpu_work.idle_us is None or kernel.identity is None or view.device_id is None:
                 continue
             elif self._steady_s() >= self._silent.get(view.device_id, 0.0):
                 found.append((kernel, kernel.identity, view.device_id))
@@ -121,24 +121,30 @@ class GpuActivity:
     def _pause_s(self) -> float:
         """Until the first of those of which nothing is known yet can be known; longer while everybody is known to be quiet."""
         now_us = self._since_boot_us()
-        working = [one for one in self._broker.kernels.values() if one.idle_us is not None and one.working]
+        working = [
+            one for one in self._broker.kernels.values() if one.gpu_work.idle_us is not None and one.gpu_work.working
+        ]
         if not working:
             return _NOBODY_S
-        dues = [one.idle_us + self._settle_us - now_us for one in working if one.idle_us and not one.worked_us]
+        dues = [
+            one.gpu_work.idle_us + self._settle_us - now_us
+            for one in working
+            if one.gpu_work.idle_us and not one.gpu_work.last_us
+        ]
         return min(_INTERVAL_S, max(_SHORTEST_S, min(dues, default=_S) / _S))
 
     async def _look(self, watched: list[tuple[Kernel, ProcessIdentity, str]]) -> None:
-        since_us = min(kernel.idle_us or 0 for kernel, _, _ in watched)
+        since_us = min(kernel.gpu_work.idle_us or 0 for kernel, _, _ in watched)
         known = {identity.pid for identity in self._broker.roots()}
         devices = sorted({device_id for _, _, device_id in watched})
         activities, snapshot = await asyncio.to_thread(self._read, devices, since_us, known)
         for kernel, identity, device_id in watched:
             activity = activities.get(device_id)
-            if kernel.identity is not identity or kernel.idle_us is None:
+            if kernel.identity is not identity or kernel.gpu_work.idle_us is None:
                 continue  # it was restarted or runs a cell meanwhile
             if activity is None:
                 self._conclude(kernel, working=False)
-            elif activity.worked_us or kernel.working:  # else it stays quiet
+            elif activity.worked_us or kernel.gpu_work.working:  # else it stays quiet
                 self._judge(kernel, identity, activity, snapshot)
 
     def _read(
@@ -169,14 +175,14 @@ class GpuActivity:
         self, kernel: Kernel, identity: ProcessIdentity, activity: DeviceActivity, snapshot: Snapshot | None
     ) -> None:
         pids = self._pids(kernel, identity, snapshot)
-        idle_us = kernel.idle_us or 0
+        idle_us = kernel.gpu_work.idle_us or 0
         worked_us = max((at_us for pid, at_us in activity.worked_us.items() if pid in pids), default=0)
         if worked_us > idle_us:
-            kernel.worked_us = max(kernel.worked_us, worked_us)
+            kernel.gpu_work.last_us = max(kernel.gpu_work.last_us, worked_us)
         unsettled = activity.known_until_us < idle_us + activity.settle_us
-        recent = kernel.worked_us > 0 and activity.known_until_us - kernel.worked_us < QUIET_S * _S
+        recent = kernel.gpu_work.last_us > 0 and activity.known_until_us - kernel.gpu_work.last_us < QUIET_S * _S
         # Nothing was known of it a moment ago: it stays as it is. What has been quiet for long does not become busy by waiting.
-        self._conclude(kernel, working=recent or (unsettled and kernel.working))
+        self._conclude(kernel, working=recent or (unsettled and kernel.gpu_work.working))
 
     def _pids(self, kernel: Kernel, identity: ProcessIdentity, snapshot: Snapshot | None) -> set[int]:
         """Return the processes of the kernel; without a snapshot only the kernel's own."""
@@ -185,6 +191,6 @@ class GpuActivity:
         return {identity.pid} | {one.pid for one in members_of(kernel, identity, snapshot, self._broker.roots())}
 
     def _conclude(self, kernel: Kernel, *, working: bool) -> None:
-        if kernel.working != working:
-            kernel.working = working
+        if kernel.gpu_work.working != working:
+            kernel.gpu_work.working = working
             self._broker.sync_busy_state(kernel)

@@ -70,21 +70,21 @@ class Survivors:
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
         """The kernel's process, which the broker follows no more, has ended or is replaced: free the room once it is free."""
-        if not kernel.left:
-            kernel.root = root
-        if kernel.ending is None:
+        if not kernel.ending.survivors:
+            kernel.ending.root = root
+        if kernel.ending.task is None:
             if _holds(self._view(kernel)):
-                kernel.ending = asyncio.get_running_loop().create_task(self._settle(kernel, root))
-                kernel.ending.add_done_callback(_failed)
+                kernel.ending.task = asyncio.get_running_loop().create_task(self._settle(kernel, root))
+                kernel.ending.task.add_done_callback(_failed)
             else:
                 self._gone(kernel)
 
     async def release(self, kernel: Kernel, reason: str = "released") -> None:
         """End the lease, at once or with what its kernel left behind; returns when it is known which. Cancelled: it goes on."""
-        if not kernel.released:
-            kernel.released, kernel.release_reason = True, reason
+        if not kernel.ending.released:
+            kernel.ending.released, kernel.ending.reason = True, reason
         kernel.notify()
-        if kernel.ending is None:
+        if kernel.ending.task is None:
             root = kernel.identity
             kernel.forget_process()
             self.kernel_ended(kernel, root)
@@ -92,14 +92,14 @@ class Survivors:
 
     async def settled(self, kernel: Kernel) -> None:
         """Return when it is known what the last process of the kernel left behind. Cancellation stops the waiting only."""
-        while (ending := kernel.ending) is not None:
+        while (ending := kernel.ending.task) is not None:
             await asyncio.wait([ending])
 
     def adopt(self, kernel: Kernel) -> None:
         """A new process is the kernel of a lease whose last one left processes behind: they are its own from now on."""
-        if kernel.left:
+        if kernel.ending.survivors:
             kernel.forget_process()
-            kernel.left = ()
+            kernel.ending.survivors = ()
 
     async def _settle(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
         """Look until nothing is left and the room is free, or what is left is known."""
@@ -121,7 +121,7 @@ class Survivors:
                 else:
                     await asyncio.sleep(_AGAIN_S)
         finally:
-            kernel.ending = None
+            kernel.ending.task = None
         self._gone(kernel)
 
     async def _look(self, kernel: Kernel, root: ProcessIdentity | None) -> tuple[list[Survivor], list[str]]:
@@ -129,7 +129,7 @@ class Survivors:
         view = self._view(kernel)
         device_ids = list(view.device_ids or ((view.device_id,) if view.device_id else ())) if view is not None else []
         try:
-            host = await self._inspector.take(list(dict.fromkeys([*device_ids, *sorted(kernel.seen_on)])))
+            host = await self._inspector.take(list(dict.fromkeys([*device_ids, *sorted(kernel.measurement.seen_on)])))
             pids = {one.pid for one in kernel.members} | ({root.pid} if root is not None else set())
             left = await self.find(kernel, root, host, saved=view is None or view.state in _IN_A_SWAP)
         except GPUError as error:
@@ -180,7 +180,7 @@ class Survivors:
             if beyond_mib > _SLACK_MIB:
                 return beyond_mib
             del self.unfreed[device_id]
-        if not any(kernel.ending is not None for kernel in self._broker.kernels.values()):
+        if not any(kernel.ending.task is not None for kernel in self._broker.kernels.values()):
             self.uncounted_mib[device_id] = mib
         return 0
 
@@ -198,8 +198,10 @@ class Survivors:
             kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
         except ProcessLookupError:
             return False
-        kernel.left = tuple(left)
-        self._broker.dispatch(LeftBehind(at_ms=now_ms(), lease_id=kernel.lease_id, what=described(kernel.left)))
+        kernel.ending.survivors = tuple(left)
+        self._broker.dispatch(
+            LeftBehind(at_ms=now_ms(), lease_id=kernel.lease_id, what=described(kernel.ending.survivors))
+        )
         self._broker.save(kernel)
         kernel.notify()
         if self._policy(kernel) is AfterKernel.END:
@@ -211,20 +213,22 @@ class Survivors:
     def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
         """The devices were read: look again if other processes of an ended kernel have memory than those that are known."""
         view = self._view(kernel)
-        if kernel.ending is not None or view is None or view.state is not LeaseState.RESIDENT:
+        if kernel.ending.task is not None or view is None or view.state is not LeaseState.RESIDENT:
             return
-        known = {one.identity.pid for one in kernel.left if one.used_mib}
+        known = {one.identity.pid for one in kernel.ending.survivors if one.used_mib}
         if known and known != set(used_mib):
             self.kernel_ended(kernel, kernel.identity)
         else:
-            kernel.left = tuple(replace(one, used_mib=used_mib.get(one.identity.pid, 0)) for one in kernel.left)
+            kernel.ending.survivors = tuple(
+                replace(one, used_mib=used_mib.get(one.identity.pid, 0)) for one in kernel.ending.survivors
+            )
 
     def _gone(self, kernel: Kernel) -> None:
         """Nothing is left: what the lease held is free."""
         kernel.forget_process()
-        kernel.left, kernel.members = (), frozenset()
-        if kernel.released:
-            ended = LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=kernel.release_reason)
+        kernel.ending.survivors, kernel.members = (), frozenset()
+        if kernel.ending.released:
+            ended = LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=kernel.ending.reason)
             self._broker.dispatch(ended)
         elif has_lost_server(kernel):
             self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=ABANDONED))
@@ -236,28 +240,32 @@ class Survivors:
     async def end(self, kernel: Kernel) -> None:
         """End what the kernel left behind, and return when its room is free. Raises ConflictError. Cancelled: it goes on."""
         await self.settled(kernel)
-        if not kernel.left:
+        if not kernel.ending.survivors:
             raise ConflictError(
                 "the kernel of this lease left nothing behind: shut a running kernel down in Jupyter, or evict it",
                 reason="nothing-left",
             )
         await end_processes(partial(self._certain, kernel), "process {pid}, which the kernel left behind,")
-        while kernel.left or kernel.ending is not None:
+        while kernel.ending.survivors or kernel.ending.task is not None:
             change = kernel.change()
             await self.settled(kernel)
             others = tuple(
-                one for one in kernel.left if is_alive(one.identity) and not _is_of(one.identity.pid, kernel.uid)
+                one
+                for one in kernel.ending.survivors
+                if is_alive(one.identity) and not _is_of(one.identity.pid, kernel.uid)
             )
             if others:
                 raise ConflictError(
                     f"{described(others)} belongs to another user than the lease, and is not ended; that user may end it",
                     reason="not-certain",
                 )
-            if kernel.left:
+            if kernel.ending.survivors:
                 await change.wait()
 
     async def _end_by_policy(self, kernel: Kernel) -> None:
-        log.info("lease %s: its pool ends what its kernel left: %s", kernel.lease_id[:8], described(kernel.left))
+        log.info(
+            "lease %s: its pool ends what its kernel left: %s", kernel.lease_id[:8], described(kernel.ending.survivors)
+        )
         try:
             await end_processes(
                 partial(self._certain, kernel, spare_root=True), "process {pid}, which the kernel left behind,"
@@ -267,22 +275,22 @@ class Survivors:
 
     async def _certain(self, kernel: Kernel, *, spare_root: bool = False) -> list[ProcessIdentity]:
         """Return the processes with device memory that may be ended."""
-        if not kernel.left:
+        if not kernel.ending.survivors:
             return []
         try:
             host = await self._inspector.take(None)
             left = await self.find(kernel, kernel.identity, host, saved=True)
         except GPUError:
-            left = list(kernel.left)
+            left = list(kernel.ending.survivors)
         return [
             one.identity
             for one in left
-            if _is_of(one.identity.pid, kernel.uid) and not (spare_root and one.identity == kernel.root)
+            if _is_of(one.identity.pid, kernel.uid) and not (spare_root and one.identity == kernel.ending.root)
         ]
 
     async def close(self) -> None:
         """Stop looking; the next broker looks by itself."""
-        tasks = [kernel.ending for kernel in self._broker.kernels.values() if kernel.ending is not None]
+        tasks = [kernel.ending.task for kernel in self._broker.kernels.values() if kernel.ending.task is not None]
         for task in (*tasks, *self._ends):
             task.cancel()
         await asyncio.gather(*tasks, *self._ends, return_exceptions=True)

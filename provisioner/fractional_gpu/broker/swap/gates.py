@@ -114,7 +114,7 @@ class Gates:
         """
         until_s = time.monotonic() + _BETWEEN_CELLS_S
         while time.monotonic() < until_s and kernel.link is not None:
-            if kernel.waiting > 0 or not kernel.in_use:
+            if kernel.requests.waiters > 0 or not kernel.in_use:
                 await kernel.link.ask(GateVerb.PREEMPT, self._times.gate_s)
                 return runs_no_cell(kernel)
             await asyncio.sleep(_LOOK_S)
@@ -143,7 +143,7 @@ def is_no_kernel(kernel: Kernel) -> bool:
 
     Whatever that program does is background work, as a child's of an idle kernel is.
     """
-    doubt_s = kernel.watch.doubt_s if kernel.watch is not None else 0.0
+    doubt_s = kernel.iopub.doubt_s if kernel.iopub is not None else 0.0
     return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
 
 

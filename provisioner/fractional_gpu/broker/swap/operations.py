@@ -210,7 +210,7 @@ class Operations:
                 kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
                 if kernel is None or view is None or view.generation != effect.generation:
                     return
-                if kernel.needs_driver and self._swaps.off:
+                if kernel.checkpoint.needs_driver and self._swaps.off:
                     continue  # what the devices say is no answer for it
                 truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
             except OSError as error:  # short of descriptors or memory: the next look may do better

@@ -63,7 +63,7 @@ class Restoration:
         from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
         await journal("restoring", saved, saved_mib)
         try:
-            await self.restore(saved, locked, moves_between(kernel.homes or from_ids, device_ids))
+            await self.restore(saved, locked, moves_between(kernel.checkpoint.homes or from_ids, device_ids))
             # The kernel's calls go on already; what the driver said is verified afterwards, to save that time.
             states = await self._states_of(states)
         except GPUError as error:

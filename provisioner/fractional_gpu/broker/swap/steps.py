@@ -48,7 +48,7 @@ class StepError(Exception):
 
 def devices_concerned(kernel: Kernel, effect: Suspend | Resume) -> list[str]:
     """Return the devices to read for the operation: the lease's own, and others on which the kernel's processes were seen."""
-    return list(dict.fromkeys([*(effect.device_ids or (effect.device_id,)), *sorted(kernel.seen_on)]))
+    return list(dict.fromkeys([*(effect.device_ids or (effect.device_id,)), *sorted(kernel.measurement.seen_on)]))
 
 
 def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str] | None:

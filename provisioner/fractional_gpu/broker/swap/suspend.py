@@ -57,7 +57,7 @@ class Suspension:
     async def suspend(self, kernel: Kernel, effect: Suspend, journal: Journal) -> Suspended:
         """Do what `Swaps.suspend` documents."""
         locked: list[ProcessIdentity] = []
-        kernel.checkpointed = {}
+        kernel.checkpoint.sizes = {}
         try:
             use = await self._prepare(kernel, effect)
             if use is None:
@@ -66,8 +66,8 @@ class Suspension:
             await journal("locking", use, 0)
             await self._lock_all(use, locked)
             use = await self._check_locked(kernel, effect, locked)
-            kernel.checkpointed = use
-            await journal("checkpointing", use, kernel.checkpointed_mib)
+            kernel.checkpoint.sizes = use
+            await journal("checkpointing", use, kernel.checkpoint.total_mib)
         except StepError as error:
             return await self._rollback.roll_back(locked, error.outcome, str(error), error.need_mib)
         except LedgerError as error:
@@ -83,7 +83,7 @@ class Suspension:
         except OSError as error:
             sentence = f"the kernel's processes could not be looked at: {error}"
             return await self._rollback.roll_back(locked, SuspendOutcome.REFUSED, sentence)
-        return await self._checkpoint_all(locked, kernel.checkpointed_mib)
+        return await self._checkpoint_all(locked, kernel.checkpoint.total_mib)
 
     # -- before the locks -------------------------------------------------------------------------------------------------
 

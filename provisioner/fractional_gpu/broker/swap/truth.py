@@ -61,7 +61,7 @@ class TruthFinder:
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
                 # What its process left behind may have to be found out first.
-                return Truth(state=LeaseState.UNATTACHED) if kernel.ending is None else None
+                return Truth(state=LeaseState.UNATTACHED) if kernel.ending.task is None else None
             host = host or await self._inspector.take()
             states = await self._inspector.states(kernel, host)
             if await self._complete_or_undo(kernel, states, known):
@@ -74,8 +74,8 @@ class TruthFinder:
         if not kinds:  # a driver that cannot be asked would not tell of what is saved
             return None if self._inspector.off and saved_mib else Truth(state=LeaseState.NO_CONTEXT)
         if kinds == {ProcessState.CHECKPOINTED}:
-            saved_mib = max(saved_mib, kernel.checkpointed_mib, sum(host.used_mib(one.pid) for one in states))
-            return Truth(state=LeaseState.SUSPENDED, device_id=kernel.home or device_id, saved_mib=saved_mib)
+            saved_mib = max(saved_mib, kernel.checkpoint.total_mib, sum(host.used_mib(one.pid) for one in states))
+            return Truth(state=LeaseState.SUSPENDED, device_id=kernel.checkpoint.home or device_id, saved_mib=saved_mib)
         if kinds == {ProcessState.RUNNING}:
             return Truth(state=LeaseState.RESIDENT, device_id=self._where(kernel, host) or device_id)
         failed = [identity.pid for identity, state in states.items() if state is ProcessState.FAILED]
@@ -102,7 +102,7 @@ class TruthFinder:
         self, kernel: Kernel, states: Mapping[ProcessIdentity, ProcessState], known: _Known
     ) -> None:
         """Bring all processes of a tree back of which only some are saved, if the devices have the room for certain. Raises GPUError."""
-        homes = kernel.homes or ((known.device_id,) if known.device_id is not None else ())
+        homes = kernel.checkpoint.homes or ((known.device_id,) if known.device_id is not None else ())
         if not set(states.values()) <= _MAY_BE_COMPLETED or not homes:
             return
         # What was free a moment ago may hold another kernel's memory, which was brought back since.
@@ -137,8 +137,8 @@ class TruthFinder:
     def _where(self, kernel: Kernel, host: HostSnapshot) -> str | None:
         """Return the device that holds most of the kernel's memory; of a kernel with several devices, its first one."""
         found = host.homes({identity.pid for identity in self._inspector.tree(kernel, host)})
-        if len(kernel.homes) > 1 and set(found) <= set(kernel.homes):
-            return kernel.homes[0]
+        if len(kernel.checkpoint.homes) > 1 and set(found) <= set(kernel.checkpoint.homes):
+            return kernel.checkpoint.homes[0]
         return found[0] if found else None
 
 
@@ -158,8 +158,10 @@ def _rest_mib(
     The broker that saved them knows it of each. A later one knows the sum, and subtracts what is locked, which has what it had then. What
     runs is not subtracted: it may have grown, or come since.
     """
-    if kernel.checkpointed:
-        saved = [kernel.checkpointed.get(one, 0) for one, state in states.items() if state is ProcessState.CHECKPOINTED]
+    if kernel.checkpoint.sizes:
+        saved = [
+            kernel.checkpoint.sizes.get(one, 0) for one, state in states.items() if state is ProcessState.CHECKPOINTED
+        ]
         return sum(saved) if all(saved) else 0
     locked_mib = sum(host.used_mib(one.pid) for one, state in states.items() if state is ProcessState.LOCKED)
     return max(0, saved_mib - locked_mib)
