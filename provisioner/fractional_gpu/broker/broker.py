@@ -107,7 +107,7 @@ class Broker:
     ) -> None:
         """`devices`: those that it manages, by id. `files`: for the second records. `context_sizes`: as learned before."""
         self.arbiter = arbiter
-        arbiter.moment = time_of_day
+        arbiter.use_time_format(time_of_day)
         self.monitor = monitor
         self.writer = writer
         self.deadlines = DeadlineClock.of(writer.ledger)

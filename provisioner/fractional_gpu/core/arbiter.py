@@ -1,13 +1,14 @@
-"""The arbiter decides who holds which GPU: events in, effects out, nothing else.
+"""The arbiter decides which lease holds which GPU: events in, effects out.
 
-`handle` is the one mutator. It updates the books by the event (`lifecycle`, `answers`), then serves whoever waits (`serving`). It has no
-clock (time arrives on the event), does no I/O, and counts in integers; the same events give the same effects, bit for bit. Operations
-(suspend, resume) take time: they are effects with an operation id and the lease's generation, and come back as events with the same
-two. An answer whose lease has moved on gives its swap channel back and is otherwise recorded and ignored; one that names no operation
-under way is only recorded.
+`handle` is the one mutator. It updates the books by the event (`handlers`) and then serves the waiting leases (`scheduler`). It has no
+clock (time arrives on the event), does no I/O, and counts in integers; the same events give the same effects, bit for bit.
 
-Events about leases that do not exist (any more) are ignored: the world is always a little behind. An event that cannot be true
-(a lease recovered in the middle of an operation) raises ValueError before anything changes.
+Operations (suspend, resume) take time. They are effects with an operation id and the lease's generation, and come back as events with the
+same two. The result of an operation whose lease has moved on frees its swap channel and is otherwise recorded and ignored; a result that
+names no operation under way is only recorded.
+
+Events about leases that do not exist (any more) are ignored, because the driver's view is always a little out of date. An event that
+cannot be true (a lease recovered in the middle of an operation) raises ValueError before anything changes.
 """
 
 from fractional_gpu.core.books.books import Device, Lease
@@ -96,9 +97,9 @@ _AboutALease = (
 
 
 class Arbiter:
-    """See the module. `parallel_swaps` operations run at a time; `check` asserts the devices every event touched.
+    """See the module. At most `parallel_swaps` operations run at a time; `check` asserts law 1 for the devices an event granted.
 
-    `forecasts`: what an earlier arbiter learnt; it goes on learning.
+    `forecasts`: what an earlier arbiter learnt; this one goes on learning.
     """
 
     def __init__(
@@ -122,46 +123,53 @@ class Arbiter:
             self._scheduler.start_reservations,
         )
         self._operation_results = OperationResults(self._changes, self._lifecycle, self._scheduler.resizer)
-        self.moment: FormatTime | None = (
-            None  # says a time of day in a ticket's sentence; set by a driver that has a clock
-        )
+        self._format_time: FormatTime | None = None
         self._wake_ms: int | None = None
         self._check = check
         self._deferred_work_done = True
-        self._events = 0  # so many were handled, and reflected on: what was seen before is out of date
+        self._views: dict[str, LeaseView] = {}  # built since the last event
+
+    def use_time_format(self, format_time: FormatTime) -> None:
+        """Write times of day into the sentences of tickets. For a driver with a clock; without one, times are relative."""
+        self._format_time = format_time
 
     # -- what others may read -----------------------------------------------------------------------------------------
 
     def lease(self, lease_id: str) -> LeaseView | None:
-        """Return one lease, or None if there is none such (any more)."""
+        """Return one lease; None if there is none with this id (any more)."""
         lease = self._books.leases.get(lease_id)
         return None if lease is None else self._view(lease)
 
     def leases(self) -> list[LeaseView]:
-        """Return every living lease, oldest first. Cheap while nothing happens."""
+        """Return every living lease, oldest first. Views are kept until the next event."""
         return [self._view(lease) for lease in self._books.leases.values()]
 
     def _view(self, lease: Lease) -> LeaseView:
-        if lease.view is None or lease.view_of != self._events:
-            lease.view, lease.view_of = lease_view(lease, self._changes.forecast_recorder), self._events
-        return lease.view
+        view = self._views.get(lease.lease_id)
+        if view is None:
+            view = self._views[lease.lease_id] = lease_view(lease, self._changes.forecast_recorder)
+        return view
 
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue, or None if it does not wait."""
         lease = self._books.leases.get(lease_id)
-        return None if lease is None else ticket_view(self._books, lease, self._changes.forecast_recorder, self.moment)
+        return (
+            None
+            if lease is None
+            else ticket_view(self._books, lease, self._changes.forecast_recorder, self._format_time)
+        )
 
     def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
-        """Return a pool's queue in order, as of then; without `at_ms`, as of the last event."""
+        """Return a pool's queue in order, as of `at_ms`, or else of the last event."""
         books, event_ms = self._books, self._books.now_ms
         books.now_ms = event_ms if at_ms is None else max(event_ms, at_ms)
         try:
-            return ticket_views(books, pool, self._changes.forecast_recorder, self.moment)
+            return ticket_views(books, pool, self._changes.forecast_recorder, self._format_time)
         finally:
             books.now_ms = event_ms
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
-        """Return how long the lease's next cell still waits at its closed gate, as of then; None if it does not wait there."""
+        """Return how long the lease's next cell still waits at its closed gate, as of `at_ms`; None if it does not wait there."""
         books, lease = self._books, self._books.leases.get(lease_id)
         if lease is None:
             return None
@@ -172,7 +180,7 @@ class Arbiter:
             books.now_ms = event_ms
 
     def queue_lengths(self) -> dict[str, int]:
-        """Return how many wait in each pool's queue; a pool in which nobody does may be missing. A lease that is resumed waits no more."""
+        """Return how many leases wait in each pool's queue. A pool without any may be missing; leases being resumed do not count."""
         lengths = {pool: len(line) for pool, line in self._books.queue.lines.items()}
         for lease in self._books.by_state[LeaseState.RESUMING].values():
             if lease.ticket is not None:
@@ -184,13 +192,13 @@ class Arbiter:
         return device_views(self._books)
 
     def refusal(self, spec: LeaseSpec) -> tuple[str, str] | None:
-        """Return why a lease would be refused now (reason, sentence), or None. Changes nothing."""
-        wait = refusal(self._books, spec)
-        return None if wait is None else (wait.code, wait.sentence)
+        """Return why a lease would be refused now (code, sentence), or None. Changes nothing."""
+        refused = refusal(self._books, spec)
+        return None if refused is None else (refused.code, refused.sentence)
 
     @property
     def forecasts(self) -> Forecasts:
-        """What was learnt, and how far off it was."""
+        """What was learnt, and how accurate the forecasts were."""
         return self._changes.forecast_recorder.forecasts
 
     def pools(self) -> dict[str, PoolSpec]:
@@ -219,10 +227,10 @@ class Arbiter:
     # -- the one mutator ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for what can be no event."""
+        """Take an event in and return what is to be done, in order. Raises ValueError or TypeError for an impossible event."""
         self.run_deferred_work()
         self._deferred_work_done = False
-        self._events += 1
+        self._views.clear()
         changes = self._changes
         changes.now_ms = max(changes.now_ms, event.at_ms)
         matters = self._take(event)
@@ -237,25 +245,26 @@ class Arbiter:
         return changes.take_effects()
 
     def run_deferred_work(self) -> None:
-        """Learn from the last event, foresee the waits that began in it, and prepare for the next.
+        """Learn from the last event, forecast the waits that began in it, and prepare for the next one.
 
-        Nothing of it changes what that event decided, so it is for after its effects are on their way; the next `handle` does it first
-        where nobody has. Decisions are the same either way.
+        None of this changes what that event decided, so a driver calls it once the effects are on their way. Otherwise the next `handle`
+        does it first; decisions are the same either way.
         """
         if not self._deferred_work_done:
             self._deferred_work_done = True
-            self._events += self._changes.forecast_recorder.run_deferred_work()
+            if self._changes.forecast_recorder.run_deferred_work():
+                self._views.clear()  # they hold forecasts
             self._scheduler.prepare_next()
 
     def _set_wake(self, *, anew: bool) -> None:
-        """A tick uses the alarm up, however early it came."""
+        """Ask for a tick if the time of the next one changed; `anew`: a tick used it up, however early it came."""
         wake_ms = self._scheduler.wake_ms()
         if wake_ms != self._wake_ms or (anew and wake_ms is not None):
             self._wake_ms = wake_ms
             self._changes.effects.append(WakeAt(at_ms=wake_ms))
 
     def _take(self, event: Event) -> bool:
-        """Take the event into the books. Returns False if that cannot change what anybody gets."""
+        """Take the event into the books. Returns False if that cannot change what any lease gets."""
         match event:
             case Tick():
                 return False

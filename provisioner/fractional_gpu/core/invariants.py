@@ -111,11 +111,11 @@ def _gates(books: Books) -> list[str]:
     broken = []
     for lease in books.leases.values():
         name = f"lease {lease.lease_id} ({lease.state})"
-        if lease.gate_closed != (lease.lease_id in books.gates_closed) or (
-            lease.gate_closed and lease.state is not LeaseState.RESIDENT
+        if lease.gate.closed != (lease.lease_id in books.gates_closed) or (
+            lease.gate.closed and lease.state is not LeaseState.RESIDENT
         ):
-            broken.append(f"{name}: its gate is {'closed' if lease.gate_closed else 'open'}, the index says otherwise")
-        if lease.gate_ticket is not None and not lease.gate_closed:
+            broken.append(f"{name}: its gate is {'closed' if lease.gate.closed else 'open'}, the index says otherwise")
+        if lease.gate.ticket is not None and not lease.gate.closed:
             broken.append(f"{name}: its next cell waits at an open gate")
     return broken
 
@@ -141,7 +141,7 @@ def _revoked(books: Books) -> list[str]:
             broken.append(f"{name}: the index of revoked leases says otherwise, or its end at {lease.ends_ms} does")
         if not lease.revoked:
             continue
-        if lease.ticket is not None or lease.gate_ticket is not None or lease.pinned_until_ms or lease.target_ids:
+        if lease.ticket is not None or lease.gate.ticket is not None or lease.pinned_until_ms or lease.target_ids:
             broken.append(f"{name} has no seat, and waits for a device, is pinned to one or on its way to one")
         if lease.state is LeaseState.UNATTACHED:
             broken.append(f"{name} has neither a seat nor a process")
@@ -187,12 +187,11 @@ def _queue(books: Books) -> list[str]:
 def _operations(books: Books, operations: dict[int, Operation]) -> list[str]:
     broken = []
     for lease in books.leases.values():
-        under_way = lease.operation_id is not None
-        if under_way != (lease.state in _IN_OPERATION):
-            broken.append(f"lease {lease.lease_id} is {lease.state} with operation {lease.operation_id}")
-        operation = operations.get(lease.operation_id or 0)
-        if under_way and (operation is None or operation.lease_id != lease.lease_id):
-            broken.append(f"lease {lease.lease_id}: operation {lease.operation_id} holds no swap channel")
+        operation = lease.operation
+        if (operation is not None) != (lease.state in _IN_OPERATION):
+            broken.append(f"lease {lease.lease_id} is {lease.state} with {operation}")
+        if operation is not None and operations.get(operation.operation_id) is not operation:
+            broken.append(f"lease {lease.lease_id}: {operation} holds no swap channel")
     return broken
 
 
@@ -278,7 +277,7 @@ def _ranks(books: Books, device: Device) -> list[str]:
         yielding = {
             lease.lease_id
             for from_ms, lease in ranks.busy.values()
-            if max(from_ms, lease.gate_open_until_ms) <= books.now_ms
+            if max(from_ms, lease.gate.open_until_ms) <= books.now_ms
         }
         if {lease.lease_id for lease in known.leases} != yielding:
             broken.append(f"leases {sorted(yielding)} may be asked to yield, {known.leases} were kept")

@@ -27,7 +27,7 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         busy=lease.busy,
         since_ms=lease.since_ms,
         last_active_ms=lease.last_active_ms,
-        operation_id=lease.operation_id,
+        operation_id=lease.operation.operation_id if lease.operation is not None else None,
         reason=lease.reason,
         sentence=lease.sentence,
         reserved_mib=lease.held_mib,
@@ -40,8 +40,8 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         revoked=lease.revoked,
         ends_ms=lease.ends_ms,
         resume_ms=foresight.resume_ms(lease),
-        gate_closed=lease.gate_closed,
-        at_gate=lease.gate_ticket is not None,
+        gate_closed=lease.gate.closed,
+        at_gate=lease.gate.ticket is not None,
     )
 
 

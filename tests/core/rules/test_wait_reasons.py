@@ -62,7 +62,7 @@ def test_a_pin_is_told_with_its_end() -> None:
     hand.rest("a")
     hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=1_800_000))
     assert waits(hand) == "tenant-b.ipynb is pinned for 30 min more"
-    hand.arbiter.moment = lambda at_ms: f"<{at_ms // 60_000}>"
+    hand.arbiter.use_time_format(lambda at_ms: f"<{at_ms // 60_000}>")
     hand.wait(1)
     assert waits(hand) == "tenant-b.ipynb is pinned until <30>"
     hand.work("a")
@@ -72,7 +72,7 @@ def test_a_pin_is_told_with_its_end() -> None:
 def test_the_story_says_times_from_then_on() -> None:
     """Effects are the same on every machine: no time of day is in them."""
     hand = Hand()
-    hand.arbiter.moment = lambda _at_ms: "noon"
+    hand.arbiter.use_time_format(lambda _at_ms: "noon")
     run(hand, "a")
     hand.rest("a")
     hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=1_800_000))

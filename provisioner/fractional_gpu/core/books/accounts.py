@@ -117,9 +117,9 @@ class Accounts:
         account = self.of(lease)
         account.version += 1
         self._settle(account, now_ms)
-        if lease.is_metered:
-            lease.usage += lease.milli * (now_ms - lease.usage_as_of_ms)
-            lease.usage_as_of_ms = now_ms
+        if lease.meter.is_running:
+            lease.meter.usage += lease.milli * (now_ms - lease.meter.as_of_ms)
+            lease.meter.as_of_ms = now_ms
             account.busy_milli -= lease.milli
         self._promise(lease.spec, -1)
         if lease.held_mib:
@@ -129,7 +129,7 @@ class Accounts:
         self._promise(spec, 1)
         if lease.held_mib:
             self.reserve(lease, 1)
-        if lease.is_metered:
+        if lease.meter.is_running:
             account.busy_milli += lease.milli
 
     def _promise(self, spec: LeaseSpec, sign: int) -> None:
@@ -176,7 +176,10 @@ class Accounts:
         """Return the virtual time of the lease's owner and its own."""
         account = self.of(lease)
         usage = account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
-        mine = lease.usage + (lease.milli * max(0, now_ms - lease.usage_as_of_ms) if lease.is_metered else 0)
+        meter = lease.meter
+        mine = meter.usage
+        if meter.is_running:
+            mine += lease.milli * max(0, now_ms - meter.as_of_ms)
         return virtual_ms(usage, account.weight), virtual_ms(mine, lease.spec.weight)
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
@@ -196,21 +199,21 @@ class Accounts:
     def meter(self, lease: Lease, now_ms: int) -> None:
         """Begin or stop to count the lease's use, and note whether it contends, as its state says; only where the pool shares by time."""
         fair = self._shares_by_time(lease)
-        if not fair and lease.idle_since_ms is None and not lease.is_metered:
+        if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
             return  # nobody asks
         metered = fair and lease.state is LeaseState.RESIDENT and (lease.is_working or lease.pinned_until_ms > now_ms)
-        waits = lease.ticket is not None or lease.gate_ticket is not None
+        waits = lease.ticket is not None or lease.gate.ticket is not None
         contends = fair and (metered or waits or lease.state is LeaseState.RESUMING or lease.preempted)
         account = self.of(lease)
         if contends and lease.lease_id not in account.contenders:
             self._start_contending(lease, account, now_ms)
-        if metered != lease.is_metered:
+        if metered != lease.meter.is_running:
             self._settle(account, now_ms)
-            if lease.is_metered:
-                lease.usage += lease.milli * (now_ms - lease.usage_as_of_ms)
+            if lease.meter.is_running:
+                lease.meter.usage += lease.milli * (now_ms - lease.meter.as_of_ms)
             account.busy_milli += lease.milli if metered else -lease.milli
             account.version += 1
-            lease.is_metered, lease.usage_as_of_ms = metered, now_ms
+            lease.meter.is_running, lease.meter.as_of_ms = metered, now_ms
         if not contends and lease.lease_id in account.contenders:
             self._stop_contending(lease, account, now_ms)
 
@@ -232,8 +235,8 @@ class Accounts:
             contending[account.name] = account
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
-        if _was_away(lease.idle_since_ms, now_ms):
-            lease.usage = max(lease.usage, -(-account.floor * max(1, lease.spec.weight) // _UNIT))
+        if _was_away(lease.meter.idle_since_ms, now_ms):
+            lease.meter.usage = max(lease.meter.usage, -(-account.floor * max(1, lease.spec.weight) // _UNIT))
         account.contenders[lease.lease_id] = lease
 
     def _stop_contending(self, lease: Lease, account: Account, now_ms: int) -> None:
@@ -242,7 +245,7 @@ class Accounts:
         account.floor = max(account.floor, min(others, default=0))
         del account.contenders[lease.lease_id]
         account.contending_weight = None
-        lease.idle_since_ms = now_ms
+        lease.meter.idle_since_ms = now_ms
         if account.contenders:
             return
         self._contending_weight.pop(pool, None)

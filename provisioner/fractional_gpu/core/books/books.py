@@ -104,7 +104,7 @@ class Books:
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
         """Say whether the lease's gate is closed for others, and which place its next cell has, if that waits there."""
-        lease.gate_closed, lease.gate_ticket = closed, next_cell
+        lease.gate.closed, lease.gate.ticket = closed, next_cell
         if closed:
             self.gates_closed[lease.lease_id] = lease
         else:
@@ -171,10 +171,10 @@ class Books:
             self.queue.rebucket(lease)
         return lease.size_mib != before
 
-    def set_suspend_requested(self, lease: Lease, *, asked: bool) -> None:
-        """Note that somebody wants the lease to be suspended, or not any more."""
-        lease.suspend_requested = asked
-        if asked:
+    def set_suspend_requested(self, lease: Lease, *, by: str | None) -> None:
+        """Note who requests the lease's suspend; None: the request is over."""
+        lease.suspend_requested_by = by
+        if by is not None:
             self.suspend_requested[lease.lease_id] = lease
         else:
             self.suspend_requested.pop(lease.lease_id, None)
@@ -182,13 +182,13 @@ class Books:
     def revoke(self, lease: Lease, ends_ms: int) -> None:
         """Note that the lease's seat has ended, and when its processes are ended. The pool promises it nothing any more."""
         self.accounts.revoke(lease)
-        lease.revoked, lease.ends_ms = True, ends_ms
+        lease.ends_ms = ends_ms
         self.revoked[lease.lease_id] = lease
         self.refresh(lease)
 
     def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
         """Note that a revoked lease draws on another seat: `spec` differs in that alone."""
-        lease.spec, lease.revoked, lease.ends_ms = spec, False, None
+        lease.spec, lease.ends_ms = spec, None
         self.accounts.reinstate(lease)
         del self.revoked[lease.lease_id]
         self.refresh(lease)

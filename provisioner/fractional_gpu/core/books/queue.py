@@ -183,7 +183,7 @@ class Queue:
             need_mib=ticket.extra_mib if grows else lease.need_mib,
             urgent=ticket.urgent,
             room_kept=ticket.passed_over >= pool.max_passed_over,
-            paused=lease.paused,
+            paused=lease.retries.resume_paused,
             targets=lease.target_ids if saved else (),
             due=ticket.is_due and pool.preempt_equals,
         )

@@ -1,6 +1,7 @@
-"""What the books are made of: leases, tickets, devices, accounts.
+"""The records that the books hold: leases, tickets, buckets, devices, accounts.
 
-Who may write what is said by `state.Books`; the fields' meaning is said here.
+Each field has one writer. `Books` writes what its totals depend on (state, reservations, host memory, gates, `busy`), `Queue` the fields
+of tickets and buckets, `Accounts` those of accounts and meters; the comments here say what a field means.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ from fractional_gpu.core.model import (
     DeviceSpec,
     LeaseSpec,
     LeaseState,
-    LeaseView,
     Span,
 )
 
@@ -20,33 +20,38 @@ __all__ = [
     "Bucket",
     "BucketKey",
     "BucketShape",
+    "CacheShrink",
     "Device",
+    "Gate",
     "Lease",
     "OccupancyKind",
     "Operation",
     "Reason",
     "ShownForecast",
+    "SwapRetries",
     "Ticket",
+    "UsageMeter",
     "VictimRanking",
     "YieldCandidates",
 ]
 
-
-_MUCH_STALE = 8  # changes on a device beyond one for everybody there: it is cheaper to begin anew
+_MUCH_CHANGED = 8  # more changes than this, beyond one for each holder: ranking the device anew is cheaper
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A suspend or resume under way: what its answer must say to be believed."""
+    """A suspend or resume under way. A result counts only if it names the same operation, lease, kind and generation."""
 
+    operation_id: int
     lease_id: str
     kind: str
     generation: int
+    began_ms: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why somebody waits: code, sentence, and the leases in the way."""
+    """Why a ticket waits or a request is refused: a code, a sentence for people, and the leases in the way."""
 
     code: str
     sentence: str
@@ -54,124 +59,123 @@ class Reason:
 
 
 class OccupancyKind(IntEnum):
-    """How a lease stands on its device: what its room could be used for."""
+    """How a lease occupies its devices, which decides what its memory can be used for."""
 
     NONE = 0  # it holds nothing
-    IDLE = 1  # resident and idle
-    BUSY = 2  # resident and busy
-    SUSPENDING = 3  # being suspended: its room comes
+    IDLE = 1  # resident, and no cell runs
+    BUSY = 2  # resident, and a cell runs
+    SUSPENDING = 3  # a suspend is under way: its memory will be free
     FIXED = 4  # resuming, quarantined, or reserved before its start
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
 class ShownForecast:
-    """The upper end of the forecast that was shown last for a wait, and whether the wait outlasted one. See `overdue`; decides nothing."""
+    """The forecast of a wait that was shown last. For display only (`forecast_recorder`); no decision depends on it."""
 
     since_ms: int  # when the wait, or the resume that ends it, began
     until_ms: int  # the upper end
-    missed_ms: int = 0  # how long the wait had lasted when it was first found to be longer than shown; 0: it was not
+    missed_ms: int = 0  # how long the wait had lasted when it first outlasted a shown forecast; 0: it did not
 
 
 @dataclass(slots=True, kw_only=True)
 class Ticket:
-    """A lease's place in the queue: by priority, then the urgent, then first come first served (`queue` says it exactly)."""
+    """A lease's place in the queue: by priority, then urgent ones, then first come, first served (see `queue`)."""
 
     order: int
     asked_ms: int
     before_start: bool = False  # may be served before a process stands behind the lease
     urgent: bool = False
     passed_over: int = 0  # at most the pool's K; from then on room is kept
-    passed_over_elsewhere: int = 0  # passed over since, on devices where no room is kept
+    passed_over_elsewhere: int = 0  # times passed over since then, on devices where no room is kept
     kept_on: tuple[str, ...] = ()  # devices where room is kept
-    resize_to: LeaseSpec | None = None  # a resident lease waits for room to have this size
-    extra_mib: int = 0  # what it then holds more than now, on each of its devices
-    after_suspend: "Ticket | None" = None  # beside growing: its place when it has been suspended, since it was wanted
-    preempted: bool = False  # filed for a busy lease that had to make room: only its end withdraws it
-    due_ms: int = 0  # it is due then, as far as was known; 0: not worked out yet
-    is_due: bool = False  # where a pool shares by virtual time: it goes before the others, because room is being made or it waited too long
-    expected: Span | None = None  # the wait, as it was foreseen when the ticket was filed
-    shown: ShownForecast | None = None  # what was shown of it last
-    reason: str = "wait.new"  # as last written into the story
-    wait: Reason | None = None  # why it waits, from the last pass that looked at it by itself
-    wait_pass: int = 0  # which pass that was
-    rank: tuple[int, bool, int] = (
-        0,
-        False,
-        0,
-    )  # by which its pool's line is sorted, when it came there: priority, urgency, order
-    bucket_rank: tuple[int, int] = (0, 0)  # likewise its bucket: the virtual time of the lease, order
+    resize_to: LeaseSpec | None = None  # the size for which a lease that is on its devices waits there
+    extra_mib: int = 0  # what that takes more than the lease holds, on each of its devices
+    after_suspend: "Ticket | None" = None  # restored if the lease is suspended while it waits to grow
+    preempted: bool = False  # filed for a busy lease that was preempted: withdrawn only when the lease ends
+    due_ms: int = 0  # estimate of when the ticket becomes due; 0: not computed yet
+    is_due: bool = False  # it precedes the other tickets of its priority, in a pool that shares by virtual time
+    expected: Span | None = None  # the wait, as forecast when the ticket was filed
+    shown: ShownForecast | None = None
+    reason: str = "wait.new"  # code that the lease's story has of this wait
+    wait: Reason | None = None  # why it waits, from the last pass that visited it by itself
+    wait_pass: int = 0  # number of that pass
+    rank: tuple[int, bool, int] = (0, False, 0)  # sorts its pool's line, fixed at its entry: priority, urgency, order
+    bucket_rank: tuple[int, int] = (0, 0)  # sorts its bucket, fixed likewise: the lease's virtual time, order
 
 
 class BucketKey(NamedTuple):
-    """What tickets have in common that wait in one bucket."""
+    """What the tickets of one bucket have in common."""
 
     pool: str
-    home: (
-        tuple[str, ...] | str | None
-    )  # the devices they were saved from, the lease that grows where it is, or anywhere
-    accounts: tuple[str, ...]  # whose limits they count against, whose share they are served by, where that matters
-    devices: int  # devices
+    home: tuple[str, ...] | str | None  # devices they were saved from, id of the lease that grows in place, or anywhere
+    accounts: tuple[str, ...]  # owner (and group) whose limits or share decide, where any do
+    devices: int
     priority: int
-    fair: bool  # the pool serves by shares
-    milli: int  # 0 where it does not matter
+    fair: bool  # the pool shares by virtual time
+    milli: int  # what limits count, milli-GPU; 0 where none apply
     need_mib: int  # on each device
     urgent: bool
-    room_kept: bool  # they were passed over as often as may be
-    paused: bool  # a resume that could not start is not tried again yet
-    targets: tuple[str, ...]  # they are being moved, and their room is kept there
-    due: bool  # they go before others of their priority, in the order of asking
+    room_kept: bool  # they were passed over as often as the pool allows
+    paused: bool  # their resume could not start, and its next attempt is still to come
+    targets: tuple[str, ...]  # devices they are being moved to, where room is kept
+    due: bool  # they precede others of their priority, in the order of asking
 
 
 @dataclass(slots=True, eq=False)
 class BucketShape:
-    """Buckets of several owners, in a pool that shares by virtual time, whose tickets differ in nothing else.
+    """Buckets of different owners, in a pool that shares by virtual time, that agree in all but the owner.
 
-    A pass that finds that nothing can begin for any bucket that it has not visited notes that here, once for all of them.
+    A pass that can begin nothing for any bucket it has not visited records that here, once for all of them.
     """
 
     devices: tuple[str, ...] | None = None  # that can serve them, until a device or pool changes
     buckets: dict[int, "Bucket"] = field(default_factory=dict)  # by number
-    skipped_in_pass: int = 0  # the last pass that left out the buckets that it had not visited
-    first_unskipped: int = 0  # buckets from this number on came after that
+    skipped_in_pass: int = 0  # the last pass that skipped the buckets it had not visited
+    first_unskipped: int = 0  # buckets from this number on were created after that
     wait: Reason | None = None  # why these wait, where that pass found a reason of its own
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Tickets with the same need, which the same devices can serve: where one of them fits nowhere, none behind it does."""
+    """Tickets with the same need that the same devices can serve: where one of them does not fit, none behind it does."""
 
     key: BucketKey
-    family: tuple[object, ...] = field(
-        init=False
-    )  # its key but for the need: what is too much for one is too much for a larger one
-    devices: tuple[str, ...] | None = None  # that can serve all of them (`explaining`), until a device or pool changes
-    members: list["Lease"] = field(default_factory=list)  # by their share of their owner's, then in the order of asking
-    wait: Reason | None = None  # why all of them wait, where the last pass found a reason of its own
-    wait_pass: int = 0  # which pass that was
-    closed_in_pass: int = 0  # the last pass that found nothing for whoever was looked at, nor for those behind
-    due_ms: int = 0  # that of its oldest ticket, where that is known; 0: it has other members than before
-    oldest_order: int | None = None  # the order of its oldest ticket, where that is known
-    number: int = 0  # buckets in the order in which they came
-    shape: BucketShape | None = None  # with buckets of other owners, where a pass may leave them out together
-    turn: tuple[int, ...] | None = None  # that of its first ticket, where it has a shape and that is known ...
-    turn_version: int = 0  # ... as of this state of its owner's account
-    account: "Account | None" = None  # its owner's, where it has a shape and somebody has asked
+    # The key without the need: a need that is too large for a family is too large for every larger one of the family.
+    family: tuple[object, ...] = field(init=False)
+    devices: tuple[str, ...] | None = None  # that can serve all members, until a device or pool changes
+    members: list["Lease"] = field(default_factory=list)  # by virtual time within their owner, then by order
+    wait: Reason | None = None  # why all of them wait, where a pass found a reason of its own
+    wait_pass: int = 0  # number of that pass
+    closed_in_pass: int = 0  # the last pass that could not serve a member, and so left out those behind it
+    due_ms: int = 0  # when its oldest ticket becomes due; 0: not computed since its members changed
+    oldest_order: int | None = None  # order of its oldest ticket; None: not computed
+    number: int = 0  # in the order of creation
+    shape: BucketShape | None = None  # None: a pass visits this bucket by itself
+    turn: tuple[int, ...] | None = None  # the turn of its first ticket, kept for buckets with a shape ...
+    turn_version: int = 0  # ... and valid for this version of its owner's account
+    account: "Account | None" = None  # its owner's, for buckets with a shape; None: not looked up yet
     exhausted_in_pass: int = 0  # the last pass that visited all of its tickets
 
     def __post_init__(self) -> None:
-        """Take over what never changes."""
+        """Derive what never changes."""
         self.family = self.key[:7]
 
     def is_skipped(self, passes: int) -> bool:
-        """Whether this pass left it out together with all others of its shape."""
+        """Return whether this pass skipped the bucket together with the others of its shape."""
         shape = self.shape
         if shape is None or shape.skipped_in_pass != passes or self.number >= shape.first_unskipped:
             return False
         return passes not in (self.closed_in_pass, self.exhausted_in_pass)
 
     def is_closed(self, passes: int) -> bool:
-        """Whether this pass found nothing for whoever was looked at, nor for those behind."""
+        """Return whether this pass could not serve a member, so that it left out those behind."""
         return self.closed_in_pass == passes or self.is_skipped(passes)
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -181,105 +185,153 @@ class Account:
     name: str
     leases: int = 0
     milli: int = 0  # sum of the fractions of all leases
-    resident_milli: int = 0  # of those that hold a reservation
-    holders: dict[str, "Lease"] = field(default_factory=dict)  # those
+    resident_milli: int = 0  # sum of the fractions of `holders`
+    holders: dict[str, "Lease"] = field(default_factory=dict)  # leases that hold a reservation
     weight: int = 100
     usage: int = 0  # milli-GPU times milliseconds that its leases were busy on a device (see `fairness`)
     busy_milli: int = 0  # milli-GPU that are busy now
-    usage_as_of_ms: int = 0  # `usage` is right for this moment
-    contenders: dict[str, "Lease"] = field(default_factory=dict)  # who is busy on a device, or waits for one
-    contending_weight: int | None = None  # the sum of their weights, if it is known
-    version: int = 0  # grows whenever its virtual time, or that of a lease, changes by something else than use
-    floor: int = 0  # virtual time of its leases: whoever comes back starts no lower
-    idle_since_ms: int | None = None  # nobody of it contends since then
-    pinned_ms: int = 0  # of its budget that is used up
-    pinned_at_ms: int = 0  # `pinned_ms` is right for this moment
+    usage_as_of_ms: int = 0
+    contenders: dict[str, "Lease"] = field(default_factory=dict)  # leases that are busy on a device, or wait for one
+    contending_weight: int | None = None  # sum of their weights; None: not computed
+    version: int = 0  # grows when a virtual time of the owner or its leases changes otherwise than by use
+    floor: int = 0  # least virtual time of a lease that contends again after a pause
+    idle_since_ms: int | None = None  # none of its leases contends since then
+    pinned_ms: int = 0  # used up of its pin budget
+    pinned_at_ms: int = 0  # time for which `pinned_ms` is right
+
+
+@dataclass(slots=True, eq=False)
+class UsageMeter:
+    """A lease's use of devices, for fair shares. Written by `Accounts`."""
+
+    usage: int = 0  # milli-GPU times milliseconds that the lease was busy on a device
+    is_running: bool = False  # it is busy on a device now
+    as_of_ms: int = 0  # time for which `usage` is right, while the meter runs
+    idle_since_ms: int | None = None  # the lease does not contend since then
+
+
+@dataclass(slots=True, eq=False)
+class SwapRetries:
+    """Swaps of a lease that failed, and when the next attempt is allowed. Written by `OperationResults` and `Changes`."""
+
+    suspend_after_ms: int = 0  # the lease is not chosen for a suspend before this
+    aborted_suspends: int = 0  # in a row
+    resume_after_ms: int = 0  # no resume is tried before this
+    failed_resumes: int = 0  # in a row
+    resume_paused: bool = False  # `resume_after_ms` is still to come
+
+    def forget_suspends(self) -> None:
+        """Allow a suspend at once."""
+        self.suspend_after_ms = self.aborted_suspends = 0
+
+    def forget_resumes(self) -> None:
+        """Allow a resume at once."""
+        self.resume_after_ms = self.failed_resumes = 0
+        self.resume_paused = False
+
+
+@dataclass(slots=True, eq=False)
+class CacheShrink:
+    """What is known of an idle lease's caches. Forgotten when the lease runs something or leaves its devices."""
+
+    is_requested: bool = False  # the kernel was asked to give its caches back, and has not answered
+    succeeded: bool | None = None  # it gave them back, could not, or (None) was not asked
+    host_floor_mib: int = 0  # what a suspend found it would have to save, when that was more than was reserved
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """The gate before a resident lease's cells, which closes for an older ticket (see `yielding`). Written by `Books`."""
+
+    closed: bool = False  # the next cell asks before it runs
+    open_until_ms: int = 0  # the gate is not closed for others before this
+    ticket: Ticket | None = None  # the place in the queue of the next cell, which waits at the closed gate
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Lease:
-    """One lease. See `Books` for who may write what."""
+    """One lease."""
 
     spec: LeaseSpec
-    number: int = 0  # leases in the order of their admission
+    number: int = 0  # in the order of admission
+    # What it is.
     state: LeaseState = LeaseState.UNATTACHED
-    generation: int = 0
+    since_ms: int = 0  # when it entered the state
+    generation: int = 0  # grows with every announced change
+    reason: str = ""  # of the last change: a code, and a sentence for people
+    sentence: str = ""
+    operation: Operation | None = None  # its suspend or resume under way
+    # Its device memory.
     device_ids: tuple[str, ...] = ()  # where its reservation is, or (it holds nothing) was
     held_mib: int = 0  # reserved on each of its devices
-    home_ids: tuple[str, ...] = ()  # the devices whose memory was, or may have been, saved
-    target_ids: tuple[str, ...] = ()  # it is being moved there, and room is kept for it there
-    size_mib: int = 0  # what its pool reserves for it: its cap, or what it uses and headroom
-    saved_mib: int = 0  # lies in host memory
-    saved_each_mib: int = 0  # what must be reserved for that on each of its devices (`Books.save_on_host`)
-    host_mib: int = 0  # reserved in host memory for a suspend under way
+    size_mib: int = 0  # what its pool reserves for it: its cap, or its use and headroom
     used_mib: int = 0
-    growth_mib: int = 0  # by so much its use grew, on each device, from the last measurement but one to the last
-    shrinking: bool = False  # it was asked to give its caches back, and has not answered
-    shrunk: bool | None = None  # since it became idle: it gave its caches back, could not, or (None) was not asked
-    host_floor_mib: int = 0  # what a suspend found that it would have to save, when that was more than was reserved
-    busy: bool = False
-    since_ms: int = 0
-    last_active_ms: int = 0
-    operation_id: int | None = None
-    reason: str = ""
-    sentence: str = ""
-    has_run: bool = False  # has been busy since it became resident
-    retry_ms: int = 0  # not chosen for a suspend before this
-    aborted_suspends: int = 0  # in a row
-    failed_resumes: int = 0  # in a row
-    resume_after_ms: int = 0  # a resume that could not start is not tried again before this
-    expires_ms: int | None = None
-    hold_until_ms: int = 0  # so long its room is kept for a process that has not come yet
-    pinned_until_ms: int = 0
-    announced_ms: int = 0  # for which idle suspension the kernel has been warned
-    suspend_requested: bool = False
-    suspend_requested_by: str = ""  # who asked last for its suspend
-    preempted: bool = False  # its suspend under way, or its last one, takes the device from a busy kernel
-    gate_closed: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs (`yielding`)
-    gate_open_until_ms: int = 0  # its gate is not closed for others before this
-    gate_ticket: Ticket | None = None  # the place in the queue of its next cell, which waits at the closed gate
-    began_ms: int = 0  # of its operation under way
-    ticket: Ticket | None = None
-    why_not: str = ""  # why its process cannot be checkpointed, a sentence
-    unsuspendable_reason: str = ""  # that, or what its pool or device say; written by `staying` alone
-    left_behind: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
-    revoked: bool = False  # the seat that it draws on has ended (`revoked`)
-    ends_ms: int | None = None  # its processes are ended then, if it is revoked
-    over_since_ms: int | None = None  # more than its cap since then
-    over_told: bool = False
+    growth_mib: int = 0  # how much its use on each device grew between the last two measurements
+    target_ids: tuple[str, ...] = ()  # devices it is being moved to, where room is kept for it
+    # Its state in host memory.
+    home_ids: tuple[str, ...] = ()  # devices whose memory was, or may have been, saved
+    saved_mib: int = 0
+    saved_each_mib: int = 0  # what must be reserved for that on each of its devices (`Books.set_host_memory`)
+    host_mib: int = 0  # reserved for a suspend under way
     under_host_pressure: bool = False  # host memory is short where its saved state lies
-    usage: int = 0  # milli-GPU times milliseconds that it was busy on a device
-    is_metered: bool = False  # it counts as busy on a device
-    usage_as_of_ms: int = 0  # `usage` is right for this moment, if it is metered
-    idle_since_ms: int | None = None  # it does not contend since then
-    paused: bool = False  # `resume_after_ms` is still to come
-    bucket: Bucket | None = None  # where its ticket waits, if nothing but room is in its way
-    occupancy: OccupancyKind = OccupancyKind.NONE  # as its devices have it in their sums
+    # What its kernel does.
+    busy: bool = False
+    has_run: bool = False  # it has been busy since it became resident
+    last_active_ms: int = 0
+    left_behind: str = ""  # processes of the ended kernel that still have device memory, for people
+    why_not: str = ""  # why its process cannot be checkpointed, a sentence
+    unsuspendable_reason: str = ""  # that, or what its pool or device say; written by `suspendability`
+    # Deadlines.
+    expires_ms: int | None = None  # it ends then, while it has no process
+    hold_until_ms: int = 0  # room is kept until then for a process that has not come yet
+    pinned_until_ms: int = 0
+    announced_ms: int = 0  # the idle suspension that its kernel was warned of
+    ends_ms: int | None = None  # its seat has ended, and its processes are ended then (`revocation`)
+    due_ms: int | None = None  # when time alone changes something for it; written by `deadlines`
+    # Swaps and the queue.
+    suspend_requested_by: str | None = None  # who requested its suspend, which has not begun
+    preempted: bool = False  # its suspend under way, or its last one, interrupts a cell
+    retries: SwapRetries = field(default_factory=SwapRetries)
+    shrink: CacheShrink = field(default_factory=CacheShrink)
+    gate: Gate = field(default_factory=Gate)
+    ticket: Ticket | None = None
+    bucket: Bucket | None = None  # where its ticket waits, if only room is in its way
+    meter: UsageMeter = field(default_factory=UsageMeter)
+    # What the totals of its devices count it as, and its cost as a victim. Read for every candidate of every pass, so not grouped.
+    occupancy: OccupancyKind = OccupancyKind.NONE
     occupied_mib: int = 0
     occupied_ids: tuple[str, ...] = ()
-    cost: int = 0  # of suspending it (`ranking`)
-    cost_until_ms: int = 0  # it is to be worked out anew then
-    due_ms: int | None = None  # when time alone changes something for it (see `deadlines`)
-    view: LeaseView | None = None  # what others saw of it last,
-    view_of: int = 0  # as of this event
+    cost: int = 0  # of suspending it (`victim_cost`)
+    cost_until_ms: int = 0  # the cost is computed anew then
     lease_id: str = field(init=False)  # its spec's, at hand
 
     def __post_init__(self) -> None:
-        """Take over what never changes."""
+        """Derive what never changes."""
         self.lease_id = self.spec.lease_id
 
     def forget_shrinking(self) -> None:
-        """What was found out about its memory while it was idle is true no more."""
-        self.shrinking, self.shrunk, self.host_floor_mib = False, None, 0
+        """Forget what was found out about its memory while it was idle."""
+        shrink = self.shrink
+        shrink.is_requested, shrink.succeeded, shrink.host_floor_mib = False, None, 0
+
+    @property
+    def revoked(self) -> bool:
+        """Whether the seat that it draws on has ended."""
+        return self.ends_ms is not None
+
+    @property
+    def suspend_requested(self) -> bool:
+        """Whether its suspend was requested and has not begun."""
+        return self.suspend_requested_by is not None
 
     @property
     def is_working(self) -> bool:
-        """Whether it is in the middle of something: it is busy, and not only with a cell that waits at its closed gate."""
-        return self.busy and self.gate_ticket is None
+        """Whether a cell runs. A lease whose only cell waits at its closed gate is busy, and does not work."""
+        return self.busy and self.gate.ticket is None
 
     @property
     def is_unsuspendable(self) -> bool:
-        """Whether it cannot be suspended: it has something that cannot be saved, or may have it at any moment."""
+        """Whether it has memory that cannot be saved, or may have some at any moment."""
         return bool(self.unsuspendable_reason) and (self.used_mib > 0 or not self.spec.gated)
 
     @property
@@ -310,12 +362,12 @@ class Lease:
 
     @property
     def milli(self) -> int:
-        """What it counts for in limits and shares, milli-GPU."""
+        """What limits and shares count it as, milli-GPU."""
         return self.spec.fraction_milli * self.spec.devices
 
     @property
     def need_mib(self) -> int:
-        """What must be reserved on each device for it: what its pool reserves, or what was saved of one that had gone past its cap."""
+        """What must be reserved on each device for it: what its pool reserves, or what was saved if it had exceeded its cap."""
         return max(self.size_mib, self.saved_each_mib) if self.saved_mib else self.size_mib
 
     @property
@@ -327,19 +379,24 @@ class Lease:
     def host_need_mib(self) -> int:
         """What must be reserved on the host before it is suspended.
 
-        An idle kernel may still fill its reservation, with caches as with data. One that has just given its caches back is taken at what
-        it uses. If that was wrong, its suspend finds out before anything is locked.
+        An idle kernel may still fill its reservation, with caches as with data. One that has just given its caches back counts with
+        what it uses. If that was wrong, its suspend finds out before anything is locked.
         """
+        shrink = self.shrink
         need_mib = self.used_mib or 1  # it has a reservation, so something is reserved for its state, too
-        if not self.shrunk:
+        if not shrink.succeeded:
             held_mib = self.held_mib * len(self.device_ids)
-            need_mib = held_mib if held_mib > need_mib else need_mib  # noqa: FURB136 - asked for every candidate
-        return self.host_floor_mib if self.host_floor_mib > need_mib else need_mib  # noqa: FURB136 - as above
+            need_mib = held_mib if held_mib > need_mib else need_mib  # noqa: FURB136 - computed for every candidate
+        floor_mib = shrink.host_floor_mib
+        return floor_mib if floor_mib > need_mib else need_mib  # noqa: FURB136 - as above
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class YieldCandidates:
-    """Busy leases of a device that may be asked to leave at the end of their cells, cheapest first, as it was found."""
+    """Busy leases of a device that may be asked to leave at the end of their cells, cheapest first."""
 
     leases: list[Lease]
     mib: int  # what they hold together
@@ -349,22 +406,22 @@ class YieldCandidates:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class VictimRanking:
-    """Who may be suspended on a device, cheapest first, as it was found (`ranking`); `stale` is looked at again."""
+    """Which leases of a device may be suspended, cheapest first, kept between decisions (`victim_cost`)."""
 
-    changed: dict[str, Lease]  # who changed since
-    busy: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when busy leases have had their residency
-    swaps_learnt: int = 0  # the state of the forecasts that `working` was found with
-    highest_priority: int = 0  # priority of `working`
-    ready_mib: int = 0  # what they hold together
+    changed: dict[str, Lease]  # leases that changed since, whose place is computed anew
+    busy: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when each busy lease has had its residency
+    swaps_learnt: int = 0  # version of the forecasts that `busy` was computed with
+    highest_priority: int = 0  # of the leases in `busy`
     yield_candidates: YieldCandidates | None = (
-        None  # of `working`: who may be asked to leave at its cell's end; None: not known
+        None  # those of `busy` that may leave at a cell's end; None: not computed
     )
+    ranked: list[tuple[int, int, str, Lease]] = field(default_factory=list)  # leases that may be suspended now
+    ready: list[Lease] = field(default_factory=list)  # the same leases, in the same order
+    ready_mib: int = 0  # what they hold together
     costs_until_ms: int = 0  # then the first of their costs is out of date
-    ranked: list[tuple[int, int, str, Lease]] = field(default_factory=list)
-    ready: list[Lease] = field(default_factory=list)  # the same
-    later: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when time alone makes somebody else willing
-    next_ready_ms: int | None = None  # the first of these moments
-    last_used_ms: int = 0  # when somebody asked last
+    later: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # leases that time alone will make suspendable
+    next_ready_ms: int | None = None  # the first of these times
+    last_used_ms: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -379,22 +436,21 @@ class Device:
     reserved_mib: int = 0
     is_exclusive: bool = False  # one lease has all of it
     holders: dict[str, Lease] = field(default_factory=dict)
-    mib_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))  # by `Footing`
+    mib_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))
     count_by_occupancy: list[int] = field(default_factory=lambda: [0] * len(OccupancyKind))
-    victim_ranking: VictimRanking | None = None  # who may be suspended there, if somebody has asked
-
+    victim_ranking: VictimRanking | None = None  # None: not computed, or not needed for long
     free_mib: int = 0  # what is left for leases; negative when over-committed, nothing when lost
     lease_capacity_mib: int = 0  # what one lease could have if no other were there
 
     def mark_stale(self, lease: Lease) -> None:
-        """Somebody who is, or was, on the device changed: whether it may be suspended is to be looked at again."""
+        """Note that a lease that is, or was, on the device changed: its place among the victims is computed anew."""
         if self.victim_ranking is not None:
             self.victim_ranking.changed[lease.lease_id] = lease
-            if len(self.victim_ranking.changed) > _MUCH_STALE + len(self.holders):  # nobody has asked for long
+            if len(self.victim_ranking.changed) > _MUCH_CHANGED + len(self.holders):  # unused for long
                 self.victim_ranking = None
 
     def recompute_free(self) -> None:
-        """Work out what is left: the device itself, or what is reserved on it, changed."""
+        """Compute what is left, after the device itself or its reservations changed."""
         self.lease_capacity_mib = self.spec.leasable_mib - self.stranger_mib
         left_mib = self.lease_capacity_mib - self.reserved_mib
         if self.lost or (self.is_exclusive and self.reserved_mib):

@@ -28,7 +28,7 @@ from fractional_gpu.core.effects import (
     Suspend,
     TicketsChanged,
 )
-from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.suspendability import update_suspendability
 from fractional_gpu.core.rules.wait_reasons import wait_reason
@@ -80,7 +80,7 @@ class Changes:
         """Move the lease as the table says. Raises IllegalTransitionError."""
         old = lease.state
         new = next_state(old, cause)
-        lease.since_ms, lease.shrinking = self.now_ms, False  # an answer to what was asked before is ignored
+        lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to what was asked before is ignored
         if new in _NOT_ON_DEVICE:
             lease.forget_shrinking()
         self.books.set_state(lease, new)
@@ -115,7 +115,7 @@ class Changes:
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
         """Refuse to suspend a lease; drop the wish."""
-        self.books.set_suspend_requested(lease, asked=False)
+        self.books.set_suspend_requested(lease, by=None)
         self.decline(lease, reason, sentence)
 
     def report_size(self, lease: Lease, reason: str, sentence: str) -> None:
@@ -150,14 +150,15 @@ class Changes:
         """Free everything the lease holds. An operation under way keeps its swap channel: the worker still works on it."""
         self.withdraw_ticket(lease)
         self.books.parked.pop(lease.lease_id, None)
-        self.books.set_suspend_requested(lease, asked=False)
+        self.books.set_suspend_requested(lease, by=None)
         self.books.set_target(lease, ())
         self.books.set_gate(lease, closed=False)
-        lease.gate_open_until_ms = 0
-        lease.busy = lease.has_run = lease.preempted = lease.paused = False
-        lease.home_ids, lease.operation_id, lease.expires_ms = (), None, None
+        lease.gate.open_until_ms = 0
+        lease.busy = lease.has_run = lease.preempted = False
+        lease.home_ids, lease.operation, lease.expires_ms = (), None, None
         lease.used_mib = lease.growth_mib = 0
-        lease.retry_ms = lease.failed_resumes = lease.resume_after_ms = lease.aborted_suspends = 0
+        lease.retries.forget_suspends()
+        lease.retries.forget_resumes()
         lease.why_not = lease.unsuspendable_reason = lease.left_behind = ""
         self.set_host_pressure(lease, pressed=False)
         self.books.set_reservation(lease, ())
@@ -187,12 +188,12 @@ class Changes:
 
     def pause_resume(self, lease: Lease, after_ms: int) -> None:
         """A resume that could not start is not tried again before then."""
-        lease.resume_after_ms, lease.paused = after_ms, True
+        lease.retries.resume_after_ms, lease.retries.resume_paused = after_ms, True
         self.books.requeue(lease)
 
     def unpause_resume(self, lease: Lease) -> None:
         """It may be tried again."""
-        lease.paused = False
+        lease.retries.resume_paused = False
         self.books.requeue(lease)
 
     # -- the queue ---------------------------------------------------------------------------------------------------------------
@@ -234,13 +235,13 @@ class Changes:
 
     def close_gate(self, lease: Lease) -> None:
         """Have a resident lease's next cell ask before it runs."""
-        if not lease.gate_closed:
+        if not lease.gate.closed:
             self.books.set_gate(lease, closed=True)
             self.effects.append(CloseGate(lease_id=lease.lease_id))
 
     def wait_at_gate(self, lease: Lease) -> None:
         """The next cell of a lease whose gate is closed asks: it has its place in the queue from now on, and no cell runs."""
-        self.books.set_gate(lease, closed=True, next_cell=lease.gate_ticket or self.new_ticket())
+        self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
         """Let the cells of a resident lease run again: no ticket needs its room."""
@@ -318,13 +319,12 @@ class Changes:
         self._begin_resume(lease, "resume.host-memory", sentence)
 
     def _begin_resume(self, lease: Lease, reason: str, sentence: str) -> None:
-        operation_id = self._new_operation(lease)
         self.change_state(lease, Cause.RESUME, reason, sentence)
-        self.operations[operation_id] = Operation(lease.lease_id, "resume", lease.generation)
+        operation = self._new_operation(lease, RESUME)
         self.effects.append(
             Resume(
                 lease_id=lease.lease_id,
-                operation_id=operation_id,
+                operation_id=operation.operation_id,
                 generation=lease.generation,
                 device_id=lease.device_id or "",
                 from_device_id=lease.home_id,
@@ -337,26 +337,25 @@ class Changes:
     def ask_to_shrink(self, lease: Lease) -> bool:
         """Have an idle lease give its caches back, once while it idles; returns whether its answer is still to come."""
         able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
-        if able and lease.shrunk is None and not lease.shrinking:
-            lease.shrinking = True
+        if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
+            lease.shrink.is_requested = True
             self.effects.append(Shrink(lease_id=lease.lease_id, generation=lease.generation))
-        return able and lease.shrinking
+        return able and lease.shrink.is_requested
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
         """Begin a suspend, with the host memory it may need. A busy lease is preempted. `beneficiary`: the lease that needs the room."""
-        operation_id = self._new_operation(lease)
-        self.books.set_suspend_requested(lease, asked=False)
+        self.books.set_suspend_requested(lease, by=None)
         lease.home_ids = lease.device_ids
-        next_cell = lease.gate_ticket
+        next_cell = lease.gate.ticket
         lease.preempted = lease.is_working
         self.books.set_gate(lease, closed=False)
         self.books.set_host_memory(lease, reserved_mib=lease.host_need_mib)
         self.change_state(lease, Cause.SUSPEND, reason, sentence)
-        self.operations[operation_id] = Operation(lease.lease_id, "suspend", lease.generation)
+        operation = self._new_operation(lease, SUSPEND)
         self.effects.append(
             Suspend(
                 lease_id=lease.lease_id,
-                operation_id=operation_id,
+                operation_id=operation.operation_id,
                 generation=lease.generation,
                 device_id=lease.device_id or "",
                 host_mib=lease.host_mib,
@@ -371,23 +370,26 @@ class Changes:
         elif next_cell is not None and lease.ticket is not None:  # it waits to grow, or is being moved
             lease.ticket.after_suspend = lease.ticket.after_suspend or next_cell
 
-    def _new_operation(self, lease: Lease) -> int:
-        operation_id, self._next_operation = self._next_operation, self._next_operation + 1
-        lease.operation_id, lease.began_ms = operation_id, self.now_ms
-        return operation_id
+    def _new_operation(self, lease: Lease, kind: str) -> Operation:
+        """Take a swap channel for the lease, whose generation is already that of the operation."""
+        operation = Operation(self._next_operation, lease.lease_id, kind, lease.generation, self.now_ms)
+        self._next_operation += 1
+        self.operations[operation.operation_id] = lease.operation = operation
+        return operation
 
-    def finish_operation(self, operation_id: int, operation: Operation) -> Lease | None:
-        """Give the swap channel back to an operation that says who it is; return its lease if the answer still concerns it.
+    def finish_operation(self, reported: Operation) -> tuple[Lease, int] | None:
+        """Free the swap channel of an operation that reports its result; return its lease, and how long it took, ms.
 
-        Whatever else the answer says is recorded and changes nothing: a channel that somebody still works in is not given away.
+        None if the result is stale. A report of an unknown operation frees no channel: another operation may still use it.
         """
-        known = self.operations.get(operation_id) == operation
+        operation = self.operations.get(reported.operation_id)
+        known = operation == reported
         if known:
-            del self.operations[operation_id]
-        lease = self.books.leases.get(operation.lease_id)
-        if not known or lease is None or lease.operation_id != operation_id:
-            sentence = f"the answer to {operation.kind} {operation_id} came too late and changes nothing"
-            self.record(operation.lease_id, "answer.stale", sentence)
+            del self.operations[reported.operation_id]
+        lease = self.books.leases.get(reported.lease_id)
+        if not known or lease is None or operation is None or lease.operation is not operation:
+            sentence = f"the answer to {reported.kind} {reported.operation_id} came too late and changes nothing"
+            self.record(reported.lease_id, "answer.stale", sentence)
             return None
-        lease.operation_id = None
-        return lease
+        lease.operation = None
+        return lease, self.now_ms - operation.began_ms

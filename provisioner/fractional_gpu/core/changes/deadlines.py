@@ -17,7 +17,7 @@ _SPARE = 4  # entries per lease, before the heap is built anew
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
     """When an idle lease is to be suspended without anybody needing its room. A lost device saves nothing."""
-    if lease.busy or lease.gate_ticket is not None or lease.state is not LeaseState.RESIDENT:
+    if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)
     if pool.idle_after_ms is None:
@@ -80,8 +80,8 @@ class Deadlines:
             times.append(lease.ends_ms)
         if idle_ms is not None:
             times.append(idle_ms)
-        if lease.paused:
-            times.append(lease.resume_after_ms)
+        if lease.retries.resume_paused:
+            times.append(lease.retries.resume_after_ms)
         if lease.pinned_until_ms:
             times.append(lease.pinned_until_ms)
         if lease.state is LeaseState.UNATTACHED and lease.has_reservation and lease.hold_until_ms > self._books.now_ms:

@@ -50,11 +50,11 @@ class ForecastRecorder:
         if lease.busy:
             self.forecasts.cell_began(lease.lease_id, self._books.now_ms)
 
-    def swap_finished(self, kind: str, lease: Lease, mib: int) -> None:
+    def swap_finished(self, kind: str, lease: Lease, mib: int, took_ms: int) -> None:
         """The lease's operation ended as it should; it moved so many MiB."""
         device = self._books.devices.get((lease.home_id if kind == "suspend" else lease.device_id) or "")
         if device is not None and mib > 0:
-            self._swaps.append((kind, device.spec.name, mib, self._books.now_ms - lease.began_ms))
+            self._swaps.append((kind, device.spec.name, mib, took_ms))
 
     def ticket_filed(self, lease: Lease) -> None:
         """The lease has a new ticket."""

@@ -114,9 +114,9 @@ class QueueWaitForecast:
         The upper end is when the gate is opened; no gate is while all swap channels are in use. If the lease leaves before, its cell has
         a ticket, and that ticket a wait of its own.
         """
-        if lease.gate_ticket is None:
+        if lease.gate.ticket is None:
             return None
-        opens_ms = gate_opens_ms(self._books, lease, lease.gate_ticket.asked_ms) - self._books.now_ms
+        opens_ms = gate_opens_ms(self._books, lease, lease.gate.ticket.asked_ms) - self._books.now_ms
         left_ms = max(0, opens_ms, _Play(self._books, self._forecasts, self._known, self._parallel_swaps).channel_ms)
         return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
 
@@ -203,7 +203,7 @@ class _Play:
             done_ms = max(done_ms, max(free_ms, at_ms) + takes_ms)
         resume_ms = self._resume_ms(lease, ways[0].device_id)
         if resume_ms:
-            retry_ms = lease.resume_after_ms - self._now_ms
+            retry_ms = lease.retries.resume_after_ms - self._now_ms
             free_ms = channels[0]
             heapreplace(channels, free_ms + resume_ms)
             done_ms = max(done_ms, free_ms, retry_ms) + resume_ms

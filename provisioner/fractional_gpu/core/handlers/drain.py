@@ -61,8 +61,8 @@ class DeviceDrains:
             return False
         if lease.busy and not device.evict_busy:
             return False
-        if lease.retry_ms > self._changes.now_ms:
-            if self.recheck_ms is None or lease.retry_ms < self.recheck_ms:
-                self.recheck_ms = lease.retry_ms
+        if lease.retries.suspend_after_ms > self._changes.now_ms:
+            if self.recheck_ms is None or lease.retries.suspend_after_ms < self.recheck_ms:
+                self.recheck_ms = lease.retries.suspend_after_ms
             return False
         return lease.host_need_mib <= self._books.host_left_mib

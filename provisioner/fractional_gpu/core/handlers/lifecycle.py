@@ -103,8 +103,7 @@ class Lifecycle:
         lease.has_run = lease.busy
         update_suspendability(self._books, lease)
         if not keeps_saved:
-            lease.failed_resumes = lease.resume_after_ms = 0
-            lease.paused = False
+            lease.retries.forget_resumes()
         lease.expires_ms = None
         if state is LeaseState.UNATTACHED:
             self._changes.restart_expiry(lease)
@@ -151,7 +150,7 @@ class Lifecycle:
                 self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
             if lease.busy:
                 changes.forecast_recorder.busy_changed(lease, busy=False)
-            if lease.gate_ticket is not None:  # it ended with its kernel
+            if lease.gate.ticket is not None:  # it ended with its kernel
                 self._books.set_gate(lease, closed=True)
             self._books.set_busy(lease, busy=True)
             sentence = f"the kernel process ended; {what} still has device memory and keeps the lease's room"
@@ -195,10 +194,10 @@ class Lifecycle:
             self._books.requeue(lease)
             if lease.suspend_requested:
                 self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
-            if lease.gate_closed and not urgent:
+            if lease.gate.closed and not urgent:
                 self._changes.wait_at_gate(lease)
                 return True
-            if lease.gate_closed:
+            if lease.gate.closed:
                 self._books.set_gate(lease, closed=False)
             self._changes.emit_granted(lease)
             return asked
@@ -218,7 +217,7 @@ class Lifecycle:
         """
         ticket = lease.ticket
         self._books.parked.pop(lease.lease_id, None)
-        if lease.gate_ticket is not None:
+        if lease.gate.ticket is not None:
             self._books.set_gate(lease, closed=True)
             return True
         if ticket is None or (ticket.preempted and lease.busy) or (lease.left_behind and ticket.resize_to is None):
@@ -240,7 +239,7 @@ class Lifecycle:
         self._books.set_busy(lease, busy=busy)
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
         counted = lease.suspend_requested or lease.lease_id in self._books.expected_victims
-        if busy and not counted and not self._books.shares_by_time(lease) and not lease.gate_closed:
+        if busy and not counted and not self._books.shares_by_time(lease) and not lease.gate.closed:
             return False  # whoever works gives nothing away; an alarm for it comes in vain
         return lease.state is LeaseState.RESIDENT
 
@@ -268,9 +267,13 @@ class Lifecycle:
 
     def shrunk(self, lease: Lease, event: Shrunk) -> bool:
         """It gave its caches back, or could not. Returns whether that matters to a ticket or a suspend."""
-        if not lease.shrinking or lease.generation != event.generation or lease.state is not LeaseState.RESIDENT:
+        if (
+            not lease.shrink.is_requested
+            or lease.generation != event.generation
+            or lease.state is not LeaseState.RESIDENT
+        ):
             return False
-        lease.shrinking, lease.shrunk = False, event.used_mib is not None
+        lease.shrink.is_requested, lease.shrink.succeeded = False, event.used_mib is not None
         if event.used_mib is not None:
             self.measured(lease, max(0, event.used_mib))
             self._books.refresh(lease)
@@ -289,12 +292,11 @@ class Lifecycle:
                 lease, "busy", "a cell is running: interrupt it, or try again when it has ended"
             )
         else:
-            lease.suspend_requested_by = by
-            self._books.set_suspend_requested(lease, asked=True)  # served at once, or declined with the reason
+            self._books.set_suspend_requested(lease, by=by)  # served at once, or declined with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
         """Its process can, or cannot, be checkpointed. One that can again is not left alone any longer for the suspends that failed."""
         if lease.why_not and not why_not:
-            lease.retry_ms = lease.aborted_suspends = 0
+            lease.retries.forget_suspends()
         lease.why_not = why_not
         update_suspendability(self._books, lease)

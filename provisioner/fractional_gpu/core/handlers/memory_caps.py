@@ -1,8 +1,11 @@
-"""The backstop: a lease that uses more of its device than its cap. Frameworks limit themselves; this is for what goes past them.
+"""Memory caps: a lease that uses more of its device than its cap.
 
-A moment over the cap is forgiven (`GRACE_MS`), and so is what rounding adds (`SLACK_MIB`). After that the kernel is told, once for each
-time it goes over, and the pool's choice is carried out. It is no preemption: minimum residency does not protect from it.
+Frameworks limit themselves; this acts on what allocates past their limits. An excess shorter than `GRACE_MS` is ignored, and so is what
+rounding adds (`SLACK_MIB`). After that the kernel is informed, once for each excess, and the pool's choice (`Breach`) is carried out.
+That is no preemption, so minimum residency does not protect from it.
 """
+
+from dataclasses import dataclass
 
 from fractional_gpu.core.books.books import Lease
 from fractional_gpu.core.changes.changes import Changes
@@ -22,12 +25,21 @@ _WHAT_FOLLOWS = {
 }
 
 
+@dataclass(slots=True, eq=False)
+class _Excess:
+    """A lease over its cap, since when, and whether its kernel was informed."""
+
+    lease: Lease
+    since_ms: int
+    reported: bool = False
+
+
 class MemoryCaps:
     """Watches the caps of resident leases."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
-        self._over: dict[str, Lease] = {}
+        self._over: dict[str, _Excess] = {}
 
     def measured(self, lease: Lease) -> bool:
         """Take a new measurement into account; return whether the lease went over its cap, or came back under it."""
@@ -37,45 +49,40 @@ class MemoryCaps:
         if is_over == (lease.lease_id in self._over):
             return False
         if is_over:
-            self._over[lease.lease_id] = lease
-            lease.over_since_ms, lease.over_told = self._changes.now_ms, False
+            self._over[lease.lease_id] = _Excess(lease, self._changes.now_ms)
         else:
-            self._forget(lease)
+            del self._over[lease.lease_id]
         return True
 
     def enforce(self) -> list[Lease]:
-        """Tell those that are over for too long; return the idle ones that are to be suspended for it."""
-        due = []
-        for lease in list(self._over.values()):
-            if lease.state is not LeaseState.RESIDENT or self._changes.books.leases.get(lease.lease_id) is not lease:
-                self._forget(lease)
-            elif lease.over_since_ms is not None and lease.over_since_ms + GRACE_MS <= self._changes.now_ms:
+        """Report excesses whose grace is over; return the idle leases that are to be suspended for theirs."""
+        due, leases = [], self._changes.books.leases
+        for lease_id, excess in list(self._over.items()):
+            lease = excess.lease
+            if lease.state is not LeaseState.RESIDENT or leases.get(lease_id) is not lease:
+                del self._over[lease_id]
+            elif excess.since_ms + GRACE_MS <= self._changes.now_ms:
                 action = self._changes.books.policy(lease).breach
-                self._report(lease, action)
+                if not excess.reported:
+                    self._report(excess, action)
                 if action is Breach.SUSPEND and not lease.busy and not lease.is_unsuspendable:
                     due.append(lease)
         return due
 
     def due_ms(self) -> int | None:
-        """Return when the next grace is over, if any is to come."""
-        times = [lease.over_since_ms + GRACE_MS for lease in self._over.values() if lease.over_since_ms is not None]
-        times += [lease.retry_ms for lease in self._over.values() if lease.over_told]
+        """Return when the next grace, or pause after a failed suspend, is over; None if there is none."""
+        times = [excess.since_ms + GRACE_MS for excess in self._over.values()]
+        times += [excess.lease.retries.suspend_after_ms for excess in self._over.values() if excess.reported]
         return min((at_ms for at_ms in times if at_ms > self._changes.now_ms), default=None)
 
-    def _report(self, lease: Lease, action: Breach) -> None:
-        if lease.over_told:
-            return
-        lease.over_told = True
+    def _report(self, excess: _Excess, action: Breach) -> None:
+        lease, excess.reported = excess.lease, True
         used, cap = format_memory(lease.used_mib), format_memory(_cap_mib(lease))
         sentence = f"this kernel uses {used} of device memory, more than its cap of {cap}; {_WHAT_FOLLOWS[action]}"
         self._changes.record(lease.lease_id, f"breach.{action}", sentence)
         self._changes.effects.append(CapBreached(lease_id=lease.lease_id, action=action, sentence=sentence))
-        if action is Breach.KILL:  # whoever survives it is over its cap anew
-            lease.over_since_ms, lease.over_told = self._changes.now_ms, False
-
-    def _forget(self, lease: Lease) -> None:
-        self._over.pop(lease.lease_id, None)
-        lease.over_since_ms, lease.over_told = None, False
+        if action is Breach.KILL:  # a lease whose use does not fall has another grace, and is reported again
+            excess.since_ms, excess.reported = self._changes.now_ms, False
 
 
 def _cap_mib(lease: Lease) -> int:

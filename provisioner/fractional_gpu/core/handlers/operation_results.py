@@ -35,14 +35,16 @@ class OperationResults:
     def suspended(self, event: SuspendFinished) -> None:
         """Take the outcome of a suspend in."""
         changes, books = self._changes, self._books
-        lease = changes.finish_operation(event.operation_id, Operation(event.lease_id, "suspend", event.generation))
-        if lease is None:
+        finished = changes.finish_operation(Operation(event.operation_id, event.lease_id, SUSPEND, event.generation))
+        if finished is None:
             return
+        lease, took_ms = finished
         sentence = event.sentence or f"the suspend ended: {event.outcome}"
         match event.outcome:
             case SuspendOutcome.SAVED:
-                changes.forecast_recorder.swap_finished(SUSPEND, lease, event.saved_mib)
-                lease.used_mib = lease.aborted_suspends = lease.retry_ms = 0
+                changes.forecast_recorder.swap_finished(SUSPEND, lease, event.saved_mib, took_ms)
+                lease.used_mib = 0
+                lease.retries.forget_suspends()
                 books.set_host_memory(lease, saved_mib=max(0, event.saved_mib))
                 books.set_reservation(lease, lease.device_ids)
                 came_back = self._settle_claims(lease)
@@ -50,7 +52,7 @@ class OperationResults:
                 self._record_return(lease, came_back)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 lease.used_mib, lease.home_ids = 0, ()
-                lease.aborted_suspends = lease.retry_ms = 0
+                lease.retries.forget_suspends()
                 books.set_host_memory(lease)
                 books.set_reservation(lease, lease.device_ids)
                 books.set_target(lease, ())
@@ -61,7 +63,7 @@ class OperationResults:
                 changes.quarantine(lease, sentence)
             case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
                 if event.need_mib > lease.host_mib:
-                    lease.host_floor_mib = event.need_mib
+                    lease.shrink.host_floor_mib = event.need_mib
                 self._rolled_back(lease, event.outcome, sentence)
 
     def _settle_claims(self, lease: Lease) -> tuple[bool, bool]:
@@ -100,7 +102,7 @@ class OperationResults:
         self._books.set_host_memory(lease)
         self._books.set_target(lease, ())
         lease.home_ids, lease.preempted = (), False
-        lease.retry_ms = changes.now_ms + self._pause_ms(lease, outcome)
+        lease.retries.suspend_after_ms = changes.now_ms + self._pause_ms(lease, outcome)
         self._drop_ticket(lease)
         changes.change_state(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)
         changes.emit_granted(lease)
@@ -119,26 +121,26 @@ class OperationResults:
         longest_ms = self._books.policy(lease).retry_refused_ms
         if outcome is not SuspendOutcome.ABORTED:
             return longest_ms
-        lease.aborted_suspends += 1
-        return min(_FIRST_RETRY_MS << min(lease.aborted_suspends - 1, 16), longest_ms)
+        lease.retries.aborted_suspends += 1
+        return min(_FIRST_RETRY_MS << min(lease.retries.aborted_suspends - 1, 16), longest_ms)
 
     def resumed(self, event: ResumeFinished) -> None:
         """Take the outcome of a resume in."""
         changes, books = self._changes, self._books
-        lease = changes.finish_operation(event.operation_id, Operation(event.lease_id, "resume", event.generation))
-        if lease is None:
+        finished = changes.finish_operation(Operation(event.operation_id, event.lease_id, RESUME, event.generation))
+        if finished is None:
             return
+        lease, took_ms = finished
         sentence = event.sentence or f"the resume ended: {event.outcome}"
         match event.outcome:
             case ResumeOutcome.RESTORED:
-                changes.forecast_recorder.swap_finished(RESUME, lease, lease.saved_mib)
+                changes.forecast_recorder.swap_finished(RESUME, lease, lease.saved_mib, took_ms)
                 changes.forecast_recorder.ticket_served(lease)
                 lease.used_mib, lease.growth_mib = lease.saved_mib, 0  # until it is measured again
                 books.set_host_memory(lease)
                 changes.withdraw_ticket(lease)
                 changes.become_resident(lease)
-                lease.failed_resumes = lease.resume_after_ms = 0
-                lease.paused = False
+                lease.retries.forget_resumes()
                 books.set_target(lease, ())
                 changes.change_state(lease, Cause.RESTORED, "resumed", sentence)
                 changes.emit_granted(lease)
@@ -146,8 +148,10 @@ class OperationResults:
             case ResumeOutcome.NOT_STARTED:
                 books.set_reservation(lease, lease.home_ids)
                 books.set_target(lease, ())
-                retry_ms = min(_FIRST_RETRY_MS << min(lease.failed_resumes, 16), books.policy(lease).retry_refused_ms)
-                lease.failed_resumes += 1
+                retry_ms = min(
+                    _FIRST_RETRY_MS << min(lease.retries.failed_resumes, 16), books.policy(lease).retry_refused_ms
+                )
+                lease.retries.failed_resumes += 1
                 changes.pause_resume(lease, changes.now_ms + max(1, retry_ms))
                 changes.change_state(lease, Cause.NOT_STARTED, "resume.not-started", sentence)
             case ResumeOutcome.UNKNOWN:

@@ -44,7 +44,7 @@ class Revocations:
         if lease.state is LeaseState.UNATTACHED:
             changes.end(lease, Cause.RELEASED, "seat-ended")
             return
-        if lease.gate_ticket is not None:
+        if lease.gate.ticket is not None:
             books.set_gate(lease, closed=True)
         if lease.ticket is not None and lease.ticket.resize_to is None:
             changes.forecast_recorder.ticket_given_up(lease)
@@ -78,8 +78,9 @@ class Revocations:
                 return
             if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(self._books, lease):
                 continue
-            if lease.retry_ms > self._changes.now_ms:
-                self.recheck_ms = lease.retry_ms if self.recheck_ms is None else min(self.recheck_ms, lease.retry_ms)
+            retry_ms = lease.retries.suspend_after_ms
+            if retry_ms > self._changes.now_ms:
+                self.recheck_ms = retry_ms if self.recheck_ms is None else min(self.recheck_ms, retry_ms)
             elif lease.host_need_mib <= self._books.host_left_mib:
                 self._changes.begin_suspend(lease, "suspend.seat-ended", "the seat of its server has ended")
             else:

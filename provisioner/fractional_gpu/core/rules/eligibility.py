@@ -66,13 +66,13 @@ def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """
     if lease.is_working or lease.is_unsuspendable:
         return None
-    chance_ms = 0 if lease.has_run and lease.gate_ticket is None else lease.since_ms + max(1, pool.min_residency_ms)
-    return max(lease.retry_ms, chance_ms, lease.pinned_until_ms)
+    chance_ms = 0 if lease.has_run and lease.gate.ticket is None else lease.since_ms + max(1, pool.min_residency_ms)
+    return max(lease.retries.suspend_after_ms, chance_ms, lease.pinned_until_ms)
 
 
 def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
     """Whether an idle lease leaves for the beneficiary: one whose next cell waits at its gate only for a ticket that goes before that."""
-    place, ticket = lease.gate_ticket, beneficiary.ticket
+    place, ticket = lease.gate.ticket, beneficiary.ticket
     if place is None or ticket is None:
         return place is None
     return (-beneficiary.spec.priority, ticket.order) < (-lease.spec.priority, place.order)

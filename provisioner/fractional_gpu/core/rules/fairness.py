@@ -74,7 +74,7 @@ def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
 
 def had_residency_ms(books: Books, lease: Lease) -> int:
     """Return the same for a busy lease that is resident and can be saved."""
-    return max(lease.since_ms + residency_ms(books, lease), lease.retry_ms, lease.pinned_until_ms)
+    return max(lease.since_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
@@ -117,7 +117,7 @@ def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
     """Return the virtual time by which the two are compared, what it counts a millisecond, and the weight that divides that."""
     owner, own = books.share(lease)
     if lease.spec.owner == other.spec.owner:
-        return own, lease.milli if lease.is_metered else 0, max(1, lease.spec.weight)
+        return own, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
     account = books.accounts.of(lease)
     return owner, account.busy_milli, max(1, account.weight)
 

@@ -102,7 +102,7 @@ def _yielders(books: Books, leases: Collection[tuple[int, Lease]]) -> YieldCandi
     ready, later_ms = _by_residency(books, leases)
     order = sorted(
         [
-            (not lease.gate_closed, lease.spec.priority, suspend_cost(books, lease), lease.lease_id)
+            (not lease.gate.closed, lease.spec.priority, suspend_cost(books, lease), lease.lease_id)
             for lease in ready.values()
         ]
     )
@@ -118,7 +118,7 @@ def _by_residency(books: Books, leases: Collection[tuple[int, Lease]]) -> tuple[
     """Return which of the leases may be asked to leave at the end of their cells now, and when the others may."""
     now_ms, ready, later_ms = books.now_ms, dict[str, Lease](), list[int]()
     for residency_ms, lease in leases:
-        from_ms = lease.gate_open_until_ms if lease.gate_open_until_ms > residency_ms else residency_ms  # noqa: FURB136 - asked for every lease
+        from_ms = lease.gate.open_until_ms if lease.gate.open_until_ms > residency_ms else residency_ms  # noqa: FURB136 - asked for every lease
         if from_ms <= now_ms:
             ready[lease.lease_id] = lease
         else:

@@ -124,7 +124,7 @@ def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
     if willing_ms is None or willing_ms <= now_ms:
         return "is idle"
     left = _about(willing_ms - now_ms)
-    if lease.retry_ms == willing_ms:
+    if lease.retries.suspend_after_ms == willing_ms:
         detail = (
             f" ({lease.sentence.rstrip('.')})"
             if mine and lease.reason.startswith("suspend.") and lease.sentence

@@ -47,7 +47,7 @@ class HostMemoryRelief:
         saved = [
             lease
             for lease in self._books.by_state[LeaseState.SUSPENDED].values()
-            if (anybody or lease.under_host_pressure) and lease.resume_after_ms <= now_ms and not lease.revoked
+            if (anybody or lease.under_host_pressure) and lease.retries.resume_after_ms <= now_ms and not lease.revoked
         ]
         return sorted(saved, key=lambda lease: (not lease.under_host_pressure, -lease.last_active_ms, lease.lease_id))
 

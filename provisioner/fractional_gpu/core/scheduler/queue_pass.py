@@ -628,7 +628,7 @@ def _order(lease: Lease) -> int:
 
 def _why_it_leaves(victim: Lease, lease: Lease) -> tuple[str, str]:
     need, who = format_memory(_needs(lease)), name_for(victim, lease)
-    if victim.gate_ticket is not None:
+    if victim.gate.ticket is not None:
         return "suspend.needed-by", f"between two cells, and {who} needed {need} before the next one"
     if not victim.busy:
         return "suspend.needed-by", f"idle, and {who} needs {need}"

@@ -108,7 +108,7 @@ class Scheduler:
             elif lease.expires_ms is not None and lease.expires_ms <= now_ms:
                 self._changes.end(lease, Cause.EXPIRED, "expired")
                 del ripe[lease_id]
-            elif lease.paused and lease.resume_after_ms <= now_ms:
+            elif lease.retries.resume_paused and lease.retries.resume_after_ms <= now_ms:
                 self._changes.unpause_resume(lease)
             if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
                 self.pins.unpin(lease, "pin.over", "its pin is over")
@@ -157,7 +157,11 @@ class Scheduler:
 
     def _suspend_breaching(self) -> None:
         for lease in self.memory_caps.enforce():
-            if self._changes.channel_free and lease.retry_ms <= self._changes.now_ms and not self.cannot_suspend(lease):
+            if (
+                self._changes.channel_free
+                and lease.retries.suspend_after_ms <= self._changes.now_ms
+                and not self.cannot_suspend(lease)
+            ):
                 self._changes.begin_suspend(lease, "suspend.breach", "it uses more than its cap")
 
     def cannot_suspend(self, lease: Lease) -> Reason | None:

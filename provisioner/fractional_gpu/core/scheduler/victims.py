@@ -99,7 +99,7 @@ class Victims:
         self, found: VictimRanking, beneficiary: Lease, *, busy: bool, between_cells: bool
     ) -> Iterator[Lease]:
         for lease in found.ready:
-            if lease.occupancy is OccupancyKind.IDLE and (lease.gate_ticket is None or steps_aside(lease, beneficiary)):
+            if lease.occupancy is OccupancyKind.IDLE and (lease.gate.ticket is None or steps_aside(lease, beneficiary)):
                 yield lease
         if between_cells:
             yield from self._yielders(found, beneficiary).leases

@@ -52,8 +52,8 @@ class Yielding:
             asked, planned = lease.lease_id in self._capacity.asked_to_yield, lease.lease_id in self._capacity.planned
             if not asked and not planned:
                 self._changes.open_gate(lease)
-            elif lease.gate_ticket is not None and not planned:
-                self._wait_for_others(lease, lease.gate_ticket.asked_ms)
+            elif lease.gate.ticket is not None and not planned:
+                self._wait_for_others(lease, lease.gate.ticket.asked_ms)
 
     def _wait_for_others(self, lease: Lease, since_ms: int) -> None:
         """Its cell has ended, and those of others that have to leave with it have not."""
@@ -61,5 +61,5 @@ class Yielding:
         if until_ms > self._books.now_ms:
             self._victims.recheck_at(until_ms)
             return
-        lease.gate_open_until_ms = self._books.now_ms + residency_ms(self._books, lease)
+        lease.gate.open_until_ms = self._books.now_ms + residency_ms(self._books, lease)
         self._changes.open_gate(lease)
