@@ -1,10 +1,10 @@
 """The hub's service process beside its broker: starts the broker, ends with it, and stops it once the hub itself is gone.
 
 JupyterHub stops its services first and its users' servers after that, and a server gives its seat back when it has ended. So the broker
-must outlive the service: told to stop, this process ends at once, as the hub wants, and leaves a child behind that stops the broker when
+must outlive the service: on SIGTERM this process ends at once, as the hub expects, and leaves a child behind that stops the broker when
 the hub's process has ended, `LINGER_S` later at most.
 
-It is run as a file, with the standard library alone: it lives as long as the hub and does nothing.
+It runs as a file with the standard library alone: it lives as long as the hub and waits nearly all the time, so it should be small.
 """
 
 import os
@@ -22,7 +22,7 @@ _OURS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})
 
 
 def main(command: Sequence[str]) -> int:
-    """Run the broker by this command until it ends, or until this process is told to. Returns its exit status, or 0."""
+    """Run the broker by this command until it ends, or until SIGTERM or SIGINT arrives here. Returns its exit status, or 0."""
     hub = os.pidfd_open(os.getppid())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)
 

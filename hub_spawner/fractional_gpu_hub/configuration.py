@@ -25,7 +25,7 @@ from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.client.state_folder import SERVICE_STATE, is_network
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu_hub.reconciling import BROKER_SERVICE, begin_with_the_hub
+from fractional_gpu_hub.seats import BROKER_SERVICE, start_with_hub
 
 __all__ = ["SPAWNERS", "configure"]
 
@@ -71,13 +71,13 @@ def configure(
         _add_service(c, path, given, config_file=config_file, simulate=simulate)
     if spawner == "fractional-gpu-simple" and _is_root():
         get_logger().warning(_ROOT_AND_SIMPLE)
-    begin_with_the_hub(path)
+    start_with_hub(path)
     c.FractionalGPUMixin.gpu_socket = path
     c.JupyterHub.spawner_class = spawner
 
 
 def _socket(broker: str) -> str:
-    """Return where the broker serves: for everybody if we are root, or if it is the system's."""
+    """Return the broker's socket: the system's for a hub that runs as root, and where a broker of the system serves."""
     if broker == "system" or _is_root():
         return SYSTEM_SOCKET
     try:
@@ -104,13 +104,13 @@ def _answers(path: str) -> bool:
 
 
 def _is_system_service(path: str) -> bool:
-    """Whether somebody other than an earlier run of this hub serves there."""
+    """Whether a broker serves there that an earlier run of this hub did not start."""
     if path != SYSTEM_SOCKET or not _answers(path):
         return False
     try:
         argument = json.loads(json.loads(restart_file(path).read_text())["argv"][-1])
     except (OSError, ValueError, LookupError, TypeError):
-        return True  # not ours to read, or not written by a hub
+        return True  # not readable for this hub, or not written by a hub
     return not (isinstance(argument, dict) and argument.get("settings"))
 
 

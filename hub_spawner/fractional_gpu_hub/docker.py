@@ -1,11 +1,11 @@
 """Servers as Docker containers of this machine: the ready combination with `dockerspawner`, which is installed beside this package.
 
-- Each user's containers run with a uid of their own (`gpu_first_uid` and the hub's number of the user): uids are what keeps users
-  from each other's leases, and root in a container that shares the machine's processes would be the machine's administrator.
+- Each user's containers run with a uid of their own (`gpu_first_uid` plus the hub's number of the user): the uid keeps users from each
+  other's leases, and root in a container that shares the machine's processes would be the machine's administrator.
 - The broker must see the kernels' processes and hear them on the loopback interface: the containers share the machine's processes
   and network (`pid_mode`, `network_mode`), as servers without containers do. Their files are their own.
 - Into a container go the broker's socket and the seat's file, read-only, and the GPUs.
-- A container lives as long as its server: one that is used again would have the environment of an earlier seat.
+- A container ends with its server: a container that is used again would have the environment of an earlier seat.
 """
 
 import inspect
@@ -16,8 +16,8 @@ from dockerspawner import DockerSpawner
 from jupyterhub.utils import random_port
 from traitlets import Int, Unicode, default
 
-from fractional_gpu_hub.errors import spawn_error
 from fractional_gpu_hub.mixin import FractionalGPUMixin
+from fractional_gpu_hub.spawn_outcome import spawn_error
 
 __all__ = ["FractionalGPUDockerSpawner"]
 
@@ -39,7 +39,8 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         config=True,
         min=1000,
         max=2**31 - 2**24,
-        help="""The users' containers run with this uid plus the hub's number of the user: choose a range that nobody else has.
+        help="""The users' containers run with this uid plus the hub's number of the user: choose a range
+        that no other user of the machine has.
 
         Example: c.FractionalGPUDockerSpawner.gpu_first_uid = 500000
         """,
@@ -59,7 +60,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
 
     @default("use_internal_ip")
     def _gpu_use_internal_ip_default(self) -> bool:
-        return True  # there is nothing to map: the container listens on the machine's own loopback interface
+        return True  # no port is mapped: the container listens on the machine's own loopback interface
 
     @default("ip")
     def _gpu_ip_default(self) -> str:
@@ -104,7 +105,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         if host["network_mode"] == "host":
             self.port = random_port()  # all containers share the machine's ports
 
-    async def _evaluated(self, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or what returns one
+    async def _evaluated(self, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or a callable that returns one
         found = value(self) if callable(value) else value
         return dict(await found if inspect.isawaitable(found) else found)
 

@@ -1,14 +1,12 @@
-"""The folder of the servers' seat files: created where it is missing, and otherwise left as its administrator set it up.
-
-Fractions of a GPU for any JupyterHub spawner: `class S(FractionalGPUMixin, AnySpawner): ...`.
+"""Fractions of a GPU for any JupyterHub spawner: `class S(FractionalGPUMixin, AnySpawner): ...`.
 
 Rules:
 
 - A server with a GPU has a seat at the broker before its process is started, and gives it back when it has ended, however it ended.
-- A seat that was taken lives for a short while unless it is confirmed, and it is confirmed once the hub's database holds it: a hub that
-  dies in between leaves nothing behind. After a restart of the hub the seat comes back with the spawner's state.
-- What the server itself gets is a private file with the seat's token, by its path: never the token in the environment.
-- What users send (`user_options`) is checked here for sense, and by the broker for what they may have.
+- A seat expires after a short while unless it is confirmed, and it is confirmed once the hub's database holds it: a hub that dies in
+  between leaves no seat behind. After a restart of the hub the seat comes back with the spawner's state.
+- The server gets the seat's token in a private file, and the file's path in its environment: never the token itself.
+- What users send (`user_options`) is checked here for its form, and by the broker for what they may have.
 - No GPU is visible to the server's processes but through a lease: `CUDA_VISIBLE_DEVICES` is empty until a kernel has one.
 """
 
@@ -16,59 +14,72 @@ import contextlib
 import hashlib
 import inspect
 import os
-import stat
 import time
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from traitlets import Bool, Float, Unicode, default
+from traitlets.config import Configurable, LoggingConfigurable
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, write_seat
 from fractional_gpu.core.units import format_duration, format_fraction
 from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.seats import OfferRequest, Offers, ProgressKind, SeatProgress, SeatRequest
-from fractional_gpu_hub.broker_link import BrokerLink
-from fractional_gpu_hub.errors import spawn_error, spawn_error_of
-from fractional_gpu_hub.form import gpu_form
-from fractional_gpu_hub.metrics import SEAT_WAIT, spawn_ended, spawn_failed
-from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, options_of_form, parse_options
-from fractional_gpu_hub.progress import ProgressLog
-from fractional_gpu_hub.reconciling import begin as begin_reconciling
-from fractional_gpu_hub.spawner_protocol import Below
+from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, gpu_form, options_of_form, parse_options
+from fractional_gpu_hub.seats import AsyncSeatClient, prepare_seat_folder, start_reconciling
+from fractional_gpu_hub.spawn_outcome import (
+    SEAT_WAIT,
+    ProgressLog,
+    spawn_ended,
+    spawn_error,
+    spawn_error_of,
+    spawn_failed,
+)
 
-__all__ = ["FractionalGPUMixin", "prepare_seat_folder"]
+if TYPE_CHECKING:
 
+    class _Spawner(LoggingConfigurable):
+        """JupyterHub's Spawner for the type checker, as far as the mixin uses it; JupyterHub documents each attribute."""
 
-def prepare_seat_folder(folder: Path, *, shared: bool) -> None:
-    """Create the folder if it does not exist. `shared`: users with a uid of their own pass through it to their file.
+        user: Any
+        hub: Any
+        orm_spawner: Any
+        name: str
+        options_form: Any
+        apply_user_options: Any
+        user_options: dict[str, Any]
+        start_timeout: int
+        http_timeout: int
+        _log_name: str
 
-    The mode of a folder that exists is never changed. Raises OSError, and the error that stops the spawn where users cannot pass
-    through.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True)
-    except FileExistsError:
-        mode = stat.S_IMODE(folder.stat().st_mode)
-        if shared and not mode & stat.S_IXOTH:
-            raise spawn_error(
-                f"users cannot pass through the hub's folder of seat files, {folder} (mode {mode:04o}); ask your administrator "
-                f"to run `chmod o+x {folder}`, or to set c.FractionalGPUMixin.gpu_seat_dir to another folder",
-                reason="seat-file",
-            ) from None
-    else:
-        folder.chmod(0o711)  # pass through, not list; `mkdir` alone is subject to the umask
+        async def get_options_form(self) -> str: ...
+        def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]: ...
+        def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]: ...
+        async def start(self) -> Any: ...  # noqa: ANN401
+        async def poll(self) -> int | None: ...
+        def run_post_stop_hook(self) -> Any: ...  # noqa: ANN401
+        def get_state(self) -> dict[str, Any]: ...
+        def load_state(self, state: dict[str, Any]) -> None: ...
+        def clear_state(self) -> None: ...
+        def get_env(self) -> dict[str, str]: ...
+        def get_args(self) -> list[str]: ...
+        def progress(self) -> AsyncGenerator[dict[str, Any], None]: ...
+else:
+    _Spawner = Configurable  # at run time the spawner's own class stands behind the mixin
+
+__all__ = ["FractionalGPUMixin"]
 
 
 _STATE = "gpu_seat"
-_SERVER_START_S = 60  # what the server itself may need after it has its seat
-_RELEASE_S = 5.0  # a broker that does not answer is tried so long when a server ends; what is left is given back later
+_SERVER_START_S = 60  # for the server itself, once it has its seat
+_RELEASE_S = 5.0  # for a broker that does not answer when a server ends; a seat that is left is given back later
 _TTL_MS = 600_000  # beyond the start: until the hub has saved its state
 _SPEC_MANAGER = "fractional_gpu.jupyter.seat_kernelspecs.SeatKernelSpecManager"
 
 
-class FractionalGPUMixin(Below):
+class FractionalGPUMixin(_Spawner):
     """Adds a choice of GPU, a seat and its file to a spawner. Put it before the spawner's class."""
 
     gpu_socket: Unicode[str, str | bytes] = Unicode(
@@ -88,7 +99,7 @@ class FractionalGPUMixin(Below):
     gpu_wait: Float[float, int | float] = Float(
         300.0,
         config=True,
-        help="""How long a server waits for a place in a pool that is full and lets wait, seconds. The default of
+        help="""How long a server waits for a place in a full pool whose policy lets servers wait, seconds. The default of
         `start_timeout` is a minute longer.
 
         Example: c.FractionalGPUMixin.gpu_wait = 900
@@ -97,7 +108,7 @@ class FractionalGPUMixin(Below):
     gpu_broker_patience: Float[float, int | float] = Float(
         30.0,
         config=True,
-        help="""How long a broker that does not answer (it may be restarting) is tried again, seconds.
+        help="""For how long a call to a broker that does not answer (it may be restarting) is repeated, seconds.
 
         Example: c.FractionalGPUMixin.gpu_broker_patience = 60
         """,
@@ -113,7 +124,7 @@ class FractionalGPUMixin(Below):
     gpu_filter_kernels: Bool[bool, bool | int] = Bool(
         default_value=True,
         config=True,
-        help="""Whether the launcher shows only those kernels that the server's GPU suffices for.
+        help="""Whether the launcher shows only kernels that fit into the server's share of a GPU.
 
         Example: c.FractionalGPUMixin.gpu_filter_kernels = False
         """,
@@ -123,7 +134,7 @@ class FractionalGPUMixin(Below):
         super().__init__(**kwargs)
         self._gpu_seat: dict[str, Any] | None = None
         self._gpu_confirmed = False
-        self._gpu_over: list[dict[str, Any]] = []  # seats that are to be given back
+        self._gpu_over: list[dict[str, Any]] = []  # seats to give back
         self._gpu_progress = ProgressLog()
 
     @default("gpu_socket")
@@ -142,7 +153,7 @@ class FractionalGPUMixin(Below):
     def _gpu_apply_user_options_default(self) -> Any:  # noqa: ANN401 - a hook of JupyterHub's
         return check_options
 
-    # -- what the spawners for each engine say -------------------------------------------------------------------------------
+    # -- for the spawner of each engine to override -----------------------------------------------------------------------------
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
         """Return uid and gid of the server's processes, None where they are the hub's own."""
@@ -157,12 +168,12 @@ class FractionalGPUMixin(Below):
         return self.gpu_socket
 
     def gpu_seat_uid(self) -> int | None:
-        """Return the only user of the machine who may draw on the seat; None: whoever has its token."""
+        """Return the uid that may draw on the seat; None: any process with its token may."""
         ids = self.gpu_user_ids()
         return os.getuid() if ids is None else ids[0]
 
     async def gpu_prepare(self) -> None:
-        """Fit the spawner's settings to the seat (or to none): called right before the server is started."""
+        """Fit the spawner's settings to the seat, if there is one: called right before the server is started."""
 
     # -- options -------------------------------------------------------------------------------------------------------------
 
@@ -172,25 +183,26 @@ class FractionalGPUMixin(Below):
         return self._gpu_seat
 
     @property
-    def _gpu_link(self) -> BrokerLink:
-        return BrokerLink(self.gpu_socket, patience_s=self.gpu_broker_patience)
+    def _gpu_client(self) -> AsyncSeatClient:
+        return AsyncSeatClient(self.gpu_socket, patience_s=self.gpu_broker_patience)
 
     def _gpu_groups(self) -> list[str]:
         return sorted(group.name for group in self.user.groups)
 
     def gpu_choice(self, options: object) -> Choice:
-        """Return what was chosen. Raises the error that stops the spawn, and logs who sent what."""
-        # Options of the spawner below are its own: those that it has a form or a hook for.
+        """Return what was chosen. Raises the error that stops the spawn, and logs the user and the reason."""
+        # With a form or a hook of its own, the spawner below has options of its own, which are not checked here.
         hook = getattr(self, "apply_user_options", None)  # new in JupyterHub 5.3
-        theirs = bool(self.options_form) or hook not in {None, check_options}
+        has_others = bool(self.options_form) or hook not in {None, check_options}
         try:
-            choice = parse_options(options, others=None if theirs else ())
+            choice = parse_options(options, others=None if has_others else ())
         except OptionsError as error:
             self.log.warning("User options of %s were refused: %s", self._log_name, error)
             raise spawn_error(str(error), reason="gpu-options") from None
         if choice.without and not self.gpu_allow_without:
             raise spawn_error(
-                "a server without a GPU was asked for, which this hub does not offer", reason="gpu-options"
+                "a server without a GPU was chosen, and this hub does not offer one; choose a fraction",
+                reason="gpu-options",
             )
         return choice
 
@@ -209,12 +221,12 @@ class FractionalGPUMixin(Below):
             offers = await self._gpu_offers()
         except FractionalGPUError as error:
             self.log.warning("The spawn page has no GPUs to offer: %s", error)
-            problem = "GPUs cannot be had now: the GPU broker does not answer. Try again in a moment."
+            problem = "No GPU can be chosen now: the GPU broker does not answer. Try again in a moment."
         form = gpu_form(offers, chosen=chosen, without=without, allow_without=self.gpu_allow_without, problem=problem)
         return f"{below}\n{form}" if below else form
 
     async def _gpu_offers(self) -> Offers:
-        return await self._gpu_link.offers(self._gpu_asker())
+        return await self._gpu_client.offers(self._gpu_asker())
 
     def _gpu_asker(self) -> OfferRequest:
         return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name)
@@ -240,8 +252,8 @@ class FractionalGPUMixin(Below):
 
     # -- the seat ------------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> Any:  # noqa: ANN401 - whatever the spawner returns
-        """Take a seat, then start the server. Cancelled or failed, the seat is given back when the hub cleans up."""
+    async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
+        """Take a seat, then start the server. After a failure or a cancellation the hub's clean-up gives the seat back."""
         try:
             choice = self.gpu_choice(self.user_options)
             if not choice.without:
@@ -262,15 +274,15 @@ class FractionalGPUMixin(Below):
         request = await self._gpu_request(choice)
         wanted = f"{format_fraction(request.fraction_milli)} GPU of pool {request.pool}"
         self._gpu_progress.add(5, f"Asking for {wanted}")
-        asked_s = time.monotonic()
+        begun_s = time.monotonic()
         waited = False
         try:
-            async with contextlib.aclosing(self._gpu_link.take(request)) as lines:
+            async with contextlib.aclosing(self._gpu_client.take(request)) as lines:
                 async for line in lines:
                     if line.kind == ProgressKind.REFUSED:
                         raise spawn_error(line.sentence, reason=line.reason, hint=await self._gpu_hint())
                     if line.kind == ProgressKind.GRANTED:
-                        wait_s = time.monotonic() - asked_s
+                        wait_s = time.monotonic() - begun_s
                         SEAT_WAIT.labels(pool=request.pool).observe(wait_s)
                         if waited:
                             self.log.info("%s waited %.0f s for %s", self._log_name, wait_s, wanted)
@@ -284,7 +296,7 @@ class FractionalGPUMixin(Below):
         except FractionalGPUError as error:
             self.log.warning("%s got no seat: %s", self._log_name, error)
             raise spawn_error_of(error) from error
-        raise spawn_error("the GPU broker ended the conversation without an answer; try again", reason="broker")
+        raise spawn_error("the GPU broker closed the connection without an answer; try again", reason="broker")
 
     async def _gpu_request(self, choice: Choice) -> SeatRequest:
         pool, milli = choice.pool, choice.fraction_milli
@@ -314,7 +326,7 @@ class FractionalGPUMixin(Below):
     async def _gpu_hint(self) -> str:
         """Return what can be had instead."""
         try:
-            offers = await BrokerLink(self.gpu_socket, patience_s=0).offers(self._gpu_asker())
+            offers = await AsyncSeatClient(self.gpu_socket, patience_s=0).offers(self._gpu_asker())
         except FractionalGPUError:
             return ""
         free = [
@@ -329,7 +341,7 @@ class FractionalGPUMixin(Below):
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         """Write the seat's file for the server."""
         folder = Path(self.gpu_seat_dir)
-        # One server, one file: what a hub left that died is replaced.
+        # One file for each server: it replaces the file that a hub left behind when it died.
         name = hashlib.sha256(f"{self.user.name}/{self.name}".encode()).hexdigest()[:24]
         file = folder / f"{name}.json"
         self._gpu_seat = {
@@ -356,7 +368,7 @@ class FractionalGPUMixin(Below):
             ) from error
 
     async def poll(self) -> int | None:
-        """Poll the server, and confirm its seat once the hub has saved it. Raises nothing of the broker's: a later poll tries again."""
+        """Poll the server, and confirm its seat once the hub has saved it. Raises no error of the broker's: a later poll tries again."""
         status: int | None = await super().poll()
         if status is None and self._gpu_seat is not None and not self._gpu_confirmed and self._gpu_is_saved():
             await self._gpu_confirm()
@@ -370,13 +382,13 @@ class FractionalGPUMixin(Below):
     async def _gpu_confirm(self) -> None:
         seat_id = (self._gpu_seat or {}).get("seat_id", "")
         try:
-            await BrokerLink(self.gpu_socket, patience_s=0).confirm(seat_id)
+            await AsyncSeatClient(self.gpu_socket, patience_s=0).confirm(seat_id)
         except NotFoundError:
             self.log.warning(
                 "The seat of %s is gone at the broker: its kernels get no GPU until it is restarted", self._log_name
             )
             self._gpu_confirmed = True
-        except FractionalGPUError as error:  # a hub that starts takes a poll that raises for a server that has ended
+        except FractionalGPUError as error:  # raising here would make a starting hub take the server for ended
             self.log.warning("The seat of %s will be confirmed later: %s", self._log_name, error)
         else:
             self._gpu_confirmed = True
@@ -388,12 +400,12 @@ class FractionalGPUMixin(Below):
         for seat in over:
             _remove(seat["file"])
             try:
-                await BrokerLink(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience)).release(
+                await AsyncSeatClient(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience)).release(
                     seat["seat_id"]
                 )
             except FractionalGPUError as error:
                 self.log.warning("The seat of %s is given back when the broker answers: %s", self._log_name, error)
-                begin_reconciling(self.gpu_socket)
+                start_reconciling(self.gpu_socket)
         hook = super().run_post_stop_hook()
         if inspect.isawaitable(hook):
             await hook
@@ -408,14 +420,14 @@ class FractionalGPUMixin(Below):
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what an earlier hub saved. It may have died before it confirmed the seat."""
+        """Take over the state that an earlier hub saved. That hub may have died before it confirmed the seat."""
         super().load_state(state)
         seat = state.get(_STATE)
         if isinstance(seat, dict) and isinstance(seat.get("seat_id"), str) and isinstance(seat.get("file"), str):
             self._gpu_seat, self._gpu_confirmed = dict(seat), False
 
     def clear_state(self) -> None:
-        """Forget the seat: it is given back in the hook after the stop. (Spawners clear their state as soon as they see the end.)"""
+        """Remember the seat for `run_post_stop_hook`, which gives it back: spawners clear their state as soon as the server has ended."""
         super().clear_state()
         if self._gpu_seat is not None:
             self._gpu_over.append(self._gpu_seat)
@@ -423,7 +435,7 @@ class FractionalGPUMixin(Below):
         self._gpu_progress.begin()  # the hub clears the state before it starts a server
 
     def get_env(self) -> dict[str, str]:
-        """Return the server's environment, with the way to its seat and without a way past it."""
+        """Return the server's environment: the path of its seat's file, and no visible GPU."""
         environment: dict[str, str] = super().get_env()
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["JUPYTER_GPU_SOCKET"] = self.gpu_socket_path()
@@ -434,14 +446,14 @@ class FractionalGPUMixin(Below):
         return environment
 
     def get_args(self) -> list[str]:
-        """Return the server's arguments: its launcher shows what its seat suffices for."""
+        """Return the server's arguments: its launcher shows the kernels that fit into its seat."""
         arguments: list[str] = list(super().get_args())
         if self.gpu_filter_kernels:
             arguments.append(f"--ServerApp.kernel_spec_manager_class={_SPEC_MANAGER}")
         return arguments
 
     async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield our events from the beginning, to every viewer, then the spawner's own."""
+        """Yield this mixin's events from the beginning, to each viewer, then the spawner's own."""
         async with contextlib.aclosing(self._gpu_progress.follow()) as events:
             async for event in events:
                 yield event

@@ -1,18 +1,24 @@
-"""What a user chooses when a server is started: read from the page's form or from the REST API, and never trusted.
+"""The choice of a GPU when a server is started: the spawn page's form, and the options that come back from it or from the REST API.
 
-`user_options` may hold `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory` (20GiB); nothing of it: the
-default. The form sends one field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
+Options are never trusted. `user_options` may hold `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory`
+(20GiB); what is missing has its default. The form sends one field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
+
+The form is plain HTML, one group of radio buttons. It needs no script, and neither colour nor position carries meaning: each pool is a
+fieldset with a legend, each choice a radio button with its own label and a description of what to expect of it, for keyboards and screen
+readers, too.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
-from fractional_gpu.core.units import parse_fraction_milli, parse_memory_mib
+from fractional_gpu.core.units import format_fraction, format_memory, parse_fraction_milli, parse_memory_mib
 from fractional_gpu.jupyter.kernel_config import check_pool_name
 from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.seats import FractionOffer, Offers, PoolOffer
 
-__all__ = ["FIELD", "KEYS", "WITHOUT", "Choice", "OptionsError", "options_of_form", "parse_options"]
+__all__ = ["FIELD", "KEYS", "WITHOUT", "Choice", "OptionsError", "gpu_form", "options_of_form", "parse_options"]
 
 FIELD = "gpu"
 KEYS = ("pool", "fraction", "memory")
@@ -21,12 +27,12 @@ _SHOWN = 80
 
 
 class OptionsError(ValueError):
-    """What was sent is not a choice; says what was given, what is allowed and what to do."""
+    """The options are not understood; the text says what was given, what is allowed and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A checked wish. None: the default; `without`: no GPU."""
+    """Checked options. None: the default; `without`: no GPU."""
 
     without: bool = False
     pool: str | None = None
@@ -35,7 +41,7 @@ class Choice:
 
 
 def parse_options(options: object, *, others: Collection[str] | None = ()) -> Choice:
-    """Return what was chosen. `others` are keys that belong to somebody else; None: any may be there. Raises OptionsError."""
+    """Return what was chosen. `others` are keys of other code; None: any key may be there. Raises OptionsError."""
     if not isinstance(options, Mapping):
         raise OptionsError(f"the options are {_shown(options)}; allowed: an object with {', '.join(KEYS)}")
     for key in options:
@@ -84,3 +90,88 @@ def _scalar(value: object) -> str | int:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def gpu_form(
+    offers: Offers | None, *, chosen: tuple[str, int] | None, without: bool, allow_without: bool, problem: str = ""
+) -> str:
+    """Return the form.
+
+    `chosen`: pool and fraction of the last choice; `without`: the last choice was no GPU; `problem`: why nothing is on offer.
+    """
+    checked = _checked(offers, chosen, without=without and allow_without)
+    parts = ['<fieldset class="gpu-choice"><legend>GPU for your server</legend>']
+    if problem:
+        parts.append(f'<p role="alert" class="alert alert-warning">{escape(problem)}</p>')
+    if offers is not None:
+        if offers.simulated:
+            parts.append("<p>These GPUs are simulated: for trying out, they compute nothing.</p>")
+        if not offers.pools and not problem:
+            parts.append("<p>There is no pool of GPUs for you; ask your administrator.</p>")
+        parts += [_pool(pool, checked) for pool in offers.pools]
+    if allow_without:
+        parts.append(
+            _radio(WITHOUT, "gpu-none", "No GPU", "starts at once", checked=checked == WITHOUT, disabled=False)
+        )
+    parts.append("</fieldset>")
+    return "\n".join(parts)
+
+
+def _checked(offers: Offers | None, chosen: tuple[str, int] | None, *, without: bool) -> str:
+    """Return the preselected value: the last choice where it is still on offer, else the default."""
+    if offers is None or without:
+        return WITHOUT
+    there = {(pool.pool, one.fraction_milli) for pool in offers.pools if not pool.why_not for one in pool.fractions}
+    default = (offers.default_pool, offers.default_fraction_milli)
+    for pool, milli in (chosen, default) if chosen is not None else (default,):
+        if (pool, milli) in there:
+            return f"{pool}/{milli}"
+    return WITHOUT
+
+
+def _pool(pool: PoolOffer, checked: str) -> str:
+    devices = "1 GPU" if pool.devices == 1 else f"{pool.devices} GPUs"
+    facts = [
+        f"{devices}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now",
+        {0: "no server has a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
+    ]
+    if pool.waiting:
+        facts.append("1 server waits for a place" if pool.waiting == 1 else f"{pool.waiting} servers wait for a place")
+    if pool.hours:
+        facts.append(f"open {pool.hours}")
+    lines = [
+        f"<fieldset><legend>Pool {escape(pool.pool)}</legend>",
+        f"<p>{escape('; '.join(facts))}.</p>",
+    ]
+    if pool.why_not:
+        lines.append(f"<p><strong>Not available:</strong> {escape(pool.why_not)}.</p>")
+    lines += [_fraction(pool, one, checked) for one in pool.fractions]
+    lines.append("</fieldset>")
+    return "\n".join(lines)
+
+
+def _fraction(pool: PoolOffer, one: FractionOffer, checked: str) -> str:
+    value = f"{pool.pool}/{one.fraction_milli}"
+    label = f"{format_fraction(one.fraction_milli)} GPU, {format_memory(one.memory_mib)}"
+    if one.price:
+        label += f", {one.price}"
+    disabled = bool(pool.why_not or one.why_not)
+    hint = "" if pool.why_not else one.sentence
+    return _radio(
+        value, f"gpu-{pool.pool}-{one.fraction_milli}", label, hint, checked=value == checked, disabled=disabled
+    )
+
+
+def _radio(value: str, identity: str, label: str, hint: str, *, checked: bool, disabled: bool) -> str:
+    name = escape(identity, quote=True)
+    attributes = (
+        f'type="radio" class="form-check-input" name="{FIELD}" id="{name}" value="{escape(value, quote=True)}" required'
+    )
+    if hint:
+        attributes += f' aria-describedby="{name}-hint"'
+    attributes += " checked" if checked else ""
+    attributes += " disabled" if disabled else ""
+    text = f'<label class="form-check-label" for="{name}">{escape(label)}</label>'
+    if hint:
+        text += f' <small id="{name}-hint">({escape(hint)})</small>'
+    return f'<div class="form-check"><input {attributes}> {text}</div>'

@@ -10,7 +10,7 @@ __all__ = ["FractionalGPULocalSpawner", "FractionalGPUSimpleSpawner"]
 
 
 class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # type: ignore[misc] # untyped
-    """Servers of the system's users: each with a uid of their own, so nobody reaches another's leases. The hub runs as root."""
+    """Servers of the system's users, each with a uid of its own, which keeps users from each other's leases. The hub runs as root."""
 
     def gpu_user_ids(self) -> tuple[int, int]:
         """Return the ids of the system's user."""

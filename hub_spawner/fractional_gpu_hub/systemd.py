@@ -1,7 +1,7 @@
 """Servers as systemd units: the ready combination with `jupyterhub-systemdspawner`, which is installed beside this package.
 
 The broker's socket and the seat's file must be where the unit sees them: a unit with a temporary folder of its own does see `/run`.
-A unit whose user systemd makes up as it starts gets the file as a credential, because nobody knows its uid before.
+A unit with a dynamic user gets the file as a credential, because systemd chooses the uid only as the unit starts.
 """
 
 import pwd
@@ -11,8 +11,8 @@ from typing import Any
 from systemdspawner import SystemdSpawner
 from traitlets import default
 
-from fractional_gpu_hub.errors import spawn_error
 from fractional_gpu_hub.mixin import FractionalGPUMixin
+from fractional_gpu_hub.spawn_outcome import spawn_error
 
 __all__ = ["FractionalGPUSystemdSpawner"]
 
@@ -29,19 +29,19 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return False  # with PrivateDevices there is no GPU in the unit
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return the ids of the unit's user; None where systemd makes one up, which reads the file as a credential of root's."""
+        """Return the ids of the unit's user; None for a dynamic user, which reads the file as a credential of root's."""
         if self.dynamic_users:
             return None
         user = pwd.getpwnam(self._expand_user_vars(self.username_template))
         return user.pw_uid, user.pw_gid
 
     def gpu_seat_uid(self) -> int | None:
-        """Return who may draw on the seat: nobody knows a made-up user's uid before it runs, so whoever has the token."""
+        """Return the uid that may draw on the seat; None for a dynamic user, whose uid is not known yet: any process with the token may."""
         ids = self.gpu_user_ids()
         return None if ids is None else ids[0]
 
     def gpu_seat_path(self, file: Path) -> str:
-        """Return the file's path, for a made-up user that of its credential."""
+        """Return the file's path, for a dynamic user that of its credential."""
         return f"/run/credentials/{self.unit_name}.service/{_CREDENTIAL}" if self.dynamic_users else str(file)
 
     async def start(self) -> object:
@@ -54,7 +54,7 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         return await super().start()
 
     async def gpu_prepare(self) -> None:
-        """Hand the file over as a credential where the unit's user is made up."""
+        """Hand the file over as a credential where the unit's user is dynamic."""
         if self.dynamic_users and self._gpu_seat is not None:
             properties = {**self.unit_extra_properties, "LoadCredential": f"{_CREDENTIAL}:{self._gpu_seat['file']}"}
             self.unit_extra_properties = properties

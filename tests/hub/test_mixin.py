@@ -285,7 +285,7 @@ async def test_without_a_gpu_no_seat_is_taken(live: LiveBroker) -> None:
 
 async def test_a_hub_may_insist_on_a_gpu(live: LiveBroker) -> None:
     one = spawner(live, gpu_allow_without=False)
-    with pytest.raises(web.HTTPError, match="without a GPU was asked for, which this hub does not offer"):
+    with pytest.raises(web.HTTPError, match="without a GPU was chosen, and this hub does not offer one"):
         await hub_starts(one, fraction="none")
     assert "No GPU" not in await one.get_options_form()
 

@@ -18,8 +18,7 @@ import fractional_gpu_hub
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.protocol import codec
 from fractional_gpu.protocol.seats import ProgressKind, SeatRequest
-from fractional_gpu_hub.broker_link import BrokerLink
-from fractional_gpu_hub.reconciling import BROKER_SERVICE, Reconciler
+from fractional_gpu_hub.seats import BROKER_SERVICE, AsyncSeatClient, Reconciler
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 
 HUB = "http://127.0.0.1:8081/hub/api"
@@ -84,16 +83,16 @@ async def test_seats_of_servers_that_are_gone_are_given_back(live: LiveBroker) -
             "bob": {"": spawner("another-seat")},
         }
     )
-    await Reconciler(app, live.socket).look()
+    await Reconciler(app, live.socket).reconcile()
     assert left(live) == ["ada/", "ada/starting"], (used, starting)
 
 
 async def test_seats_of_another_hub_stay(live: LiveBroker) -> None:
     take(live, "ada", hub="http://127.0.0.1:9999/hub/api")
     take(live, "bob", hub="")
-    await Reconciler(hub_with({}), live.socket).look()
+    await Reconciler(hub_with({}), live.socket).reconcile()
     assert left(live) == ["ada/", "bob/"]
-    await Reconciler(hub_with({}, manages_broker=True), live.socket).look()
+    await Reconciler(hub_with({}, manages_broker=True), live.socket).reconcile()
     assert left(live) == ["ada/"], "one that names no hub is of an earlier version of the hub that runs the broker"
 
 
@@ -105,7 +104,7 @@ async def test_an_earlier_broker_gives_a_seat_though_it_keeps_no_hub_with_it(
 
     monkeypatch.setattr(codec, "_fields", fields)
     request = SeatRequest(owner="ada", pool="default", fraction_milli=125, hub=HUB)
-    async with aclosing(BrokerLink(live.socket, patience_s=DEADLINE_S).take(request)) as lines:
+    async with aclosing(AsyncSeatClient(live.socket, patience_s=DEADLINE_S).take(request)) as lines:
         assert [line.kind async for line in lines] == [ProgressKind.GRANTED]
 
 

@@ -14,7 +14,7 @@ from tornado.testing import bind_unused_port
 
 from fractional_gpu_hub.service import app, handlers
 from fractional_gpu_hub.service.actions import Acts
-from fractional_gpu_hub.service.scopes import ADMIN_SCOPE, READ_SCOPE
+from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.watch import Watch
 
 DEADLINE_S = 60.0

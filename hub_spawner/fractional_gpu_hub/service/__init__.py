@@ -6,7 +6,6 @@
 `python -m fractional_gpu_hub.service` is the process that the hub then runs.
 """
 
-from fractional_gpu_hub.service.configuration import add_page
-from fractional_gpu_hub.service.scopes import ADMIN_SCOPE, READ_SCOPE
+from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE, add_page
 
 __all__ = ["ADMIN_SCOPE", "READ_SCOPE", "add_page"]

@@ -3,6 +3,8 @@
 Who has `custom:fractional-gpu:read` sees the machine's sizes and their own kernels, and suspends, resumes and pins these; every user
 has it unless `everybody` is False. Who has `custom:fractional-gpu:admin` sees and steers all; nobody has it but those who are named,
 administrators of the hub included: give it to them by name or by group.
+
+The names of the page's scopes at the hub.
 """
 
 import sys
@@ -13,10 +15,11 @@ from traitlets.config import Config
 
 from fractional_gpu.client.discovery import SYSTEM_SOCKET
 from fractional_gpu.config import ConfigError
-from fractional_gpu_hub.service.scopes import ADMIN_SCOPE, READ_SCOPE
 
 __all__ = ["ADMIN_SCOPE", "READ_SCOPE", "add_page"]
 
+READ_SCOPE = "custom:fractional-gpu:read"
+ADMIN_SCOPE = "custom:fractional-gpu:admin"
 _WHERE = "jupyterhub_config.py"
 _SCOPES = {
     READ_SCOPE: {"description": "See the GPUs and one's own kernels on them, and suspend, resume and pin these"},

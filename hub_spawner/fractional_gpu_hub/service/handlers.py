@@ -34,7 +34,7 @@ from tornado import iostream, web
 
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu_hub.service.actions import Acts
-from fractional_gpu_hub.service.scopes import ADMIN_SCOPE, READ_SCOPE
+from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.views import Viewer, view_of
 from fractional_gpu_hub.service.watch import Watch
 
