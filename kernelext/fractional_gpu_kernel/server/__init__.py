@@ -1,12 +1,12 @@
-"""The Jupyter server extension: what the broker knows about this server's kernels, for JupyterLab.
+"""The Jupyter server extension: the broker's status of this server's kernels, for JupyterLab.
 
 Rules of this room:
 
-- One subscription to the broker per server, in one thread, whatever the number of browsers; browsers hear of changes through Jupyter's
-  event stream and never poll. Reading it is no activity: no idle culler takes a page that is open for a person at work.
-- It asks no kernel anything and sends no comm: a kernel is as busy as its user's cells make it.
-- It shows and steers the kernels of this server only, though the broker would let this uid steer more.
-- It starts no broker and needs none: without one it says that there is none, and looks again now and then.
+- One subscription to the broker per server, in one thread, whatever the number of browsers; browsers get changes through Jupyter's event
+  stream and never poll. To read that stream is no activity: for idle cullers an open page is not a person at work.
+- It sends no message to a kernel and no comm: only its user's cells make a kernel busy.
+- It shows and controls the kernels of this server only, though the broker would let this uid control more.
+- It starts no broker and needs none: without one it reports that there is none, and tries again each second.
 - Nothing of a kernel imports this room: Jupyter's server and tornado belong to the server's process.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["_jupyter_server_extension_points"]
 
 
 def _jupyter_server_extension_points() -> "list[dict[str, str | type[FractionalGPUApp]]]":
-    """Tell jupyter_server what to load."""
-    from fractional_gpu_kernel.server.app import FractionalGPUApp  # noqa: PLC0415 - who only asks where this lies needs no server
+    """Return what jupyter_server loads."""
+    from fractional_gpu_kernel.server.app import FractionalGPUApp  # noqa: PLC0415 - reading the entry point needs no server
 
     return [{"module": "fractional_gpu_kernel.server.app", "app": FractionalGPUApp}]

@@ -1,4 +1,4 @@
-"""The extension's application: it joins the subscription, the event stream and the routes.
+"""The extension's application: connects the subscription to the broker, the server's event stream and the routes.
 
 Everything but the subscription runs on the server's loop.
 """
@@ -13,15 +13,15 @@ from jupyter_server.serverapp import ServerApp
 from fractional_gpu.client.seat import own_seat
 from fractional_gpu.protocol.errors import RESTART, ConflictError, NotFoundError
 from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
-from fractional_gpu_kernel.server.follower import Follower
-from fractional_gpu_kernel.server.handlers import handlers
-from fractional_gpu_kernel.server.news import (
+from fractional_gpu_kernel.server.browser_events import (
     NOTICE_ID,
     NOTICE_SCHEMA,
     STATE_ID,
     STATE_SCHEMA,
     state,
 )
+from fractional_gpu_kernel.server.follower import StatusFollower
+from fractional_gpu_kernel.server.handlers import handlers
 
 __all__ = ["FractionalGPUApp"]
 
@@ -31,7 +31,7 @@ _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
 
 
 class FractionalGPUApp(ExtensionApp):
-    """Tells browsers what the broker tells this server."""
+    """Passes the broker's status on to browsers."""
 
     name = "jupyter_fractional_gpu"
     load_other_extensions = True
@@ -52,8 +52,8 @@ class FractionalGPUApp(ExtensionApp):
     def initialize_settings(self) -> None:
         """Register what will be emitted."""
         self._status: HostStatus | None = None
-        self._told: dict[str, Any] | None = None
-        self._follower: Follower | None = None
+        self._emitted: dict[str, Any] | None = None
+        self._follower: StatusFollower | None = None
         for schema in (STATE_SCHEMA, NOTICE_SCHEMA):
             self._events.register_event_schema(dict(schema))
 
@@ -65,21 +65,21 @@ class FractionalGPUApp(ExtensionApp):
         """Subscribe, now that the loop runs."""
         loop = asyncio.get_running_loop()
 
-        def told(status: HostStatus | None) -> None:
+        def on_status(status: HostStatus | None) -> None:
             loop.call_soon_threadsafe(self._take, status)
 
         self._events.add_listener(schema_id=_KERNEL_ACTIONS, listener=self._kernel_acted)
-        self._follower = Follower(told)
+        self._follower = StatusFollower(on_status)
         self._follower.start()
 
     async def stop_extension(self) -> None:
-        """Hang up."""
+        """Close the subscription."""
         if self._follower is not None:
             await asyncio.to_thread(self._follower.stop)
 
     def state(self) -> dict[str, Any]:
-        """Return what browsers should show now."""
-        return state(self._status, self._is_ours)
+        """Return the state that browsers should show now."""
+        return state(self._status, set(self._server.kernel_manager.list_kernel_ids()))
 
     def lease_of(self, kernel_id: str) -> LeaseStatus:
         """Return the lease of a kernel of this server. Raises NotFoundError, or ConflictError for one without a lease."""
@@ -92,7 +92,9 @@ class FractionalGPUApp(ExtensionApp):
         raise ConflictError(f"this kernel has no GPU lease now; to get one {RESTART}", reason="no-lease")
 
     def token_of(self, kernel_id: str) -> str | None:
-        """Return the lease's token if the kernel's provisioner holds it, else this server's seat's: it opens what the uid alone may not.
+        """Return the lease's token if the kernel's provisioner holds it, else the token of this server's seat.
+
+        A token allows what the uid alone does not.
 
         Raises FractionalGPUError for a seat that cannot be read.
         """
@@ -109,7 +111,7 @@ class FractionalGPUApp(ExtensionApp):
         return kernel_id in self._server.kernel_manager
 
     async def _until_ours(self, kernel_id: str) -> None:
-        """Wait, not for ever, until the kernel manager lists a kernel that it says has started: it does so a moment later."""
+        """Wait for up to 5 s until the kernel manager lists a kernel: it does so a moment after its event `start`."""
         for _ in range(_LISTING_STEPS):
             if self._is_ours(kernel_id):
                 return
@@ -117,25 +119,25 @@ class FractionalGPUApp(ExtensionApp):
 
     def _take(self, status: HostStatus | None) -> None:
         self._status = status
-        self._tell()
+        self._emit_state()
 
-    def _tell(self) -> None:
-        """Emit the state if it is news."""
+    def _emit_state(self) -> None:
+        """Emit the state if it differs from the last one emitted."""
         now = self.state()
-        if now != self._told:
-            self._told = now
+        if now != self._emitted:
+            self._emitted = now
             self._events.emit(schema_id=STATE_ID, data=now)
 
     async def _kernel_acted(self, logger: Any, schema_id: str, data: dict[str, Any]) -> None:  # noqa: ANN401, ARG002 - jupyter_events' signature
-        """Hear of kernels that start, restart and end: which ones are ours changed, and some have something to say."""
+        """A kernel has started, restarted or ended: the set of this server's kernels changed, and some kernels have a notice."""
         kernel_id, action = data.get("kernel_id", ""), data["action"]
         if action == "start" and data.get("status") == "success":
             await self._until_ours(kernel_id)
-        self._tell()
+        self._emit_state()
         provisioner = self._provisioner(kernel_id)
         notice = getattr(provisioner, "gpu_notice", None)
         if action not in ("start", "restart") or notice is None:
-            return  # not one of our provisioner's
+            return  # its provisioner is not ours
         if data.get("status") == "error" and action == "restart":
             notice = f"The kernel could not be restarted: {data['msg']}"
         if notice:

@@ -1,4 +1,8 @@
-"""The one subscription to the broker, in a thread of its own: the client is synchronous, and the server's loop must not wait."""
+"""The server's one subscription to the broker, in a thread of its own: the client is synchronous, and the server's loop must not wait.
+
+The stream's first line is the whole host's status; each later line holds what has changed, and the client decodes no more than that
+(`BrokerClient.events`). A broker of an earlier version sends whole statuses.
+"""
 
 import logging
 import threading
@@ -10,59 +14,59 @@ from fractional_gpu.client.seat import own_seat
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus
 
-__all__ = ["Follower"]
+__all__ = ["StatusFollower"]
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 1.0  # nothing signals that a broker has started; looking is one attempt to open a socket
-_WAKE_S = 0.1
+_RETRY_S = 1.0  # nothing signals that a broker has started; a try is one attempt to open a socket
+_CLOSE_AGAIN_S = 0.1
 
 
-class Follower:
-    """Calls `told(status)` after each change, and `told(None)` when the broker is gone; from its thread."""
+class StatusFollower:
+    """Calls `on_status(status)` after each change, and `on_status(None)` when the broker is gone; from its thread."""
 
-    def __init__(self, told: Callable[[HostStatus | None], None]) -> None:
-        self._told = told
+    def __init__(self, on_status: Callable[[HostStatus | None], None]) -> None:
+        self._on_status = on_status
         self._stopping = threading.Event()
         self._client: BrokerClient | None = None
-        self._thread = threading.Thread(target=self._run, name="gpu-news", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gpu-status", daemon=True)
 
     def start(self) -> None:
         """Begin; returns at once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Hang up and return when the thread has ended: nothing is told after that."""
+        """Close the connection and return when the thread has ended: no call comes after that."""
         self._stopping.set()
         while self._thread.is_alive():
             if self._client is not None:
-                self._client.close()  # again and again: it may just be about to connect
-            self._thread.join(_WAKE_S)
+                self._client.close()  # repeatedly: the thread may be about to connect, which one `close` does not find
+            self._thread.join(_CLOSE_AGAIN_S)
 
     def _run(self) -> None:
         complaint = ""
         while not self._stopping.is_set():
             try:
-                complaint = self._follow()
+                self._follow()
+                complaint = ""
             except FractionalGPUError as error:
                 if error.reason != "no-broker" and str(error) != complaint:
                     complaint = str(error)
                     log.info("GPU status: %s", error)
-            self._stopping.wait(_AGAIN_S)
+            self._stopping.wait(_RETRY_S)
 
-    def _follow(self) -> str:
-        """Follow until the broker goes away."""
+    def _follow(self) -> None:
+        """Follow until the broker goes away. Raises FractionalGPUError."""
         seat = own_seat()
         self._client = unstarted_broker(token=None if seat is None else seat.token)
-        connected = False
+        is_connected = False
         try:
             for status in self._client.events():
                 if self._stopping.is_set():
                     break
-                connected = True
-                self._told(status)
+                is_connected = True
+                self._on_status(status)
         finally:
             self._client.close()
-            if connected and not self._stopping.is_set():
-                self._told(None)
-        return ""
+            if is_connected and not self._stopping.is_set():
+                self._on_status(None)

@@ -1,11 +1,11 @@
 """The routes, below the server's base URL:
 
-    GET  /jupyter-fractional-gpu/state                     what the event stream tells, for a page that was just opened
+    GET  /jupyter-fractional-gpu/state                     the last state of the event stream, for a page that was just opened
     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30}, unpin: as `%gpu` does
 
-Rules: signed in, authorised for `kernels`, and XSRF-checked, as every route of Jupyter's own; an action is a call to the broker in a
-thread that ends when the browser hangs up (which takes a resume that waits out of the queue). Errors are JSON with `message` and
-`reason`, with the broker's own status.
+Requests are signed in, authorised for `kernels` and XSRF-checked, as for each of Jupyter's own routes. An action is a call to the broker
+in a thread; it ends when the browser closes the connection, which withdraws the ticket of a resume that waits. Errors are JSON with
+`message` and `reason`, with the broker's own status.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Action = Callable[[BrokerClient, str], LeaseStatus]
 
 
 class KernelLeases(Protocol):
-    """What the routes need of the extension's application, which documents these methods."""
+    """The part of the extension's application that the routes use; the application documents these methods."""
 
     def state(self) -> dict[str, Any]: ...
     def lease_of(self, kernel_id: str) -> LeaseStatus: ...
@@ -43,7 +43,7 @@ def handlers(app: KernelLeases) -> list[tuple[str, type[APIHandler], dict[str, A
     shared = {"app": app}
     return [
         (r"/jupyter-fractional-gpu/state", _State, shared),
-        (r"/jupyter-fractional-gpu/kernels/(?P<kernel_id>[\w-]{1,200})/(?P<action>[a-z]{1,20})", _Act, shared),
+        (r"/jupyter-fractional-gpu/kernels/(?P<kernel_id>[\w-]{1,200})/(?P<action>[a-z]{1,20})", _Action, shared),
     ]
 
 
@@ -62,7 +62,7 @@ class _State(_Handler):
         await self.finish(json.dumps(self.app.state()))
 
 
-class _Act(_Handler):
+class _Action(_Handler):
     under_way = 0
     _client: BrokerClient | None = None
 
@@ -70,7 +70,7 @@ class _Act(_Handler):
     @authorized
     async def post(self, kernel_id: str, action: str) -> None:
         try:
-            lease = await self._act(kernel_id, action)
+            lease = await self._call(kernel_id, action)
         except FractionalGPUError as error:
             self.set_status(error.status)
             await self.finish(json.dumps({"message": str(error), "reason": error.reason}))
@@ -82,22 +82,22 @@ class _Act(_Handler):
             self._client.close()
         super().on_connection_close()
 
-    async def _act(self, kernel_id: str, name: str) -> LeaseStatus:
+    async def _call(self, kernel_id: str, name: str) -> LeaseStatus:
         action = _action(name, self.get_json_body() or {})
         lease = self.app.lease_of(kernel_id)
-        if _Act.under_way >= _MOST_ACTIONS:
+        if _Action.under_way >= _MOST_ACTIONS:
             raise ConflictError(f"{_MOST_ACTIONS} actions are under way on this server; wait for one to end")
         self._client = unstarted_broker(token=self.app.token_of(kernel_id))
-        _Act.under_way += 1
+        _Action.under_way += 1
         try:
             with self._client as client:
                 return await asyncio.to_thread(action, client, lease.lease_id)
         finally:
-            _Act.under_way -= 1
+            _Action.under_way -= 1
 
 
 def _action(name: str, body: object) -> Action:
-    """Return what to do. Raises BadRequestError for what is not understood."""
+    """Return the call to make. Raises BadRequestError."""
     if not isinstance(body, Mapping):
         raise BadRequestError(f"the body is {type(body).__name__}; allowed: an object")
     known = ["minutes"] if name == "pin" else []

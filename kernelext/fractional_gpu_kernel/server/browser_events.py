@@ -1,9 +1,9 @@
-"""What is told to browsers, as plain data: pure functions from the broker's messages.
+"""The events that browsers get, as plain data: pure functions of the broker's messages.
 
-The shape is `SCHEMA`, which the server's event logger checks; memory in MiB, fractions in milli-GPU, durations in milliseconds.
+The server's event logger checks each event against its schema. Memory in MiB, fractions in milli-GPU, durations in milliseconds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
@@ -84,7 +84,7 @@ STATE_SCHEMA: Mapping[str, Any] = {
 NOTICE_SCHEMA: Mapping[str, Any] = {
     "$id": NOTICE_ID,
     "version": "1",
-    "title": "Something that a person should know and nothing else shows",
+    "title": "A notice about a kernel that nothing else shows",
     "description": "A kernel that could not be restarted, or that was started without a GPU.",
     "personal-data": True,
     "type": "object",
@@ -93,18 +93,17 @@ NOTICE_SCHEMA: Mapping[str, Any] = {
 }
 
 
-def state(status: HostStatus | None, is_ours: Callable[[str], bool]) -> dict[str, Any]:
-    """Return what browsers are told; None: no broker answers. `is_ours` tells a kernel of this server by its id."""
+def state(status: HostStatus | None, kernel_ids: Container[str]) -> dict[str, Any]:
+    """Return the state that browsers show: the devices, and the kernels of this server (`kernel_ids`). None: no broker answers."""
     if status is None:
         return {"broker": False, "simulated": False, "kernels": [], "devices": []}
-    ours = [lease for lease in status.leases if lease.kernel_id and is_ours(lease.kernel_id)]
     return {
         "broker": True,
         "simulated": status.simulated,
-        "kernels": [_picked(lease, _KERNEL_FIELDS) for lease in ours],
-        "devices": [_picked(device, _DEVICE_FIELDS) for device in status.devices],
+        "kernels": [_fields_of(lease, _KERNEL_FIELDS) for lease in status.leases if lease.kernel_id in kernel_ids],
+        "devices": [_fields_of(device, _DEVICE_FIELDS) for device in status.devices],
     }
 
 
-def _picked(message: LeaseStatus | DeviceStatus, fields: tuple[str, ...]) -> dict[str, Any]:
+def _fields_of(message: LeaseStatus | DeviceStatus, fields: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(message, name) for name in fields}
