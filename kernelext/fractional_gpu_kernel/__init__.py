@@ -40,7 +40,7 @@ def load_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - IPython is u
         sys.argv.remove(_ARGUMENT)
     settings = Settings.from_environment(os.environ)
     if settings is None:
-        from fractional_gpu_kernel.no_lease import Bystander as Extension  # noqa: PLC0415 - only one of the two is ever needed
+        from fractional_gpu_kernel.no_lease import UnleasedKernel as Extension  # noqa: PLC0415 - only one of the two is ever needed
 
         _loaded[id(ipython)] = Extension(ipython, os.environ.get(NOTICE, ""))
     else:

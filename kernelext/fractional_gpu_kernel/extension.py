@@ -1,4 +1,4 @@
-"""The extension of a kernel that has a lease: its parts, put together."""
+"""The extension of a kernel that has a lease: makes its parts, connects them, and installs them into the shell."""
 
 import os
 from collections.abc import Mapping
@@ -6,21 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.acquire import LOCAL_FAILURES, Acquirer
-from fractional_gpu_kernel.cells.broker_channel import Link
+from fractional_gpu_kernel.cells.acquire import Acquirer
+from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.first_grant import FirstGrant
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.cells.guard import Guard
-from fractional_gpu_kernel.cells.inputs import Inputs
+from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
 from fractional_gpu_kernel.cells.needs_gpu import make_cell_transform
 from fractional_gpu_kernel.display.notices import Notices
 from fractional_gpu_kernel.magics.magics import Magics
+from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
 from fractional_gpu_kernel.memory.imports import ImportHooks
 from fractional_gpu_kernel.memory.limits import MemoryLimits
-from fractional_gpu_kernel.memory.managed import ManagedMemory
 from fractional_gpu_kernel.memory.shrink import Shrinker
 from fractional_gpu_kernel.registrations import Registrations
-from fractional_gpu_kernel.settings import Settings
+from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings
 
 if TYPE_CHECKING:
     from fractional_gpu_kernel.cells.barrier import Barrier
@@ -37,100 +36,95 @@ class LeasedKernel:
         self._hooks = ImportHooks()
         self._limits = MemoryLimits(os.environ, self._hooks)
         self._notices = Notices(shell, notice)
-        self._first = FirstGrant(self._hooks)
-        self.gate = Gate(self._bind)
-        self._acquirer = Acquirer(settings, self.gate, lambda: self._link.listens)
-        self._managed = ManagedMemory(self._tell_managed, self._hooks)
+        self._first_grant = FirstGrant(self._hooks)
+        self.gate = Gate(self._limits.bind, self._first_grant.bind)
+        self._acquirer = Acquirer(settings, self.gate, hears=lambda: self._channel.is_connected)
+        self._blockers = CheckpointBlockers(self._report_blocker, self._hooks)
         shrinker = Shrinker(
             self._on_main_loop,
             self.gate,
-            why_not=self._managed.reason,
+            why_not=self._blockers.reason,
             waits_for_input=lambda: bool(self._inputs.waiting),
         )
-        self._link = Link(
+        self._channel = BrokerChannel(
             settings,
             self.gate,
             shrinker,
             self._notices.add,
-            self._take_limit,
-            managed=lambda: self._managed.seen,
+            self._take_size,
+            managed=lambda: self._blockers.seen,
             inputs=lambda: self._inputs.waiting,
-            look=self._look,
+            examine=self._examine_cells,
         )
         self._barrier: Barrier | None = None  # made when the broker first wants the room while a cell runs
-        self._inputs = Inputs(shell, self.gate, self._acquirer, self._link.tell_inputs)
-        self._magics = Magics(shell, settings, self.gate, self._acquirer, limits=self._limits, say=self._notices.add)
-        self._guard = Guard(
+        self._inputs = InputRequests(shell, self.gate, self._acquirer, self._channel.report_inputs)
+        self._magics = Magics(shell, settings, self.gate, self._acquirer, limits=self._limits, notify=self._notices.add)
+        self._guard = CellGuard(
             shell,
             self.gate,
             self._acquirer,
             self._limits,
-            self._first,
-            exempt=self._link.exempt,
-            bursts=self._magics.bursts,
+            self._first_grant,
+            report_exempt=self._channel.report_exempt,
+            make_bursts=self._magics.bursts,
         )
         self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
 
     def load(self) -> None:
-        """Guard the shell from now on; returns before the broker is spoken to."""
+        """Guard the shell from now on; returns before any call to the broker."""
         self._limits.install()
-        self._first.install()
-        self._managed.install()
+        self._first_grant.install()
+        self._blockers.install()
         self._magics.install()
         self._registrations.item(self._shell.input_transformers_cleanup, self._cell_transform)
         self._notices.install()
         self._guard.install()
         self._inputs.install()
-        self._link.start()
+        self._channel.start()
 
     def unload(self) -> None:
         """Leave the shell as it was; limits that were set stay. Raises as `Barrier.close` does."""
         if self._barrier is not None:
             self._barrier.close()
-        self._link.stop()
+        self._channel.stop()
         self._inputs.uninstall()
         self._guard.uninstall()
         self._notices.uninstall()
         self._registrations.undo()
         self._magics.uninstall()
-        self._managed.uninstall()
+        self._blockers.uninstall()
         self._limits.uninstall()
-        self._first.release()
+        self._first_grant.release()
 
     def become_inert(self) -> None:
-        """For a forked child: the lease, the connections and the threads are the parent's."""
+        """In a forked child: the lease, the connections and the threads are the parent's."""
         self.gate.become_inert()
         self._acquirer.become_inert()
         self._inputs.become_inert()
         if self._barrier is not None:
             self._barrier.become_inert()
 
-    def _look(self) -> bool:
-        """Find out whether the cells that run could do without the GPU; return whether that is under way."""
+    def _examine_cells(self) -> bool:
+        """Find out whether the running cells could do without the GPU; return whether that is under way."""
         try:
             if self._barrier is None:
                 from fractional_gpu_kernel.cells.barrier import Barrier  # noqa: PLC0415 - few kernels ever need it
 
                 self._barrier = Barrier(self._shell, self.gate, self._acquirer, self._inputs)
-            return self._barrier.look()
+            return self._barrier.examine()
         except LOCAL_FAILURES:
             return False
 
-    def _bind(self, environment: Mapping[str, str]) -> None:
-        """Take the variables of a grant or of another size. Called under the gate's lock."""
-        self._limits.bind(environment)
-        self._first.bind(environment)
+    def _report_blocker(self, sentence: str) -> None:
+        self._channel.report_managed(sentence)
 
-    def _tell_managed(self, sentence: str) -> None:
-        self._link.tell_managed(sentence)
-
-    def _take_limit(self, environment: Mapping[str, str]) -> None:
-        """The lease has another size: what is imported from now on is told at once, what is loaded on the main loop."""
+    def _take_size(self, environment: Mapping[str, str]) -> None:
+        """The lease has another size: later imports read it from the environment, loaded frameworks are limited on the main loop."""
         self.gate.bind(environment)
         self._on_main_loop(self._apply_limit)
 
     def _apply_limit(self) -> None:
-        """Tell loaded frameworks, but lower nothing beneath a running cell (`await` lets the loop go on): the next one begins with it."""
+        """Limit loaded frameworks. A lower limit waits for the next cell while one runs (`await` lets the loop go on beneath it)."""
         if self._limits.is_stale and not (self._limits.is_lowered and self.gate.is_running):
             self._limits.refresh()
 

@@ -9,11 +9,11 @@ from typing import Any
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
 from fractional_gpu_kernel.cells.needs_gpu import make_cell_transform
-from fractional_gpu_kernel.display.display import Sentence, publish
+from fractional_gpu_kernel.display.lines import Sentence, publish
 from fractional_gpu_kernel.display.notices import Notices
 from fractional_gpu_kernel.registrations import Registrations
 
-__all__ = ["Bystander"]
+__all__ = ["UnleasedKernel"]
 
 NO_LEASE = (
     "This kernel has no share of a GPU. Pick a kernel with one, such as “Python 3 · 1/4 GPU”, in the launcher or the kernel menu; "
@@ -22,7 +22,7 @@ NO_LEASE = (
 BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."
 
 
-class Bystander:
+class UnleasedKernel:
     """What is loaded where there is no lease."""
 
     def __init__(self, shell: Any, notice: str) -> None:  # noqa: ANN401 - as above

@@ -1,9 +1,13 @@
-"""What the kernel was told at its start, and how it reaches its broker.
+"""The lease that this kernel has, how it reaches its broker, and what a failed call means.
 
 The environment is read once, at load: a cell that changes `os.environ` does not move the kernel to another broker. The token is
 read from its file at each connection, because a broker may have renewed it; where the file was deleted, the token that was read last
-counts, and the file is put back for other programs (the next server's, above all). Everything that costs import time (the client, the
-messages) is imported when the first connection is made, never when the kernel starts.
+counts, and the file is put back for other programs (above all for the next server). What costs import time (the client, the
+messages) is imported for the first connection, never when the kernel starts.
+
+A cell may change its process in any way: replace functions of the standard library, use up the descriptors, change the user. The threads of
+this extension keep references of their own to what they need and go on trying. What fails all the same is one of `LOCAL_FAILURES`, and is
+reported as such: starting the broker or the kernel again would not help.
 """
 
 import os
@@ -14,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
 
-__all__ = ["NOTICE", "Settings"]
+__all__ = ["LOCAL_FAILURES", "NOTICE", "Settings", "describe", "explain", "is_local"]
 
 LEASE = "JUPYTER_GPU_LEASE"
 SOCKET = "JUPYTER_GPU_SOCKET"
@@ -22,12 +26,12 @@ TOKEN_FILE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - the name of a variable tha
 NOTICE = "JUPYTER_GPU_NOTICE"
 
 _MAX_TOKEN = 1024
-_seen: dict[str, str] = {}  # tokens by their files
+_last_read: dict[str, str] = {}  # tokens by their files
 _REVIVE_TIMEOUT_S = 30.0
 
 
 class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longer to define, at each kernel's start
-    """One lease, and where its broker listens."""
+    """One lease and its broker's socket."""
 
     lease_id: str
     socket_path: str
@@ -44,7 +48,7 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
     def connect(self, timeout_s: float = 30.0) -> "BrokerClient":
         """Return a client with the lease's token; nothing is sent yet.
 
-        Where the token's file is gone or damaged, and was never read, the client has none: the broker then knows the kernel by its
+        Where the token's file is gone or damaged and was never read, the client has no token: the broker then knows the kernel by its
         process.
         """
         from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - costs time that a starting kernel does not have
@@ -54,7 +58,7 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
     def revive(self) -> None:
         """Start the broker if none serves; returns when one does. Blocks up to 30 s.
 
-        Raises BrokerUnavailableError, with the reason "timeout" after 5 s for a broker that is there and does not answer.
+        Raises BrokerUnavailableError, with the reason "timeout" after 5 s for a broker that runs and does not answer.
         """
         from fractional_gpu.client.broker_process import ANSWER_S  # noqa: PLC0415 - as above
         from fractional_gpu.client.discovery import ensure_broker  # noqa: PLC0415 - as above
@@ -62,9 +66,9 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         token = self._token()
         ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()
 
-    def look_after_token(self) -> None:
-        """Put the token's file back if it was deleted. For a lease that is known to live: the end of one takes the file along."""
-        token = _seen.get(self.token_file)
+    def restore_token_file(self) -> None:
+        """Put the token's file back if it was deleted. Only for a lease that is known to live: the end of a lease removes the file."""
+        token = _last_read.get(self.token_file)
         if token is None or os.path.lexists(self.token_file):
             return
         from pathlib import Path  # noqa: PLC0415 - as above
@@ -78,7 +82,7 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
             if stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o022:
                 replace_file(path, token.encode("ascii"))
         except OSError:
-            return  # the next word of the broker is another occasion
+            return  # the broker's next command is another occasion
 
     def _token(self) -> str | None:
         try:
@@ -88,8 +92,40 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
             finally:
                 os.close(descriptor)
         except (OSError, UnicodeDecodeError):
-            return _seen.get(self.token_file)
+            return _last_read.get(self.token_file)
         if not token or not token.isprintable():
-            return _seen.get(self.token_file)
-        _seen[self.token_file] = token
+            return _last_read.get(self.token_file)
+        _last_read[self.token_file] = token
         return token
+
+
+LOCAL_FAILURES: tuple[type[Exception], ...] = (
+    AttributeError,  # a module of the standard library with other functions
+    ImportError,  # of a late import: `sys.path` was changed, or its files are gone
+    LookupError,
+    MemoryError,
+    OSError,  # no descriptors, no access
+    RuntimeError,  # no threads; also raised by packages that forbid sockets
+    TypeError,  # a function that was replaced by something else
+    ValueError,  # a descriptor that was closed
+)
+_LOCAL_REASONS = frozenset({"no-descriptor", "no-access"})
+
+
+def is_local(error: Exception) -> bool:
+    """Return whether the cause lies in this process: it cannot reach the broker, whatever the broker does."""
+    return getattr(error, "reason", None) in _LOCAL_REASONS or isinstance(error, LOCAL_FAILURES)
+
+
+def describe(error: Exception) -> str:
+    """Return what went wrong, for people."""
+    return str(error) if hasattr(error, "reason") else f"{type(error).__name__}: {error}"
+
+
+def explain(error: Exception) -> str:
+    """Return what an error of the broker means to the user of this kernel."""
+    if getattr(error, "reason", "") == "unknown-lease":
+        from fractional_gpu.protocol.errors import RESTART  # noqa: PLC0415 - off the kernel's start
+
+        return f"The lease of this kernel was ended (by an administrator, or by a command): for another one {RESTART}."
+    return str(error)

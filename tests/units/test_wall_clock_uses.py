@@ -53,7 +53,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/jupyter/kernel_command.py": "no date: whether an interpreter is the same file as before",
     "provisioner/fractional_gpu/ledger/ledger.py": "a date in the name of a file that is set aside",
     "kernelext/fractional_gpu_kernel/display/chart.py": "what to show",
-    "kernelext/fractional_gpu_kernel/cells/gpu_libraries.py": "no date: whether a library is the same file as before",
+    "kernelext/fractional_gpu_kernel/cells/barrier.py": "no date: whether a library is the same file as before",
     "kernelext/fractional_gpu_kernel/display/views.py": "what to show",
 }
 

@@ -1,292 +1,331 @@
-"""Asking the broker for the GPU: one ticket for a kernel, however many cells wait.
+"""Waiting for the GPU: one ticket for a kernel, however many of its cells wait.
 
-Rules:
+Two threads take part in a wait:
 
-- The first cell that waits starts a thread that asks; the others listen to the same stream; when the last one leaves, the thread's
-  connection is hung up, which withdraws the ticket.
-- Where a cell may overlap with the resume, it leaves the ticket behind: the stream goes on without a listener until it opens the gate.
-- Listeners are told through a queue each, so a waiting main thread stays interruptible: what blocks in the socket is our thread.
-- A process that cannot call the broker any more (no descriptors, another user) waits as long as the gate's line stands: the broker sees
-  a busy kernel that does not ask, asks in its place, and opens the gate.
-- A broker that dies meanwhile is started again and asked again. Only a broker that fails several times without a word in between, or
-  that cannot be started, is an answer.
-- A broker that is there and does not answer is waited for, and the listeners are told so (see `fractional_gpu.client.silence`).
+- The thread that is to run the cell calls `Acquirer.wait_for_gpu`. It blocks on a queue of notes, never on a socket, and so stays
+  interruptible: on the main thread SIGINT puts a note into the queue (`SimpleQueue.put` may be called from a signal handler), and the
+  handler that was there before is back when the wait is over. This also works within an asynchronous cell, whose own handler is looked
+  at only when the event loop runs again, and an interrupt cannot strike between two steps that belong together. The thread of a subshell
+  gets no signals: there a wait ends with the broker's answer.
+- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and passes each line on to every queue. The first cell that waits
+  starts it, later ones join it, and when the last one leaves, its connection is closed, which withdraws the ticket.
 
-What can go wrong in this process, not at the broker, when our threads speak to the broker.
+What the notes say, and how a wait ends:
 
-A cell may do to its process what it likes: replace functions of the standard library, use up the descriptors, change the user. Our threads
-keep references of their own to what they need and go on trying. What still fails is one of these errors, and is told as such: starting
-the broker again, or the kernel, would not help.
+    Progress       reason, place and forecast. A wait that takes longer than `QUIET_S` shows them in one line, which is gone before the
+                   cell's own output. With `overlap` (a pool's choice) the cell enters a shut gate; its ticket stays until the gate opens
+    OPENED         the gate has been opened, by the grant or by a command of the broker: the cell enters it
+    INTERRUPTED    KeyboardInterrupt
+    RefusedError   the GPU will not come
+
+What the ticket's thread does when a call fails:
+
+- A broker that dies is started again and asked again. A broker that breaks `MAX_FRUITLESS` times in a row without a line in between, or
+  that cannot be started, refuses the cell.
+- A broker that runs and does not answer is waited for, and the line says so (`fractional_gpu.client.silence`).
+- A process that can make no call any more (`is_local`: no descriptors, another user) waits as long as the broker's commands still come
+  through: the broker sees a busy kernel without a ticket, makes a ticket for it, and opens the gate in its turn. Without commands, the
+  cell is refused.
 """
 
+import contextlib
+import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
-from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.settings import Settings
+from fractional_gpu_kernel.display.lines import LiveLine, wait_text
+from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
-    from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+    from fractional_gpu.protocol.errors import BrokerUnavailableError
     from fractional_gpu.protocol.messages import Progress
 
-__all__ = [
-    "INTERRUPTED",
-    "LOCAL_FAILURES",
-    "OPENED",
-    "Acquirer",
-    "Refusal",
-    "Waiter",
-    "describe",
-    "explain",
-    "is_local",
-]
+__all__ = ["INTERRUPTED", "OPENED", "POLL_S", "QUIET_S", "Acquirer", "RefusedError", "Waiter", "interrupts_to"]
 
-MAX_FRUITLESS = 5  # attempts in a row in which the broker said nothing before it broke
+QUIET_S = 0.15
+POLL_S = 0.5
+MAX_FRUITLESS = 5
 LONGEST_PAUSE_S = 5.0
-ASK_AGAIN = frozenset({"timeout"})  # reasons of a refusal that only says: this call has waited long enough
-DEAF = (
+_CALL_AGAIN_S = 1.0  # of a process that cannot call the broker
+
+OPENED = "opened"
+INTERRUPTED = "interrupted"
+REVIVING = "The GPU broker does not answer; it is being started again."
+_CANNOT_ASK = (
+    "This kernel cannot ask for the GPU ({why}). The broker sees that the cell waits, and lets it in in its turn."
+)
+_UNREACHABLE = (
     "This kernel cannot reach the GPU broker any more ({why}). What it has on the GPU is kept. Undo what causes this, or begin the cell "
     "with %%cpu: it then runs at once, and its calls of the GPU wait until the broker has brought its memory back."
 )
-SPOKEN_FOR = (
-    "This kernel cannot ask for the GPU ({why}). The broker sees that the cell waits, and lets it in in its turn."
-)
-_CALL_AGAIN_S = 1.0  # of a process that cannot call the broker
-REVIVING = "The GPU broker does not answer; it is being started again."
-OPENED = "opened"
-INTERRUPTED = "interrupted"
+_THREAD_ENDED = "The thread that asks the GPU broker ended unexpectedly; the kernel's log says why. Run the cell again."
 
 
-class Refusal:
-    """The GPU will not come; `sentence` says why and what to do."""
-
-    def __init__(self, sentence: str) -> None:
-        self.sentence = sentence
+class RefusedError(Exception):
+    """The GPU will not come; the text says why and what to do."""
 
 
-Waiter = SimpleQueue["str | Refusal | Progress"]
+Waiter = SimpleQueue["str | RefusedError | Progress"]
 
 
-class _Attempt:
-    """One thread's work. `client` is what `abandon` hangs up."""
+class _Ticket:
+    """What the ticket's thread and the cells that wait share. The cells close `client` to withdraw the ticket."""
 
     def __init__(self) -> None:
-        self._abandoned = threading.Event()
+        self.withdrawn = threading.Event()
         self.client: BrokerClient | None = None
-        self.last: Progress | None = None  # what the broker said last; None: nothing on this connection
+        self.last: Progress | None = None  # the broker's last line on the present connection
+        self.breaks = 0  # of connections
+        self.fruitless = 0  # of these, the last ones in a row that broke without a line
 
-    def is_abandoned(self) -> bool:
-        """Whether nobody waits any more."""
-        return self._abandoned.is_set()
-
-    def pause(self, seconds: float) -> None:
-        """Do nothing for `seconds`, or until nobody waits any more."""
-        self._abandoned.wait(seconds)
-
-    def abandon(self) -> None:
-        """Hang up."""
-        # Set before the connection is closed: a thread that is just about to open one sees the flag at the broker's first line.
-        self._abandoned.set()
+    def withdraw(self) -> None:
+        # Set before the connection is closed: a thread that is about to open one sees the flag at the broker's first line.
+        self.withdrawn.set()
         if self.client is not None:
             self.client.close()
 
 
 class Acquirer:
-    """Holds the ticket of one kernel while somebody waits."""
+    """Holds the ticket of one kernel while cells wait.
 
-    def __init__(self, settings: Settings, gate: Gate, is_heard: Callable[[], bool] = bool) -> None:
+    `hears` says whether the broker's commands reach this process, so that the broker can open the gate by itself.
+    """
+
+    def __init__(self, settings: Settings, gate: Gate, hears: Callable[[], bool] = bool) -> None:
         self._settings = settings
         self._gate = gate
-        self._is_heard = is_heard
+        self._hears = hears
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
-        self._attempt: _Attempt | None = None
+        self._ticket: _Ticket | None = None
+
+    # -- in the threads that run cells -------------------------------------------------------------------------------------------------
+
+    def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
+        """Wait until the gate is open; a `mark` is entered as running in the same step.
+
+        `line` None: show nothing. Raises RefusedError, or KeyboardInterrupt when interrupted; both withdraw the ticket unless other
+        cells wait.
+        """
+        waiter: Waiter = SimpleQueue()
+        on_open = partial(waiter.put, OPENED)
+        entered = False
+        with interrupts_to(waiter):
+            while not entered:  # again, if a preemption has shut the gate between its opening and this thread's entry
+                opened = overlaps = False
+                # Before the ticket: from here on a command to shut the gate is answered with "busy", and no opening is missed.
+                self._gate.start_waiting(on_open)
+                try:
+                    self.join(waiter)
+                    overlaps = _follow(waiter, line, may_overlap=mark is not None)
+                    opened = True
+                finally:
+                    self.leave(waiter, keep=overlaps)
+                    entered = self._gate.stop_waiting(on_open, mark if opened else None, overlap=overlaps)
+                    entered = entered or mark is None
 
     def join(self, waiter: Waiter) -> None:
-        """Tell `waiter` how it goes: `Progress` while it waits, then OPENED (by the gate) or a `Refusal`. Never blocks."""
+        """Have `waiter` get the notes from now on, the last `Progress` first. Never blocks."""
         with self._lock:
             self._waiters.append(waiter)
-            if self._attempt is not None:
-                if self._attempt.last is not None:
-                    waiter.put(self._attempt.last)
+            if self._ticket is not None:
+                if self._ticket.last is not None:
+                    waiter.put(self._ticket.last)
                 return
-            self._attempt = attempt = _Attempt()
-        threading.Thread(target=self._run, args=(attempt,), name="gpu-acquire", daemon=True).start()
+            self._ticket = ticket = _Ticket()
+        threading.Thread(target=self._run, args=(ticket,), name="gpu-acquire", daemon=True).start()
 
     def leave(self, waiter: Waiter, *, keep: bool = False) -> None:
-        """Stop telling `waiter`; the last one to leave withdraws the ticket, unless it is to `keep` it.
+        """Send `waiter` no more notes; the last one to leave withdraws the ticket, unless it is to `keep` it.
 
         Never blocks, and may be called twice.
         """
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            if self._waiters or self._attempt is None or keep:
+            if self._waiters or self._ticket is None or keep:
                 return
-            attempt, self._attempt = self._attempt, None
-        attempt.abandon()
+            ticket, self._ticket = self._ticket, None
+        ticket.withdraw()
 
     def become_inert(self) -> None:
-        """For a forked child: forget everything without touching the parent's connections."""
-        self._lock = threading.Lock()
+        """In a forked child: forget everything without touching the parent's connections."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
         self._waiters = []
-        self._attempt = None
+        self._ticket = None
 
-    def _run(self, attempt: _Attempt) -> None:
+    # -- in the ticket's thread --------------------------------------------------------------------------------------------------------
+
+    def _run(self, ticket: _Ticket) -> None:
         from fractional_gpu.client.silence import SilenceWatch  # noqa: PLC0415 - off the kernel's start
 
-        refusal = Refusal(
-            "The thread that asks the GPU broker ended unexpectedly; the kernel's log says why. Run the cell again."
-        )
-        watch = SilenceWatch(self._settings.connect, partial(self._tell_silence, attempt))
-        watch.start()
+        refusal: RefusedError | None = RefusedError(_THREAD_ENDED)  # stays where an unforeseen error ends the thread
+        silence = SilenceWatch(self._settings.connect, partial(self._report_silence, ticket))
+        silence.start()
         try:
-            answer = self._pursue(attempt)
-            if answer is None:
-                return
-            refusal = answer
+            refusal = self._acquire(ticket)
         finally:
-            watch.stop()
+            silence.stop()
             with self._lock:
-                if self._attempt is attempt:
-                    self._attempt = None
+                if self._ticket is ticket:
+                    self._ticket = None
                     waiters, self._waiters = self._waiters, []
                 else:
                     waiters = []
-            if not self._gate.is_open:
+            if refusal is not None and not self._gate.is_open:
                 for waiter in waiters:
                     waiter.put(refusal)
 
-    def _pursue(self, attempt: _Attempt) -> Refusal | None:
-        """Ask until there is an answer. None: granted (the gate is open) or abandoned."""
+    def _acquire(self, ticket: _Ticket) -> RefusedError | None:
+        """Call the broker until it has answered. None: granted (the gate is open) or withdrawn."""
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
 
-        breaks = fruitless = 0
-        while not attempt.is_abandoned():
-            attempt.last = None
+        while not ticket.withdrawn.is_set():
             try:
-                return self._ask_if_heard(attempt)
-            except BrokerUnavailableError as error:
-                breaks, fruitless = breaks + 1, 0 if attempt.last is not None else fruitless + 1
-                if attempt.is_abandoned():
-                    return None
-                if fruitless >= MAX_FRUITLESS:
-                    return Refusal(str(error))
-            try:
-                self._tell(attempt, _waiting("broker-starting", REVIVING))
-                self._settings.revive()
+                return self._call(ticket)
             except FractionalGPUError as error:
-                if error.reason != "timeout":  # else a broker is there: it is asked again for as long as it takes
-                    return Refusal(str(error))
-                fruitless = 0
-            if breaks > 1:  # a broker that breaks each time it is asked is not hammered
-                attempt.pause(min(0.1 * 2**breaks, LONGEST_PAUSE_S))
-        return None
-
-    def _ask_if_heard(self, attempt: _Attempt) -> Refusal | None:
-        """Ask; where this process cannot, wait until it can, or until the broker opens the gate. Raises BrokerUnavailableError."""
-        from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
-
-        while not attempt.is_abandoned():
-            try:
-                return self._ask(attempt)
-            except FractionalGPUError as error:
-                if not is_local(error):
-                    if isinstance(error, BrokerUnavailableError):
-                        raise
-                    return Refusal(explain(error))
-                why = describe(error)
+                failure: Exception = error
             except LOCAL_FAILURES as error:
-                why = describe(error)
-            if not self._is_heard():
-                return Refusal(DEAF.format(why=why))
-            self._tell(attempt, _waiting("cannot-ask", SPOKEN_FOR.format(why=why)))
-            attempt.pause(_CALL_AGAIN_S)
+                failure = error
+            if is_local(failure):
+                refusal = self._wait_without_calls(ticket, describe(failure))
+            elif isinstance(failure, BrokerUnavailableError):
+                refusal = self._revive(ticket, failure)
+            else:
+                refusal = RefusedError(explain(failure))
+            if refusal is not None:
+                return refusal
         return None
 
-    def _ask(self, attempt: _Attempt) -> Refusal | None:
-        """One acquire call; again when it only waited long enough. Raises FractionalGPUError."""
+    def _call(self, ticket: _Ticket) -> RefusedError | None:
+        """One `acquire` call; another one where the broker's answer is only that this one has waited long enough.
+
+        Raises FractionalGPUError, and `LOCAL_FAILURES`.
+        """
         from fractional_gpu.protocol.messages import AcquireRequest, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
-        client = attempt.client = self._settings.connect()
+        client = ticket.client = self._settings.connect()
         try:
             while True:
                 for progress in client.acquire(self._settings.lease_id, AcquireRequest()):
-                    if attempt.is_abandoned():
+                    if ticket.withdrawn.is_set():
                         return None
                     if progress.kind == ProgressKind.GRANTED:
-                        self._gate.open(progress.environment, lambda: not attempt.is_abandoned())
+                        # Withdrawn meanwhile, the grant is late: the gate may have been shut since, and stays as it is.
+                        self._gate.open(progress.environment, lambda: not ticket.withdrawn.is_set())
                         return None
                     if progress.kind == ProgressKind.REFUSED:
-                        if progress.reason in ASK_AGAIN:
+                        if progress.reason == "timeout":
                             break
-                        return Refusal(
-                            progress.sentence or f"The GPU broker refused ({progress.reason or 'it gave no reason'})."
-                        )
+                        why = f"The GPU broker refused ({progress.reason or 'it gave no reason'})."
+                        return RefusedError(progress.sentence or why)
                     if progress.overlap:
                         self._gate.bind(progress.environment)
-                    attempt.last = progress
-                    self._tell(attempt, progress)
+                    ticket.last = progress
+                    self._notify(ticket, progress)
         finally:
             client.close()
 
-    def _tell_silence(self, attempt: _Attempt, error: "BrokerUnavailableError | None") -> None:
-        """Tell that the broker does not answer, or, when it does again, what it said last."""
-        if error is not None:
-            self._tell(attempt, _silent(str(error)))
-        elif attempt.last is not None:
-            self._tell(attempt, attempt.last)
+    def _wait_without_calls(self, ticket: _Ticket, why: str) -> RefusedError | None:
+        """This process can make no call: wait a moment, in which the broker may open the gate by itself."""
+        if not self._hears():
+            return RefusedError(_UNREACHABLE.format(why=why))
+        self._notify(ticket, _waiting("cannot-ask", _CANNOT_ASK.format(why=why)))
+        ticket.withdrawn.wait(_CALL_AGAIN_S)
+        return None
 
-    def _tell(self, attempt: _Attempt, progress: "Progress") -> None:
+    def _revive(self, ticket: _Ticket, failure: "BrokerUnavailableError") -> RefusedError | None:
+        """The broker broke the call, or none serves: start it, unless it breaks again and again."""
+        from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+
+        ticket.breaks += 1
+        ticket.fruitless = 0 if ticket.last is not None else ticket.fruitless + 1
+        if ticket.withdrawn.is_set():
+            return None
+        if ticket.fruitless >= MAX_FRUITLESS:
+            return RefusedError(str(failure))
+        try:
+            self._notify(ticket, _waiting("broker-starting", REVIVING))
+            self._settings.revive()
+        except FractionalGPUError as error:
+            if error.reason != "timeout":
+                return RefusedError(str(error))
+            ticket.fruitless = 0  # a broker runs and does not answer: the cell waits for as long as that takes
+        if ticket.breaks > 1:  # a broker that breaks at each call gets fewer of them
+            ticket.withdrawn.wait(min(0.1 * 2**ticket.breaks, LONGEST_PAUSE_S))
+        ticket.last = None
+        return None
+
+    def _report_silence(self, ticket: _Ticket, error: "BrokerUnavailableError | None") -> None:
+        """Notify that the broker does not answer, or, when it answers again, repeat its last line."""
+        if error is not None:
+            self._notify(ticket, _waiting("broker-silent", str(error)))
+        elif ticket.last is not None:
+            self._notify(ticket, ticket.last)
+
+    def _notify(self, ticket: _Ticket, progress: "Progress") -> None:
         with self._lock:
-            if self._attempt is attempt:
+            if self._ticket is ticket:
                 for waiter in self._waiters:
                     waiter.put(progress)
 
 
-def explain(error: "FractionalGPUError") -> str:
-    """What an error of the broker means to the person at this kernel."""
-    if error.reason == "unknown-lease":
-        from fractional_gpu.protocol.errors import RESTART  # noqa: PLC0415 - off the kernel's start
+def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool:
+    """Show the broker's lines until the gate opens (False), or until the cell may run although the gate is shut (True).
 
-        return f"The lease of this kernel was ended (by an administrator, or by a command): for another one {RESTART}."
-    return str(error)
+    Raises RefusedError and KeyboardInterrupt.
+    """
+    begun_s = time.monotonic()
+    last: Progress | None = None
+    last_s = begun_s
+    while True:
+        now_s = time.monotonic()
+        quiet_s = begun_s + QUIET_S - now_s
+        if line is not None and last is not None and quiet_s <= 0:
+            line.show(wait_text(last, waited_s=now_s - begun_s, age_s=now_s - last_s))
+        # A signal that the system delivers to another thread does not wake this one, and the line counts down: wake now and then.
+        patience_s = min(quiet_s, POLL_S) if last is not None and quiet_s > 0 else POLL_S
+        try:
+            note = waiter.get(timeout=patience_s)
+        except Empty:
+            continue
+        if note == OPENED:
+            return False
+        if note == INTERRUPTED:
+            raise KeyboardInterrupt
+        if isinstance(note, RefusedError):
+            raise RefusedError(str(note))  # a fresh one: other threads raise theirs from the same note
+        if not isinstance(note, str):
+            if note.overlap and may_overlap:
+                return True
+            last, last_s = note, time.monotonic()
+
+
+@contextlib.contextmanager
+def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
+    """Have SIGINT put INTERRUPTED into the queue meanwhile. Does nothing outside the main thread, which alone gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def put_note(_signal: int, _frame: FrameType | None) -> None:
+        waiter.put(INTERRUPTED)
+
+    previous = signal.signal(signal.SIGINT, put_note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
 
 
 def _waiting(reason: str, sentence: str) -> "Progress":
     from fractional_gpu.protocol.messages import Progress, ProgressKind  # noqa: PLC0415 - off the kernel's start
 
     return Progress(kind=ProgressKind.WAITING, reason=reason, sentence=sentence)
-
-
-def _silent(sentence: str) -> "Progress":
-    from fractional_gpu.protocol.messages import Progress, ProgressKind  # noqa: PLC0415 - off the kernel's start
-
-    return Progress(kind=ProgressKind.WAITING, reason="broker-silent", sentence=sentence)
-
-
-LOCAL_FAILURES: tuple[type[Exception], ...] = (
-    AttributeError,  # a module of the standard library with other functions
-    ImportError,  # of what we import late: `sys.path` was changed, or its files are gone
-    LookupError,
-    MemoryError,
-    OSError,  # no descriptors, no access
-    RuntimeError,  # no threads; also what packages raise that forbid sockets
-    TypeError,  # a function that was replaced by something else
-    ValueError,  # a descriptor that was closed
-)
-_REASONS = frozenset({"no-descriptor", "no-access"})
-
-
-def is_local(error: Exception) -> bool:
-    """Return whether this process cannot reach the broker, whatever the broker does."""
-    return getattr(error, "reason", None) in _REASONS or isinstance(error, LOCAL_FAILURES)
-
-
-def describe(error: Exception) -> str:
-    """Return what went wrong, for people."""
-    return str(error) if hasattr(error, "reason") else f"{type(error).__name__}: {error}"

@@ -1,12 +1,15 @@
-"""The kernel's line to the broker: commands in, answers and pulses out.
+"""The kernel's channel to the broker: commands in, answers and pulses out.
 
-Two daemon threads, started a moment after the kernel so that they take nothing from its start: one reads the stream of commands and
-obeys at once what needs no round trip; the other sends the answers on a second connection. While the gate is not open it sends a pulse
-every `PULSE_S` seconds, too, which proves that Python runs, to a broker that does not hear by itself whether its stream is read. A
-broken stream is tried again with growing pauses, whatever a cell did to this process (`local_failures`), and what it cannot do is answered
-with "busy": without this line the kernel would be deaf. An answer that cannot be sent is tried again for as long as the broker waits for
-it; then the kernel's user is told once that the broker goes by what it sees. The line never starts a broker: a kernel that nobody uses
-needs none, and a cell that waits starts one itself.
+Two daemon threads, started a moment after the kernel so that they take nothing from its start:
+
+- `gpu-gate` reads the stream of commands and obeys at once what needs no round trip.
+- `gpu-answers` sends the answers on a second connection. While the gate is shut it also sends a pulse every `PULSE_S` seconds, which
+  proves that Python runs, to a broker that cannot see by itself whether its stream is read.
+
+A broken stream is opened again with growing pauses, whatever a cell did to this process (`settings.LOCAL_FAILURES`), and a command that
+cannot be obeyed is answered with "busy". An answer that cannot be sent is tried again for as long as the broker waits for it; then the
+kernel's user learns, once, that the broker goes by what it sees. The channel never starts a broker: an unused kernel needs none, and a cell
+that waits starts one itself.
 """
 
 import threading
@@ -15,16 +18,15 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from fractional_gpu_kernel.cells.acquire import LOCAL_FAILURES, describe, is_local
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.memory.shrink import Shrinker
-from fractional_gpu_kernel.settings import Settings
+from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, is_local
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
     from fractional_gpu.protocol.messages import GateAnswer, GateCommand
 
-__all__ = ["Link"]
+__all__ = ["BrokerChannel"]
 
 SETTLE_S = 0.1  # the kernel's own start comes first
 FIRST_PAUSE_S = 0.1
@@ -40,11 +42,12 @@ LONGEST_PAUSE_UNKNOWN_S = (
 )
 
 
-class Link:
-    """One kernel's line. `notice` takes a sentence to show; `limit` the variables of a lease that has another size now.
+class BrokerChannel:
+    """One kernel's channel.
 
-    `managed` returns why the process cannot be saved, as far as is known by now, `inputs` the requests that use no GPU. `look` begins to
-    find out whether the cells that run can do without the GPU, and returns whether that is under way.
+    `notice` takes a sentence to show; `resize` the variables of a lease that has another size now. `managed` returns why the process cannot
+    be saved, as far as is known, `inputs` the requests that use no GPU. `examine` begins to find out whether the running cells can do
+    without the GPU, and returns whether that is under way.
     """
 
     def __init__(
@@ -53,26 +56,26 @@ class Link:
         gate: Gate,
         shrinker: Shrinker,
         notice: Callable[[str], None],
-        limit: Callable[[Mapping[str, str]], None],
+        resize: Callable[[Mapping[str, str]], None],
         *,
         managed: Callable[[], str] = str,
         inputs: Callable[[], list[str]] = list,
-        look: Callable[[], bool] = bool,
+        examine: Callable[[], bool] = bool,
     ) -> None:
         self._settings = settings
         self._gate = gate
         self._shrinker = shrinker
         self._notice = notice
-        self._limit = limit
+        self._resize = resize
         self._managed = managed
         self._inputs = inputs
-        self._look = look
+        self._examine = examine
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
-        self._heard = False  # the broker knows by itself that Python runs
-        self._listens = False
-        self._told_unheard = False
+        self._needs_pulse = True  # until the broker says that it sees by itself whether its stream is read
+        self._is_connected = False
+        self._has_warned = False
 
     def start(self) -> None:
         """Start both threads; returns at once."""
@@ -87,23 +90,23 @@ class Link:
             client.close()
 
     @property
-    def listens(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether the broker's commands come through."""
-        return self._listens
+        return self._is_connected
 
-    def exempt(self, on: bool) -> None:
-        """Tell that the cell that begins does not use the GPU, or that it is over, so that it gets no ticket. Never blocks."""
+    def report_exempt(self, on: bool) -> None:
+        """Report that the cell that begins does not use the GPU, or that it has ended: it gets no ticket. Never blocks."""
         if not on:
             self._answers.put((0, "done", ""))
         elif not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
 
-    def tell_inputs(self, requests: Sequence[str]) -> None:
-        """Tell which requests use no GPU now: they wait for input, or are barred. Never blocks."""
+    def report_inputs(self, requests: Sequence[str]) -> None:
+        """Report which requests use no GPU now: they wait for input, or are barred. Never blocks."""
         self._answers.put((0, "input", " ".join(requests)))
 
-    def tell_managed(self, sentence: str) -> None:
-        """Tell that the process cannot be saved from now on, and why. Never blocks."""
+    def report_managed(self, sentence: str) -> None:
+        """Report that the process cannot be saved from now on, and why. Never blocks."""
         self._answers.put((0, "managed", sentence))
 
     def _connect(self) -> "BrokerClient":
@@ -121,26 +124,24 @@ class Link:
 
     def _read(self) -> None:
         self._stop.wait(SETTLE_S)
-        # A process that runs out of descriptors can import nothing any more, and its cells wait, too.
-        import fractional_gpu_kernel.display.wait_line  # noqa: F401, PLC0415 - loaded for later, off the kernel's start
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
 
         pause = FIRST_PAUSE_S
         while not self._stop.is_set():
             longest = LONGEST_PAUSE_S
             try:
-                heard = self._listen()
+                heard = self._follow()
                 pause = FIRST_PAUSE_S if heard else pause
             except FractionalGPUError as error:
                 if not (isinstance(error, BrokerUnavailableError) or is_local(error)):
                     longest = LONGEST_PAUSE_UNKNOWN_S
             except LOCAL_FAILURES:
-                pass  # this process cannot call: a cell that needs the GPU says so
+                pass  # this process cannot call: a cell that waits for the GPU says so
             self._stop.wait(pause)
             pause = min(pause * 2, longest)
 
-    def _listen(self) -> bool:
-        """Obey one stream until it ends; returns whether anything came. Raises FractionalGPUError if it broke before the first line."""
+    def _follow(self) -> bool:
+        """Obey one stream until it ends; returns whether a command came. Raises FractionalGPUError if it broke before the first line."""
         from fractional_gpu import __version__  # noqa: PLC0415 - off the kernel's start
         from fractional_gpu.protocol.errors import BrokerUnavailableError  # noqa: PLC0415 - off the kernel's start
         from fractional_gpu.protocol.messages import GateHello  # noqa: PLC0415 - off the kernel's start
@@ -156,23 +157,23 @@ class Link:
                 inputs=self._inputs(),
             )
             for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
-                self._listens = True
+                self._is_connected = True
                 heard = heard or bool(
                     number or command.verb
-                )  # not its greeting: whoever says no more may be gone at once
-                self._heard = self._heard or command.hears
+                )  # its greeting does not count: a broker that sends no more may be gone at once
+                self._needs_pulse = self._needs_pulse and not command.hears
                 self._try_to_obey(command)
-                with suppress(*LOCAL_FAILURES):  # obeying goes before, and on
-                    self._settings.look_after_token()
+                with suppress(*LOCAL_FAILURES):  # a failure here must not end the stream
+                    self._settings.restore_token_file()
         except BrokerUnavailableError:
             if not heard:
                 raise
         finally:
-            self._listens = False
+            self._is_connected = False
             self._hang_up(client)
-            if self._heard:  # the next one may be another version
-                self._heard = False
-                self._answers.put(None)
+            if not self._needs_pulse:  # the next broker may be another version
+                self._needs_pulse = True
+                self._answers.put(None)  # wake the other thread, which waits without a timeout
         return heard
 
     def _try_to_obey(self, command: "GateCommand") -> None:
@@ -192,9 +193,9 @@ class Link:
             case GateVerb.CLOSE:
                 self._answer(number, self._gate.close(), CELL_BARRED if self._gate.is_barred else "")
             case GateVerb.PREEMPT:
-                self._answer(number, self._gate.preempt(), self._cells(look=number != 0))
+                self._answer(number, self._gate.preempt(), self._cells(examine=number != 0))
             case GateVerb.LIMIT:
-                self._limit(command.environment)
+                self._resize(command.environment)
                 self._answer(number, "done")
             case GateVerb.OPEN:
                 self._gate.open(command.environment)
@@ -207,8 +208,8 @@ class Link:
             case _:
                 self._answer(number, "busy", f"this kernel's extension does not know the command {command.verb[:50]!r}")
 
-    def _cells(self, *, look: bool) -> str:
-        """Return what the cells do, now that the gate is shut; with `look`, begin to find out whether they can do without the GPU."""
+    def _cells(self, *, examine: bool) -> str:
+        """Return what the cells do behind the shut gate; with `examine`, begin to find out whether they can do without the GPU."""
         from fractional_gpu.protocol.messages import (  # noqa: PLC0415 - off the kernel's start
             CELL_BARRED,
             CELL_EXAMINED,
@@ -217,11 +218,11 @@ class Link:
         )
 
         if self._gate.is_running:
-            return CELL_EXAMINED if look and self._look() else CELL_RUNS
+            return CELL_EXAMINED if examine and self._examine() else CELL_RUNS
         return CELL_BARRED if self._gate.is_barred else NO_CELL_RUNS
 
     def _answer(self, number: int, word: str, detail: str = "") -> None:
-        if number:  # 0: nobody waits for an answer
+        if number:  # 0: the broker waits for no answer
             self._answers.put((number, word, detail))
 
     def _send(self) -> None:
@@ -232,7 +233,7 @@ class Link:
         client: BrokerClient | None = None
         while not self._stop.is_set():
             try:
-                answer = self._answers.get(timeout=None if self._heard else PULSE_S)
+                answer = self._answers.get(timeout=PULSE_S if self._needs_pulse else None)
             except Empty:
                 answer = None if self._gate.is_open else (0, "pulse", "")
             if answer is not None:
@@ -252,7 +253,9 @@ class Link:
                 self._hang_up(client)
                 client = None
                 if not is_local(error):
-                    return None  # the broker that asked is gone, or no longer wants the answer; the next one asks again
+                    return (
+                        None  # the broker is gone, or no longer wants the answer; the next one sends its commands anew
+                    )
                 why = describe(error)
             except LOCAL_FAILURES as error:
                 self._hang_up(client)
@@ -261,11 +264,11 @@ class Link:
                 return client
             if left and self._stop.wait(SEND_AGAIN_S):
                 return None
-        self._tell_unheard(answer.number, why)
+        self._warn(answer.number, why)
         return None
 
-    def _tell_unheard(self, number: int, why: str) -> None:
-        """Tell the user, once, that the broker's questions get no answer."""
-        if number and not self._told_unheard:
-            self._told_unheard = True
+    def _warn(self, number: int, why: str) -> None:
+        """Show the user, once, that the broker's commands get no answer."""
+        if number and not self._has_warned:
+            self._has_warned = True
             self._notice(UNHEARD.format(why=why))

@@ -1,15 +1,16 @@
 """Before its first grant a kernel sees no device: CUDA must not remember that answer.
 
-Until then `CUDA_VISIBLE_DEVICES` is empty. A `%%cpu` cell or start-up code that asks for a GPU gets "none", rightly, but the answer can
+Until then `CUDA_VISIBLE_DEVICES` is empty. A `%%cpu` cell or start-up code that asks for a GPU rightly gets "none", but the answer can
 stay for the life of the process: the driver reads the variable once, at `cuInit`, and torch keeps the count of devices in a static
-variable of its library from the first `torch.cuda.is_available()` on. To bind a device earlier would hand out what is not reserved. So:
+variable of its library from the first `torch.cuda.is_available()` on. To bind a device earlier would hand out memory that is not
+reserved. So:
 
-- torch is kept from asking: until the grant its two ways from Python to the driver (`torch._C._cuda_getDeviceCount`, behind
-  `is_available` and `device_count`, and `torch._C._cuda_init`, behind everything that needs CUDA) answer "no device" by themselves.
-- What reached the driver by another way (another framework, torch's C++ code in a backward pass) is looked for before the first cell
-  with the GPU, where the driver's library is loaded by then, and the cell says so. `cuDeviceGetCount` starts nothing. Where it says
-  "not initialised" and a framework is known to have looked for a GPU, `cuInit` repeats its first answer. It is not called otherwise:
-  it would start CUDA in kernels that never use it.
+- torch does not reach the driver until the grant: its two ways from Python (`torch._C._cuda_getDeviceCount`, behind `is_available` and
+  `device_count`, and `torch._C._cuda_init`, behind everything that needs CUDA) are replaced and answer "no device" by themselves.
+- Code that reached the driver in another way (another framework, torch's C++ code in a backward pass) is found before the first cell with
+  the GPU, if the driver's library is loaded by then, and that cell reports it. `cuDeviceGetCount` starts nothing. Where it returns "not
+  initialised" and a framework is known to have searched for a GPU, `cuInit` repeats its first answer. It is not called otherwise: it
+  would start CUDA in kernels that never use it.
 """
 
 import os
@@ -45,17 +46,17 @@ class FirstGrant:
 
     def __init__(self, hooks: ImportHooks, environment: Mapping[str, str] = os.environ) -> None:
         self._hooks = hooks
-        self._held: list[tuple[Any, str, Function, Function]] = []  # where, its name, what stands in, the original
+        self._held: list[tuple[Any, str, Function, Function]] = []  # module, name, stand-in, original
         self.is_awaited = environment.get(VISIBLE) == ""  # the kernel has not been bound to a device yet
-        self.is_due = False  # it has been, and nothing has looked at the driver since
+        self.is_due = False  # it has been, and `check` is still to be called
 
     def install(self) -> None:
-        """Keep torch from asking, if it is imported before the grant."""
+        """Keep torch from the driver, if it is imported before the grant."""
         if self.is_awaited:
             self._hooks.after("torch", self._hold)
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Let torch ask from now on, if the variables bind the process to a device. Cheap, and safe to repeat."""
+        """Let torch reach the driver, if the variables bind the process to a device. Cheap, and safe to repeat."""
         if self.is_awaited and (environment.get(VISIBLE) or environment.get(SIMULATED)):
             self.is_due = True
             self.release()
@@ -69,7 +70,7 @@ class FirstGrant:
         self._held = []
 
     def check(self) -> str:
-        """Return what to tell the user if this process will find no device, else ""."""
+        """Return the sentence for the user if this process will find no device, else ""."""
         self.is_due = False
         return NO_DEVICE_KEPT if _is_loaded(_DRIVER) and _answer() == _NO_DEVICE else ""
 
@@ -108,7 +109,7 @@ def _is_loaded(library: str, maps: Path = Path("/proc/self/maps")) -> bool:
 
 
 def _answer() -> int:
-    """Return what the driver says about devices, as CUDA's error number."""
+    """Return the driver's answer to a count of devices, as CUDA's error number."""
     import ctypes  # noqa: PLC0415 - off the kernel's start
 
     try:
@@ -116,11 +117,11 @@ def _answer() -> int:
     except OSError:
         return 0  # another library of a similar name
     answer = int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
-    return int(driver.cuInit(0)) if answer == _NOT_INITIALIZED and _has_looked() else answer
+    return int(driver.cuInit(0)) if answer == _NOT_INITIALIZED and _has_searched() else answer
 
 
-def _has_looked() -> bool:
-    """Whether a framework that keeps its answer has looked for a GPU and found none."""
+def _has_searched() -> bool:
+    """Whether a framework that keeps its answer has searched for a GPU and found none."""
     numba = getattr(sys.modules.get("numba.cuda.cudadrv.driver"), "driver", None)
     jax = getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None)
     tensorflow = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)

@@ -1,53 +1,68 @@
-"""Where the gate meets IPython.
+"""Where cells meet the gate: at their beginning, at their end, and where they wait for input.
 
-Rules:
+The way of a cell (`CellGuard`):
 
-- The guard wraps the shell's `run_cell_async`, through which every cell passes: synchronous, asynchronous, silent, nested, with or
-  without history. Only there are a cell's beginning and end one exact pair. IPython's events are not: `post_execute` fires for blank
-  cells that had no `pre_execute`, and an exception in `pre_execute` does not stop the cell.
-- A cell that may not run is handed on as one whose preparation failed: it fails with our message, hooks of others see an ordinary
-  failed cell, and "Run all" stops.
-- `%%gpu` asks for its larger share before it passes the gate, and gives it back after the cell, however that ended (see `sizes`).
-- Messages to widgets do not pass there. For them `pre_execute` waits. Their callbacks cannot be stopped: after a refusal they run
-  without the GPU. They are not counted as running; the broker sees them busy on IOPub.
+1. IPython calls the shell's `run_cell_async`, which is wrapped: every cell passes there, synchronous, asynchronous, silent, nested, with
+   or without history. Only there are a cell's beginning and end one exact pair: IPython's events are not (`post_execute` fires for blank
+   cells that had no `pre_execute`, and an exception in `pre_execute` does not stop the cell).
+2. A cell that does not need the GPU (`needs_gpu`) runs at once, and the broker learns that this busy kernel wants no ticket.
+3. `%%gpu` gets its larger share before the cell passes the gate, and gives it back after the cell, however that ended (`magics.resize`).
+4. The cell enters the open gate, or waits for it (`Acquirer.wait_for_gpu`).
+5. A cell that may not run is handed on as one whose preparation failed: it fails with our message, hooks of other extensions see an
+   ordinary failed cell, and "Run all" stops.
+6. Memory limits that have changed are applied, and the cell runs. It leaves the gate at its end.
+
+Messages to widgets do not pass `run_cell_async`: for them `pre_execute` waits. Their callbacks cannot be stopped; after a refusal they
+run without the GPU. They do not count as running; the broker sees them busy on IOPub.
+
+A cell that waits for input (`InputRequests`) needs no GPU meanwhile: its kernel counts as idle and may be suspended.
+
+- `input()`, `getpass` and the prompts of debuggers all end in the kernel's `raw_input` or `getpass`, which are wrapped on the instance.
+- The marks of the cell, and of the cells around it, do not keep the gate open then, and the broker learns which requests wait. Only the
+  thread that runs the cell counts: a prompt in a thread of the user's says nothing about the cell. Cells of other subshells go on.
+- With the answer, where the gate was shut meanwhile, the cell waits as at its beginning. An interrupt instead of an answer lets the cell
+  go on at once, for it is to end: what it still asks of the GPU blocks until the broker has seen it.
+- Work on the GPU besides (threads, children) is seen by the devices' counters, as in any idle kernel.
 """
 
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from fractional_gpu_kernel.cells.acquire import Acquirer
+from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.first_grant import FirstGrant
 from fractional_gpu_kernel.cells.gate import Gate, Mark
-from fractional_gpu_kernel.cells.inputs import Cell, request_of, running_cell
 from fractional_gpu_kernel.cells.needs_gpu import burst_of, needs_gpu
-from fractional_gpu_kernel.cells.wait import RefusedError, wait_for_gpu
-from fractional_gpu_kernel.display.display import (
-    LiveLine,
-    Sentence,
-    publish,
-    rendered,
-)
+from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, rendered
 from fractional_gpu_kernel.memory.limits import MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
 
-__all__ = ["Guard"]
+__all__ = ["CellGuard", "InputRequests", "RunningCell", "running_cell"]
 
-_within: ContextVar[str] = ContextVar("gpu_cell", default="")  # "", or what the cell around us is: "gpu" or "no-gpu"
+
+class RunningCell(NamedTuple):
+    """The cell around a piece of code: the marks of it and of the cells around it (none: it does not use the GPU), and its thread."""
+
+    marks: tuple[object, ...]
+    thread_id: int
+    uses_gpu: bool = True
+
+
+running_cell: ContextVar[RunningCell | None] = ContextVar("gpu_running_cell", default=None)
 
 
 class Bursts(Protocol):
-    """Gives a cell the share that its `%%gpu` asks for (`magics.bursts`, which is imported for the first one)."""
+    """Gives a cell the share that its `%%gpu` asks for (`magics.resize`, which is imported for the first one)."""
 
     def begin(self, mark: object, text: str, line: LiveLine | None) -> None: ...
     def end(self, mark: object, *, silent: bool) -> None: ...
 
 
-class Guard:
-    """Guards the cells of one shell. `exempt` is told when a cell that does not use the GPU begins (True) and ends (False)."""
+class CellGuard:
+    """Guards the cells of one shell. `report_exempt` is called when a cell that does not use the GPU begins (True) and ends (False)."""
 
     def __init__(
         self,
@@ -55,54 +70,55 @@ class Guard:
         gate: Gate,
         acquirer: Acquirer,
         limits: MemoryLimits,
-        first: FirstGrant,
+        first_grant: FirstGrant,
         *,
-        exempt: Callable[[bool], None],
-        bursts: Callable[[], Bursts],
+        report_exempt: Callable[[bool], None],
+        make_bursts: Callable[[], Bursts],
     ) -> None:
         self._shell = shell
         self._registrations = Registrations(shell)
-        self._guards = False
+        self._is_installed = False
         self._gate = gate
         self._acquirer = acquirer
         self._limits = limits
-        self._first = first
-        self._exempt = exempt
-        self._make_bursts = bursts
+        self._first_grant = first_grant
+        self._report_exempt = report_exempt
+        self._make_bursts = make_bursts
         self._bursts: Bursts | None = None  # made for the first `%%gpu`
 
     def install(self) -> None:
         """Guard from now on."""
-        self._guards = True
+        self._is_installed = True
         self._registrations.method("run_cell_async", self._wrap(self._shell.run_cell_async))
         self._registrations.callback("pre_execute", self._before_message)
 
     def uninstall(self) -> None:
         """Leave the shell as it was; where another extension has wrapped the guard, cells pass through it."""
-        self._guards = False
+        self._is_installed = False
         self._registrations.undo()
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         async def run_cell_async(raw_cell: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - IPython's signature varies
-            transformed = kwargs.get("transformed_cell")
-            # A cell whose preparation failed will not run; a forked child's cells and blank ones are not ours to guard.
+            # A cell whose preparation failed will not run; blank cells, a forked child's, and cells within one without the GPU need none.
             unprepared = kwargs.get("preprocessing_exc_tuple") is not None
-            if unprepared or not raw_cell or raw_cell.isspace() or self._gate.is_inert or not self._guards:
+            if unprepared or not raw_cell or raw_cell.isspace() or self._gate.is_inert or not self._is_installed:
                 return await original(raw_cell, *args, **kwargs)
-            if _within.get() == "no-gpu":
+            around = running_cell.get()
+            if around is not None and not around.uses_gpu:
                 return await original(raw_cell, *args, **kwargs)
+            transformed = kwargs.get("transformed_cell")
             if transformed is not None and not needs_gpu(transformed):
                 return await self._run_exempt(original(raw_cell, *args, **kwargs))
-            mark = Mark(request_of(self._shell))
+            mark = Mark(_request_of(self._shell))
             silent = bool(kwargs.get("silent", len(args) > 1 and args[1]))
             try:
                 failure = self._prepare(transformed or "", mark, silent=silent)
                 if failure is not None:
                     kwargs["preprocessing_exc_tuple"] = (type(failure), failure, None)
-                    return await _within_cell("no-gpu", original(raw_cell, *args, **kwargs))
-                self._bind(mark, silent=silent)
-                return await _within_cell("gpu", original(raw_cell, *args, **kwargs), mark)
+                    return await _run_within(original(raw_cell, *args, **kwargs), uses_gpu=False)
+                self._before_gpu_cell(mark, silent=silent)
+                return await _run_within(original(raw_cell, *args, **kwargs), mark, uses_gpu=True)
             finally:
                 try:
                     if self._bursts is not None:
@@ -112,36 +128,21 @@ class Guard:
 
         return run_cell_async
 
-    def _bind(self, mark: object, *, silent: bool) -> None:
-        """Before a cell that has the GPU: limits that have changed, and after the first grant a look at the driver."""
-        if self._limits.is_stale and not (self._limits.is_lowered and self._gate.runs_beside(mark)):
-            self._limits.refresh()
-        if self._first.is_due and not silent and (trouble := self._first.check()):
-            publish(self._shell, Sentence(trouble))
-
-    async def _run_exempt(self, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
-        """Run a cell without the GPU, and let the broker know that its being busy does not mean that it needs one."""
-        self._exempt(True)
-        try:
-            return await _within_cell("no-gpu", cell)
-        finally:
-            self._exempt(False)
-
-    def _prepare(self, transformed: str, mark: object, *, silent: bool) -> BaseException | None:
-        """Have what the cell needs, and mark it as running; or return what it fails with."""
+    def _prepare(self, transformed: str, mark: Mark, *, silent: bool) -> BaseException | None:
+        """Wait for what the cell needs, and mark it as running; or return the error that it fails with."""
         burst = burst_of(transformed)
         if burst is None and self._gate.enter(mark):
             return None
         line = LiveLine(self._shell)
         shown = None if silent else line
-        # Above the line of a cell within another stands what the outer one has printed so far: that is not to go with it.
-        take_away = line.blank if _within.get() else line.remove
+        # Clearing the output of a cell within another would also clear what the outer cell has printed.
+        take_away = line.remove if running_cell.get() is None else line.blank
         try:
             if burst is not None:
                 self._bursts = self._bursts or self._make_bursts()
                 self._bursts.begin(mark, burst, shown)
             if burst is None or not self._gate.enter(mark):
-                wait_for_gpu(self._gate, self._acquirer, shown, mark)
+                self._acquirer.wait_for_gpu(shown, mark)
         except RefusedError as error:
             return _rejection(str(error))
         except KeyboardInterrupt:
@@ -150,30 +151,151 @@ class Guard:
             take_away()
         return None
 
+    def _before_gpu_cell(self, mark: Mark, *, silent: bool) -> None:
+        """Apply limits that have changed; after the first grant, ask the driver for devices."""
+        # A lower limit is kept back while another cell runs: it could fail that cell's next allocation.
+        if self._limits.is_stale and not (self._limits.is_lowered and self._gate.runs_beside(mark)):
+            self._limits.refresh()
+        if self._first_grant.is_due and not silent and (trouble := self._first_grant.check()):
+            publish(self._shell, Sentence(trouble))
+
+    async def _run_exempt(self, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
+        """Run a cell without the GPU; the broker learns that the busy kernel wants none."""
+        self._report_exempt(True)
+        try:
+            return await _run_within(cell, uses_gpu=False)
+        finally:
+            self._report_exempt(False)
+
     def _before_message(self) -> None:
         """`pre_execute`: of a cell, which has passed the gate already, or of a message to a widget."""
-        if self._gate.is_open or _within.get():
+        if self._gate.is_open or running_cell.get() is not None:
             return
         try:
-            wait_for_gpu(self._gate, self._acquirer, None)
+            self._acquirer.wait_for_gpu(None)
         except RefusedError as error:
             print(f"[gpu] A widget's callback runs without the GPU: {error}", file=sys.stderr)  # noqa: T201 - a kernel's stderr is read
         except KeyboardInterrupt:
             print("[gpu] Interrupted: a widget's callback runs without waiting for the GPU.", file=sys.stderr)  # noqa: T201 - as above
 
 
-async def _within_cell(kind: str, cell: Any, *marks: object) -> Any:  # noqa: ANN401 - IPython's coroutine and result
-    token, outer = _within.set(kind), running_cell.get()
-    around = outer.marks if outer is not None and outer.thread_id == threading.get_ident() else ()
-    running = running_cell.set(Cell((*around, *marks), threading.get_ident()))
+async def _run_within(cell: Any, *marks: Mark, uses_gpu: bool) -> Any:  # noqa: ANN401 - IPython's coroutine and result
+    """Run the cell with `running_cell` set for its code."""
+    thread_id, outer = threading.get_ident(), running_cell.get()
+    around = outer.marks if outer is not None and outer.thread_id == thread_id else ()
+    token = running_cell.set(RunningCell((*around, *marks), thread_id, uses_gpu))
     try:
         return await cell
     finally:
-        running_cell.reset(running)
-        _within.reset(token)
+        running_cell.reset(token)
 
 
 def _rejection(sentence: str) -> BaseException:
     from IPython.core.error import InputRejected  # noqa: PLC0415 - only in a kernel, only when needed
 
     return rendered(InputRejected(f"This cell did not run. {sentence}"))
+
+
+def _request_of(shell: Any) -> str:  # noqa: ANN401 - IPython is untyped
+    """Return the id of the request that this thread handles."""
+    try:
+        return str(shell.kernel.get_parent("shell")["header"]["msg_id"])
+    except (AttributeError, KeyError, TypeError):
+        return ""  # a kernel of another make: the broker does not know this id, and takes the kernel for busy
+
+
+# -- input ----------------------------------------------------------------------------------------------------------------------------
+
+_PROMPTS = ("raw_input", "getpass")
+
+
+class InputRequests:
+    """The input requests of one kernel. `report` is called with the ids of the requests that wait for input, at each change."""
+
+    def __init__(
+        self,
+        shell: Any,  # noqa: ANN401 - IPython is untyped
+        gate: Gate,
+        acquirer: Acquirer,
+        report: Callable[[Sequence[str]], None],
+    ) -> None:
+        self._shell = shell
+        self._gate = gate
+        self._acquirer = acquirer
+        self._report = report
+        self._lock = threading.Lock()
+        self._waiting: list[str] = []  # with an id for each wait: cells nest
+        self._wrapped: list[str] = []
+
+    @property
+    def waiting(self) -> list[str]:
+        """The ids of the requests that use no GPU: they wait for input, or are barred."""
+        return list(dict.fromkeys(self._waiting))
+
+    def replace_barred(self, before: Collection[str], now: Collection[str]) -> None:
+        """The requests `now` are barred from the GPU; `before` it were those (see `barrier`)."""
+
+        def change() -> None:
+            for request in before:
+                self._waiting.remove(request)
+            self._waiting.extend(now)
+
+        self._change(change)
+
+    def install(self) -> None:
+        """Watch from now on, in a Jupyter kernel; a terminal has no neighbours that wait for its input."""
+        kernel = getattr(self._shell, "kernel", None)
+        for name in _PROMPTS:
+            original = getattr(kernel, name, None)
+            if original is not None:
+                setattr(kernel, name, self._wrap(original))
+                self._wrapped.append(name)
+
+    def uninstall(self) -> None:
+        """Leave the kernel as it was."""
+        for name in self._wrapped:
+            delattr(self._shell.kernel, name)  # the instance's attribute: the class's method shows again
+        self._wrapped.clear()
+
+    def become_inert(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+        self._waiting = []
+
+    def _wrap(self, original: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(original)
+        def prompt(*args: Any, **kwargs: Any) -> str:  # noqa: ANN401 - as the kernel's
+            cell = running_cell.get()
+            if cell is None or cell.thread_id != threading.get_ident() or self._gate.is_inert:
+                return original(*args, **kwargs)
+            request = _request_of(self._shell)
+            # Paused first, reported then: the broker's next command already meets a gate that may be shut.
+            self._gate.pause(cell.marks)
+            self._change(lambda: self._waiting.append(request))
+            try:
+                answer = original(*args, **kwargs)
+                self._wait_again(cell)
+                return answer
+            finally:
+                self._gate.go_on(cell.marks)  # also after an interrupt: the cell runs on, to its end
+                self._change(lambda: self._waiting.remove(request))
+
+        return prompt
+
+    def _wait_again(self, cell: RunningCell) -> None:
+        """Have the GPU again before the cell goes on. Raises KeyboardInterrupt, or RuntimeError if the GPU will not come."""
+        if not cell.marks or self._gate.try_to_go_on(cell.marks):
+            return
+        line = LiveLine(self._shell)
+        try:
+            self._acquirer.wait_for_gpu(line, cell.marks[-1])
+        except RefusedError as error:
+            message = f"the input was read, but the cell cannot go on: {error}"
+            raise RuntimeError(message) from None
+        finally:
+            line.blank()
+
+    def _change(self, change: Callable[[], None]) -> None:
+        with self._lock:
+            change()
+            self._report(self.waiting)

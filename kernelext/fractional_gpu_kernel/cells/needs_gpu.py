@@ -1,22 +1,23 @@
 """Which cells need the GPU, decided from their text.
 
-A cell runs without the GPU in three cases only: every statement of it is a `%gpu` line (or help about our magics), it starts with
-`%%cpu`, or it is nothing but comments. Everything else needs it, in doubt too: waiting once too often costs seconds, running without
-the GPU that a cell needs blocks its kernel.
+A cell runs without the GPU in three cases only: all its statements are `%gpu` lines (or help about our magics), it begins with `%%cpu`,
+or it has only comments. Every other cell needs it, in doubt too: an unnecessary wait costs seconds, while a cell that runs without the
+GPU it needs blocks its kernel.
 
-The decision is taken on the text *after* IPython's transformations, where `%gpu`, automagic `gpu`, indentation and pasted prompts
-all look the same. `%%cpu` becomes a comment (`SENTINEL`) in that text, so the rest of such a cell is an ordinary cell: top-level
-`await`, the value of its last line and another cell magic all work in it. `%%gpu FRACTION` becomes one (`BURST`) in the same way.
+The decision is made on the text *after* IPython's transformations, where `%gpu`, automagic `gpu`, indentation and pasted prompts all have
+one form. `%%cpu` becomes a comment (`SENTINEL`) in that text, so the rest of such a cell is an ordinary cell: top-level `await`, the
+value of its last line and another cell magic all work in it. `%%gpu FRACTION` becomes one (`BURST`) in the same way.
 """
 
 import ast
+import re
 from collections.abc import Callable
 
 __all__ = ["BURST", "SENTINEL", "burst_of", "make_cell_transform", "needs_gpu"]
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
-_MARKS = ("run_line_magic('gpu'", "run_line_magic('pinfo'", "run_line_magic('pinfo2'")
+_OWN_MAGIC = re.compile(r"run_line_magic\('(?:gpu|pinfo2?)'")
 _COMMENT_MAY_BEGIN = ("#", " ", "\t")
 _HELP_TOPICS = ("%gpu", "%%gpu", "%%cpu")
 
@@ -30,7 +31,7 @@ def needs_gpu(transformed: str) -> bool:
     if transformed[:1] in _COMMENT_MAY_BEGIN and _is_comment(transformed):
         return False
     # Nearly every cell ends here: parsing costs more than searching.
-    if not any(mark in transformed for mark in _MARKS) or transformed.startswith(BURST):
+    if not _OWN_MAGIC.search(transformed) or transformed.startswith(BURST):
         return True
     try:
         body = ast.parse(transformed).body
@@ -40,7 +41,7 @@ def needs_gpu(transformed: str) -> bool:
 
 
 def _is_comment(transformed: str) -> bool:
-    """Whether nothing of the text would run. A burst's comment is followed by what it is for."""
+    """Whether the text has only comments. A burst counts as a cell that runs, though it begins with a comment."""
     lines = (line.strip() for line in transformed.splitlines())
     return not transformed.startswith(BURST) and all(not line or line.startswith("#") for line in lines)
 
@@ -60,7 +61,7 @@ def _is_own_magic(node: ast.expr) -> bool:
             return False
     if name in ("pinfo", "pinfo2"):
         return line.strip() in _HELP_TOPICS
-    # IPython expands {expression} and $variable in a magic's line: that is user code, and it may touch a tensor.
+    # IPython expands {expression} and $variable in a magic's line: that is user code, and it may use the GPU.
     return name == "gpu" and "{" not in line and "$" not in line
 
 
@@ -78,8 +79,8 @@ def make_cell_transform(cell_magic: LinesTransform, leading_empty_lines: LinesTr
     """
 
     def own_cell(lines: list[str]) -> list[str]:
-        comment = _comment(lines[0]) if lines else ""
-        if not comment:
+        comment = _comment(lines[0]) if lines and lines[0].startswith("%%") else ""
+        if not comment:  # nearly every cell
             return lines
         rest = lines[1:]
         below = leading_empty_lines(rest)

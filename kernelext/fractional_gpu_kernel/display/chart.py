@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.messages import History, UsagePoint
-from fractional_gpu_kernel.display.display import Bundle
 from fractional_gpu_kernel.display.html import (
     FREE,
     SAVED,
@@ -19,6 +18,7 @@ from fractional_gpu_kernel.display.html import (
     box,
     escape,
 )
+from fractional_gpu_kernel.display.lines import Bundle
 from fractional_gpu_kernel.display.views import moment
 
 __all__ = ["Column", "HistoryView", "columns"]

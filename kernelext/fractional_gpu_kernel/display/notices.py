@@ -1,11 +1,11 @@
-"""Sentences of the broker for the person at the notebook.
+"""Notices: sentences for the user of this kernel, from the broker and from the extension.
 
-Before the first cell a sentence is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it.
-While the kernel idles, it is shown at once beneath the last cell (a warning before an idle suspension would come too late
-otherwise), and is blank again when the next cell begins. Showing one makes no kernel busy: it is output, not a request.
+Before the first cell a notice is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it. While
+the kernel idles, it is shown at once beneath the last cell (a warning before an idle suspension would come too late otherwise) and
+blanked when the next cell begins. A notice is output, not a request: it does not make the kernel busy.
 
-A cell, here, is one that goes into the history. What runs within another (`%%capture`, `run_cell`), or for a client's own use, does not,
-and nobody looks at its output.
+Only cells that go into the history count here. Others run within another cell (`%%capture`, `run_cell`) or for a client's own use, and
+their output is not on the user's screen.
 """
 
 import contextvars
@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from fractional_gpu_kernel.display.display import LiveLine, Sentence, publish
+from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish
 from fractional_gpu_kernel.registrations import Registrations
 
 __all__ = ["Notices"]
@@ -52,13 +52,13 @@ class Notices:
             line = LiveLine(self._shell)
             try:
                 cell.copy().run(line.show, sentence)
-            except _failures():  # this thread can have no socket of its own: the main thread shows it
+            except _failures():  # this thread can open no socket of its own: the main thread shows it later
                 self._kept.append(sentence)
             else:
                 self._shown.append(line)
 
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
-        """`pre_run_cell`, which fires for what a person runs and not for silent requests."""
+        """`pre_run_cell`, which IPython does not fire for silent requests."""
         if not info.store_history or (self._last_cell is None and not self._kept):
             return
         with self._lock:
@@ -68,7 +68,8 @@ class Notices:
         if cell is not None:
             for line in shown:
                 cell.copy().run(line.blank)
-        self._publish(kept)
+        if kept:
+            self._publish(kept)
 
     def _after_cell(self, result: Any) -> None:  # noqa: ANN401 - as above
         """`post_run_cell`; without a result for a cell that was cancelled."""
@@ -77,7 +78,8 @@ class Notices:
         with self._lock:
             self._last_cell = contextvars.copy_context()
             kept, self._kept = self._kept, []
-        self._publish(kept)
+        if kept:
+            self._publish(kept)
 
     def _publish(self, sentences: list[str]) -> None:
         """Show them in the cell that begins or ends now, where they stay."""
@@ -86,6 +88,6 @@ class Notices:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What publishing from a thread may raise in a process without descriptors. ZeroMQ is loaded in every Jupyter kernel."""
+    """Errors of publishing from a thread in a process without descriptors. ZeroMQ is loaded in every Jupyter kernel."""
     zmq = sys.modules.get("zmq")
     return (OSError, RuntimeError) if zmq is None else (OSError, RuntimeError, zmq.ZMQError)

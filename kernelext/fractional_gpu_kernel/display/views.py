@@ -12,7 +12,6 @@ from fractional_gpu.protocol.messages import (
     Neighbour,
     Story,
 )
-from fractional_gpu_kernel.display.display import Bundle
 from fractional_gpu_kernel.display.html import (
     OTHERS,
     USED,
@@ -22,7 +21,7 @@ from fractional_gpu_kernel.display.html import (
     table,
     text_bar,
 )
-from fractional_gpu_kernel.display.wait_line import rough
+from fractional_gpu_kernel.display.lines import Bundle, rough
 
 __all__ = ["StatusView", "StoryView", "TopView", "moment"]
 

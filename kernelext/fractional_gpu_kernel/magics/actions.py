@@ -1,50 +1,97 @@
-"""What `%gpu`'s commands do. Imported when the first one is used.
+"""What `%gpu`'s commands do. Imported for the first command.
 
-What is asked from within a `%gpu` cell is answered in it, except what needs the kernel to be idle: `suspend`, `release` and
-`resize --later` are asked when the cell is over (see `after_cell`).
+A command is answered within its cell, except where the kernel must be idle: `suspend`, `release` and `resize --later` are requested when
+the cell has ended (`broker_call.AfterCell`).
+
+`%gpu pin always` is a pin that is renewed for as long as the pool allows it (`StandingPin`). Each pin is short, so that a kernel that
+ends leaves little of its user's budget behind. A broker that does not answer suspends no kernel: then there is nothing to renew, and the
+next try comes later. A refusal ends the renewals and is shown at the next cell.
 """
 
 import argparse
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.core.units import format_fraction, format_memory
-from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError, FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus, PinRequest, ResizeRequest
 from fractional_gpu_kernel.cells.acquire import Acquirer
-from fractional_gpu_kernel.cells.broker_call import ask
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.cells.wait import wait_for_gpu
 from fractional_gpu_kernel.display.chart import HistoryView
-from fractional_gpu_kernel.display.display import LiveLine, Sentence, publish
+from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, rough
 from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView
-from fractional_gpu_kernel.display.wait_line import rough
-from fractional_gpu_kernel.magics.after_cell import AfterCell
 from fractional_gpu_kernel.magics.arguments import (
+    ALWAYS,
     ArgumentsError,
     HelpAsked,
     duration_ms,
     overview,
     size,
 )
-from fractional_gpu_kernel.magics.commands import ALWAYS
-from fractional_gpu_kernel.magics.pins import StandingPin
-from fractional_gpu_kernel.magics.resize import Sizes
+from fractional_gpu_kernel.magics.broker_call import AfterCell, call_broker
+from fractional_gpu_kernel.magics.resize import Resizer
 from fractional_gpu_kernel.settings import Settings
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
 
-__all__ = ["Actions"]
+__all__ = ["TOO_LONG", "Actions", "StandingPin"]
 
-_LOOK_S = 5.0
+_READ_S = 5.0
 _DEFAULT_PIN_MS = 1_800_000
 _DEFAULT_LINES = 20
-_ON_GPU, _SHARE = "on the GPU", "share"  # what requests for the time after a cell are about
-_LATER_MS = 60_000  # how long a share that is asked for after the cell waits for room
+_ON_GPU, _SHARE = "on the GPU", "share"  # kinds of requests after a cell: a newer one replaces an older one of its kind
+_LATER_MS = 60_000  # how long `resize --later` waits for room
 _SUSPENDED = "Suspended: this kernel holds no GPU memory; what it had there is saved. The next cell brings it back."
 _RELEASED = "Released: no GPU memory is reserved for this kernel. The next cell that needs the GPU asks for it again."
+TOO_LONG = "pin-too-long"
+_DURATIONS_MS = (1_800_000, 900_000, 300_000, 60_000)  # the first that the pool allows
+_RENEW_AT = 0.75  # of a pin's time
+_RETRY_S = 30.0
+
+
+class StandingPin:
+    """The renewed pin of one kernel. `notify` takes a sentence to show."""
+
+    def __init__(self, settings: Settings, notify: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._notify = notify
+        self._stop: threading.Event | None = None
+
+    def start(self, pin: Callable[[int], LeaseStatus]) -> LeaseStatus:
+        """Pin now with `pin(duration_ms)` and renew from then on. Raises FractionalGPUError."""
+        for length_ms in _DURATIONS_MS:
+            try:
+                status = pin(length_ms)
+                break
+            except ConflictError as error:
+                if error.reason != TOO_LONG or length_ms == _DURATIONS_MS[-1]:
+                    raise
+        self.stop()
+        self._stop = stop = threading.Event()
+        threading.Thread(target=self._renew, args=(stop, length_ms), name="gpu-pin", daemon=True).start()
+        return status
+
+    def stop(self) -> None:
+        """Renew no more; the pin that there is stays."""
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+
+    def _renew(self, stop: threading.Event, length_ms: int) -> None:
+        pause_s = length_ms / 1000 * _RENEW_AT
+        while not stop.wait(pause_s):
+            pause_s = length_ms / 1000 * _RENEW_AT
+            try:
+                with self._settings.connect() as client:
+                    client.pin(self._settings.lease_id, PinRequest(duration_ms=length_ms))
+            except BrokerUnavailableError:
+                pause_s = min(pause_s, _RETRY_S)
+            except FractionalGPUError as error:
+                self._notify(f"This kernel's pin is not renewed any more: {error}")
+                return
 
 
 class Actions:
@@ -57,19 +104,19 @@ class Actions:
         gate: Gate,
         acquirer: Acquirer,
         *,
-        sizes: Sizes,
+        resizer: Resizer,
         pins: StandingPin,
     ) -> None:
         self._shell = shell
         self._settings = settings
         self._gate = gate
         self._acquirer = acquirer
-        self._sizes = sizes
+        self._resizer = resizer
         self._pins = pins
         self._after = AfterCell(shell, settings)
 
     def run(self, arguments: argparse.Namespace) -> None:
-        """Do what `%gpu` was asked to do."""
+        """Carry a parsed command out."""
         action: Callable[[argparse.Namespace], None] = getattr(self, arguments.name)
         action(arguments)
 
@@ -77,7 +124,7 @@ class Actions:
         """Renew no pin any more."""
         self._pins.stop()
 
-    # -- looking ----------------------------------------------------------------------------------------------------------------------
+    # -- displays ---------------------------------------------------------------------------------------------------------------------
 
     def help(self, arguments: argparse.Namespace) -> None:
         """Show the list; help about one command is the parser's."""
@@ -88,7 +135,7 @@ class Actions:
         """Show this kernel's share."""
         del arguments
         try:
-            status = self._look(lambda client: client.lease(self._settings.lease_id, fresh=True))
+            status = self._read(lambda client: client.lease(self._settings.lease_id, fresh=True))
         except BrokerUnavailableError as error:
             now = (
                 "is on the GPU and goes on working"
@@ -102,12 +149,12 @@ class Actions:
     def top(self, arguments: argparse.Namespace) -> None:
         """Show the machine."""
         del arguments
-        publish(self._shell, TopView(self._look(lambda client: client.status(fresh=True)), self._settings.lease_id))
+        publish(self._shell, TopView(self._read(lambda client: client.status(fresh=True)), self._settings.lease_id))
 
     def history(self, arguments: argparse.Namespace) -> None:
         """Show memory and residency over time."""
         last_ms = None if arguments.last is None else duration_ms("%gpu history", arguments.last)
-        history = self._look(lambda client: client.history(self._settings.lease_id))
+        history = self._read(lambda client: client.history(self._settings.lease_id))
         publish(self._shell, HistoryView(history, last_ms))
 
     def explain(self, arguments: argparse.Namespace) -> None:
@@ -115,7 +162,7 @@ class Actions:
         lines = str(_DEFAULT_LINES) if arguments.lines is None else arguments.lines
         if not (lines.isascii() and lines.isdigit() and 0 < len(lines) < 7 and int(lines)):
             raise ArgumentsError(f"%gpu explain: --lines {lines[:50]!r} is not a number of lines; allowed: 1 to 999999")
-        story = self._look(lambda client: client.story(self._settings.lease_id))
+        story = self._read(lambda client: client.story(self._settings.lease_id))
         publish(self._shell, StoryView(story, int(lines)))
 
     # -- the share --------------------------------------------------------------------------------------------------------------------
@@ -128,9 +175,9 @@ class Actions:
         self._after.withdraw(_ON_GPU, "%gpu request")
         self._after.withdraw(_SHARE, "%gpu request")
         line = LiveLine(self._shell)
-        status = self._sizes.change(milli, memory_mib, line)
+        status = self._resizer.change(milli, memory_mib, line)
         if not self._gate.is_open:
-            wait_for_gpu(self._gate, self._acquirer, line)
+            self._acquirer.wait_for_gpu(line)
         line.show(f"This kernel is on the GPU. {_new_share(status)}")
 
     def resize(self, arguments: argparse.Namespace) -> None:
@@ -141,12 +188,12 @@ class Actions:
         self._after.withdraw(_SHARE, "%gpu resize")
         if not arguments.later:
             line = LiveLine(self._shell)
-            line.show(_new_share(self._sizes.change(milli, memory_mib, line)))
+            line.show(_new_share(self._resizer.change(milli, memory_mib, line)))
             return
         request = ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=_LATER_MS)
-        self._after.ask(
+        self._after.request(
             _SHARE,
-            # The new limit comes as a command of the broker's.
+            # The frameworks' new limit arrives as a command of the broker.
             lambda client: _new_share(client.resize(self._settings.lease_id, request)),
             note="Asks for its new share as soon as this cell is over.",
             failed="Not resized: ",
@@ -154,7 +201,7 @@ class Actions:
         )
 
     def _check_pool(self, pool: str) -> None:
-        own = self._look(lambda client: client.lease(self._settings.lease_id)).pool
+        own = self._read(lambda client: client.lease(self._settings.lease_id)).pool
         if pool != own:
             raise ArgumentsError(
                 f"%gpu request: this kernel is in pool {own!r}, and a running kernel cannot change to {pool[:50]!r}; restart it with a "
@@ -169,13 +216,13 @@ class Actions:
         self._after.withdraw(_ON_GPU, "%gpu resume")
         line = LiveLine(self._shell)
         if not self._gate.is_open:
-            wait_for_gpu(self._gate, self._acquirer, line)
+            self._acquirer.wait_for_gpu(line)
         line.show("This kernel is on the GPU.")
 
     def suspend(self, arguments: argparse.Namespace) -> None:
         """Free the GPU after this cell."""
         del arguments
-        self._after.ask(
+        self._after.request(
             _ON_GPU,
             lambda client: self._suspend(client, _SUSPENDED),
             note="Suspends as soon as this cell is over.",
@@ -187,7 +234,7 @@ class Actions:
         """Give the reservation back after this cell."""
         del arguments
         self._pins.stop()
-        self._after.ask(
+        self._after.request(
             _ON_GPU,
             lambda client: client.unpin(self._settings.lease_id).sentence,
             lambda client: self._suspend(client, _RELEASED),
@@ -225,18 +272,18 @@ class Actions:
         """End the pin."""
         del arguments
         self._pins.stop()
-        ask(self._settings, lambda client: client.unpin(self._settings.lease_id), revive=True)
+        call_broker(self._settings, lambda client: client.unpin(self._settings.lease_id), revive=True)
         publish(self._shell, Sentence("Not pinned: this kernel may be suspended when it is idle."))
 
     def _pin(self, duration_ms: int) -> LeaseStatus:
         request = PinRequest(duration_ms=duration_ms)
-        return ask(self._settings, lambda client: client.pin(self._settings.lease_id, request), revive=True)
+        return call_broker(self._settings, lambda client: client.pin(self._settings.lease_id, request), revive=True)
 
-    # -- asking -----------------------------------------------------------------------------------------------------------------------
+    # -- calls ------------------------------------------------------------------------------------------------------------------------
 
-    def _look(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - what the call returns
-        """Ask without starting a broker: looking changes nothing."""
-        return ask(self._settings, call, timeout_s=_LOOK_S)
+    def _read(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - what the call returns
+        """Make a call that only reads: it starts no broker."""
+        return call_broker(self._settings, call, timeout_s=_READ_S)
 
 
 def _new_share(status: LeaseStatus) -> str:

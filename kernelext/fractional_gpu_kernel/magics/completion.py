@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus
-from fractional_gpu_kernel.magics.commands import (
+from fractional_gpu_kernel.magics.arguments import (
     BURST,
     COMMANDS,
     FRACTIONS,

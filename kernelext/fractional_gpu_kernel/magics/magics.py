@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, explain
+from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.cells.wait import RefusedError
-from fractional_gpu_kernel.display.display import rendered
+from fractional_gpu_kernel.display.lines import rendered
 from fractional_gpu_kernel.memory.limits import MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
-from fractional_gpu_kernel.settings import Settings
+from fractional_gpu_kernel.settings import Settings, explain
 
 if TYPE_CHECKING:
     from fractional_gpu_kernel.magics.actions import Actions
-    from fractional_gpu_kernel.magics.bursts import CellBursts
     from fractional_gpu_kernel.magics.completion import Completer
-    from fractional_gpu_kernel.magics.resize import Sizes
+    from fractional_gpu_kernel.magics.resize import CellBursts, Resizer
 
 __all__ = ["Magics"]
 
@@ -30,7 +28,7 @@ class GPURequestError(Exception):
 
 
 class Magics:
-    """The magics of a kernel that has a lease. `say` takes a sentence to show at the next opportunity."""
+    """The magics of a kernel that has a lease. `notify` takes a sentence to show at the next opportunity."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class Magics:
         acquirer: Acquirer,
         *,
         limits: MemoryLimits,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self._shell = shell
         self._registrations = Registrations(shell)
@@ -48,8 +46,8 @@ class Magics:
         self._gate = gate
         self._acquirer = acquirer
         self._limits = limits
-        self._say = say
-        self._sizes: Sizes | None = None
+        self._notify = notify
+        self._resizer: Resizer | None = None
         self._actions: Actions | None = None
         self._completer: Completer | None = None
 
@@ -130,25 +128,24 @@ class Magics:
 
     def bursts(self) -> "CellBursts":
         """Return what serves `%%gpu`."""
-        from fractional_gpu_kernel.magics.bursts import CellBursts  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu_kernel.magics.resize import CellBursts  # noqa: PLC0415 - off the kernel's start
 
-        return CellBursts(self._shell, self._made_sizes())
+        return CellBursts(self._shell, self._made_resizer())
 
-    def _made_sizes(self) -> "Sizes":
-        if self._sizes is None:
-            from fractional_gpu_kernel.magics.resize import Sizes  # noqa: PLC0415 - off the kernel's start
+    def _made_resizer(self) -> "Resizer":
+        if self._resizer is None:
+            from fractional_gpu_kernel.magics.resize import Resizer  # noqa: PLC0415 - off the kernel's start
 
-            self._sizes = Sizes(self._settings, self._gate, self._limits)
-        return self._sizes
+            self._resizer = Resizer(self._settings, self._gate, self._limits)
+        return self._resizer
 
     def _made_actions(self) -> "Actions":
         if self._actions is None:
-            from fractional_gpu_kernel.magics.actions import Actions  # noqa: PLC0415 - off the kernel's start
-            from fractional_gpu_kernel.magics.pins import StandingPin  # noqa: PLC0415 - as above
+            from fractional_gpu_kernel.magics.actions import Actions, StandingPin  # noqa: PLC0415 - off the kernel's start
 
-            pins = StandingPin(self._settings, self._say)
+            pins = StandingPin(self._settings, self._notify)
             self._actions = Actions(
-                self._shell, self._settings, self._gate, self._acquirer, sizes=self._made_sizes(), pins=pins
+                self._shell, self._settings, self._gate, self._acquirer, resizer=self._made_resizer(), pins=pins
             )
         return self._actions
 

@@ -1,31 +1,37 @@
-"""Changing the size of this kernel's lease, and the burst of one cell (`%%gpu`).
+"""Changes of the size of this kernel's lease: `%gpu resize`, and the burst of one cell (`%%gpu`).
 
 Rules:
 
-- A larger share is asked for before the cell passes the gate, so that whoever waits holds nothing that others need; frameworks are
-  told the larger limit when the broker has reserved it. A smaller one is the other way round: first the frameworks are held to
-  it and give their caches back, then the broker may give the room away.
-- Bursts may be nested, and may overlap in subshells: the lease has the largest of what they ask for, and goes back to what it was
-  before the first of them when the last is over.
-- What cannot be given back (more is still in use, or no broker answers) is said, and tried again at the end of each later cell.
+- A larger share is requested before the cell passes the gate, so that a cell that waits for room holds nothing that others need;
+  frameworks are limited to the larger share once the broker has reserved it. A smaller one goes the other way round: first the frameworks
+  are limited to it and give their caches back, then the broker may give the room away.
+- Bursts may be nested, and may overlap in subshells: the lease has the largest requested share, and goes back to what it was before the
+  first burst when the last one has ended.
+- What cannot be given back (more is still in use, or no broker answers) is reported, and tried again at the end of each later cell.
 """
 
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus, ResizeRequest
-from fractional_gpu_kernel.cells.broker_call import ask
+from fractional_gpu_kernel.cells.acquire import RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.display.display import LiveLine
-from fractional_gpu_kernel.display.wait_line import resizing
+from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, resizing
+from fractional_gpu_kernel.magics.arguments import (
+    ArgumentsError,
+    HelpAsked,
+    parse_burst,
+    size,
+)
+from fractional_gpu_kernel.magics.broker_call import call_broker
 from fractional_gpu_kernel.memory.limits import MEMORY, MemoryLimits
 from fractional_gpu_kernel.memory.shrink import free_caches
-from fractional_gpu_kernel.settings import Settings
+from fractional_gpu_kernel.settings import Settings, explain
 
-__all__ = ["Size", "Sizes"]
+__all__ = ["CellBursts", "Resizer", "Size"]
 
 _WAIT_MS = 3_600_000  # for room; an interrupt ends it at any moment
 _GIVE_BACK_S = 10.0
@@ -38,7 +44,7 @@ class Size(NamedTuple):
     memory_mib: int | None
 
 
-class Sizes:
+class Resizer:
     """The size of one kernel's lease. For the threads that run cells."""
 
     def __init__(self, settings: Settings, gate: Gate, limits: MemoryLimits) -> None:
@@ -51,7 +57,7 @@ class Sizes:
 
     @property
     def is_owed(self) -> bool:
-        """Whether a burst is over and its share is not given back."""
+        """Whether a burst has ended and its share is not given back."""
         return self._own is not None and not self._bursts
 
     def change(
@@ -60,7 +66,7 @@ class Sizes:
         """Give the lease another size and wait until it has it. Raises FractionalGPUError, or KeyboardInterrupt: it is as it was."""
         status = self._resize(ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=wait_ms), line)
         with self._lock:
-            if self._own is not None:  # what was asked for by hand is what later bursts come back to
+            if self._own is not None:  # later bursts come back to this share
                 self._own = Size(status.fraction_milli, status.reserve_mib)
         self._take(_limit_mib(status))
         return status
@@ -73,7 +79,7 @@ class Sizes:
 
     def begin(self, mark: object, wanted: Size, line: LiveLine | None) -> None:
         """Have at least `wanted` until `end` is called with the same mark. Raises FractionalGPUError or KeyboardInterrupt."""
-        status = ask(self._settings, lambda client: client.lease(self._settings.lease_id), revive=True)
+        status = call_broker(self._settings, lambda client: client.lease(self._settings.lease_id), revive=True)
         if _holds(status, wanted):
             with self._lock:
                 self._bursts[mark] = wanted
@@ -85,7 +91,7 @@ class Sizes:
         try:
             status = self._resize(request, line)
         except BrokerUnavailableError:
-            raise  # it may have been granted all the same: what we have not got is given back
+            raise  # it may have been granted all the same: `end` then gives the difference back
         except FractionalGPUError:
             with self._lock:
                 if fresh and not self._bursts:
@@ -96,9 +102,9 @@ class Sizes:
         self._take(_limit_mib(status))
 
     def end(self, mark: object, say: Callable[[str], None]) -> None:
-        """A cell is over, however: give back what no other burst needs, and what is owed.
+        """A cell has ended: give back what no other burst needs, and what is owed.
 
-        `say` is told why, if the mark's own burst cannot be given back. Raises nothing of the broker's.
+        If the mark's own burst cannot be given back, `say` gets the reason. Raises nothing of the broker's.
         """
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
@@ -107,7 +113,7 @@ class Sizes:
             self._give_back(say if had_burst else None)
 
     def _give_back(self, say: Callable[[str], None] | None) -> None:
-        """Go back to the largest share that is still asked for; without `say`, quietly. An interrupt leaves it owed."""
+        """Go back to the largest share that is still requested; without `say`, quietly. An interrupt leaves it owed."""
         with self._lock:
             own = self._own
             if own is None:
@@ -116,7 +122,7 @@ class Sizes:
         if target.memory_mib is not None and target.memory_mib < (self._limits.cap_mib or 0):
             self._take(target.memory_mib)
         free_caches()
-        burst = target != own  # another one is still at work, and would end with this process
+        burst = target != own  # another burst goes on: the broker must know that this share ends with this process
         request = ResizeRequest(fraction_milli=target.milli, memory_mib=target.memory_mib, wait_ms=0, burst=burst)
         failure = self._try(request)
         if not failure:
@@ -145,7 +151,7 @@ class Sizes:
         self, request: ResizeRequest, line: LiveLine | None, *, timeout_s: float = 30.0, revive: bool = True
     ) -> LeaseStatus:
         lease_id = self._settings.lease_id
-        return ask(
+        return call_broker(
             self._settings,
             lambda client: client.resize(lease_id, request),
             timeout_s=timeout_s,
@@ -168,3 +174,33 @@ def _holds(status: LeaseStatus, wanted: Size) -> bool:
 
 def _memory(size: Size) -> str:
     return f", {format_memory(size.memory_mib)}" if size.memory_mib is not None else ""
+
+
+class CellBursts:
+    """The bursts of one shell's cells."""
+
+    def __init__(self, shell: Any, resizer: Resizer) -> None:  # noqa: ANN401 - IPython is untyped
+        self._shell = shell
+        self._resizer = resizer
+
+    def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
+        """Have the share that `text` asks for until `end`. Raises RefusedError or KeyboardInterrupt."""
+        try:
+            arguments = parse_burst(text)
+            milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)
+            self._resizer.begin(mark, Size(milli or 0, memory_mib), line)
+        except ArgumentsError as error:
+            raise RefusedError(str(error)) from None
+        except HelpAsked as text_asked:
+            raise RefusedError(f"It asked for help:\n{text_asked}") from None
+        except FractionalGPUError as error:
+            raise RefusedError(explain(error)) from None
+
+    def end(self, mark: object, *, silent: bool) -> None:
+        """A cell has ended: give back its burst, and what earlier ones still owe."""
+
+        def say(sentence: str) -> None:
+            if not silent:
+                publish(self._shell, Sentence(sentence))
+
+        self._resizer.end(mark, say)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from fractional_gpu_kernel.memory.frameworks import reserved_mib
+from fractional_gpu_kernel.memory.limits import reserved_mib
 
 __all__ = ["TIME_LIMIT_S", "Shrinker", "free_caches"]
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -15,11 +15,10 @@ from fractional_gpu_kernel.cells import acquire
 from fractional_gpu_kernel.cells.acquire import (
     MAX_FRUITLESS,
     Acquirer,
-    Refusal,
+    RefusedError,
     Waiter,
 )
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.cells.wait import RefusedError, wait_for_gpu
 from fractional_gpu_kernel.settings import Settings
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 
@@ -51,7 +50,7 @@ def side(folder: Path, broker: ScriptedBroker) -> Iterator[Side]:
 
 def text(waiter: Waiter) -> str:
     told = waiter.get(timeout=60)
-    return told.sentence if isinstance(told, (Progress, Refusal)) else told
+    return told.sentence if isinstance(told, Progress) else str(told)
 
 
 def test_all_who_wait_share_one_ticket_and_a_latecomer_is_told_the_last_news(
@@ -88,6 +87,23 @@ def test_a_grant_binds_the_device_and_opens_the_gate(side: Side, broker: Scripte
     broker.stream("acquire").granted(CUDA_VISIBLE_DEVICES="GPU-1")
     assert opened.wait(60)
     assert side.bound == [{"CUDA_VISIBLE_DEVICES": "GPU-1"}]
+
+
+def test_a_preemption_right_after_the_grant_is_no_refusal(
+    side: Side, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_open = side.gate.open
+
+    def open_and_preempt(*arguments: Any) -> bool:  # noqa: ANN401 - the gate's own
+        opened = really_open(*arguments)
+        side.gate.preempt()
+        return opened
+
+    monkeypatch.setattr(side.gate, "open", open_and_preempt)
+    waiter = side.join()
+    broker.stream("acquire").granted()
+    broker.wait_for(lambda: not any(thread.name == "gpu-acquire" for thread in threading.enumerate()))
+    assert waiter.empty()
 
 
 def test_a_broker_that_breaks_again_and_again_without_a_word_is_an_answer(
@@ -173,7 +189,7 @@ def test_a_wait_leaves_the_signal_handler_as_it_was_and_nobody_waiting(side: Sid
     answer = threading.Thread(target=lambda: broker.stream("acquire").refused("no"))
     answer.start()
     with pytest.raises(RefusedError, match="no"):
-        wait_for_gpu(side.gate, side.acquirer, None, "cell")
+        side.acquirer.wait_for_gpu(None, "cell")
     answer.join()
     assert signal.getsignal(signal.SIGINT) is before
     assert side.gate.close() == "closed"
@@ -187,7 +203,7 @@ def test_an_interrupt_while_the_main_thread_waits_withdraws_the_ticket(side: Sid
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        wait_for_gpu(side.gate, side.acquirer, None, "cell")
+        side.acquirer.wait_for_gpu(None, "cell")
     thread.join()
     broker.wait_for(lambda: broker.hung_up == ["acquire"])
     assert side.gate.close() == "closed"
@@ -195,7 +211,7 @@ def test_an_interrupt_while_the_main_thread_waits_withdraws_the_ticket(side: Sid
 
 def test_a_wait_outside_the_main_thread_uses_no_signals(side: Side, broker: ScriptedBroker) -> None:
     before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=wait_for_gpu, args=(side.gate, side.acquirer, None, "cell"))
+    thread = threading.Thread(target=side.acquirer.wait_for_gpu, args=(None, "cell"))
     thread.start()
     broker.stream("acquire")
     assert signal.getsignal(signal.SIGINT) is before

@@ -13,13 +13,10 @@ import pytest
 
 from fractional_gpu.gpu.simulated import cuda
 from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED, GateVerb
-from fractional_gpu_kernel.cells import barrier as barrier_module
-from fractional_gpu_kernel.cells.acquire import Acquirer
-from fractional_gpu_kernel.cells.barrier import FIRST_USE, Barrier
+from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
+from fractional_gpu_kernel.cells.barrier import FIRST_USE, STANDARD_LIBRARY, Barrier, GpuLibraries
 from fractional_gpu_kernel.cells.gate import Gate, Mark
-from fractional_gpu_kernel.cells.gpu_libraries import STANDARD_LIBRARY, GpuLibraries
-from fractional_gpu_kernel.cells.inputs import Inputs
-from fractional_gpu_kernel.cells.wait import RefusedError
+from fractional_gpu_kernel.cells.guard import InputRequests
 from tests.kernelext.kernels import RunningKernel
 from tests.kernelext.scripted_broker import ScriptedBroker
 
@@ -45,18 +42,16 @@ class Side:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hooks: list[Callable[[str, tuple[object, ...]], None]] = []
         monkeypatch.setattr(sys, "addaudithook", self.hooks.append)
-        monkeypatch.setattr(barrier_module, "wait_for_gpu", self.wait)
+        acquirer = cast("Acquirer", SimpleNamespace(wait_for_gpu=self.wait))
         self.waits: list[str] = []  # the threads that waited
         self.on_wait: Callable[[], object] = self.open
         self.on_look: Callable[[], str] = str
         self.told: list[Sequence[str]] = []
         self.gate = Gate(lambda _: None)
         shell = SimpleNamespace(kernel=None, display_pub=None)
-        self.inputs = Inputs(shell, self.gate, cast("Acquirer", None), self.told.append)
+        self.inputs = InputRequests(shell, self.gate, acquirer, self.told.append)
         libraries = SimpleNamespace(is_loaded=lambda: False, way=self.way)
-        self.barrier = Barrier(
-            shell, self.gate, cast("Acquirer", None), self.inputs, libraries=cast("GpuLibraries", libraries)
-        )
+        self.barrier = Barrier(shell, self.gate, acquirer, self.inputs, libraries=cast("GpuLibraries", libraries))
         self.mark = Mark("request")
         self.open()
         self.gate.enter(self.mark)
@@ -74,7 +69,7 @@ class Side:
     def look(self) -> bool:
         """The broker asks for the room; return whether the cell was barred."""
         self.gate.preempt()
-        begun = self.barrier.look()
+        begun = self.barrier.examine()
         for thread in threading.enumerate():
             if thread.name == "gpu-barrier":
                 thread.join()

@@ -15,7 +15,7 @@ from fractional_gpu.protocol import limits
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import GateCommand, GateVerb
 from fractional_gpu_kernel.cells import broker_channel
-from fractional_gpu_kernel.cells.broker_channel import Link
+from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.memory.shrink import Shrinker
 from fractional_gpu_kernel.settings import Settings
@@ -35,7 +35,7 @@ def a_line(
     settings: Settings, gate: Gate | None = None, notice: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
     gate = gate or Gate(lambda _: None)
-    line = Link(settings, gate, Shrinker(lambda _: True, gate), notice, lambda _: None)
+    line = BrokerChannel(settings, gate, Shrinker(lambda _: True, gate), notice, lambda _: None)
     before = set(threading.enumerate())
     line.start()
     threads = set(threading.enumerate()) - before

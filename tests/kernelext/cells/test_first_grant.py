@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu_kernel.cells.first_grant import NO_DEVICE_KEPT, FirstGrant, _has_looked
+from fractional_gpu_kernel.cells.first_grant import NO_DEVICE_KEPT, FirstGrant, _has_searched
 from fractional_gpu_kernel.memory.imports import ImportHooks
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
@@ -194,14 +194,14 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> No
 def test_frameworks_that_looked_in_vain_are_known_by_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("numba.cuda.cudadrv.driver", "jax._src.xla_bridge", "tensorflow.python.eager.context"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not _has_looked()
+    assert not _has_searched()
     for backends, looked in (({}, False), ({"cpu": 1}, True), ({"cpu": 1, "cuda": 2}, False)):
         module(monkeypatch, "jax._src.xla_bridge", _backends=backends)
-        assert _has_looked() is looked
+        assert _has_searched() is looked
     module(monkeypatch, "tensorflow.python.eager.context", _context=None)
-    assert not _has_looked()
+    assert not _has_searched()
     module(monkeypatch, "tensorflow.python.eager.context", _context=SimpleNamespace(_physical_devices=["CPU"]))
-    assert _has_looked()
+    assert _has_searched()
 
 
 def test_without_a_loaded_driver_nothing_is_loaded(tmp_path: Path) -> None:

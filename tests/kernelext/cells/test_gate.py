@@ -159,7 +159,7 @@ class GateMachine(RuleBasedStateMachine):
         self.waiting: list[object] = []
         self.barred: list[object] = []
         self.told: list[object] = []
-        self.gate.on_bar = lambda marks: self.told.append(set(marks))
+        self.gate.watch_bar(lambda marks: self.told.append(set(marks)))
 
     @rule()
     def enter(self) -> None:

@@ -7,14 +7,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fractional_gpu_kernel.cells import gpu_libraries
-from fractional_gpu_kernel.cells.gpu_libraries import STANDARD_LIBRARY, GpuLibraries
+from fractional_gpu_kernel.cells import barrier
+from fractional_gpu_kernel.cells.barrier import STANDARD_LIBRARY, GpuLibraries
 
 
 @pytest.fixture
 def mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuLibraries]:
     """Return a look at a process that has mapped these files: name to content, None for one that is gone."""
-    for name in gpu_libraries._MODULES:  # other tests' imports are not what is looked at
+    for name in barrier._MODULES:  # other tests' imports are not what is looked at
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.delitem(sys.modules, "fractional_gpu.gpu.simulated.cuda", raising=False)
     maps = tmp_path / "maps"
@@ -68,7 +68,7 @@ def test_a_module_that_loads_libraries_by_itself_is_one(
     mapped: Callable[..., GpuLibraries], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    assert mapped(libc=b"").way() == gpu_libraries._MODULES[name]
+    assert mapped(libc=b"").way() == barrier._MODULES[name]
 
 
 @pytest.mark.parametrize("used", [False, True])

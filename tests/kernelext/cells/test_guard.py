@@ -10,9 +10,9 @@ import pytest
 from fractional_gpu_kernel.cells.acquire import Acquirer
 from fractional_gpu_kernel.cells.first_grant import FirstGrant
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.cells.guard import Guard
+from fractional_gpu_kernel.cells.guard import CellGuard
 from fractional_gpu_kernel.cells.needs_gpu import BURST
-from fractional_gpu_kernel.magics.bursts import CellBursts
+from fractional_gpu_kernel.magics.resize import CellBursts
 from fractional_gpu_kernel.memory.imports import ImportHooks
 from fractional_gpu_kernel.memory.limits import MemoryLimits
 
@@ -49,14 +49,14 @@ def test_an_interrupt_while_a_burst_is_given_back_leaves_no_cell_running() -> No
     gate = Gate(limits.bind)
     gate.open({})
     bursts = cast("CellBursts", InterruptedBursts())
-    guard = Guard(
+    guard = CellGuard(
         shell,
         gate,
         cast("Acquirer", None),
         limits,
         FirstGrant(ImportHooks(), {}),
-        exempt=lambda _: None,
-        bursts=lambda: bursts,
+        report_exempt=lambda _: None,
+        make_bursts=lambda: bursts,
     )
     guard.install()
     with pytest.raises(KeyboardInterrupt):
@@ -76,7 +76,9 @@ def test_a_limit_is_not_lowered_while_another_cell_runs(monkeypatch: pytest.Monk
         gate.enter("a cell of another subshell")
     first = FirstGrant(ImportHooks(), {})
     bursts = cast("CellBursts", None)
-    Guard(shell, gate, cast("Acquirer", None), limits, first, exempt=lambda _: None, bursts=lambda: bursts).install()
+    CellGuard(
+        shell, gate, cast("Acquirer", None), limits, first, report_exempt=lambda _: None, make_bursts=lambda: bursts
+    ).install()
     finish(shell.run_cell_async("1", transformed_cell="1"))
     assert (shell.ran, limits.is_stale) == (["1"], beside)
     assert told == ([] if beside else [10240 - 512])

@@ -7,11 +7,9 @@ from typing import cast
 
 import pytest
 
-from fractional_gpu_kernel.cells import inputs as inputs_module
-from fractional_gpu_kernel.cells.acquire import Acquirer
+from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.cells.inputs import Cell, Inputs, running_cell
-from fractional_gpu_kernel.cells.wait import RefusedError
+from fractional_gpu_kernel.cells.guard import InputRequests, RunningCell, running_cell
 
 
 class Kernel:
@@ -40,14 +38,15 @@ class Side:
         self.gate.open({})
         self.told: list[Sequence[str]] = []
         shell = SimpleNamespace(kernel=self.kernel, display_pub=None)
-        self.inputs = Inputs(shell, self.gate, cast("Acquirer", None), self.told.append)
+        self.acquirer = SimpleNamespace(wait_for_gpu=None)
+        self.inputs = InputRequests(shell, self.gate, cast("Acquirer", self.acquirer), self.told.append)
         self.inputs.install()
 
     def within(self, *marks: str) -> None:
         """Run a cell, in this thread."""
         for mark in marks:
             self.gate.enter(mark)
-        running_cell.set(Cell(marks, threading.get_ident()))
+        running_cell.set(RunningCell(marks, threading.get_ident()))
 
 
 @pytest.fixture
@@ -74,17 +73,15 @@ def test_a_cell_is_paused_while_it_waits_and_runs_when_it_is_answered(side: Side
     assert len(side.told) == 2
 
 
-def test_an_answer_at_a_shut_gate_waits_with_the_inner_mark_and_all_run_then(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_at_a_shut_gate_waits_with_the_inner_mark_and_all_run_then(side: Side) -> None:
     side.within("outer", "inner")
     waited: list[object] = []
 
-    def wait(gate: Gate, _acquirer: object, _line: object, mark: object) -> None:
+    def wait(_line: object, mark: object) -> None:
         waited.append(mark)
-        gate.open({})
+        side.gate.open({})
 
-    monkeypatch.setattr(inputs_module, "wait_for_gpu", wait)
+    side.acquirer.wait_for_gpu = wait
     side.kernel.types = side.gate.close
     assert side.kernel.raw_input() == "closed"
     assert waited == ["inner"]
@@ -107,15 +104,13 @@ def test_a_wait_that_ends_without_an_answer_lets_the_cell_go_on_at_once(side: Si
     assert side.told[-1] == []
 
 
-def test_a_refusal_of_the_gpu_fails_the_cell_and_says_that_the_input_was_read(
-    side: Side, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_of_the_gpu_fails_the_cell_and_says_that_the_input_was_read(side: Side) -> None:
     side.within("cell")
 
     def refuse(*_: object) -> None:
         raise RefusedError("the lease is over")
 
-    monkeypatch.setattr(inputs_module, "wait_for_gpu", refuse)
+    side.acquirer.wait_for_gpu = refuse
     side.kernel.types = side.gate.close
     with pytest.raises(RuntimeError, match="the input was read, but the cell cannot go on: the lease is over"):
         side.kernel.raw_input()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu_kernel.display.display import LiveLine, Sentence
+from fractional_gpu_kernel.display.lines import LiveLine, Sentence
 
 
 class Shell:

@@ -15,8 +15,8 @@ from fractional_gpu.protocol.messages import (
     UsagePoint,
 )
 from fractional_gpu_kernel.display.chart import HistoryView, columns
-from fractional_gpu_kernel.display.display import View
 from fractional_gpu_kernel.display.html import bar, text_bar
+from fractional_gpu_kernel.display.lines import View
 from fractional_gpu_kernel.display.views import (
     StatusView,
     StoryView,

@@ -1,28 +1,21 @@
 """A waiting cell says why, its place, how long it may take, and what comes next."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.protocol.messages import Progress
-from fractional_gpu_kernel.display.wait_line import WaitLine, resizing, rough
+from fractional_gpu_kernel.display.lines import resizing, rough, wait_text
 from tests.kernelext.statuses import LEASE
 
 
-def told(**fields: object) -> tuple[WaitLine, float]:
-    line = WaitLine(time.monotonic())
-    line.tell(Progress(kind="waiting", **fields))  # type: ignore[arg-type]
-    return line, time.monotonic()
-
-
-def test_it_says_nothing_before_the_broker_has() -> None:
-    assert WaitLine(0.0).text(100.0) == ""
+def text(seconds: float = 0, **fields: object) -> str:
+    """The line of a wait whose broker spoke once, at its beginning, `seconds` ago."""
+    return wait_text(Progress(kind="waiting", **fields), waited_s=seconds, age_s=seconds)  # type: ignore[arg-type]
 
 
 def test_place_forecast_reason_and_what_comes_next_are_said() -> None:
-    line, now_s = told(
+    line = text(
         position=2,
         expected_ms=40_000,
         low_ms=10_000,
@@ -30,7 +23,7 @@ def test_place_forecast_reason_and_what_comes_next_are_said() -> None:
         reason="wait.busy-neighbour",
         sentence="20 GiB are needed, 4 GiB are free; 1 kernel is running a cell",
     )
-    assert line.text(now_s) == (
+    assert line == (
         "This cell waits for the GPU (place 2 in the queue; about 40 s more, likely 10 s to 2 min): "
         "20 GiB are needed, 4 GiB are free; 1 kernel is running a cell. "
         "When that is over, its memory is saved to the host and this kernel gets the room. Interrupt the kernel to stop waiting."
@@ -38,23 +31,20 @@ def test_place_forecast_reason_and_what_comes_next_are_said() -> None:
 
 
 def test_a_forecast_counts_down_and_admits_that_it_was_wrong() -> None:
-    line, now_s = told(expected_ms=40_000, low_ms=10_000, high_ms=60_000)
-    assert "(about 20 s more, likely under 1 s to 40 s)" in line.text(now_s + 20)
-    assert "(longer than expected, likely up to 10 s more)" in line.text(now_s + 50)
-    assert "(longer than expected)" in line.text(now_s + 70)
+    forecast = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}
+    assert "(about 20 s more, likely under 1 s to 40 s)" in text(20, **forecast)
+    assert "(longer than expected, likely up to 10 s more)" in text(50, **forecast)
+    assert "(longer than expected)" in text(70, **forecast)
 
 
 def test_without_a_forecast_it_says_how_long_it_has_waited() -> None:
-    line, now_s = told(sentence="the GPU is in use")
-    assert (
-        line.text(now_s + 5) == "This cell waits for the GPU: the GPU is in use. Interrupt the kernel to stop waiting."
-    )
-    assert "(30 s so far)" in line.text(now_s + 31)
+    line = text(5, sentence="the GPU is in use")
+    assert line == "This cell waits for the GPU: the GPU is in use. Interrupt the kernel to stop waiting."
+    assert "(30 s so far)" in text(31, sentence="the GPU is in use")
 
 
 def test_a_narrow_span_is_not_said_twice() -> None:
-    line, now_s = told(expected_ms=40_000, low_ms=40_000, high_ms=40_100)
-    assert "(about 40 s more)" in line.text(now_s)
+    assert "(about 40 s more)" in text(expected_ms=40_000, low_ms=40_000, high_ms=40_100)
 
 
 def test_a_larger_share_that_is_waited_for_says_so() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu_kernel.magics.commands import COMMANDS
+from fractional_gpu_kernel.magics.arguments import COMMANDS
 from fractional_gpu_kernel.magics.completion import Completer
 from fractional_gpu_kernel.settings import Settings
 from tests.kernelext.kernels import RunningKernel

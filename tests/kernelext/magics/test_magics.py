@@ -13,7 +13,7 @@ from fractional_gpu.protocol.errors import (
     NotFoundError,
 )
 from fractional_gpu.protocol.messages import GateCommand, GateVerb
-from fractional_gpu_kernel.magics.commands import COMMANDS
+from fractional_gpu_kernel.magics.arguments import COMMANDS
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import LEASE, ScriptedBroker
 from tests.support.fake_broker import DEADLINE_S

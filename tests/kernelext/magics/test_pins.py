@@ -8,8 +8,8 @@ import pytest
 
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.messages import LeaseStatus
-from fractional_gpu_kernel.magics import pins
-from fractional_gpu_kernel.magics.pins import TOO_LONG, StandingPin
+from fractional_gpu_kernel.magics import actions
+from fractional_gpu_kernel.magics.actions import TOO_LONG, StandingPin
 from fractional_gpu_kernel.settings import Settings
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 from tests.kernelext.statuses import LEASE as STATUS
@@ -59,7 +59,7 @@ def test_a_refusal_is_passed_on(pin: StandingPin, reason: str) -> None:
 def test_it_is_renewed_until_the_broker_refuses_and_then_says_so(
     pin: StandingPin, broker: ScriptedBroker, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins, "_RENEW_AT", 1e-6)
+    monkeypatch.setattr(actions, "_RENEW_AT", 1e-6)
     pin.start(lambda _: STATUS)
     broker.wait_for(lambda: len(durations(broker)) >= 3)
     assert set(durations(broker)) == {1_800_000}
@@ -70,7 +70,7 @@ def test_it_is_renewed_until_the_broker_refuses_and_then_says_so(
 def test_a_broker_that_is_away_is_asked_again(
     pin: StandingPin, broker: ScriptedBroker, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pins, "_RENEW_AT", 1e-6)
+    monkeypatch.setattr(actions, "_RENEW_AT", 1e-6)
     broker.hang_up["pin"] = 4
     pin.start(lambda _: STATUS)
     broker.wait_for(lambda: len(durations(broker)) >= 8)

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.memory.frameworks import reserved_mib
+from fractional_gpu_kernel.memory.limits import reserved_mib
 from fractional_gpu_kernel.memory.shrink import Shrinker
 
 MIB = 2**20

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fractional_gpu_kernel.cells.gate import Gate
+from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
 from fractional_gpu_kernel.memory.imports import ImportHooks
-from fractional_gpu_kernel.memory.managed import ManagedMemory
 from fractional_gpu_kernel.memory.shrink import Shrinker
 from tests.support.packages import CUPY, write
 
@@ -18,7 +18,7 @@ from tests.support.packages import CUPY, write
 def test_cupy_s_managed_memory_is_told_of_once_when_it_is_allocated(packages: Path, first: bool) -> None:
     write(packages, CUPY)
     told: list[str] = []
-    managed = ManagedMemory(told.append)
+    managed = CheckpointBlockers(told.append)
     if first:
         importlib.import_module("cupy")
     managed.install()
@@ -49,7 +49,7 @@ def test_numba_s_managed_arrays_are_seen(packages: Path) -> None:
     (packages / "numba" / "__init__.py").write_text("")
     (packages / "numba" / "cuda" / "__init__.py").write_text("from numba.cuda.api import managed_array\n")
     (packages / "numba" / "cuda" / "api.py").write_text(NUMBA_API)
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     managed.install()
     cuda = importlib.import_module("numba.cuda")
     assert cuda.managed_array(3) == 3
@@ -101,7 +101,7 @@ def test_bitsandbytes_paged_optimizers_are_told_of_when_they_allocate(
     imports = "from . import functional\nfrom .optim import optimizer\n"
     write(packages, {**BNB, "bitsandbytes/__init__.py": imports, "bitsandbytes/cextension.py": extension})
     told: list[str] = []
-    managed = ManagedMemory(told.append)
+    managed = CheckpointBlockers(told.append)
     if first:
         importlib.import_module("bitsandbytes")
     managed.install()
@@ -158,7 +158,7 @@ def set_memory_resource(managed):
 @pytest.mark.parametrize("first", [True, False], ids=["imported before", "imported after"])
 def test_a_managed_pool_that_is_current_only_while_a_query_runs_is_seen(packages: Path, first: bool) -> None:
     write(packages, {**RMM, "cudf_polars/__init__.py": "", "cudf_polars/callback.py": POLARS})
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     if first:
         importlib.import_module("cudf_polars.callback")
     managed.install()
@@ -182,7 +182,7 @@ def test_a_managed_pool_that_is_current_only_while_a_query_runs_is_seen(packages
 )
 def test_rmm_s_options_for_managed_memory_are_seen(packages: Path, call: str, seen: bool) -> None:
     write(packages, RMM)
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     managed.install()
     exec(call, {"rmm": importlib.import_module("rmm")})  # noqa: S102 - what a cell would do
     assert bool(managed.seen) is seen
@@ -205,7 +205,7 @@ def test_other_packages_functions_for_managed_memory_are_seen(packages: Path, mo
     write(packages, {**parents, f"{path}.py": f"def {OTHERS[module_name]}(size): return size\n"})
     for name in [name for name in sys.modules if name.split(".")[0] == path.parts[0]]:
         del sys.modules[name]  # the real bindings, which the broker's tests load
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     managed.install()
     assert getattr(importlib.import_module(module_name), OTHERS[module_name])(5) == 5
     assert "managed" in managed.seen
@@ -223,7 +223,7 @@ def _use_uvm(device=None): yield MemPool(allocator="cudaMallocManaged")
 
 def test_a_memory_pool_of_torch_with_an_allocator_of_its_own_is_not_trusted(packages: Path) -> None:
     write(packages, {"torch/__init__.py": "", "torch/cuda/__init__.py": "", "torch/cuda/memory.py": MEM_POOL})
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     managed.install()
     memory = importlib.import_module("torch.cuda.memory")
     assert memory.MemPool(use_on_oom=True).allocator is None
@@ -235,7 +235,7 @@ def test_a_memory_pool_of_torch_with_an_allocator_of_its_own_is_not_trusted(pack
 def test_torch_s_own_managed_memory_is_seen(packages: Path) -> None:
     cuda = "from .memory import *\nfrom .memory import _use_uvm\n"
     write(packages, {"torch/__init__.py": "", "torch/cuda/__init__.py": cuda, "torch/cuda/memory.py": MEM_POOL})
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     managed.install()
     torch = importlib.import_module("torch.cuda")
     assert managed.seen == ""
@@ -263,7 +263,7 @@ def test_fbgemm_s_tensors_in_managed_memory_are_seen(packages: Path) -> None:
     write(packages, {"torch/__init__.py": OPERATORS, "fbgemm_gpu/__init__.py": ""})
     torch = importlib.import_module("torch")
     importlib.import_module("fbgemm_gpu")
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     torch.ops.fbgemm.permute_2D_sparse_data()
     assert managed.reason() == ""
     assert torch.ops.fbgemm.new_unified_tensor() == "new_unified_tensor"
@@ -273,7 +273,7 @@ def test_fbgemm_s_tensors_in_managed_memory_are_seen(packages: Path) -> None:
 def test_an_import_that_fails_fails_as_it_would(packages: Path) -> None:
     (packages / "cupy").mkdir()
     (packages / "cupy" / "__init__.py").write_text("raise RuntimeError('no driver')")
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     managed.install()
     with pytest.raises(RuntimeError, match="no driver"):
         importlib.import_module("cupy")
@@ -313,7 +313,7 @@ def test_the_chain_of_rmm_s_resources_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, resource: object, seen: bool
 ) -> None:
     module(monkeypatch, "rmm", mr=SimpleNamespace(get_current_device_resource=lambda: resource))
-    assert ("rmm" in ManagedMemory(lambda _: None).reason()) is seen
+    assert ("rmm" in CheckpointBlockers(lambda _: None).reason()) is seen
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_an_allocator_that_was_plugged_into_torch_is_not_trusted(
 ) -> None:
     cuda = SimpleNamespace(is_initialized=lambda: initialised, get_allocator_backend=lambda: backend)
     module(monkeypatch, "torch", cuda=cuda)
-    assert ("torch" in ManagedMemory(lambda _: None).reason()) is seen
+    assert ("torch" in CheckpointBlockers(lambda _: None).reason()) is seen
 
 
 @pytest.mark.parametrize(
@@ -342,15 +342,15 @@ def test_frameworks_told_to_use_unified_memory_are_believed(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, package: str, seen: bool
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert ManagedMemory(lambda _: None).reason() == ""
+    assert CheckpointBlockers(lambda _: None).reason() == ""
     module(monkeypatch, package)
-    assert (package in ManagedMemory(lambda _: None).reason()) is seen
+    assert (package in CheckpointBlockers(lambda _: None).reason()) is seen
 
 
 def test_a_package_of_another_version_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     module(monkeypatch, "rmm")
     module(monkeypatch, "torch", cuda=SimpleNamespace())
-    assert ManagedMemory(lambda _: None).reason() == ""
+    assert CheckpointBlockers(lambda _: None).reason() == ""
 
 
 def test_nothing_is_freed_where_nothing_will_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:

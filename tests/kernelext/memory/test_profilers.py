@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers, injected
 from fractional_gpu_kernel.memory.imports import ImportHooks
-from fractional_gpu_kernel.memory.managed import ManagedMemory
-from fractional_gpu_kernel.memory.profilers import injected
 from tests.support.packages import TORCH_PROFILER, write
 
 # jax 0.10.2 and 0.4.30, tensorflow 2.x, triton 3.4.0, cupti-python 13.4.0.
@@ -34,9 +33,9 @@ TRITON = {
 CUPTI = {"cupti/__init__.py": "", "cupti/cupti.py": "def activity_enable(kind): return kind\n"}
 
 
-def watched(folder: Path, files: dict[str, str]) -> ManagedMemory:
+def watched(folder: Path, files: dict[str, str]) -> CheckpointBlockers:
     write(folder, files)
-    managed = ManagedMemory(lambda _: None)
+    managed = CheckpointBlockers(lambda _: None)
     managed.install()
     return managed
 
@@ -45,7 +44,7 @@ def watched(folder: Path, files: dict[str, str]) -> ManagedMemory:
 def test_torch_s_profiler_is_seen_when_it_traces_cuda_and_not_otherwise(packages: Path, first: bool) -> None:
     write(packages, TORCH_PROFILER)
     told: list[str] = []
-    managed = ManagedMemory(told.append)
+    managed = CheckpointBlockers(told.append)
     if first:
         importlib.import_module("torch")
     managed.install()
@@ -112,7 +111,7 @@ def test_a_library_that_a_variable_injects_counts_when_it_is_loaded(
     assert injected() == ""
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0):
         assert injected().startswith(f"the profiler libToolsInjection64.so is attached to it ({variable})")
-        assert injected() in ManagedMemory(lambda _: None).reason()
+        assert injected() in CheckpointBlockers(lambda _: None).reason()
         monkeypatch.delenv(variable)
         assert injected() == "", "the broker looks for the names of known tools"
 

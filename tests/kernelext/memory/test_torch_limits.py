@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu_kernel.memory.frameworks import TorchLimits
-from fractional_gpu_kernel.memory.limits import MemoryLimits
+from fractional_gpu_kernel.memory.limits import MemoryLimits, TorchLimits
 
 GIB = 2**30
 

@@ -10,22 +10,34 @@ Nothing is imported for this. What can be seen:
   operators for tensors in managed memory, and variables that make a framework use it.
 
 What calls the driver or the runtime directly (ctypes, an extension module) is not seen.
+
+Is a profiler attached to this process? A checkpoint does not work with NVIDIA's profiling interface (CUPTI) in use.
+
+What is no sign: `libcupti` among the loaded libraries (torch and JAX link it, used or not), and `cudaProfilerStart`, by whatever name
+(`torch.cuda.profiler`, `cupy.cuda.profiler`, `numba.cuda.profile_start`), which does nothing unless a tool is injected.
+
+What is one:
+- a call that makes a framework subscribe to CUPTI: the profilers of torch (with CUDA activities), JAX, TensorFlow and Triton, and
+  cupti-python. Whether a framework lets go of CUPTI afterwards cannot be seen (torch does so only where `TEARDOWN_CUPTI` says so, and
+  then at some later CUDA call), so the process counts as attached until it ends;
+- a library that `CUDA_INJECTION64_PATH` makes the driver load (Nsight Systems, Nsight Compute), if it is loaded. The broker looks for
+  the libraries of these tools in all processes of the kernel (`fractional_gpu.broker.swap.checkpointability`).
 """
 
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fractional_gpu_kernel.memory.imports import Call, ImportHooks, note_calls
-from fractional_gpu_kernel.memory.profilers import PROFILERS, injected
 
-__all__ = ["ManagedMemory"]
+__all__ = ["PROFILERS", "CheckpointBlockers", "injected"]
 
 _MOST_RESOURCES = 20  # of a chain of rmm's
 
 
-def _sentence(what: str) -> str:
+def _cannot_save(what: str) -> str:
     return f"it uses {what}, which the driver cannot save"
 
 
@@ -44,21 +56,20 @@ def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("allocator", args[1] if len(args) > 1 else None) is not None
 
 
-_RMM = _sentence("managed memory through rmm")
-_BINDINGS = _sentence("managed memory through NVIDIA's Python bindings")
+_RMM = _cannot_save("managed memory through rmm")
+_BINDINGS = _cannot_save("managed memory through NVIDIA's Python bindings")
 _PLUGGED = "torch uses an allocator that was plugged in, and whether the driver can save what that hands out is unknown"
-
 _CALLS = (
-    Call("cupy", ("cupy.cuda", "cupy.cuda.memory"), "malloc_managed", _sentence("CuPy's managed memory")),
-    Call("cupy", ("cupy_backends.cuda.api.runtime",), "mallocManaged", _sentence("CuPy's managed memory")),
-    Call("numba.cuda", ("numba.cuda", "numba.cuda.api"), "managed_array", _sentence("numba's managed arrays")),
+    Call("cupy", ("cupy.cuda", "cupy.cuda.memory"), "malloc_managed", _cannot_save("CuPy's managed memory")),
+    Call("cupy", ("cupy_backends.cuda.api.runtime",), "mallocManaged", _cannot_save("CuPy's managed memory")),
+    Call("numba.cuda", ("numba.cuda", "numba.cuda.api"), "managed_array", _cannot_save("numba's managed arrays")),
     Call(
         "bitsandbytes.functional",
         ("bitsandbytes.functional",),
         "get_paged",
-        _sentence("bitsandbytes' paged optimizers (managed memory)"),
+        _cannot_save("bitsandbytes' paged optimizers (managed memory)"),
     ),
-    Call("pycuda.driver", ("pycuda.driver",), "managed_empty", _sentence("PyCUDA's managed arrays")),
+    Call("pycuda.driver", ("pycuda.driver",), "managed_empty", _cannot_save("PyCUDA's managed arrays")),
     Call("cuda.bindings.driver", ("cuda.bindings.driver",), "cuMemAllocManaged", _BINDINGS),
     Call("cuda.bindings.runtime", ("cuda.bindings.runtime",), "cudaMallocManaged", _BINDINGS),
     Call("cuda.cuda", ("cuda.cuda",), "cuMemAllocManaged", _BINDINGS),  # their names before 12.8
@@ -66,10 +77,9 @@ _CALLS = (
     Call("rmm.mr", ("rmm.mr",), "set_current_device_resource", _RMM, _sets_managed_resource),
     Call("rmm.mr", ("rmm.mr",), "set_per_device_resource", _RMM, _sets_managed_resource),
     Call("rmm", ("rmm", "rmm.rmm"), "reinitialize", _RMM, _reinitializes_managed),
-    Call("torch.cuda.memory", ("torch.cuda.memory", "torch.cuda"), "_use_uvm", _sentence("torch's managed memory")),
+    Call("torch.cuda.memory", ("torch.cuda.memory", "torch.cuda"), "_use_uvm", _cannot_save("torch's managed memory")),
     Call("torch.cuda.memory", ("torch.cuda.memory",), "MemPool.__init__", _PLUGGED, _plugs_allocator),
 )
-
 _FBGEMM_OPERATORS = frozenset(
     {"new_managed_tensor", "new_managed_tensor_meta", "new_unified_tensor", "new_vanilla_managed_tensor"}
 )
@@ -80,7 +90,7 @@ _VARIABLES = (  # that make a package use managed memory: the values that say so
 )
 
 
-class ManagedMemory:
+class CheckpointBlockers:
     """Watches one process for what makes it impossible to save. `tell` takes a sentence, once, from whatever thread allocates."""
 
     def __init__(self, tell: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
@@ -148,7 +158,7 @@ def _fbgemm() -> str:
     torch = sys.modules.get("torch")
     if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
         return ""
-    return _sentence("fbgemm_gpu's tensors in managed memory")
+    return _cannot_save("fbgemm_gpu's tensors in managed memory")
 
 
 def _unified() -> str:
@@ -157,4 +167,63 @@ def _unified() -> str:
         loaded = [name for name in packages if name in sys.modules]
         if value is not None and loaded and (not values or value.lower() in values):
             return f"{variable} makes {loaded[0]} use managed memory, which the driver cannot save"
+    return ""
+
+
+_INJECTIONS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+
+
+def _profiled_with(profiler: str) -> str:
+    return (
+        f"it was profiled with {profiler}: NVIDIA's profiling interface (CUPTI) stays attached until the kernel restarts, and the driver "
+        "cannot save a process with it"
+    )
+
+
+def _traces_cuda(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of torch's `_prepare_profiler(config, activities)` or `_enable_profiler` is about CUDA."""
+    activities = args[1] if len(args) > 1 else kwargs.get("activities", ())
+    return any(getattr(activity, "name", "") == "CUDA" for activity in activities)
+
+
+_TORCH, _JAX = _profiled_with("torch's profiler"), _profiled_with("JAX's profiler")
+_TENSORFLOW, _CUPTI = _profiled_with("TensorFlow's profiler"), _profiled_with("cupti-python")
+_JAX_MODULES = ("jax._src.profiler", "jax.profiler")
+_TF_PROFILER = "tensorflow.python.profiler.profiler_v2"
+_CUPTI_MONITOR = "torch.profiler._cupti_monitor"
+PROFILERS = (
+    Call("torch.autograd.profiler", ("torch.autograd.profiler",), "_prepare_profiler", _TORCH, _traces_cuda),
+    Call("torch.autograd.profiler", ("torch.autograd.profiler",), "_enable_profiler", _TORCH, _traces_cuda),
+    Call(_CUPTI_MONITOR, (_CUPTI_MONITOR,), "start_collection", _TORCH),
+    Call("jax._src.profiler", _JAX_MODULES, "start_trace", _JAX),
+    Call("jax._src.profiler", _JAX_MODULES, "start_server", _JAX),  # traces whenever TensorBoard asks
+    Call(_TF_PROFILER, (_TF_PROFILER,), "start", _TENSORFLOW),
+    Call(_TF_PROFILER, (_TF_PROFILER,), "start_server", _TENSORFLOW),
+    Call(
+        "triton.profiler.profile",
+        ("triton.profiler.profile", "triton.profiler"),
+        "start",
+        _profiled_with("Triton's Proton"),
+    ),
+    Call("cupti.cupti", ("cupti.cupti",), "subscribe", _CUPTI),
+    Call("cupti.cupti", ("cupti.cupti",), "activity_enable", _CUPTI),
+)
+
+
+def injected(maps: Path = Path("/proc/self/maps")) -> str:
+    """Return why the process cannot be saved if a variable of the environment injected a profiler's library into it, else ""."""
+    libraries = {
+        variable: Path(os.environ.get(variable, "")).resolve().name
+        for variable in _INJECTIONS
+        if os.environ.get(variable)
+    }
+    if not libraries:
+        return ""
+    with maps.open(encoding="utf-8", errors="surrogateescape") as lines:
+        loaded = {line.rstrip("\n").rpartition("/")[2] for line in lines}
+    for variable, library in libraries.items():
+        if library in loaded:
+            return (
+                f"the profiler {library} is attached to it ({variable}), and the driver cannot save a process with it"
+            )
     return ""

@@ -1,0 +1,169 @@
+"""Lines of text in a cell's output: a sentence, a line that changes in place, and what the line of a wait says.
+
+Everything that is shown has two forms: HTML for notebooks, plain text for consoles, logs and screen readers.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from fractional_gpu.protocol.messages import LeaseStatus, Progress
+
+__all__ = ["Blank", "Bundle", "LiveLine", "Sentence", "View", "publish", "rendered", "resizing", "rough", "wait_text"]
+
+Bundle = dict[str, str]
+
+SIMULATED = "JUPYTER_GPU_SIMULATED_DIR"
+
+
+class View(Protocol):
+    """Something that can be shown."""
+
+    def bundle(self) -> Bundle:
+        """Return it as MIME type -> text; "text/plain" is always there."""
+
+
+class Sentence:
+    """One sentence of the extension. In a kernel on a simulated GPU the line's heading says "simulated"."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._speaker = "simulated gpu" if os.environ.get(SIMULATED) else "gpu"
+
+    def __repr__(self) -> str:
+        return f"[{self._speaker}] {self.text}"
+
+    def bundle(self) -> Bundle:
+        """Return text and HTML."""
+        import html  # noqa: PLC0415 - off the kernel's start
+
+        speaker = self._speaker.replace("gpu", "GPU")
+        line = f'<div style="opacity:.75;font-size:90%"><b>{speaker}</b> {html.escape(self.text)}</div>'
+        return {"text/plain": repr(self), "text/html": line}
+
+
+class Blank:
+    """Empty output, which replaces output that was shown."""
+
+    def bundle(self) -> Bundle:
+        """Return no text."""
+        return {"text/plain": "", "text/html": ""}
+
+
+class LiveLine:
+    """One line of output that changes in place. Any thread may use it; the first `show` decides the cell that it belongs to."""
+
+    def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython's shells are untyped
+        self._shell = shell
+        self._display_id = os.urandom(16).hex()
+        self._shown: str | None = None
+
+    def show(self, text: str) -> None:
+        """Show `text` in place of the line's earlier text."""
+        if text != self._shown:
+            update, self._shown = self._shown is not None, text
+            publish(self._shell, Sentence(text), display_id=self._display_id, update=update)
+
+    def blank(self) -> None:
+        """Replace the line by an empty one: for a line with other output above it, which has to stay."""
+        if self._shown is not None:
+            self._shown = None
+            publish(self._shell, Blank(), display_id=self._display_id, update=True)
+
+    def remove(self) -> None:
+        """Clear the cell's output if the line is shown: for a line above a cell that has not run and has no other output."""
+        if self._shown is not None:
+            self._shown = None
+            self._shell.display_pub.clear_output(wait=False)
+
+
+def publish(shell: Any, view: View, *, display_id: str | None = None, update: bool = False) -> None:  # noqa: ANN401 - as above
+    """Publish a view as this cell's output."""
+    transient = {"display_id": display_id} if display_id else {}
+    shell.display_pub.publish(data=view.bundle(), metadata={}, transient=transient, update=update)
+
+
+def rendered(error: BaseException) -> BaseException:
+    """Let IPython show the error as one sentence without a stack: the stack has frames of this extension only."""
+    error._render_traceback_ = lambda: [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
+    return error
+
+
+# -- the line of a wait ---------------------------------------------------------------------------------------------------------------
+
+_NEXT = {  # by the reason of the wait
+    "wait.restoring": "The cell runs as soon as they are there",
+    "wait.own-suspend": "Then the cell runs",
+    "wait.making-room": "Then this kernel gets the room and the cell runs",
+    "wait.busy-neighbour": "When that is over, its memory is saved to the host and this kernel gets the room",
+    "wait.swap-channel": "Then it is this kernel's turn",
+    "wait.user-limit": "It goes on when another kernel of yours gives its share back",
+    "wait.group-limit": "It goes on when another kernel of your group gives its share back",
+    "wait.preempted": "It goes on when it is this kernel's turn again",
+    "broker-silent": "The cell goes on by itself when the broker answers again",
+    "wait.device-draining": "It goes on when the administrator lets kernels onto the device again",
+}
+
+
+def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
+    """Return the line of a cell that waits: reason, place in the queue, forecast, and what happens next.
+
+    `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
+    """
+    facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
+    forecast = _left(progress.expected_ms, progress.low_ms, progress.high_ms, int(age_s * 1000))
+    if forecast:
+        facts.append(forecast)
+    elif waited_s >= 10:
+        facts.append(f"{rough(int(waited_s * 1000))} so far")
+    about = f" ({'; '.join(facts)})" if facts else ""
+    why = (progress.sentence or "the GPU is in use").rstrip(".")
+    after = f" {_NEXT[progress.reason]}." if progress.reason in _NEXT else ""
+    return f"This cell waits for the GPU{about}: {why}.{after} Interrupt the kernel to stop waiting."
+
+
+def resizing(status: "LeaseStatus") -> str:
+    """Return the line of a kernel that waits for a larger share."""
+    left = _left(status.expected_ms, status.low_ms, status.high_ms, 0)
+    place = f"place {status.position} in the queue" if status.position is not None else ""
+    about = "; ".join(fact for fact in (place, left) if fact)
+    why = f": {status.sentence.rstrip('.')}" if status.position is not None and status.sentence else ""
+    return (
+        f"This kernel waits for its new share{f' ({about})' if about else ''}{why}. "
+        "Idle neighbours step aside. Interrupt the kernel to stop waiting."
+    )
+
+
+def rough(ms: int) -> str:
+    """Return a duration in coarse steps.
+
+    A forecast is less exact than `format_duration`, and a line that counts down in coarse steps changes rarely.
+    """
+    seconds = max(0, ms) / 1000
+    if seconds < 1:
+        return "under 1 s"
+    if seconds < 10:
+        return f"{seconds:.0f} s"
+    if seconds < 57.5:
+        return f"{5 * round(seconds / 5)} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{max(1, minutes)} min"
+    hours, minutes = divmod(round(seconds / 600) * 10, 60)
+    return f"{hours} h" + (f" {minutes} min" if minutes else "")
+
+
+def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, passed_ms: int) -> str:
+    """Return what is left of a forecast that was made `passed_ms` ago; "" without one."""
+    if expected_ms is None:
+        return ""
+    if expected_ms <= passed_ms:
+        late = "longer than expected"
+        left_ms = 0 if high_ms is None else high_ms - passed_ms
+        return f"{late}, likely up to {rough(left_ms)} more" if left_ms >= 1000 else late
+    about = rough(expected_ms - passed_ms)
+    text = f"{'' if about.startswith('under') else 'about '}{about} more"
+    if low_ms is None or high_ms is None:
+        return text
+    low, high = rough(low_ms - passed_ms), rough(high_ms - passed_ms)
+    return text if low == high else f"{text}, likely {low} to {high}"

@@ -1,0 +1,300 @@
+"""Calls to the broker from `%gpu`: at once, from the thread that runs the cell, or when the cell has ended.
+
+At once (`call_broker`):
+
+- The call is made in a thread of its own; the cell's thread waits on a queue (as in `cells.acquire`), so an interrupt works at any
+  moment, in asynchronous cells too. It closes the connection, and the broker takes back what it had not begun.
+- If the answer takes longer than a moment, a second connection follows the broker's status of this lease for the live line.
+- A broker that does not answer is reported within 5 s: on the live line, where there is one, else as an error.
+
+When the cell has ended (`AfterCell`): the kernel is busy with the very message that carries the cell, and a broker suspends, or moves, only
+an idle kernel. So such a command leaves a note; when the cell has ended and its event loop has gone on, a thread makes the call (the broker
+waits a moment for the kernel to become idle), and the result takes the note's place. A subshell has a loop of its own: a command in it does
+not wait for the main shell, whose cell may stand at a breakpoint. Of two commands that contradict each other the later one wins: it
+withdraws the earlier one, of the same cell or of an earlier one, as long as the broker has not begun.
+"""
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from fractional_gpu.client.silence import SilenceWatch
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, InternalBrokerError
+from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu_kernel.cells.acquire import INTERRUPTED, POLL_S, QUIET_S, interrupts_to
+from fractional_gpu_kernel.display.lines import LiveLine
+from fractional_gpu_kernel.settings import Settings, explain
+
+if TYPE_CHECKING:
+    from fractional_gpu.client.client import BrokerClient
+
+__all__ = ["AfterCell", "call_broker"]
+
+_AGAIN_S = 0.2
+T = TypeVar("T")
+Describe = Callable[[LeaseStatus], str]
+
+
+def call_broker(
+    settings: Settings,
+    call: Callable[["BrokerClient"], T],
+    *,
+    timeout_s: float = 30.0,
+    revive: bool = False,
+    line: LiveLine | None = None,
+    describe: Describe | None = None,
+) -> T:
+    """Return what `call` returns. `revive`: start a broker first if none answers.
+
+    With `line` and `describe`, a live line is shown while the answer takes longer than a moment.
+    Raises FractionalGPUError, or KeyboardInterrupt when interrupted, which closes the connection.
+    """
+    notes: SimpleQueue[object] = SimpleQueue()
+    broker_call = _BrokerCall(settings, call, notes.put, timeout_s=timeout_s, revive=revive)
+    follower = _StatusFollower(settings, notes.put) if line is not None and describe is not None else None
+    silence = SilenceWatch(settings.connect, notes.put)
+    with interrupts_to(notes):
+        try:
+            broker_call.start()
+            _wait(notes, silence, follower, line, describe)
+        finally:
+            silence.stop()
+            broker_call.hang_up()
+            if follower is not None:
+                follower.hang_up()
+    return broker_call.result()
+
+
+def _wait(
+    notes: SimpleQueue[object],
+    silence: SilenceWatch,
+    follower: "_StatusFollower | None",
+    line: LiveLine | None,
+    describe: Describe | None,
+) -> None:
+    """Show the lease's status until the answer is there.
+
+    Raises KeyboardInterrupt, and BrokerUnavailableError where the broker does not answer and there is no line to show that.
+    """
+    loud_from = time.monotonic() + QUIET_S
+    while True:
+        try:
+            news = notes.get(timeout=max(0.0, min(POLL_S, loud_from - time.monotonic())) or POLL_S)
+        except Empty:
+            if time.monotonic() >= loud_from:
+                silence.start()
+                if follower is not None:
+                    follower.start()
+            continue
+        if news == INTERRUPTED:
+            raise KeyboardInterrupt
+        if isinstance(news, _BrokerCall):
+            return
+        if isinstance(news, BrokerUnavailableError):
+            if line is None:
+                raise news
+            line.show(
+                f"{news}. It goes on by itself when the broker answers again. Interrupt the kernel to stop waiting."
+            )
+        if isinstance(news, LeaseStatus) and line is not None and describe is not None:
+            line.show(describe(news))
+
+
+class _BrokerCall(Generic[T]):
+    """One call in a thread."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        call: Callable[["BrokerClient"], T],
+        notify: Callable[[object], None],
+        *,
+        timeout_s: float,
+        revive: bool,
+    ) -> None:
+        self._settings = settings
+        self._call = call
+        self._notify = notify
+        self._timeout_s = timeout_s
+        self._revive = revive
+        self._client: BrokerClient | None = None
+        self._hung_up = False
+        self._over = False
+        self._values: list[T] = []
+        self._error: FractionalGPUError = InternalBrokerError(
+            "the thread that asks the GPU broker ended unexpectedly; the kernel's log says why"
+        )
+
+    def start(self) -> None:
+        """Make the call."""
+        threading.Thread(target=self._run, name="gpu-ask", daemon=True).start()
+
+    def hang_up(self) -> None:
+        """Close the connection: the answer is no longer wanted."""
+        self._hung_up = True
+        if self._client is not None and not self._over:
+            self._client.close()
+            # The thread may just be opening its connection, which `close` then does not find: once more in a moment.
+            again = threading.Timer(_AGAIN_S, self._client.close)
+            again.daemon = True
+            again.start()
+
+    def result(self) -> T:
+        """Return the answer. Raises FractionalGPUError."""
+        if not self._values:
+            raise self._error
+        return self._values[0]
+
+    def _run(self) -> None:
+        try:
+            if self._revive:
+                self._settings.revive()
+            with self._settings.connect(self._timeout_s) as self._client:
+                if not self._hung_up:
+                    self._values.append(self._call(self._client))
+        except FractionalGPUError as error:
+            self._error = error
+        finally:
+            self._over = True
+            self._notify(self)
+
+
+class _StatusFollower:
+    """Follows the broker's status of the lease while a call is under way."""
+
+    def __init__(self, settings: Settings, notify: Callable[[object], None]) -> None:
+        self._settings = settings
+        self._notify = notify
+        self._client: BrokerClient | None = None
+        self._started = False
+        self._hung_up = False
+
+    def start(self) -> None:
+        """Follow; a second call changes nothing."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name="gpu-follow", daemon=True).start()
+
+    def hang_up(self) -> None:
+        """Stop following."""
+        self._hung_up = True
+        if self._client is not None:
+            self._client.close()
+
+    def _run(self) -> None:
+        with suppress(FractionalGPUError):  # only the line misses it: the call itself has an answer
+            self._client = client = self._settings.connect()
+            for host in client.events():
+                if self._hung_up:
+                    client.close()
+                    return
+                for lease in host.leases:
+                    if lease.lease_id == self._settings.lease_id:
+                        self._notify(lease)
+
+
+Call = Callable[["BrokerClient"], str]  # returns what to say when it was the last one
+
+
+class AfterCell:
+    """The requests of one shell's cells: the newest of each kind."""
+
+    def __init__(self, shell: Any, settings: Settings) -> None:  # noqa: ANN401 - IPython is untyped
+        self._shell = shell
+        self._settings = settings
+        self._newest: dict[str, _DeferredRequest] = {}
+
+    def request(self, kind: str, *calls: Call, note: str, failed: str, command: str) -> None:
+        """Show `note` now and make the calls when the cell has ended: the last one's sentence, or `failed` and why, takes its place.
+
+        An earlier request of this kind is withdrawn for this `command`.
+        """
+        self.withdraw(kind, command)
+        self._newest[kind] = request = _DeferredRequest(self._shell, self._settings, calls, failed)
+        request.begin(note)
+
+    def withdraw(self, kind: str, command: str) -> None:
+        """Withdraw the request that the `command` contradicts, unless the broker has begun it."""
+        request = self._newest.pop(kind, None)
+        if request is not None:
+            request.withdraw(command)
+
+
+class _DeferredRequest:
+    def __init__(self, shell: Any, settings: Settings, calls: Sequence[Call], failed: str) -> None:  # noqa: ANN401 - as above
+        self._shell = shell
+        self._settings = settings
+        self._calls = calls
+        self._failed = failed
+        self._line = LiveLine(shell)
+        self._context = contextvars.copy_context()  # so that the result lands in this cell
+        self._shell_thread: int | None = None  # where the cell runs; None: not in a shell's event loop
+        self._lock = threading.Lock()
+        self._withdrawn = self._is_over = False
+        self._client: BrokerClient | None = None
+
+    def begin(self, note: str) -> None:
+        self._line.show(note)
+        self._context = contextvars.copy_context()
+        self._shell_thread = None if _running_loop() is None else threading.get_ident()
+        self._shell.events.register("post_execute", self._after_cell)
+
+    def withdraw(self, command: str) -> None:
+        with self._lock:
+            if self._is_over or self._withdrawn:
+                return
+            self._withdrawn = True
+            if self._client is not None:
+                self._client.close()
+                # The thread may just be beginning its call, which `close` then does not find: once more in a moment.
+                again = threading.Timer(_AGAIN_S, self._client.close)
+                again.daemon = True
+                again.start()
+        self._context.copy().run(self._line.show, f"{self._failed}{command} came later, and the later command counts.")
+
+    def _after_cell(self) -> None:
+        if self._shell_thread not in (None, threading.get_ident()):
+            return  # another shell's cell has ended
+        with suppress(ValueError):  # registered once for each request; another call may have removed it
+            self._shell.events.unregister("post_execute", self._after_cell)
+        if self._withdrawn:
+            return
+        thread = threading.Thread(
+            target=self._context.run, args=(self._make_calls,), name="gpu-after-cell", daemon=True
+        )
+        loop = _running_loop()
+        if loop is None:
+            thread.start()
+        else:
+            loop.call_soon(thread.start)
+
+    def _make_calls(self) -> None:
+        try:
+            self._settings.revive()
+            with self._settings.connect() as client:
+                for call in self._calls:
+                    with self._lock:
+                        if self._withdrawn:
+                            return
+                        self._client = client
+                    sentence = call(client)
+        except FractionalGPUError as error:
+            sentence = f"{self._failed}{explain(error)}"
+        with self._lock:
+            self._is_over = True
+            if self._withdrawn:
+                return
+        self._line.show(sentence)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return this thread's event loop; None in a terminal's IPython, and in a thread that a cell started."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
