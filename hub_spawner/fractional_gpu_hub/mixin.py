@@ -76,7 +76,7 @@ _STATE = "gpu_seat"
 _SERVER_START_S = 60  # for the server itself, once it has its seat
 _RELEASE_S = 5.0  # for a broker that does not answer when a server ends; a seat that is left is given back later
 _TTL_MS = 600_000  # beyond the start: until the hub has saved its state
-_SPEC_MANAGER = "fractional_gpu.jupyter.seat_kernelspecs.SeatKernelSpecManager"
+_SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
 
 
 class FractionalGPUMixin(_Spawner):

@@ -31,7 +31,7 @@ class Servers:
         """Start one; it is stopped with the test, its kernels with it."""
         server = Server(
             self.world,
-            "--ServerApp.kernel_manager_class=fractional_gpu.jupyter.kernel_manager.KeepingKernelManager",
+            "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager",
             f"--SessionManager.database_filepath={self.world.folder / 'sessions.sqlite'}",
         )
         self._stack.callback(self._end, server)

@@ -89,9 +89,7 @@ async def test_a_systemd_unit_runs_as_its_user_and_has_the_users_seat_file(
     file = Path(environment["JUPYTER_GPU_SEAT_FILE"])
     assert file.stat().st_uid == NOBODY.pw_uid
     assert seat_uid(live) == NOBODY.pw_uid
-    assert unit["args"] == [
-        "--ServerApp.kernel_spec_manager_class=fractional_gpu.jupyter.seat_kernelspecs.SeatKernelSpecManager"
-    ]
+    assert unit["args"] == ["--ServerApp.kernel_spec_manager_class=fractional_gpu.SeatKernelSpecManager"]
 
 
 async def test_a_made_up_user_gets_the_seat_as_a_credential(live: LiveBroker, units: list[dict[str, Any]]) -> None:

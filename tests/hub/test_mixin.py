@@ -128,10 +128,7 @@ async def test_a_server_gets_its_seat_as_a_private_file_and_gives_it_back(live: 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert seat.token not in json.dumps(environment)
     assert seat.token not in json.dumps(one.get_state())
-    assert (
-        "--ServerApp.kernel_spec_manager_class=fractional_gpu.jupyter.seat_kernelspecs.SeatKernelSpecManager"
-        in one.get_args()
-    )
+    assert "--ServerApp.kernel_spec_manager_class=fractional_gpu.SeatKernelSpecManager" in one.get_args()
     await hub_stops(one)
     assert seats(live) == []
     assert not file.exists()

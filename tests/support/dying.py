@@ -66,7 +66,7 @@ class Story:
 
     def _new_server(self) -> Server:
         arguments = (
-            "--ServerApp.kernel_manager_class=fractional_gpu.jupyter.kernel_manager.KeepingKernelManager",
+            "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager",
             f"--SessionManager.database_filepath={self.world.folder / 'sessions.sqlite'}",
         )
         return Server(self.world, *(arguments if self.keeps else ()))

@@ -28,7 +28,7 @@ __all__ = ["CASES", "KINDS", "Case", "Outcome", "play"]
 
 MIB = 16
 SPEED_MIB_S = 20  # a swap of 48 MiB, context included, takes seconds
-_KEEPING = "--ServerApp.kernel_manager_class=fractional_gpu.jupyter.kernel_manager.KeepingKernelManager"
+_KEEPING = "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager"
 _MOST_COMMANDS = 2
 
 _LEDGER = "state/**/ledger-simulated.sqlite"

@@ -214,7 +214,13 @@ def new_world(simulate: str = "1x1GiB") -> Iterator[World]:
 class Server:
     """A real Jupyter server in a process of its own, driven over HTTP and websockets."""
 
-    def __init__(self, world: World, *arguments: str, extensions: Mapping[str, bool] = _NO_EXTENSIONS) -> None:
+    def __init__(
+        self,
+        world: World,
+        *arguments: str,
+        extensions: Mapping[str, bool] = _NO_EXTENSIONS,
+        cwd: Path | None = None,
+    ) -> None:
         self.world = world
         self.token = secrets.token_hex(16)
         self._refused = False
@@ -236,6 +242,7 @@ class Server:
                     *arguments,
                 ],
                 env=world.environment,
+                cwd=cwd,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
             )

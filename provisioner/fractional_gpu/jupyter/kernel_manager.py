@@ -1,6 +1,6 @@
 """A Jupyter server that leaves its fractional kernels running when it stops, and finds them again when it starts.
 
-    c.ServerApp.kernel_manager_class = "fractional_gpu.jupyter.kernel_manager.KeepingKernelManager"
+    c.ServerApp.kernel_manager_class = "fractional_gpu.KeepingKernelManager"
     c.SessionManager.database_filepath = "/home/me/.local/share/jupyter/sessions.sqlite"   # notebooks find their kernels, too
 
 - Only kernels of our provisioner are kept; others are shut down as ever. A kernel that is shut down on purpose is over.

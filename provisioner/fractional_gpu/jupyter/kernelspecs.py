@@ -31,13 +31,22 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
 from jupyter_core.paths import jupyter_path
 
-from fractional_gpu.core.units import format_fraction
+from fractional_gpu.client.seat import Seat, own_seat
+from fractional_gpu.core.units import format_fraction, parse_fraction_milli
 from fractional_gpu.host.ipykernel_command import find_ipykernel, is_of_earlier_version
 from fractional_gpu.jupyter.kernel_command import KernelPlan, find_interpreter, plan_kernel
 from fractional_gpu.jupyter.kernel_config import check_pool_name
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
 
-__all__ = ["PROVISIONER_NAME", "InstalledSpec", "install", "list_installed", "remove", "spec_name"]
+__all__ = [
+    "PROVISIONER_NAME",
+    "InstalledSpec",
+    "SeatKernelSpecManager",
+    "install",
+    "list_installed",
+    "remove",
+    "spec_name",
+]
 
 PROVISIONER_NAME = "fractional-gpu-provisioner"
 _NAME_PREFIX = "fractional-gpu-"
@@ -177,6 +186,40 @@ def remove(
         except OSError as error:
             raise FractionalGPUError(f"{spec.folder} cannot be removed: {error.strerror}") from error
     return removed
+
+
+class SeatKernelSpecManager(KernelSpecManager):
+    """Shows, of our kernelspecs, those that the server's seat suffices for, and none without a seat. Others are shown as usual.
+
+    For `--ServerApp.kernel_spec_manager_class`. It decides what the launcher shows only: the broker decides what a kernel gets. A
+    kernelspec that is not shown can still be started by name, and is then refused with the reason.
+    """
+
+    def find_kernel_specs(self) -> dict[str, str]:
+        """Return the kernelspecs to show, name to folder."""
+        try:
+            seat = own_seat()
+        except FractionalGPUError as error:
+            self.log.warning("No kernel with a GPU is shown: %s", error)
+            seat = None
+        found: dict[str, str] = super().find_kernel_specs()
+        return {name: folder for name, folder in found.items() if self._is_shown(name, seat)}
+
+    def _is_shown(self, name: str, seat: Seat | None) -> bool:
+        try:
+            metadata: dict[str, Any] = self.get_kernel_spec(name).metadata or {}
+        except NoSuchKernel:
+            return True
+        stanza = metadata.get("kernel_provisioner")
+        if not isinstance(stanza, dict) or stanza.get("provisioner_name") != PROVISIONER_NAME:
+            return True
+        config = stanza.get("config") or {}
+        if seat is None or not isinstance(config, dict) or config.get("pool", seat.pool) != seat.pool:
+            return False
+        try:
+            return parse_fraction_milli(config.get("fraction", 0)) <= seat.fraction_milli
+        except ValueError:
+            return True  # it is refused with the reason when it is started
 
 
 def logo(milli: int) -> str:
