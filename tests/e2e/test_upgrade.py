@@ -48,6 +48,19 @@ def test_an_earlier_versions_ledger_is_taken_along_with_its_suspended_kernels(wo
     assert first.must(CHECK).text == "intact\n"
 
 
+def test_a_cell_starts_a_broker_of_this_version_with_the_command_that_an_earlier_version_left(
+    world: World, server: Server
+) -> None:
+    notebook = suspended(world, server, 1)
+    world.kill_broker()
+    for path in (world.state / "broker.json", Path(world.socket).with_name("broker.json")):
+        command = path.read_text()
+        assert '"fractional_gpu.broker"' in command
+        path.write_text(command.replace('"fractional_gpu.broker"', '"provisioner.broker"'))
+    assert notebook.must(CHECK).text == "intact\n"
+    assert world.lease(notebook.kernel_id).state == "resident"
+
+
 def test_a_rescue_finds_an_earlier_versions_ledger(world: World, server: Server) -> None:
     old = as_before(world)
     notebook = suspended(world, server, 1)
