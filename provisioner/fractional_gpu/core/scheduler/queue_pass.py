@@ -1,15 +1,26 @@
 """One pass over the queue: tickets are served in order, bucket by bucket.
 
-A ticket that fits is granted. One that does not, but would if idle leases stepped aside, makes them do so one after another, and the
-room they make is promised to it. One that would not fit even then waits, and nobody is suspended for it in vain (law 3). Whoever is
-behind may overtake a ticket that cannot be served at most K times; then room is kept for that one (law 4).
+**What can happen to a ticket.** A ticket that fits is granted. One that does not, but would if idle leases left (or, where the pool
+preempts, busy ones), makes them leave, and the room they free is promised to it. One that would not fit even then waits, and no lease is
+suspended for it in vain (law 3); it may close the gates of busy leases, which then leave at the end of their cells (`yielding`). A later
+ticket may overtake one that cannot be served, but at most K times; from then on room is kept for that one (law 4, `kept_room`).
 
-Room only shrinks on the way: where one ticket of a bucket finds none, the rest of the bucket is left out, and so are buckets of the
-same family with larger needs. What is said about those is looked up when somebody asks (`explaining`).
+**Buckets.** The tickets of a bucket have the same need, may go to the same devices and count against the same limits. `capacity` only
+shrinks during a pass, so if one ticket of a bucket finds no room, none behind it does: the bucket is closed for this pass, and so is
+every bucket of its family with a larger need. The reasons why those tickets wait are computed when they are read (`wait_reasons`).
+A pass visits the next ticket of each bucket by its turn (`turn_order`), from a heap.
+
+**Shapes.** In a pool that shares by virtual time each owner has buckets of its own, so there may be thousands. Most of the time the swap
+channel is in use, and the pass could begin nothing for any of them. Buckets that differ only in their owner have a common shape; where
+the order of visits cannot matter, the pass notes the outcome once per shape instead of visiting each bucket.
+
+**When room grows.** Some steps give room back in the middle of a pass (a lease that grew left, a share became free, a kept place was given
+up). Tickets that were visited before might fit now, so the pass asks for another one (`needs_another`). If a ticket moves ahead of its
+turn, the heap is built anew; tickets that were visited are not visited again.
 """
 
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import pairwise
 
 from fractional_gpu.core.books.records import (
@@ -27,93 +38,91 @@ from fractional_gpu.core.rules.fairness import overtakes_at_ms, patience_ms
 from fractional_gpu.core.rules.limits import over_limit, victims_of_same_user
 from fractional_gpu.core.rules.wait_reasons import allowed_devices, name_for, reason_code, wait_reason
 from fractional_gpu.core.scheduler.capacity import Capacity, Plan
-from fractional_gpu.core.scheduler.migration import Migrations, kept_mib
+from fractional_gpu.core.scheduler.kept_room import KeptRoom, ticket_need_mib
+from fractional_gpu.core.scheduler.migration import Migrations
+from fractional_gpu.core.scheduler.turn_order import BEFORE_SHARES, Turn, TurnOrder, order_of, ticket_of
 from fractional_gpu.core.scheduler.victims import Victims
-from fractional_gpu.core.scheduler.yielding import Yielding
+from fractional_gpu.core.scheduler.yielding import CellYields
 from fractional_gpu.core.units import format_memory
 
 __all__ = ["QueuePass"]
 
-_MOST_PLANS = 2  # while no swap can begin anyway: room is promised to so many tickets ahead
-_MOVED_FIRST = Reason("wait.swap-channel", "other kernels are being moved first, one after another")
+_MOST_PLANS = 2  # tickets ahead that are promised room while no swap can begin anyway
+_CHANNEL_IN_USE = Reason("wait.swap-channel", "other kernels are being moved first, one after another")
 _IDLE_MAKES_ROOM = "an idle kernel is being suspended to make room"
-_OWED_AT_A_TIME = 8  # keep room before it is looked whether there is any left
-_BEFORE_SHARES = 4  # of what makes a turn: the rest is virtual time and age
-_OLDEST = 3  # the place in a turn where the oldest ticket of its pool stands
-_FIRST, _DUE, _USUAL = range(3)  # tickets of one priority: urgent, due by a promise or by their wait, and all others
-_Turn = tuple[tuple[int, ...], int, Bucket]
+_KEEPERS_BETWEEN_CHECKS = 8  # tickets of a bucket that keep room before the pass checks whether any is left
 
 
 class QueuePass:
-    """What is promised on the way counts against everybody behind. `hint_ms`: when time alone may change a decision."""
+    """One pass. What it promises to a ticket counts against all tickets behind."""
 
-    def __init__(self, changes: Changes, resizing: Resizer) -> None:
+    def __init__(self, changes: Changes, resizer: Resizer) -> None:
         self._changes = changes
-        self._resizer = resizing
+        self._resizer = resizer
         self._books = changes.books
         self._queue = changes.books.queue
         self._victims = Victims(changes.books)
         self._capacity = Capacity(changes.books, self._victims)
         self._migrations = Migrations(changes, self._capacity, self._victims)
-        self._cell_yields = Yielding(changes, self._capacity, self._victims)
-        self._promised: list[Lease] = []  # for whom somebody begins to leave
-        self._unservable_mib: dict[tuple[object, ...], int] = {}  # by family: so much is too much
-        self._kept: set[tuple[str, str]] = set()  # lease and device: room is kept or promised there already
-        self._latest_urgent: dict[int, int] = {}  # by priority
-        self._overdue: dict[str, Lease] = {}  # were passed over as often as may be in this pass
+        self._cell_yields = CellYields(changes, self._capacity, self._victims)
+        self._order = TurnOrder(changes.books)
+        self._kept = KeptRoom(changes.books, self._capacity)
+        self._promised: list[Lease] = []  # leases that other leases begin to leave for
+        self._unservable_mib: dict[tuple[object, ...], int] = {}  # by family: a need that found no room
+        self._overdue: dict[str, Lease] = {}  # leases that were passed over K times, the last time in this pass
         self._visited: set[str] = set()
-        self._order_changed = False  # somebody comes earlier than when the order was made
-        self._oldest: dict[str, int] = {}  # ticket of each pool that serves by shares
+        self._order_changed = False  # a ticket comes earlier than when the heap was built
         self._turn_now: tuple[int, ...] = ()
-        self._by_share: list[tuple[tuple[int, ...], Lease]] = []  # whose turn it was by virtual time, in order
-        self._plans = self._owed = 0
-        self._special = 0  # of the turns to come, those of buckets without a shape
-        self._known = 0  # buckets from this number on are not in this pass
-        self._refused = -1  # with the room as it was then, the rest could not be left out
-        self.needs_another = False  # room grew on the way: somebody who was looked at before may fit now
+        self._by_share: list[tuple[tuple[int, ...], Lease]] = []  # leases whose turn came by virtual time, in order
+        self._plans = self._keepers = 0
+        self._unshaped = 0  # of the turns to come, those of buckets without a shape
+        self._known = 0  # buckets from this number on were created during the pass
+        self._unskippable_version = -1  # of the capacity, when the rest could not be skipped
+        self.needs_another = False  # see the module
 
     @property
     def expected_victims(self) -> set[str]:
-        """Idle leases whose room tickets were promised, or would have been if there were more host memory."""
+        """Idle leases whose room was promised to tickets, or would have been with more host memory."""
         return self._capacity.planned | self._capacity.short_of_host_memory
 
     @property
     def short_of_host_memory(self) -> set[str]:
-        """Leases that would step aside if there were more host memory, or if they had less to save."""
+        """Leases that would leave if there were more host memory, or if they had less to save."""
         return self._capacity.short_of_host_memory
 
     @property
     def recheck_ms(self) -> int | None:
-        """When to look again though nothing happens."""
+        """When time alone may change a decision of this pass."""
         return self._victims.recheck_ms
 
     def serve(self) -> None:
-        """Serve everybody once, in order."""
+        """Visit every ticket that may be served, once, in order."""
         turns = self._begin()
         while turns:
             self._turn_now, cursor, bucket = heappop(turns)
-            self._special -= bucket.shape is None
+            self._unshaped -= bucket.shape is None
             if cursor >= len(bucket.members):
                 bucket.exhausted_in_pass = self._books.passes
                 continue
-            if bucket.shape is not None and not self._changes.channel_free and self._leaves_out_the_rest():
+            if bucket.shape is not None and not self._changes.channel_free and self._skip_rest():
                 break
             lease = bucket.members[cursor]
             if bucket.key.fair:
-                self._by_share.append((self._turn_now[:_BEFORE_SHARES], lease))
+                self._by_share.append((self._turn_now[:BEFORE_SHARES], lease))
             goes_on = lease.lease_id in self._visited or self._visit(bucket, lease)
-            if not self._order_changed:
+            if not self._order_changed:  # else the visit may have been cut short, and is repeated in the new order
                 self._visited.add(lease.lease_id)
-            if lease.bucket is bucket:
+            if lease.bucket is bucket:  # a lease that was served has left the bucket, and the next one has its place
                 cursor += 1
             if self._order_changed:
                 turns, self._order_changed = self._turns(list(self._queue.buckets.values())), False
-                self._by_share, self._special = [], len(turns) + 1  # tickets that were visited are left out one by one
+                # One more than there are, so that the rest is never skipped: visited tickets are passed one by one.
+                self._by_share, self._unshaped = [], len(turns) + 1
             elif not goes_on:
                 bucket.closed_in_pass = self._books.passes
             elif cursor < len(bucket.members):
-                heappush(turns, (self._turn(bucket, bucket.members[cursor]), cursor, bucket))
-                self._special += bucket.shape is None
+                heappush(turns, (self._order.turn(bucket, bucket.members[cursor]), cursor, bucket))
+                self._unshaped += bucket.shape is None
             else:
                 bucket.exhausted_in_pass = self._books.passes
         self._rebucket_overdue()
@@ -122,124 +131,41 @@ class QueuePass:
         self._recheck_at_overtaking()
         self._record_new_reasons()
 
-    def _rebucket_overdue(self) -> None:
-        for lease in self._overdue.values():
-            self._queue.rebucket(lease)
-            if lease.bucket is not None:
-                self._keep_waiting(lease, _ticket(lease), allowed_devices(self._books, lease))
+    # -- before the visits -----------------------------------------------------------------------------------------------
 
-    def _mark_due_by_promise(self) -> None:
-        """Where virtual time decides, whoever leaves for a ticket would often go before it again: the ticket is due from now on."""
-        for lease in self._promised:
-            if lease.ticket is not None and not lease.ticket.is_due and self._books.shares_by_time(lease):
-                lease.ticket.is_due = True
-                self._queue.rebucket(lease)
-
-    def _recheck_at_overtaking(self) -> None:
-        """A ticket that goes first by virtual time does so only until the next one has had less; then another one may fit.
-
-        While the swap channel is in use nobody is made to leave, and the pass after the swap looks again.
-        """
-        if not self._changes.channel_free:
-            return
-        waiting = [one for one in self._by_share if one[1].bucket is not None]
-        for (rank, first), (next_rank, second) in pairwise(waiting):
-            at_ms = overtakes_at_ms(self._books, first, second) if rank == next_rank else None
-            if at_ms is not None:
-                self._victims.recheck_at(at_ms)
-
-    def _begin(self) -> list[_Turn]:
+    def _begin(self) -> list[Turn]:
         self._books.passes += 1
         self._mark_due_by_wait()
         buckets = list(self._queue.buckets.values())
         if self._queue.urgent:
-            self._find_latest_urgent(buckets)
+            self._order.find_urgent(buckets)
         for mover in self._books.moving.values():
-            for device_id in mover.target_ids:
-                self._keep_for(mover, device_id, kept_mib(mover))
+            self._kept.keep_targets(mover)
         self._known = self._queue.created
         if self._nothing_can_begin():
-            buckets = [one for one in buckets if one.shape is None and not self._waits_in_any_order(one)]
-            self._leave_out(self._queue.shapes.values())
+            buckets = [one for one in buckets if one.shape is None and not self._close_unvisited(one)]
+            self._skip_shapes(self._queue.shapes.values())
         return self._turns(buckets)
 
-    def _nothing_can_begin(self) -> bool:
-        """Whether no swap can begin and no room is free, so that it does not matter whose turn it is."""
-        books = self._books
-        if self._changes.channel_free or self._queue.urgent or books.moving:
-            return False
-        return not self._capacity.any_free(books.devices)
-
-    def _waits_in_any_order(self, bucket: Bucket) -> bool:
-        """Where nothing can begin: visit a bucket whose tickets need room that is not there. Returns whether it is one, and keeps none.
-
-        `_visit` does the same at its turn. With a bucket for each owner (`Key.who`), making the order costs more than all visits.
-        """
-        key, lease = bucket.key, bucket.members[0]
-        if key.room_kept or key.targets or key.milli or not key.need_mib or lease.lease_id in self._overdue:
-            return False
-        if not key.paused:
-            devices = allowed_devices(self._books, lease)
-            if self._capacity.idle_could_free(devices, key.need_mib):
-                bucket.wait, bucket.wait_pass = _MOVED_FIRST, self._books.passes
-        bucket.closed_in_pass = self._books.passes
-        return True
-
-    def _leaves_out_the_rest(self) -> bool:
-        """Whether all that is left to visit only waits for the swap channel, in whatever order: then it is noted once for each shape.
-
-        Visits one by one would find the same. They are needed where a ticket fits, keeps room or may be promised some.
-        """
-        if self._special or self._overdue or self._latest_urgent or self._refused == self._capacity.version:
-            return False
-        shapes = self._queue.shapes.values()
-        if not all(map(self._comes_later_whole, shapes)):
-            self._refused = self._capacity.version
-            return False
-        for family, need_mib in self._unservable_mib.items():
-            for other in self._queue.buckets_of(family):
-                if (
-                    other.key.need_mib >= need_mib
-                    and other.number < self._known
-                    and other.exhausted_in_pass != self._books.passes
-                ):
-                    other.closed_in_pass = self._books.passes
-        self._leave_out(shapes)
-        return True
-
-    def _comes_later_whole(self, shape: BucketShape) -> bool:
-        """Whether no ticket of a shape can have anything begun for it, or kept, before other swaps have ended."""
-        devices, key = self._devices_of(shape)
-        if not self._capacity.any_free(devices):
-            return True
-        return self._plans >= _MOST_PLANS and key.devices == 1 and self._capacity.pick(devices, key.need_mib) is None
-
-    def _leave_out(self, shapes: Iterable[BucketShape]) -> None:
-        """Note that all buckets that were not visited wait for the swap channel."""
-        for shape in shapes:
-            devices, key = self._devices_of(shape)
-            shape.skipped_in_pass, shape.first_unskipped = self._books.passes, self._known
-            shape.wait = _MOVED_FIRST if self._capacity.idle_could_free(devices, key.need_mib) else None
-
-    def _devices_of(self, shape: BucketShape) -> tuple[tuple[str, ...], BucketKey]:
-        one = next(iter(shape.buckets.values()))
-        if shape.devices is None:
-            shape.devices = allowed_devices(self._books, one.members[0])
-        return shape.devices, one.key
+    def _turns(self, buckets: list[Bucket]) -> list[Turn]:
+        self._known = self._queue.created
+        self._unshaped = sum([bucket.shape is None for bucket in buckets])
+        return self._order.turns(buckets)
 
     def _mark_due_by_wait(self) -> None:
-        """Where virtual time decides: tickets that waited for longer than their shares explain are due.
+        """Mark tickets due that waited for longer than their shares explain, in pools that share by virtual time.
 
-        Room is kept for them, too: neighbours that leave and come back one by one would never all have had their turn.
+        Room is kept for them, too: neighbours that leave and come back one by one would never all be gone at once.
         """
         now_ms, first_ms = self._books.now_ms, 0
         for bucket in list(self._queue.buckets.values()):
             key = bucket.key
             if not key.fair or key.due or key.pool not in self._books.pools:
-                continue  # without its pool it waits for that to be configured again, not for others
+                continue  # without its pool a ticket waits for the pool's configuration, not for other leases
             while bucket.due_ms <= now_ms and bucket.members:
-                lease = min(bucket.members, key=_order)
-                ticket = _ticket(lease)
+                lease = min(bucket.members, key=order_of)
+                ticket = ticket_of(lease)
+                # The estimate is renewed only when its time has come: shares, and with them the patience, change meanwhile.
                 if ticket.due_ms <= now_ms:
                     ticket.due_ms = ticket.asked_ms + patience_ms(self._books, lease)
                 if ticket.due_ms > now_ms:
@@ -253,68 +179,115 @@ class QueuePass:
         if first_ms:
             self._victims.recheck_at(first_ms)
 
-    def _turns(self, buckets: list[Bucket]) -> list[_Turn]:
-        oldest = self._oldest = dict[str, int]()
-        self._known = self._queue.created
-        self._special = sum([bucket.shape is None for bucket in buckets])
-        for bucket in buckets:
-            if bucket.key.fair:
-                first, pool = bucket.oldest_order, bucket.key.pool
-                if first is None:
-                    first = bucket.oldest_order = min(map(_order, bucket.members))
-                if pool not in oldest or first < oldest[pool]:
-                    oldest[pool] = first
-        turns: list[_Turn] = [
-            (self._turn(bucket, bucket.members[0]) if bucket.shape is None else self._first_turn(bucket), 0, bucket)
-            for bucket in buckets
-        ]
-        heapify(turns)
-        return turns
+    # -- tickets that need no visit --------------------------------------------------------------------------------------
 
-    def _first_turn(self, bucket: Bucket) -> tuple[int, ...]:
-        """Return the turn of the first ticket of a bucket with a shape: it is kept for as long as no lease of its owner is at work."""
-        account, turn = bucket.account, bucket.turn
-        if (
-            turn is None
-            or account is None
-            or account.busy_milli
-            or bucket.turn_version != account.version
-            or turn[_OLDEST] != self._oldest.get(bucket.key.pool, 0)
-        ):
-            account = bucket.account = self._books.accounts.of(bucket.members[0])
-            turn = bucket.turn = self._turn(bucket, bucket.members[0])
-            bucket.turn_version = account.version
-        return turn
+    def _nothing_can_begin(self) -> bool:
+        """Return whether no swap can begin and no room is free, so that the order of visits does not matter."""
+        books = self._books
+        if self._changes.channel_free or self._queue.urgent or books.moving:
+            return False
+        return not self._capacity.any_free(books.devices)
 
-    def _turn(self, bucket: Bucket, lease: Lease) -> tuple[int, ...]:
-        """When it is a ticket's turn. A pool that serves by shares has the turn of its oldest ticket, and gives it to who is behind."""
-        key, order = bucket.key, _ticket(lease).order
-        goes_first = key.urgent or (key.room_kept and order < self._latest_urgent.get(key.priority, 0))
-        rank = _FIRST if goes_first else _DUE if key.due else _USUAL
-        if not key.fair or key.due:
-            return (not key.targets, -key.priority, rank, order, 0, 0, order)
-        owner, own = self._books.share(lease)
-        return (not key.targets, -key.priority, rank, self._oldest.get(key.pool, 0), owner, own, order)
+    def _close_unvisited(self, bucket: Bucket) -> bool:
+        """Where nothing can begin, close a bucket whose tickets need room and keep none; return whether it is such a bucket.
 
-    def _find_latest_urgent(self, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.key.urgent:
-                latest = max(_ticket(lease).order for lease in bucket.members)
-                priority = bucket.key.priority
-                self._latest_urgent[priority] = max(latest, self._latest_urgent.get(priority, 0))
+        `_visit` comes to the same. With a bucket for each owner, building the heap would cost more than all visits.
+        """
+        key, lease = bucket.key, bucket.members[0]
+        if key.room_kept or key.targets or key.milli or not key.need_mib or lease.lease_id in self._overdue:
+            return False
+        if not key.paused:
+            devices = allowed_devices(self._books, lease)
+            if self._capacity.idle_could_free(devices, key.need_mib):
+                bucket.wait, bucket.wait_pass = _CHANNEL_IN_USE, self._books.passes
+        bucket.closed_in_pass = self._books.passes
+        return True
+
+    def _skip_rest(self) -> bool:
+        """Skip all tickets to come if they can only wait for the swap channel, in any order; return whether that is so.
+
+        Visits would find the same for each. They are needed where a ticket may fit, keep room, or be promised some.
+        """
+        if self._unshaped or self._overdue or self._order.has_urgent:
+            return False
+        if self._unskippable_version == self._capacity.version:
+            return False  # nothing has changed since the last attempt
+        shapes = self._queue.shapes.values()
+        if not all(map(self._only_awaits_channel, shapes)):
+            self._unskippable_version = self._capacity.version
+            return False
+        passes = self._books.passes
+        for family, need_mib in self._unservable_mib.items():
+            for other in self._queue.buckets_of(family):
+                too_large = other.key.need_mib >= need_mib and other.number < self._known
+                if too_large and other.exhausted_in_pass != passes:
+                    other.closed_in_pass = passes
+        self._skip_shapes(shapes)
+        return True
+
+    def _only_awaits_channel(self, shape: BucketShape) -> bool:
+        """Return whether nothing can begin, or be kept, for any ticket of a shape before other swaps have ended."""
+        devices, key = self._devices_of(shape)
+        if not self._capacity.any_free(devices):
+            return True
+        return self._plans >= _MOST_PLANS and key.devices == 1 and self._capacity.pick(devices, key.need_mib) is None
+
+    def _skip_shapes(self, shapes: Iterable[BucketShape]) -> None:
+        """Note that all buckets of the shapes that were not visited wait for the swap channel."""
+        for shape in shapes:
+            devices, key = self._devices_of(shape)
+            shape.skipped_in_pass, shape.first_unskipped = self._books.passes, self._known
+            shape.wait = _CHANNEL_IN_USE if self._capacity.idle_could_free(devices, key.need_mib) else None
+
+    def _devices_of(self, shape: BucketShape) -> tuple[tuple[str, ...], BucketKey]:
+        one = next(iter(shape.buckets.values()))
+        if shape.devices is None:
+            shape.devices = allowed_devices(self._books, one.members[0])
+        return shape.devices, one.key
+
+    # -- after the visits ------------------------------------------------------------------------------------------------
+
+    def _rebucket_overdue(self) -> None:
+        for lease in self._overdue.values():
+            self._queue.rebucket(lease)
+            if lease.bucket is not None:
+                self._keep_waiting(lease, ticket_of(lease), allowed_devices(self._books, lease))
+
+    def _mark_due_by_promise(self) -> None:
+        """Mark tickets due that leases begin to leave for, in pools that share by virtual time.
+
+        A lease that leaves would often precede the ticket again by its virtual time, and take the room back.
+        """
+        for lease in self._promised:
+            if lease.ticket is not None and not lease.ticket.is_due and self._books.shares_by_time(lease):
+                lease.ticket.is_due = True
+                self._queue.rebucket(lease)
+
+    def _recheck_at_overtaking(self) -> None:
+        """Ask for a pass when the virtual time of a waiting ticket overtakes that of the next one: then that one may fit.
+
+        While the swap channel is in use no lease is made to leave, and the pass after the swap looks at it anyway.
+        """
+        if not self._changes.channel_free:
+            return
+        waiting = [one for one in self._by_share if one[1].bucket is not None]
+        for (rank, first), (next_rank, second) in pairwise(waiting):
+            at_ms = overtakes_at_ms(self._books, first, second) if rank == next_rank else None
+            if at_ms is not None:
+                self._victims.recheck_at(at_ms)
 
     def _record_new_reasons(self) -> None:
-        """Write into the stories why those wait whose tickets are new, or wait for something else than before."""
-        fresh, self._queue.unexplained = list(self._queue.unexplained.values()), {}
-        for lease in fresh:
+        """Write the reasons of tickets that are new, or wait for something else than before, into their stories."""
+        unexplained, self._queue.unexplained = list(self._queue.unexplained.values()), {}
+        for lease in unexplained:
             if lease.ticket is not None:
                 self._changes.record_wait_reason(lease, wait_reason(self._books, lease, lease.ticket))
 
     # -- one ticket ------------------------------------------------------------------------------------------------------
 
     def _visit(self, bucket: Bucket, lease: Lease) -> bool:
-        """Serve one ticket as far as it can be now. Returns whether to go on with the bucket."""
-        ticket, key = _ticket(lease), bucket.key
+        """Serve one ticket as far as possible. Returns whether to go on with the bucket."""
+        ticket, key = ticket_of(lease), bucket.key
         devices = allowed_devices(self._books, lease)
         over = over_limit(self._books, lease, key.milli) if key.milli else None
         if key.targets:
@@ -333,14 +306,16 @@ class QueuePass:
         return self._make_or_await_room(bucket, lease, ticket, devices)
 
     def _await_channel(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
-        """Nothing can be begun for the ticket before other swaps have ended. Returns whether to go on with the bucket."""
+        """Leave a ticket for which nothing can begin before other swaps have ended. Returns whether to go on with the bucket."""
         if self._capacity.idle_could_free(devices, bucket.key.need_mib):
-            bucket.wait, bucket.wait_pass = _MOVED_FIRST, self._books.passes
+            bucket.wait, bucket.wait_pass = _CHANNEL_IN_USE, self._books.passes
         return self._keep_waiting(lease, ticket, devices)
 
     def _make_or_await_room(self, bucket: Bucket, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
-        """The ticket fits nowhere now: have room made for it, if that helps. Returns whether to go on with the bucket."""
+        """Have room made for a ticket that fits nowhere now, if that helps. Returns whether to go on with the bucket."""
         key = bucket.key
+        # In this order, least disruptive first: suspend idle leases (or preempt), move a busy lease elsewhere, move the growing
+        # lease itself, ask busy leases to leave at the end of their cells.
         plan = self._capacity.plan(lease, devices, key.need_mib, key.devices)
         if plan is None and not lease.is_growing:
             plan = self._migrations.plan_busy_move(lease, devices, key.need_mib)
@@ -359,7 +334,7 @@ class QueuePass:
         return self._keep_waiting(lease, ticket, devices)
 
     def _arrive_at_targets(self, lease: Lease, ticket: Ticket, targets: tuple[str, ...], over: Reason | None) -> bool:
-        """A lease that is being moved goes on to its targets, where room is kept for it, if they, and its limits, can still have it."""
+        """Resume a moved lease on its targets, where room is kept for it; end the move if targets or limits forbid it by now."""
         there = allowed_devices(self._books, lease)
         if not over and all(one in there and self._books.devices[one].free_mib >= lease.need_mib for one in targets):
             if not self._changes.channel_free:
@@ -368,19 +343,17 @@ class QueuePass:
                 )
                 return True
             self._grant(lease, targets)
-            for device_id in targets:  # what was kept for it, it has
-                self._unkeep(lease, device_id)
+            self._kept.release_targets(lease, targets)  # it has that room now
             self._capacity.refresh(targets)
             return True
-        for device_id in targets:
-            self._unkeep(lease, device_id)
+        self._kept.release_targets(lease, targets)
         ticket.kept_on = ()
         self._books.set_target(lease, ())
         self._order_changed = True
         return True
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
-        """Return where the need fits now; saved state goes home if it can. Who grows by nothing but its share needs no room."""
+        """Return where the need fits now; saved state goes home if it can. A lease that grows only its share needs no room."""
         if lease.is_growing:
             return devices if devices and (not need_mib or self._capacity.fits(devices, need_mib)) else None
         home = lease.home_ids if lease.state is LeaseState.SUSPENDED and len(devices) > 1 else ()
@@ -389,20 +362,21 @@ class QueuePass:
         return self._capacity.pick(devices, need_mib, lease.count)
 
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
+        """Serve a ticket that fits; one that needs the swap channel while it is in use keeps the room. Returns True."""
         if lease.state is LeaseState.SUSPENDED and not self._changes.channel_free:
             for device_id in chosen:
-                self._keep(lease, device_id)
+                self._kept.keep(lease, device_id)
             self._record_reason(lease, Reason("wait.swap-channel", "another kernel is being moved; this one is next"))
             return True
-        urgent, held_mib = ticket.urgent or bool(self._latest_urgent), lease.held_mib
-        # Whoever went before others only because it did not wait for the urgent one does no more.
+        urgent, held_mib = ticket.urgent or self._order.has_urgent, lease.held_mib
+        # A ticket that preceded others only because an urgent one waited behind it has lost that place.
         self.needs_another |= ticket.urgent
         if ticket.resize_to is not None:
             milli = lease.milli
             self._resizer.grow_in_place(lease)
-            # A larger share with less memory, or the other way.
+            # It may have grown its share and given memory back, or the other way round.
             self.needs_another |= lease.held_mib < held_mib or lease.milli < milli
-            # Its user, or group, may have as much as may be now: tickets ahead that keep room keep it no more.
+            # Its user or group may have reached a limit by it: tickets of theirs that keep room must give that up.
             self.needs_another |= bool(self._kept) and lease.milli > milli
             if lease.is_growing:  # it lacks more by now than when it asked
                 self.needs_another = True
@@ -415,27 +389,22 @@ class QueuePass:
         return True
 
     def _grant(self, lease: Lease, device_ids: tuple[str, ...]) -> None:
-        """Whoever keeps room, but has as much as may be from now on because of this one, keeps it no more."""
+        """If this grant brings the owner to its limit, another pass releases the room kept for its other tickets."""
         self.needs_another |= bool(self._kept) and lease.bucket is not None and bool(lease.bucket.key.milli)
         self._changes.grant(lease, device_ids)
 
     def _free_own_share(self, bucket: Bucket, lease: Lease, over: Reason) -> None:
-        """Its user (group) has as much as may be: have its own idle leases step aside, if it fits then."""
+        """Have idle leases of the same user (group), which is at its limit, leave for the ticket if it fits then."""
         bucket.wait, bucket.wait_pass = over, self._books.passes
         self._record_reason(lease, over)
-        own, devices, key = (
-            victims_of_same_user(self._books, lease, bucket.key.milli, self._victims.recheck_at),
-            allowed_devices(self._books, lease),
-            bucket.key,
-        )
+        key, devices = bucket.key, allowed_devices(self._books, lease)
+        own = victims_of_same_user(self._books, lease, key.milli, self._victims.recheck_at)
         if not own or key.paused:
             return
         fits = self._pick(lease, devices, key.need_mib)
-        plan = (
-            Plan(fits, own)
-            if fits is not None
-            else self._capacity.plan(lease, devices, key.need_mib, key.devices, also=own)
-        )
+        plan: Plan | Reason | None = Plan(fits, own) if fits is not None else None
+        if plan is None:
+            plan = self._capacity.plan(lease, devices, key.need_mib, key.devices, also=own)
         if not isinstance(plan, Plan) or self._capacity.short_of_host(plan) is not None:
             return
         for victim in plan.victims:
@@ -448,12 +417,13 @@ class QueuePass:
             self._capacity.refresh(victim.device_ids)
 
     def _make_room(self, lease: Lease, plan: Plan) -> None:
-        need_mib = _needs(lease)
+        """Promise the ticket the room of its plan, and begin the suspends (or moves) that swap channels are free for."""
+        need_mib = ticket_need_mib(lease)
         self._plans += 1
         self._capacity.promise(plan, need_mib, firm=self._is_owed(lease))
         if lease.is_growing:
             self._capacity.protect(lease)
-        self._kept.update((lease.lease_id, device_id) for device_id in plan.device_ids)
+        self._kept.count_promised(lease, plan.device_ids)
         victims = tuple(victim.lease_id for victim in plan.victims)
         preempts = any(victim.is_working for victim in plan.victims)
         for victim in plan.victims:
@@ -468,8 +438,8 @@ class QueuePass:
         self._record_reason(lease, Reason("wait.making-room", what, victims))
 
     def _record_reason(self, lease: Lease, wait: Reason | None, devices: tuple[str, ...] = ()) -> None:
-        """Note why a ticket that was looked at by itself waits; a new kind of reason is a line of its story."""
-        ticket = _ticket(lease)
+        """Note why a ticket that was visited by itself waits; a new kind of reason becomes a line of its story."""
+        ticket = ticket_of(lease)
         if wait is not None:
             ticket.wait, ticket.wait_pass = wait, self._books.passes
             self._changes.record_wait_reason(lease, wait)
@@ -484,22 +454,22 @@ class QueuePass:
         return (lease.bucket is not None and lease.bucket.key.room_kept) or lease.lease_id in self._overdue
 
     def _keep_waiting(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> bool:
-        """The ticket waits; one that was passed over too often keeps room. Returns whether others of its bucket may keep some, too."""
+        """Keep room for a waiting ticket that was passed over K times. Returns whether others of its bucket may keep some, too."""
         if not self._is_owed(lease):
             return False
-        self._keep_what_is_due(lease, ticket, devices)
+        self._kept.keep_owed(lease, ticket, devices)
         self._gather_kept_room(lease, ticket)
-        self._owed += 1
-        return bool(self._owed % _OWED_AT_A_TIME) or not self._capacity.is_exhausted(devices)
+        self._keepers += 1
+        return bool(self._keepers % _KEEPERS_BETWEEN_CHECKS) or not self._capacity.is_exhausted(devices)
 
     def _gather_kept_room(self, lease: Lease, ticket: Ticket) -> None:
-        """Have idle neighbours of the room that is kept for a ticket step aside one by one: they may never be idle all at once.
+        """Have idle leases leave the devices where room is kept for a ticket, one by one: they may never all be idle at once.
 
-        Only where the room would suffice if everybody did who can.
+        Only on devices where the room would suffice if all leases left that ever may.
         """
         if len(ticket.kept_on) < lease.count or not self._changes.channel_free:
             return
-        need_mib = _needs(lease)
+        need_mib = ticket_need_mib(lease)
         victims: list[str] = []
         for device_id in ticket.kept_on:
             if not self._capacity.could_serve(device_id, need_mib, lease):
@@ -518,27 +488,25 @@ class QueuePass:
             self._record_reason(lease, Reason("wait.making-room", _IDLE_MAKES_ROOM, tuple(victims)))
 
     def _count_passed_over(self, winner: Lease, winning: Ticket, device_ids: tuple[str, ...], *, urgent: bool) -> None:
-        """Count it for everybody who could have used the room that was just given away, finds none there now, and came earlier."""
+        """Count the grant for each earlier ticket that could have used the room and finds none there now."""
         behind: list[Lease] = []
         for bucket in self._deprived_buckets(winner, device_ids):
             devices = allowed_devices(self._books, bucket.members[0])
             for lease in bucket.members:
                 if not self._came_before(bucket, lease, winner, winning):
                     break
-                if not self._add_passed_over(lease, _ticket(lease)):
+                if not self._add_passed_over(lease, ticket_of(lease)):
                     continue
                 if urgent and lease.lease_id not in self._visited:
                     behind.append(lease)
                 else:
-                    self._keep_what_is_due(lease, _ticket(lease), devices)
-        for lease in (
-            behind
-        ):  # an urgent ticket, or one that was owed more, went before them: from now on they go before the urgent
+                    self._kept.keep_owed(lease, ticket_of(lease), devices)
+        for lease in behind:  # urgent tickets went first so far; tickets that keep room precede those from now on
             self._queue.rebucket(lease)
             self._order_changed = True
 
     def _deprived_buckets(self, winner: Lease, device_ids: tuple[str, ...]) -> list[Bucket]:
-        """Return whose tickets could have used the room that was just given away, and find none there now."""
+        """Return the buckets whose tickets could have used the granted room and find none there now, in order of creation."""
         left_mib = {device_id: self._books.devices[device_id].free_mib for device_id in device_ids}
         least_mib, found = min(left_mib.values()), list[Bucket]()
         shapes = [next(iter(shape.buckets.values())) for shape in self._queue.shapes.values()]
@@ -557,13 +525,13 @@ class QueuePass:
 
     def _came_before(self, bucket: Bucket, lease: Lease, winner: Lease, winning: Ticket) -> bool:
         if bucket.shape is not None and lease is bucket.members[0]:
-            return self._first_turn(bucket) <= self._turn_now
+            return self._order.first_turn(bucket) <= self._turn_now
         if bucket.key.fair:
-            return self._turn(bucket, lease) <= self._turn_now
-        return bucket.key.priority > winner.spec.priority or _ticket(lease).order < winning.order
+            return self._order.turn(bucket, lease) <= self._turn_now
+        return bucket.key.priority > winner.spec.priority or ticket_of(lease).order < winning.order
 
     def _add_passed_over(self, lease: Lease, ticket: Ticket) -> bool:
-        """Count one more; return whether that is as often as a ticket may be passed over."""
+        """Count one more; return whether the ticket was passed over as often as the pool allows."""
         most = self._books.policy(lease).max_passed_over
         if ticket.passed_over < most:
             ticket.passed_over += 1
@@ -573,69 +541,12 @@ class QueuePass:
             ticket.passed_over_elsewhere += 1
         return ticket.passed_over >= most
 
-    def _keep_what_is_due(self, lease: Lease, ticket: Ticket, devices: tuple[str, ...]) -> None:
-        """Keep room where a ticket that was passed over K times needs it, and on one more device for every K times since.
-
-        The devices stay the same while they can serve, so that the room there can grow to what is needed.
-        """
-        need_mib, room = _needs(lease), self._capacity
-        due = lease.count + ticket.passed_over_elsewhere // max(1, self._books.policy(lease).max_passed_over)
-        if len(ticket.kept_on) == due and all(
-            room.can_ever_serve(one, need_mib) and one in devices for one in ticket.kept_on
-        ):
-            for device_id in ticket.kept_on:
-                self._keep(lease, device_id)
-            return
-        able = [device_id for device_id in devices if self._capacity.closest_device([device_id], need_mib) is not None]
-        if len(able) < lease.count:  # not all that it needs can serve it now: what is kept on some would be of no use
-            able = []
-        promised = [device_id for device_id in able if (lease.lease_id, device_id) in self._kept]
-        kept = list(dict.fromkeys([*(device_id for device_id in ticket.kept_on if device_id in able), *promised]))[:due]
-        while len(kept) < due:
-            nearest = self._capacity.closest_device(
-                [device_id for device_id in able if device_id not in kept], need_mib
-            )
-            if nearest is None:
-                break
-            kept.append(nearest)
-        ticket.kept_on = tuple(kept)
-        for device_id in kept:
-            self._keep(lease, device_id)
-
-    def _keep(self, lease: Lease, device_id: str) -> None:
-        self._keep_for(lease, device_id, _needs(lease))
-
-    def _keep_for(self, lease: Lease, device_id: str, need_mib: int) -> None:
-        if device_id in self._books.devices and (lease.lease_id, device_id) not in self._kept:
-            self._kept.add((lease.lease_id, device_id))
-            self._capacity.keep(device_id, need_mib)
-
-    def _unkeep(self, lease: Lease, device_id: str) -> None:
-        if (lease.lease_id, device_id) in self._kept:
-            self._kept.discard((lease.lease_id, device_id))
-            self._capacity.keep(device_id, -kept_mib(lease))
-
-
-def _ticket(lease: Lease) -> Ticket:
-    if lease.ticket is None:
-        raise ValueError(f"lease {lease.lease_id} has no ticket")
-    return lease.ticket
-
-
-def _order(lease: Lease) -> int:
-    return _ticket(lease).order
-
 
 def _why_it_leaves(victim: Lease, lease: Lease) -> tuple[str, str]:
-    need, who = format_memory(_needs(lease)), name_for(victim, lease)
+    need, who = format_memory(ticket_need_mib(lease)), name_for(victim, lease)
     if victim.gate.ticket is not None:
         return "suspend.needed-by", f"between two cells, and {who} needed {need} before the next one"
     if not victim.busy:
         return "suspend.needed-by", f"idle, and {who} needs {need}"
     right = "has a higher priority" if victim.spec.priority < lease.spec.priority else "has had less than its share"
     return "suspend.preempted", f"{who} {right} and needs {need}"
-
-
-def _needs(lease: Lease) -> int:
-    """What the ticket takes on each device, MiB."""
-    return lease.bucket.key.need_mib if lease.bucket is not None else lease.need_mib

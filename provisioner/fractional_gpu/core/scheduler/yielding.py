@@ -22,10 +22,10 @@ from fractional_gpu.core.rules.fairness import gate_opens_ms, residency_ms
 from fractional_gpu.core.scheduler.capacity import Capacity, Plan
 from fractional_gpu.core.scheduler.victims import Victims
 
-__all__ = ["Yielding"]
+__all__ = ["CellYields"]
 
 
-class Yielding:
+class CellYields:
     """Whose gates are closed, in one pass over the queue."""
 
     def __init__(self, changes: Changes, room: Capacity, victims: Victims) -> None:
