@@ -91,7 +91,7 @@ def live() -> Iterator[LiveBroker]:
         broker = live.broker
 
         async def lose() -> None:
-            files = broker.files = LeaseFiles(lease_folder(live.socket, simulated=True))
+            files = broker.records.files = LeaseFiles(lease_folder(live.socket, simulated=True))
             swaps = broker._operations._swaps
             live.service.lost = LostLeases(
                 broker, swaps, broker.writer.ledger, files, socket=live.socket, everyone=True

@@ -1,9 +1,8 @@
-"""The broker: one arbiter, and the hands that do what it decides.
+"""Turns events into arbiter calls and carries out the effects that the arbiter returns.
 
-Everything that happens becomes an event for `Arbiter.handle`; every effect it returns is carried out here. The broker decides nothing
-about who holds a GPU. It owns what the arbiter does not know: processes, IOPub, extensions, tokens, the ledger, the worker.
-
-All methods run on one event loop. Effects that take time (suspend, resume, looking again) run as tasks and come back as events.
+The broker decides nothing about who holds a GPU. It owns what the arbiter does not know: processes, IOPub, extensions, tokens, the ledger,
+the checkpoint worker. All methods run on one event loop. Effects that take time (suspend, resume, looking again) run as tasks and come back
+as events.
 """
 
 import asyncio
@@ -25,6 +24,7 @@ from fractional_gpu.broker.kernels.sharing import remove_books, sharing_environm
 from fractional_gpu.broker.metrics import Metrics
 from fractional_gpu.broker.persistence.history import History
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, TokenFiles
+from fractional_gpu.broker.persistence.lease_records import LeaseRecords, devices_of
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.supervision.context_learner import ContextLearner
 from fractional_gpu.broker.supervision.enforcement import Enforcement
@@ -68,7 +68,6 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.forecasts.context_sizes import ContextSizes
 from fractional_gpu.core.model import (
-    HOLDING,
     LeaseState,
     LeaseView,
     ReserveBy,
@@ -78,17 +77,13 @@ from fractional_gpu.core.units import format_duration, format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceSensors, Monitor
 from fractional_gpu.host import failpoints
 from fractional_gpu.host.process import ProcessIdentity
-from fractional_gpu.ledger.records import LeaseRecord
 from fractional_gpu.protocol.messages import GateVerb
 
 __all__ = ["Broker", "devices_of", "now_ms", "token_digest", "wall_ms"]
 
 log = logging.getLogger(__name__)
 
-_WRITE_AGAIN_S = 1.0
 _TICKETS_MS = 1000
-_MAY_BE_SAVED = frozenset({LeaseState.SUSPENDING, LeaseState.QUARANTINED})
-_MOST_MEMBERS = 256  # of a kernel's processes that the ledger remembers
 
 
 class Broker:
@@ -115,15 +110,14 @@ class Broker:
         self.kernels: dict[str, Kernel] = {}
         self.devices = dict(devices or {})
         self.queue_changed = asyncio.Event()
-        self.anything_changed = (
-            asyncio.Event()
-        )  # anything at all may have changed; take it before looking, then wait for it
+        # Set at the next event: anything may have changed. Take it before looking at the state, then wait for it.
+        self.anything_changed = asyncio.Event()
         self.last_use_s = time.monotonic()
         self.stopping = False
         self.used_mib: dict[str, int] = {}  # by device, as last measured
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
-        self.files = files
+        self.records = LeaseRecords(self, writer, self.deadlines, files)
         self._end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
@@ -156,7 +150,7 @@ class Broker:
     # -- events in, effects out ----------------------------------------------------------------------------------------------
 
     def dispatch(self, event: Event) -> list[Effect]:
-        """Hand an event to the arbiter and carry out what it answers. Returns the effects, for callers that wait for one."""
+        """Hand an event to the arbiter, carry out the effects that it returns, and return them, for callers that wait for one."""
         point = self._failpoint(event) if failpoints.enabled() else ""
         failpoints.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
@@ -168,12 +162,11 @@ class Broker:
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)
         failpoints.reach(f"{point}.after")
-        self.anything_changed.set()
-        self.anything_changed = asyncio.Event()
+        self._wake_followers()
         return effects
 
     def _failpoint(self, event: Event) -> str:
-        """Name the event and the state of the lease it is about."""
+        """Return the failpoint's name: the event, and the state of its lease."""
         lease = self.arbiter.lease(getattr(event, "lease_id", ""))
         return f"event.{type(event).__name__}" + (f"@{lease.state}" if lease is not None else "")
 
@@ -186,18 +179,18 @@ class Broker:
                 self.changes += 1
                 self._state_changed(effect)
                 if new is not LeaseState.ENDED and lease_id in self.kernels:
-                    self.save(self.kernels[lease_id])
+                    self.records.save(self.kernels[lease_id])
             case Granted():
                 self._granted(effect)
             case CloseGate(lease_id=lease_id):
                 self._close_gate(lease_id)
             case Suspend() | Resume() | LookAgain() | Shrink():
-                if not self.stopping:  # else the next broker finds out what is true and decides anew
+                if not self.stopping:  # otherwise the next broker finds out what is true and decides anew
                     self._operations.start(effect)
             case Declined():
                 self._declined(effect)
             case Resized() | Pinned() | SuspendAnnounced():
-                self._told(effect)
+                self._pass_on(effect)
             case CapBreached():
                 self._breached(effect)
             case EndProcesses(lease_id=lease_id):
@@ -210,9 +203,9 @@ class Broker:
             case WakeAt(at_ms=at_ms):
                 self._set_alarm(at_ms)
             case LeaseAdmitted() | LeaseRefused():
-                pass  # read by the caller from dispatch's result
+                pass  # the caller reads it from the result of `dispatch`
             case _:
-                raise TypeError(f"the arbiter asked for {type(effect).__name__}, which the broker does not know")
+                raise TypeError(f"the arbiter returned {type(effect).__name__}, which the broker does not know")
 
     def _state_changed(self, change: StateChanged) -> None:
         kernel = self.kernels.get(change.lease_id)
@@ -235,32 +228,32 @@ class Broker:
         if kernel is None:
             return
         kernel.cell.ticket_by_broker = False
-        if self.may_use(kernel):
+        if self.records.may_use(kernel):
             self.open_gate(kernel)
         kernel.notify()
 
     def _declined(self, refusal: Declined) -> None:
         kernel = self.kernels.get(refusal.lease_id)
         if kernel is None or refusal.about in {"pin", "move"}:
-            return  # whoever pins or moves reads the answer from `dispatch`
+            return  # the caller that pins or moves reads the answer from the result of `dispatch`
         if refusal.about != "resize":
-            # The arbiter merges all requests to suspend one lease: its answer is the answer to each of them.
+            # The arbiter merges all requests to suspend one lease: its refusal answers each of them.
             for request in kernel.requests.suspends:
                 request.declined = (refusal.reason, refusal.sentence)
         elif kernel.requests.resize is not None:
             kernel.requests.resize.declined = (refusal.reason, refusal.sentence)
         kernel.notify()
 
-    def _told(self, effect: Resized | Pinned | SuspendAnnounced) -> None:
-        """Pass on what changes for a kernel that stays where it is."""
+    def _pass_on(self, effect: Resized | Pinned | SuspendAnnounced) -> None:
+        """Save or announce what changes for a kernel that stays where it is."""
         kernel = self.kernels.get(effect.lease_id)
         if kernel is None:
             return
         match effect:
             case Resized():
-                self.save(kernel, limit=True)
+                self.records.save(kernel, limit=True)
             case Pinned():
-                self.save(kernel)
+                self.records.save(kernel)
             case SuspendAnnounced(at_ms=at_ms):
                 self._announce(kernel, at_ms)
         kernel.notify()
@@ -275,30 +268,20 @@ class Broker:
             )
             kernel.link.send(GateVerb.NOTICE, sentence=sentence)
 
-    def may_use(self, kernel: Kernel) -> tuple[str, ...]:
-        """Return the devices that the kernel may use now: it is resident, and the ledger knows. None may be.
-
-        A reservation that a kernel was told of and the ledger was not would be given away once more by the next broker.
-        """
-        view = self.arbiter.lease(kernel.lease_id)
-        if view is None or view.state is not LeaseState.RESIDENT or devices_of(view) != kernel.on_disk.reserved:
-            return ()
-        return kernel.on_disk.reserved
-
     def open_gate(self, kernel: Kernel) -> None:
-        """Let the kernel's cells run if it may use its devices, and none of them has to ask first."""
-        device_ids, view = self.may_use(kernel), self.arbiter.lease(kernel.lease_id)
+        """Let the kernel's cells run if it may use its devices, and its gate is not closed for others that wait."""
+        device_ids, view = self.records.may_use(kernel), self.arbiter.lease(kernel.lease_id)
         if device_ids and kernel.link is not None and view is not None and not view.gate_closed:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
 
     def _close_gate(self, lease_id: str) -> None:
-        """Have the kernel's next cell ask. Where no extension is connected, IOPub says when one begins (`sync_busy_state`)."""
+        """Have the kernel's next cell ask first. Where no extension is connected, IOPub says when a cell begins (`sync_busy_state`)."""
         kernel = self.kernels.get(lease_id)
         if kernel is not None and kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
 
     def _cell_began(self, kernel: Kernel) -> None:
-        """A cell began though the gate is closed: nothing guards the cells, or the command came too late, or a grant undid it."""
+        """Handle a cell that began though the gate is closed: nothing guards the cells, the command came too late, or a grant undid it."""
         if kernel.link is not None:
             kernel.link.send(GateVerb.PREEMPT)
         elif kernel.requests.waiters == 0:
@@ -311,9 +294,9 @@ class Broker:
             self.contexts.breached(kernel)
 
     def _stepped(self, lease_id: str) -> None:
-        """What an operation is about to save is known: have it in the second record, too."""
+        """Write what an operation is about to save into the second record, too."""
         if (kernel := self.kernels.get(lease_id)) is not None:
-            self.save_second_record(kernel)
+            self.records.save_second_record(kernel)
 
     def _suspend_finished(self, kernel: Kernel) -> None:
         self.contexts.suspended(kernel)
@@ -324,7 +307,7 @@ class Broker:
             and kernel.executing
             and self.ticket(kernel.lease_id) is not None
         ):
-            # Preempted: the arbiter has filed its ticket. Should its cell end without the GPU, nobody needs that any more.
+            # Preempted: the arbiter has filed its ticket. If its cell ends without the GPU, the ticket is withdrawn.
             kernel.cell.ticket_by_broker = kernel.requests.waiters == 0
         self.sync_busy_state(kernel)
 
@@ -336,14 +319,16 @@ class Broker:
             kernel.forget_process()
             kernel.notify()
             self.token_files.remove(lease_id, kernel.launch.token_file, kernel.uid)
-        if self.files is not None:
-            self.files.drop(lease_id)
+        self.records.remove_second_record(lease_id)
         self.writer.submit(partial(self.writer.ledger.end_lease, lease_id, wall_ms(), reason))
         self.last_use_s = time.monotonic()
 
     def _trouble_changed(self) -> None:
-        """Tell all who wait or follow that the ledger can, or cannot, be written."""
+        """Wake all that wait or follow: the ledger can be written again, or cannot be written any more."""
         self._wake_queue()
+        self._wake_followers()
+
+    def _wake_followers(self) -> None:
         self.anything_changed.set()
         self.anything_changed = asyncio.Event()
 
@@ -401,7 +386,7 @@ class Broker:
         self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
 
     def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
-        """The kernel's process ended or is about to be replaced: what it held is free as soon as it left nothing behind."""
+        """Handle that the kernel's process ended or is about to be replaced: what it held is free once nothing of it is left."""
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
@@ -412,15 +397,17 @@ class Broker:
         self.survivors.kernel_ended(kernel, identity)
 
     def exited(self, kernel: Kernel) -> None:
-        """Nothing of the kernel's process is left: whatever it held is free."""
+        """Report that nothing of the kernel's process is left: what it held is free."""
         self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
-        if kernel.requests.size_before_burst is not None:  # it ended within a burst, which nobody else would give back
+        if (
+            kernel.requests.size_before_burst is not None
+        ):  # it ended within a burst: its request cannot end the burst any more
             own_size, kernel.requests.size_before_burst = kernel.requests.size_before_burst, None
             self.dispatch(replace(own_size, at_ms=now_ms()))
         kernel.notify()
 
     def _ended_by_oom(self, kernel: Kernel, full: str) -> None:
-        """Tell the kernel that comes after this one, and its story, why it ended."""
+        """Write why the kernel ended into its story, and for the kernel that comes after it."""
         view = self.arbiter.lease(kernel.lease_id)
         saved = (
             f", with the {format_memory(view.saved_mib)} that were saved from the GPU"
@@ -440,7 +427,7 @@ class Broker:
         self.writer.submit(partial(self.writer.ledger.record, lease_id, wall_ms(), reason, sentence))
 
     def sync_busy_state(self, kernel: Kernel) -> None:
-        """Tell the arbiter whether the kernel is busy, and want the GPU for one that nobody else speaks for."""
+        """Report to the arbiter whether the kernel is busy, and request the GPU for one that cannot do so itself."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.state in (LeaseState.UNATTACHED, LeaseState.ENDED):
             return
@@ -461,8 +448,11 @@ class Broker:
         if executing and kernel.link is None and not view.spec.gated:
             self.request_on_behalf(kernel)
 
-    def note_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
-        """A signal or a debugger stopped the process, or it goes on. While stopped it stays on its device, and its neighbours hear why."""
+    def set_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
+        """Note that a signal or a debugger stopped the process, or that it goes on.
+
+        A stopped process stays on its device, and the reason shows in its story and to those that wait for the device.
+        """
         identity = kernel.identity
         if identity is None or stopped == bool(kernel.stopped):
             return
@@ -474,7 +464,7 @@ class Broker:
         self.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=why_not))
 
     async def measure(self, kernel: Kernel) -> None:
-        """Tell the arbiter what the kernel uses at this moment. Raises GPUError."""
+        """Report to the arbiter what the kernel uses at this moment. Raises GPUError."""
         used_mib = await self._inspector.used_mib(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
@@ -482,7 +472,7 @@ class Broker:
             self.dispatch(measured)
 
     def request_on_behalf(self, kernel: Kernel) -> None:
-        """File a ticket on behalf of a kernel that cannot or did not ask."""
+        """File a ticket on behalf of a kernel that cannot request the GPU, or did not."""
         view = self.arbiter.lease(kernel.lease_id)
         if view is None or view.revoked or kernel.cell.ticket_by_broker:
             return
@@ -492,95 +482,15 @@ class Broker:
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
     def driver_started(self) -> None:
-        """The driver can be asked from now on: examine at once what only it knows."""
+        """Examine at once what only the driver knows: it can be asked from now on."""
         self._operations.look_now()
 
     def end_operation(self, lease_id: str, operation_id: int, outcome: str) -> None:
-        """Write down how an earlier broker's operation ended. What cannot be written now is before the lease's next operation."""
+        """Write down how an earlier broker's operation ended. What cannot be written now is written before the lease's next operation."""
         self._operations.end(lease_id, operation_id, outcome)
 
-    def save(self, kernel: Kernel, *, limit: bool = False) -> None:
-        """Write the lease as it stands; with `limit`, tell the kernel its memory limit once that is on the disk."""
-        kernel.on_disk.save_due = False
-        record = self.save_second_record(kernel)
-        if record is None:
-            return
-        device_ids = _reserved(record)
-        if not device_ids:
-            kernel.on_disk.reserved = ()
-            kernel.on_disk.unreserved_saves += 1
-        done = self.writer.submit(partial(self.writer.ledger.save_lease, record))
-        done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.on_disk.unreserved_saves, limit))
-
-    def _saved(
-        self,
-        kernel: Kernel,
-        device_ids: tuple[str, ...],
-        unreserved_saves: int,
-        limit: bool,
-        done: asyncio.Future[None],
-    ) -> None:
-        if done.cancelled() or self.kernels.get(kernel.lease_id) is not kernel:
-            return
-        if done.exception() is not None:
-            if not self.stopping and not kernel.on_disk.save_due:  # its cell may be waiting for this
-                kernel.on_disk.save_due = True
-                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, partial(self.save, kernel, limit=True))
-            return
-        if device_ids and device_ids != kernel.on_disk.reserved and unreserved_saves == kernel.on_disk.unreserved_saves:
-            kernel.on_disk.reserved = device_ids
-            self.open_gate(kernel)
-            kernel.notify()
-        elif limit and kernel.link is not None and (device_ids := self.may_use(kernel)):
-            kernel.link.send(GateVerb.LIMIT, environment=self.environment(kernel.lease_id, device_ids))
-
-    def save_second_record(self, kernel: Kernel) -> LeaseRecord | None:
-        """Return what `record` returns, once it is on its way to the second records."""
-        record = self.record(kernel)
-        if record is not None and self.files is not None:
-            self.files.put(record)
-        return record
-
-    def record(self, kernel: Kernel) -> LeaseRecord | None:
-        """Return the lease as the ledger keeps it, or None if the arbiter does not know it."""
-        view = self.arbiter.lease(kernel.lease_id)
-        if view is None:
-            return None
-        identity = kernel.identity
-        return LeaseRecord(
-            spec=view.spec,
-            state=view.state,
-            generation=view.generation,
-            device_id=view.device_id,
-            saved_mib=max(view.saved_mib, kernel.checkpoint.total_mib if view.state in _MAY_BE_SAVED else 0),
-            uid=kernel.uid,
-            kernel_id=kernel.launch.kernel_id,
-            token_sha256=kernel.token_sha256,
-            boot_id=identity.boot_id if identity else "",
-            pid=identity.pid if identity else None,
-            start_time=identity.start_time if identity else None,
-            connection=kernel.connection,
-            language=kernel.launch.language,
-            ipykernel=kernel.launch.ipykernel,
-            created_ms=kernel.created_ms,
-            suspends=kernel.suspends,
-            resumes=kernel.resumes,
-            home_device_id=kernel.checkpoint.home,
-            device_ids=view.device_ids if len(view.device_ids) > 1 else (),
-            home_device_ids=kernel.checkpoint.homes if len(kernel.checkpoint.homes) > 1 else (),
-            members=tuple(one.to_text() for one in sorted(kernel.members)[:_MOST_MEMBERS]),
-            released=kernel.ending.released,
-            server=kernel.launch.server.to_text() if kernel.launch.server is not None else "",
-            token_file=kernel.launch.token_file,
-            pinned_until_ms=self._pinned_until_ms(view),
-        )
-
-    def _pinned_until_ms(self, view: LeaseView) -> int:
-        left_ms = view.pinned_until_ms - now_ms()
-        return self.deadlines.now_ms() + left_ms if left_ms > 0 else 0
-
     def ticket(self, lease_id: str) -> TicketView | None:
-        """Return the lease's place in the queue. The queue is looked at once for all who ask between two events, or for a second."""
+        """Return the lease's place in the queue. One look at the queue serves all callers between two events, or for a second."""
         at_ms = now_ms()
         if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
             pools = self.arbiter.pools()
@@ -600,8 +510,9 @@ class Broker:
         ]
 
     async def close(self) -> None:
-        """Stop everything that runs on the loop. Kernels are left as they are; an operation in hand is finished first."""
+        """Stop everything that runs on the loop. Kernels stay as they are; an operation that has begun is finished first."""
         self.stopping = True
+        self.records.stop_retrying()
         await self._operations.close()
         await self.survivors.close()
         await self.contexts.close()
@@ -609,24 +520,11 @@ class Broker:
         for kernel in self.kernels.values():
             kernel.forget_process()
         self._zmq.destroy(linger=0)
-        if self.files is not None:
-            await self.files.close()
+        await self.records.close()
         await self.token_files.close()
         await self.writer.close()
 
 
-def devices_of(view: LeaseView) -> tuple[str, ...]:
-    """Return all devices of a lease, its first one first."""
-    return view.device_ids or ((view.device_id,) if view.device_id is not None else ())
-
-
-def _reserved(record: LeaseRecord) -> tuple[str, ...]:
-    """Return the devices on which the ledger says that the lease holds a reservation."""
-    if record.state not in HOLDING or record.device_id is None:
-        return ()
-    return record.device_ids or (record.device_id,)
-
-
 def token_digest(token: str) -> str:
-    """Return what is kept of a token."""
+    """Return the digest of a token, which is all that the broker keeps of it."""
     return hashlib.sha256(token.encode()).hexdigest()

@@ -12,27 +12,54 @@ from fractional_gpu.host.process import ProcessIdentity
 
 if TYPE_CHECKING:
     from fractional_gpu.broker.kernels.kernel import Kernel
+    from fractional_gpu.broker.persistence.lease_records import LeaseRecords
 
 __all__ = ["Runtime"]
 
 
 class Runtime(Protocol):
-    """The broker, as its parts see it. All methods run on the event loop; `Broker` documents them."""
+    """The broker, as its parts see it. All methods run on the event loop."""
 
     @property
-    def arbiter(self) -> Arbiter: ...  # noqa: D102
+    def arbiter(self) -> Arbiter:
+        """The arbiter, to read: it changes by `dispatch` only."""
+
     @property
-    def monitor(self) -> Monitor: ...  # noqa: D102
+    def monitor(self) -> Monitor:
+        """What reads the devices."""
+
     @property
-    def kernels(self) -> Mapping[str, "Kernel"]: ...  # noqa: D102
+    def kernels(self) -> Mapping[str, "Kernel"]:
+        """Every living lease's kernel, by lease."""
+
     @property
-    def devices(self) -> Mapping[str, DeviceInfo]: ...  # noqa: D102
-    def dispatch(self, event: Event) -> list[Effect]: ...  # noqa: D102
-    def environment(self, lease_id: str, device_ids: Sequence[str]) -> dict[str, str]: ...  # noqa: D102
-    def exited(self, kernel: "Kernel") -> None: ...  # noqa: D102
-    def sync_busy_state(self, kernel: "Kernel") -> None: ...  # noqa: D102
-    def may_use(self, kernel: "Kernel") -> tuple[str, ...]: ...  # noqa: D102
-    def process_gone(self, kernel: "Kernel", identity: ProcessIdentity) -> None: ...  # noqa: D102
-    def roots(self) -> list[ProcessIdentity]: ...  # noqa: D102
-    def save(self, kernel: "Kernel", *, limit: bool = False) -> None: ...  # noqa: D102
-    def views(self) -> list[tuple["Kernel", LeaseView]]: ...  # noqa: D102
+    def devices(self) -> Mapping[str, DeviceInfo]:
+        """The devices that the broker manages, by id."""
+
+    @property
+    def records(self) -> "LeaseRecords":
+        """What writes leases into the ledger."""
+
+    def dispatch(self, event: Event) -> list[Effect]:
+        """Hand an event to the arbiter, carry out the effects that it returns, and return them."""
+
+    def environment(self, lease_id: str, device_ids: Sequence[str]) -> dict[str, str]:
+        """Return what binds a kernel to its devices and its cap; without devices, what it needs before it has any."""
+
+    def exited(self, kernel: "Kernel") -> None:
+        """Report that nothing of the kernel's process is left: what it held is free."""
+
+    def open_gate(self, kernel: "Kernel") -> None:
+        """Let the kernel's cells run if it may use its devices."""
+
+    def process_gone(self, kernel: "Kernel", identity: ProcessIdentity) -> None:
+        """Report that the kernel's process ended or is about to be replaced."""
+
+    def roots(self) -> list[ProcessIdentity]:
+        """Return the kernel processes of all leases."""
+
+    def sync_busy_state(self, kernel: "Kernel") -> None:
+        """Report to the arbiter whether the kernel is busy."""
+
+    def views(self) -> list[tuple["Kernel", LeaseView]]:
+        """Return every living lease with its kernel."""

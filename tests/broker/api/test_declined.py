@@ -122,7 +122,7 @@ def test_a_refusal_reaches_everybody_who_asked_for_that_suspend_and_the_cell_is_
         asking = [suspend(lease), suspend(lease)]
         kernel = live.broker.kernels[lease.lease_id]
         until(
-            lambda: view(lease).suspend_asked and kernel.requests.suspend_waiters == 2,
+            lambda: view(lease).suspend_requested and kernel.requests.suspend_waiters == 2,
             "both requests wait for the channel",
         )
         with acquiring(live, lease) as told:

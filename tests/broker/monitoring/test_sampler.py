@@ -61,6 +61,7 @@ class World:
         self.changes = 0
         self.sensors: dict[str, DeviceSensors] = {}
         self.enforcement = Enforcement(cast("Broker", self))
+        self.records = self
         self.survivors = Survivors(cast("Broker", self), cast("ProcessInspector", SimpleNamespace()))
         self.oom_kills = OomKills()
         self.used_mib: dict[str, int] = {}
@@ -97,7 +98,7 @@ class World:
     def request_on_behalf(self, kernel: Kernel) -> None:
         self.wanted.append(kernel.lease_id)
 
-    def note_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
+    def set_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
         if stopped != bool(kernel.stopped):
             kernel.stopped = "stopped" * stopped
             self.stopped.append(stopped)

@@ -399,8 +399,8 @@ async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
             seats._seats[name] = seat
             await seats.confirm(name)
         seats.release("ended")
-        assert broker.files is not None
-        await broker.files.flushed()
+        assert broker.records.files is not None
+        await broker.records.files.flushed()
     socket.with_name("ledger.sqlite").unlink()
     async with started(socket, OneDevice()) as (broker, _):
         seats = LeaseService(broker, load(None, {})).seats

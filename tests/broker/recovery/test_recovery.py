@@ -210,7 +210,7 @@ async def test_what_an_earlier_broker_left_half_saved_comes_back_only_if_it_has_
             view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
             assert view is not None
             assert view.state is state
-            again = broker.record(kernel)
+            again = broker.records.record(kernel)
             assert again is not None
             assert again.saved_mib == (600 if state is L.QUARANTINED else 0), "the broker after this one needs it, too"
 
@@ -226,7 +226,7 @@ async def test_a_kernel_whose_line_cannot_be_listened_to_is_kept_and_counts_as_b
             view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
             assert view is not None
             assert (view.state, view.busy, kernel.busy) == (L.RESIDENT, True, True)
-            record = broker.record(kernel)
+            record = broker.records.record(kernel)
             assert record is not None
             assert record.connection == connection, "a broker that understands it may come back"
 
@@ -280,6 +280,6 @@ async def test_a_lease_of_several_devices_comes_back_on_all_of_them(tmp_path: Pa
         record = record_of(process, L.RESIDENT, device_ids=devices, home_device_ids=devices, home_device_id=DEVICE)
         async with recovered(tmp_path, driver, record) as broker:
             assert broker.kernels[LEASE].checkpoint.homes == devices
-            again = broker.record(broker.kernels[LEASE])
+            again = broker.records.record(broker.kernels[LEASE])
             assert again is not None
             assert again.home_device_ids == devices

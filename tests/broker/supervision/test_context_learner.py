@@ -45,6 +45,7 @@ class World:
         self.devices = {one: SimpleNamespace(name="H100") for one in (DEVICE, OTHER)}
         self.arbiter = SimpleNamespace(lease=lambda _: self._view())
         self.monitor = SimpleNamespace(use=self._use)
+        self.records = self
         self.learner = ContextLearner(cast("Broker", self), ContextSizes())
 
     def _view(self) -> SimpleNamespace:

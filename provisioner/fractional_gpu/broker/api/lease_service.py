@@ -192,7 +192,7 @@ class LeaseService:
             if isinstance(effect, LeaseRefused) and effect.lease_id == spec.lease_id:
                 del broker.kernels[spec.lease_id]
                 raise NoRoomError(effect.sentence, reason=effect.reason)
-        record = broker.save_second_record(kernel)
+        record = broker.records.save_second_record(kernel)
         if record is not None:
             try:
                 await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
@@ -317,7 +317,7 @@ class LeaseService:
         digest = token_digest(token)
         if not kernel.token_sha256 and self._is_of(peer, kernel, or_parent=True):
             kernel.token_sha256 = digest
-            self.broker.save(kernel)
+            self.broker.records.save(kernel)
         if hmac.compare_digest(digest, kernel.token_sha256):
             return True
         view = self.broker.arbiter.lease(kernel.lease_id)
@@ -387,7 +387,7 @@ class LeaseService:
                 ) from error
             if not gated:
                 self._insist(kernel, identity)
-        record = self.broker.save_second_record(kernel)
+        record = self.broker.records.save_second_record(kernel)
         if record is not None:
             await self.broker.writer.run(partial(self.broker.writer.ledger.save_lease, record))
         return self.status_of(kernel)
@@ -462,7 +462,7 @@ class LeaseService:
         if view is None or kernel.ending.released or view.revoked:
             return _over(view)
         if view.state is LeaseState.RESIDENT and not view.at_gate:
-            device_ids = self.broker.may_use(kernel)
+            device_ids = self.broker.records.may_use(kernel)
             if not device_ids:
                 return self._unwritten() if time.monotonic() < deadline_s else _UNWRITTEN
             return Progress(

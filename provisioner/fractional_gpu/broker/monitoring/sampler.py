@@ -229,7 +229,7 @@ class Sampler:
             users = frozenset(one for one in kernel.members if one.pid in mine)
             if not users <= kernel.measurement.users_on_disk:
                 kernel.measurement.users_on_disk = users
-                self._broker.save(kernel)
+                self._broker.records.save(kernel)
             if kernel.ending.survivors:
                 self._broker.survivors.refresh(kernel, mine)
 
@@ -306,7 +306,7 @@ class Sampler:
         )
         for kernel, view in self._broker.views():
             if kernel.stopped or (waited_for and view.state is LeaseState.RESIDENT):
-                self._broker.note_stopped(kernel, stopped=_is_held_up(kernel))
+                self._broker.set_stopped(kernel, stopped=_is_held_up(kernel))
 
     def relieve_silent(self) -> None:
         """A kernel that needs the GPU and cannot say so gets a ticket: nobody is left blocked, or without a reservation, for ever."""

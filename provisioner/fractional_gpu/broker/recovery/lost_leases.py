@@ -315,7 +315,7 @@ class LostLeases:
         kernel.identity = None
         broker.dispatch(Attached(at_ms=now_ms(), lease_id=one.lease_id, gated=True))
         follow_found(broker, kernel, one.identity, record.connection)
-        broker.save(kernel)
+        broker.records.save(kernel)
         log.warning("lease %s is not in the ledger: process %d has a new one", one.lease_id[:8], one.identity.pid)
 
 

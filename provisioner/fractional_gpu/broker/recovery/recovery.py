@@ -125,7 +125,7 @@ def _introduce(broker: Broker, found: _Found) -> None:
         broker.survivors.kernel_ended(kernel, kernel.ending.root)
     if found.operation is not None:
         broker.end_operation(kernel.lease_id, found.operation.operation_id, f"found {state}")
-    broker.save(kernel)
+    broker.records.save(kernel)
 
 
 async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: HostSnapshot | None) -> list[Survivor]:

@@ -92,7 +92,7 @@ class Revocations:
                 continue
             self._broker.dispatch(SeatRenewed(at_ms=now_ms(), lease_id=kernel.lease_id, seat=seat.seat_id))
             kernel.cell.ticket_by_broker = False
-            self._broker.save(kernel)
+            self._broker.records.save(kernel)
             self._broker.sync_busy_state(kernel)
             kernel.notify()
         self._forget()

@@ -123,7 +123,7 @@ class Seats:
         A confirmed seat that the ledger does not know, because an earlier one was lost, is taken from its second record.
         """
         self._seats = {record.seat_id: record for record in ledger.live_seats()}
-        files = self._broker.files
+        files = self._broker.records.files
         for seat in read_seat_files(files.folder) if files is not None else ():
             if not ledger.has_seat(seat.seat_id):
                 log.warning(
@@ -447,8 +447,8 @@ class Seats:
 
     def _note(self, seat: SeatRecord) -> None:
         """Have the seat in the second records once it is confirmed; before that its taker can ask anew."""
-        if self._broker.files is not None and seat.expires_ms is None:
-            self._broker.files.put_seat(seat)
+        if self._broker.records.files is not None and seat.expires_ms is None:
+            self._broker.records.files.put_seat(seat)
 
     def _known(self, seat_id: str) -> SeatRecord:
         seat = self._seats.get(seat_id)
@@ -467,8 +467,8 @@ class Seats:
 
     def _end(self, seat: SeatRecord, reason: str) -> None:
         del self._seats[seat.seat_id]
-        if self._broker.files is not None:
-            self._broker.files.drop_seat(seat.seat_id)
+        if self._broker.records.files is not None:
+            self._broker.records.files.drop_seat(seat.seat_id)
         log.info("seat %s of %r ended: %s", seat.seat_id[:8], seat.owner, reason)
         self._write_end(seat.seat_id, partial(self._broker.writer.ledger.end_seat, seat.seat_id, wall_ms(), reason))
         self.revocations.seat_ended(seat)

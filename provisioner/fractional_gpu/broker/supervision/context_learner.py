@@ -73,7 +73,7 @@ class ContextLearner:
             if kernel.busy:
                 await change.wait()
                 continue
-            link, device_ids = kernel.link, self._broker.may_use(kernel)
+            link, device_ids = kernel.link, self._broker.records.may_use(kernel)
             if link is None or not device_ids:
                 return  # it ended, or is being suspended, which teaches the same
             word = await link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S)
@@ -93,7 +93,7 @@ class ContextLearner:
             return False  # what was counted is not of the moment that the answer was of
         used_mib = sum(one.used_mib for one in use.processes if one.pid == kernel.identity.pid)
         self._saw(kernel, device_ids, used_mib)
-        return device_ids == self._broker.may_use(kernel)
+        return device_ids == self._broker.records.may_use(kernel)
 
     def _saw(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
         """Take in what the kernel's own process has on its only device. Of several devices nothing tells which holds what."""

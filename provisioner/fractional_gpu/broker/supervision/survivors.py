@@ -202,7 +202,7 @@ class Survivors:
         self._broker.dispatch(
             LeftBehind(at_ms=now_ms(), lease_id=kernel.lease_id, what=described(kernel.ending.survivors))
         )
-        self._broker.save(kernel)
+        self._broker.records.save(kernel)
         kernel.notify()
         if self._policy(kernel) is AfterKernel.END:
             task = asyncio.get_running_loop().create_task(self._end_by_policy(kernel))
