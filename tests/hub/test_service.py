@@ -135,10 +135,10 @@ def test_an_administrator_sees_everybody(scene: Scene) -> None:
 
 
 def test_a_kernel_of_somebody_else_is_unknown_whatever_is_asked(scene: Scene) -> None:
-    for act, body in ACTS:
+    for action, body in ACTS:
         for lease in (scene.leases["otto"], "0" * 24):
-            answer = scene.lise.ask(f"leases/{lease}/{act}", body)
-            assert (answer.status, answer.reason) == (404, "unknown-lease"), (act, lease, answer)
+            answer = scene.lise.ask(f"leases/{lease}/{action}", body)
+            assert (answer.status, answer.reason) == (404, "unknown-lease"), (action, lease, answer)
     assert scene.lise.ask(f"leases/{scene.leases['otto']}/story").reason == "unknown-lease"
     assert scene.notebooks["otto"].must(CHECK).text == "intact\n"
 
@@ -185,7 +185,7 @@ def test_forged_cookies_and_tokens_open_nothing(scene: Scene) -> None:
             urllib.request.urlopen(request)  # noqa: S310
         with caught.value as error:
             assert error.code == 401, header
-            assert json.loads(error.read())["error"]["message"].startswith("nobody is logged in")
+            assert json.loads(error.read())["error"]["message"].startswith("you are not logged in")
 
 
 def test_a_service_of_the_hub_is_nobody_here(scene: Scene) -> None:

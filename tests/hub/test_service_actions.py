@@ -12,7 +12,7 @@ import pytest
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError
 from fractional_gpu.protocol.seats import SeatRequest
-from fractional_gpu_hub.service.actions import Acts
+from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.views import Viewer
 from tests.broker.live import live_broker
 from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease
@@ -29,15 +29,15 @@ async def test_a_page_that_goes_away_takes_a_waiting_resume_back(
         broker.leases["lease-1"] = FakeLease(request=LEASE, token="", state="suspended")
         broker.extra["seat"] = "seat-1"
         held = broker.held["resume"] = threading.Event()
-        acts = Acts(broker.path)
-        asked = asyncio.ensure_future(acts.lease(Viewer(name="me", admin=admin), "lease-1", "resume", {}))
+        actions = Actions(broker.path)
+        asked = asyncio.ensure_future(actions.lease(Viewer(name="me", admin=admin), "lease-1", "resume", {}))
         await asyncio.to_thread(broker.wait_for, lambda: "resume" in broker.routes())
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await asyncio.to_thread(acts._threads.shutdown)  # its thread has ended
+                await asyncio.to_thread(actions._threads.shutdown)  # its thread has ended
         finally:
             held.set()
         assert broker.routes().count("resume") == 1
@@ -45,7 +45,7 @@ async def test_a_page_that_goes_away_takes_a_waiting_resume_back(
 
 async def test_an_administrator_who_means_it_releases_a_seat_and_the_audit_log_has_it() -> None:
     with live_broker(pools={"default": {"wait_bound": "100%"}}) as live:
-        acts = Acts(live.socket)
+        actions = Actions(live.socket)
 
         def take() -> str:
             with SeatClient(live.socket) as client:
@@ -57,13 +57,13 @@ async def test_an_administrator_who_means_it_releases_a_seat_and_the_audit_log_h
 
         seat_id = await asyncio.to_thread(take)
         with pytest.raises(ForbiddenError):
-            await acts.release_seat(Viewer(name="ada", admin=False), seat_id, {"confirm": True})
+            await actions.release_seat(Viewer(name="ada", admin=False), seat_id, {"confirm": True})
         with pytest.raises(BadRequestError, match="send confirm = true"):
-            await acts.release_seat(Viewer(name="grace", admin=True), seat_id, {})
+            await actions.release_seat(Viewer(name="grace", admin=True), seat_id, {})
         assert await asyncio.to_thread(seats) == 1
-        assert await acts.release_seat(Viewer(name="grace", admin=True), seat_id, {"confirm": True}) == {"ok": True}
+        assert await actions.release_seat(Viewer(name="grace", admin=True), seat_id, {"confirm": True}) == {"ok": True}
         assert await asyncio.to_thread(seats) == 0
         written = [json.loads(line) for line in Path(live.service.audit.path).read_text().splitlines()]
         done = {(line["act"], line["acting_for"]) for line in written if line["outcome"] == "done"}
         assert ("seat.end", "grace") in done
-        acts.close()
+        actions.close()

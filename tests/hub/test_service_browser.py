@@ -34,7 +34,7 @@ def hub() -> Iterator[HubWorld]:
             yield hub
 
 
-def picture(page: Page, name: str) -> None:
+def snapshot(page: Page, name: str) -> None:
     if SCREENSHOTS:
         page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", animations="disabled")
 
@@ -58,7 +58,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         ada = logged_in(browser, hub, "ada")
         ada.goto(f"{hub.url}hub/spawn")
         ada.get_by_label("3/4 GPU, 768 MiB").check()
-        picture(ada, "hub-spawn")
+        snapshot(ada, "hub-spawn")
         ada.get_by_role("button", name=re.compile("Start", re.IGNORECASE)).click()
         hub.await_server("ada")
         first = hub.connect("ada").start("fractional-gpu-default-750")
@@ -80,7 +80,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         expect(kernels.get_by_role("row").filter(has_text="bob")).to_contain_text("in use")
         waiting = first.send(CHECK)
         expect(row).to_contain_text("waits, place 1")
-        picture(grace, "hub-page")
+        snapshot(grace, "hub-page")
 
         user = logged_in(browser, hub, "ada")
         user.goto(hub.url + PAGE)
@@ -109,7 +109,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         row.get_by_role("button", name=re.compile("^Evict")).click()
         expect(grace.get_by_role("dialog")).to_contain_text("All its variables are lost, for good")
         expect(grace.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
-        picture(grace, "hub-page-dark")
+        snapshot(grace, "hub-page-dark")
         grace.keyboard.press("Escape")
         first_device.get_by_role("button", name="Undrain GPU 0").click()
         expect(first_device).to_contain_text("in service")

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from fractional_gpu_hub.service import startup_placeholder
-from fractional_gpu_hub.service.startup_placeholder import Doorman
+from fractional_gpu_hub.service.startup_placeholder import StartupPlaceholder
 
 
 def _free_port() -> int:
@@ -19,13 +19,13 @@ def _free_port() -> int:
 
 def test_whoever_comes_early_is_told_to_come_again_and_nobody_is_lost_on_the_way() -> None:
     port = _free_port()
-    early = Doorman(f"http://127.0.0.1:{port}")
+    early = StartupPlaceholder(f"http://127.0.0.1:{port}")
     for _ in range(3):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("GET", "/services/gpu/")
         reply = connection.getresponse()
         assert (reply.status, reply.getheader("Retry-After")) == (425, "1")
-        assert b"The page is being started" in reply.read()
+        assert b"The page about the GPUs is starting" in reply.read()
         connection.close()
     with early.hand_over() as listener, socket.create_connection(("127.0.0.1", port), timeout=30) as late:
         listener.settimeout(30)
@@ -37,7 +37,7 @@ def test_whoever_comes_early_is_told_to_come_again_and_nobody_is_lost_on_the_way
 def test_one_who_says_nothing_does_not_keep_the_service_from_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_placeholder, "_PEER_S", 0.05)
     port = _free_port()
-    early = Doorman(f"http://127.0.0.1:{port}")
+    early = StartupPlaceholder(f"http://127.0.0.1:{port}")
     with socket.create_connection(("127.0.0.1", port), timeout=30):
         early.hand_over().close()
 
@@ -45,8 +45,8 @@ def test_one_who_says_nothing_does_not_keep_the_service_from_its_place(monkeypat
 def test_a_port_that_is_still_held_is_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         url = f"http://127.0.0.1:{holder.getsockname()[1]}"
-        made: list[Doorman] = []
-        thread = threading.Thread(target=lambda: made.append(Doorman(url)))
+        made: list[StartupPlaceholder] = []
+        thread = threading.Thread(target=lambda: made.append(StartupPlaceholder(url)))
         thread.start()
     thread.join(60)
     assert not thread.is_alive()
@@ -56,4 +56,4 @@ def test_a_port_that_is_still_held_is_waited_for() -> None:
 def test_one_that_stays_held_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_placeholder, "_PATIENCE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(OSError, match="in use"):
-        Doorman(f"http://127.0.0.1:{holder.getsockname()[1]}")
+        StartupPlaceholder(f"http://127.0.0.1:{holder.getsockname()[1]}")

@@ -13,9 +13,9 @@ from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
 from fractional_gpu_hub.service import app, handlers
-from fractional_gpu_hub.service.actions import Acts
+from fractional_gpu_hub.service.actions import Actions
+from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
-from fractional_gpu_hub.service.watch import Watch
 
 DEADLINE_S = 60.0
 ACCESS = "access:services!service=gpu"
@@ -61,23 +61,24 @@ class Page:
 
 
 @pytest.fixture
-async def watch(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watch]:
+async def follower(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BrokerFollower]:
     monkeypatch.setattr(handlers, "STREAM_TRUST_S", 0.0)
     monkeypatch.setenv("JUPYTERHUB_OAUTH_ACCESS_SCOPES", json.dumps([ACCESS]))
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/services/gpu/")
-    watch = Watch("/nowhere")
-    yield watch
-    watch._stopping.set()
+    follower = BrokerFollower("/nowhere")
+    yield follower
+    follower._stopping.set()
 
 
 @asynccontextmanager
-async def opened(watch: Watch, monkeypatch: pytest.MonkeyPatch, scopes: list[str]) -> AsyncIterator[Page]:
+async def opened(follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, scopes: list[str]) -> AsyncIterator[Page]:
     monkeypatch.setattr(Hub, "scopes", [ACCESS, *scopes])
     async with serving(web.Application([(r"/hub/api/user", Hub)])) as hub:
         auth = HubOAuth(api_url=f"http://127.0.0.1:{hub}/hub/api", api_token="the service's", cache_max_age=3600)  # noqa: S106
         monkeypatch.setattr(handlers._Base, "hub_auth", auth)
-        acts = Acts("/nowhere")
-        application = web.Application(handlers.routes("/services/gpu/", watch, acts, "/nowhere"), cookie_secret="x")  # noqa: S106
+        actions = Actions("/nowhere")
+        routes = handlers.routes("/services/gpu/", follower, actions, "/nowhere")
+        application = web.Application(routes, cookie_secret="x")  # noqa: S106
         async with serving(application) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(
@@ -86,46 +87,48 @@ async def opened(watch: Watch, monkeypatch: pytest.MonkeyPatch, scopes: list[str
             yield Page(reader)
             writer.close()
             await writer.wait_closed()
-        acts.close()
+        actions.close()
         auth._pool.shutdown()
         auth._thread_loop.close()  # the library's own, for questions that block
 
 
-def stir(watch: Watch) -> None:
+def stir(follower: BrokerFollower) -> None:
     """There is news."""
-    watch._take({"problem": f"{watch.picture.problem}!"})
+    follower._take({"problem": f"{follower.snapshot.problem}!"})
 
 
-async def test_a_token_that_was_taken_away_ends_the_open_stream(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(watch, monkeypatch, [READ_SCOPE]) as page:
+async def test_a_token_that_was_taken_away_ends_the_open_stream(
+    follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(follower, monkeypatch, [READ_SCOPE]) as page:
         assert await page.view() is not None
-        stir(watch)
+        stir(follower)
         assert await page.view() is not None, "the user may still see it"
         monkeypatch.setattr(Hub, "scopes", None)
-        stir(watch)
+        stir(follower)
         assert await page.view() is None
 
 
 @pytest.mark.parametrize("left", [[ACCESS], [READ_SCOPE]])
 async def test_a_scope_that_was_taken_away_ends_the_open_stream(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch, left: list[str]
+    follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, left: list[str]
 ) -> None:
-    async with opened(watch, monkeypatch, [READ_SCOPE]) as page:
+    async with opened(follower, monkeypatch, [READ_SCOPE]) as page:
         assert await page.view() is not None
         monkeypatch.setattr(Hub, "scopes", left)
-        stir(watch)
+        stir(follower)
         assert await page.view() is None
 
 
 async def test_an_administrator_who_is_none_any_more_sees_what_users_see(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
+    follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(watch, monkeypatch, [READ_SCOPE, ADMIN_SCOPE]) as page:
+    async with opened(follower, monkeypatch, [READ_SCOPE, ADMIN_SCOPE]) as page:
         first = await page.view()
         assert first is not None
         assert first["you"]["admin"] is True
         monkeypatch.setattr(Hub, "scopes", [ACCESS, READ_SCOPE])
-        stir(watch)
+        stir(follower)
         then = await page.view()
         assert then is not None
         assert then["you"]["admin"] is False

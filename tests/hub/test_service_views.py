@@ -19,8 +19,8 @@ from fractional_gpu.protocol.seats import (
     SeatList,
     SeatStatus,
 )
+from fractional_gpu_hub.service.broker_follower import Snapshot
 from fractional_gpu_hub.service.views import Viewer, is_own, view_of
-from fractional_gpu_hub.service.watch import Picture
 
 ADA = Viewer(name="ada", admin=False)
 GRACE = Viewer(name="grace", admin=True)
@@ -48,18 +48,18 @@ def seat(owner: str) -> SeatStatus:
     )  # fmt: skip
 
 
-def picture(*leases: LeaseStatus, **fields: Any) -> Picture:  # noqa: ANN401 - Picture's own
+def snapshot(*leases: LeaseStatus, **fields: Any) -> Snapshot:  # noqa: ANN401 - Picture's own
     status = HostStatus(
         version="1", pid=1, simulated=False, socket="s", host_budget_mib=1000, host_saved_mib=0,
         devices=[DEVICE], leases=list(leases), pools={"default": [250, 500]},
     )  # fmt: skip
     seats = SeatList(seats=[seat("ada"), seat("bob")])
     pools = PoolList(pools=[PoolKeys(pool="default", devices=["GPU-1"], keys={"idle_after": "5m"}, changed=[])])
-    return replace(Picture(status=status, seats=seats, pools=pools, problem=""), **fields)
+    return replace(Snapshot(status=status, seats=seats, pools=pools, problem=""), **fields)
 
 
 def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
-    shown = view_of(picture(lease("aaaa", "ada"), lease("bbbb", "bob")), ADA)
+    shown = view_of(snapshot(lease("aaaa", "ada"), lease("bbbb", "bob")), ADA)
     text = json.dumps(shown)
     for secret in ("bob", "bbbb", "carol", "idle_after"):
         assert secret not in text
@@ -68,11 +68,11 @@ def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
     assert [row["id"] for row in shown["kernels"]] == ["aaaa" * 6]
     assert "evict" not in shown["kernels"][0]["actions"]
     assert [row["actions"] for row in shown["seats"]] == [[]]
-    assert [row["actions"] for row in view_of(picture(), GRACE)["seats"]] == [["release"], ["release"]]
+    assert [row["actions"] for row in view_of(snapshot(), GRACE)["seats"]] == [["release"], ["release"]]
 
 
 def test_an_administrator_sees_all_and_by_whom() -> None:
-    shown = view_of(picture(lease("aaaa", "ada"), lease("bbbb", "bob")), GRACE)
+    shown = view_of(snapshot(lease("aaaa", "ada"), lease("bbbb", "bob")), GRACE)
     assert {row["owner"] for row in shown["kernels"]} == {"ada", "bob"}
     assert "carol" in shown["devices"][0]["note"]
     assert shown["pools"][0]["keys"] == {"idle_after": "5m"}
@@ -82,8 +82,8 @@ def test_an_administrator_sees_all_and_by_whom() -> None:
 def test_a_kernel_of_a_machines_user_is_not_that_of_the_hubs_user_of_the_same_name() -> None:
     stray = lease("cccc", "ada", seat="")
     assert not is_own(stray, ADA)
-    assert view_of(picture(stray), ADA)["kernels"] == []
-    assert view_of(picture(stray), GRACE)["kernels"][0]["owner"] == "ada (not of a server)"
+    assert view_of(snapshot(stray), ADA)["kernels"] == []
+    assert view_of(snapshot(stray), GRACE)["kernels"][0]["owner"] == "ada (not of a server)"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_kernel_of_a_machines_user_is_not_that_of_the_hubs_user_of_the_same_na
     ],
 )
 def test_a_kernels_state_in_words(fields: dict[str, Any], state: str, memory: str, where: str) -> None:
-    (row,) = view_of(picture(lease("aaaa", "ada", **fields)), ADA)["kernels"]
+    (row,) = view_of(snapshot(lease("aaaa", "ada", **fields)), ADA)["kernels"]
     assert (row["state"], row["memory"], row["where"]) == (state, memory, where)
 
 
@@ -118,13 +118,13 @@ def test_why_somebody_waits_is_a_sentence_with_its_forecast() -> None:
         "aaaa", "ada", state="suspended", position=1, sentence="idle kernels make room", expected_ms=12_000, low_ms=4000, high_ms=70_000,
         device_ids=[], reserved_mib=0,
     )  # fmt: skip
-    (row,) = view_of(picture(waits), ADA)["kernels"]
+    (row,) = view_of(snapshot(waits), ADA)["kernels"]
     assert row["note"] == "Idle kernels make room. About 12 s more (4 s to 1 min)."
 
 
 def test_who_waits_comes_first_in_their_order() -> None:
     rows = view_of(
-        picture(lease("aaaa", "ada"), lease("bbbb", "bob", position=2), lease("cccc", "ada", position=1)), GRACE
+        snapshot(lease("aaaa", "ada"), lease("bbbb", "bob", position=2), lease("cccc", "ada", position=1)), GRACE
     )["kernels"]
     assert [row["short"] for row in rows] == ["cccccccc", "bbbbbbbb", "aaaaaaaa"]
 
@@ -140,7 +140,7 @@ def test_who_waits_comes_first_in_their_order() -> None:
     ],
 )
 def test_a_devices_state_in_words(fields: dict[str, Any], state: str, action: str) -> None:
-    made = picture()
+    made = snapshot()
     assert made.status is not None
     changed = replace(made, status=structs.replace(made.status, devices=[structs.replace(DEVICE, **fields)]))
     (row,) = view_of(changed, GRACE)["devices"]
@@ -148,6 +148,6 @@ def test_a_devices_state_in_words(fields: dict[str, Any], state: str, action: st
 
 
 def test_a_broker_that_has_not_answered_yet_is_a_page_with_a_sentence() -> None:
-    shown = view_of(Picture(), ADA)
+    shown = view_of(Snapshot(), ADA)
     assert shown["problem"] == "the GPU broker has not answered yet"
     assert (shown["devices"], shown["kernels"], shown["pools"]) == ([], [], [])

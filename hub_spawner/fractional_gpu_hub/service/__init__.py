@@ -1,4 +1,4 @@
-"""The hub's page about its GPUs: devices, servers, kernels, who waits and why, live; and what may be done about them.
+"""The hub's page about its GPUs, live: devices, servers, kernels, the queue with its reasons, and actions on them.
 
     from fractional_gpu_hub.service import add_page
     add_page(c, admins=["grace"])                 # after `configure`, and after `c.JupyterHub.load_roles` where a site sets that

@@ -1,11 +1,11 @@
-"""The entry of the service's process: it takes its place first, and its libraries then."""
+"""The entry of the service's process: it binds its port first, and imports its libraries after that."""
 
 import argparse
 import os
 import sys
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu_hub.service.startup_placeholder import Doorman
+from fractional_gpu_hub.service.startup_placeholder import StartupPlaceholder
 
 __all__ = ["main"]
 
@@ -23,19 +23,19 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if missing := [name for name in _NEEDED if not os.environ.get(name)]:
         sys.stderr.write(
-            f"fractional_gpu_hub.service: {', '.join(missing)} is not set: this is started by JupyterHub; add it to jupyterhub_config.py "
+            f"fractional_gpu_hub.service: {', '.join(missing)} is not set: JupyterHub starts this service; add it to jupyterhub_config.py "
             "with fractional_gpu_hub.service.add_page(c)\n"
         )
         return 2
     url = os.environ["JUPYTERHUB_SERVICE_URL"]
     try:
-        doorman = Doorman(url)
+        placeholder = StartupPlaceholder(url)
     except OSError as error:
         sys.stderr.write(f"fractional_gpu_hub.service: cannot serve on {url}: {error}; give add_page another port\n")
         return 1
     from fractional_gpu_hub.service.app import serve  # noqa: PLC0415 - takes seconds on a busy machine
 
-    serve(options.socket or socket_path(), doorman.hand_over(), hub=hub)
+    serve(options.socket or socket_path(), placeholder.hand_over(), hub=hub)
     return 0
 
 

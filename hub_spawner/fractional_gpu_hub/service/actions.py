@@ -1,10 +1,10 @@
-"""What may be asked of the broker through the page, and by whom.
+"""The actions of the page, and who may do them.
 
-- Every act is checked here, by the hub's word on who asks; the broker, for which this process is an administrator, is told on whose
-  behalf (`acting_for`), and writes that down.
-- A kernel that is not the user's is unknown to them, whatever they ask about it: whether it exists is nobody's business.
-- An act takes its time (a resume waits in the queue): each has a thread and a connection of its own, a user has `MOST_AT_ONCE` at most, and
-  a page that goes away takes its acts back where the broker can.
+- Each action is checked here against the user and the scopes that the hub gave for the request. For the broker this process is an
+  administrator; it names the user (`acting_for`), and the broker records that.
+- A kernel of another user is answered as unknown, whether it exists or not.
+- An action can take long (a resume waits in the queue): each has a thread and a connection of its own, a user has `MOST_AT_ONCE` at most,
+  and when the page goes away, the broker takes back what it had not begun.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from fractional_gpu.protocol.messages import (
 )
 from fractional_gpu_hub.service.views import Viewer, is_own
 
-__all__ = ["MOST_AT_ONCE", "Acts"]
+__all__ = ["MOST_AT_ONCE", "Actions"]
 
-MOST_AT_ONCE = 8  # acts of one user
+MOST_AT_ONCE = 8  # actions of one user
 _THREADS = 128
 _LONGEST_PIN_MIN = 60 * 24 * 7
 _ADMIN_ONLY = frozenset({"move", "evict"})
@@ -42,45 +42,47 @@ T = TypeVar("T")
 Body = Mapping[str, Any]
 
 
-class Acts:
-    """Does what pages ask for. One per service; everything runs on its loop, the calls in threads."""
+class Actions:
+    """Carries out the actions of pages. One per service; everything runs on its loop, the calls in threads."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
         self._running: Counter[str] = Counter()
         self._clients: set[SeatClient] = set()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="act")
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="action")
 
     def close(self) -> None:
-        """Give up whatever is under way."""
+        """Give up all actions that are under way."""
         for client in list(self._clients):
             client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def lease(self, viewer: Viewer, lease_id: str, act: str, body: Body) -> Any:  # noqa: ANN401 - JSON
-        """Do something with a kernel, and return what the broker answers. Raises FractionalGPUError.
+    async def lease(self, viewer: Viewer, lease_id: str, action: str, body: Body) -> Any:  # noqa: ANN401 - JSON
+        """Carry out an action on a kernel, and return the broker's answer. Raises FractionalGPUError.
 
         Cancelled: the connection is closed, which withdraws what only waits.
         """
-        call = _LEASE_ACTS.get(act)
+        call = _LEASE_ACTIONS.get(action)
         if call is None:
-            raise NotFoundError(f"there is no act {act[:40]!r}; acts: {', '.join(_LEASE_ACTS)}", reason="unknown-route")
-        work = partial(call, body=_checked(body, _LEASE_KEYS.get(act, {})))
+            raise NotFoundError(
+                f"there is no action {action[:40]!r}; allowed: {', '.join(_LEASE_ACTIONS)}", reason="unknown-route"
+            )
+        work = partial(call, body=_checked(body, _LEASE_KEYS.get(action, {})))
 
         def on_own(client: SeatClient) -> Any:  # noqa: ANN401
             if not viewer.admin:
                 _find_own(client, viewer, lease_id)
-                if act in _ADMIN_ONLY:
+                if action in _ADMIN_ONLY:
                     raise _not_admin()
             return work(client, lease_id)
 
         return await self._do(viewer, on_own)
 
-    async def device(self, viewer: Viewer, device_id: str, act: str, body: Body) -> Any:  # noqa: ANN401
-        """Empty a device, or end that. For administrators. Raises FractionalGPUError."""
+    async def device(self, viewer: Viewer, device_id: str, action: str, body: Body) -> Any:  # noqa: ANN401
+        """Drain a device, or end that. For administrators. Raises FractionalGPUError."""
         if not viewer.admin:
             raise _not_admin()
-        if act == "drain":
+        if action == "drain":
             busy = bool(_checked(body, {"evict_busy": bool}).get("evict_busy", False))
             return await self._do(
                 viewer, lambda client: to_builtins(client.drain(device_id, DrainRequest(evict_busy=busy)))
@@ -106,7 +108,7 @@ class Acts:
         if not _checked(body, {"confirm": bool}).get("confirm"):
             raise BadRequestError(
                 "releasing a seat takes the GPU from its server's kernels, which keep their variables; send confirm = true if that is "
-                "meant",
+                "intended",
                 reason="not-confirmed",
             )
 
@@ -119,7 +121,7 @@ class Acts:
     async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
         if self._running[viewer.name] >= MOST_AT_ONCE:
             raise ConflictError(
-                f"{MOST_AT_ONCE} things that you asked for are under way; wait until one is done", reason="too-many"
+                f"{MOST_AT_ONCE} of your actions are under way; wait until one has ended", reason="too-many"
             )
         client = SeatClient(self._socket, acting_for=viewer.name)
         self._running[viewer.name] += 1
@@ -127,7 +129,7 @@ class Acts:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, client)
         finally:
-            client.close()  # wakes the thread where nobody waits for it any more
+            client.close()  # wakes the thread of an action that was cancelled
             self._clients.discard(client)
             self._running[viewer.name] -= 1
             if not self._running[viewer.name]:
@@ -146,7 +148,7 @@ def _find_own(client: SeatClient, viewer: Viewer, lease_id: str) -> None:
 
 def _not_admin() -> ForbiddenError:
     return ForbiddenError(
-        "this is for administrators of the GPUs: whoever runs the hub gives the scope custom:fractional-gpu:admin",
+        "this is for administrators of the GPUs: ask the administrator of the hub for the scope custom:fractional-gpu:admin",
         reason="not-admin",
     )
 
@@ -167,8 +169,8 @@ def _checked(body: Body, allowed: Mapping[str, type]) -> Body:
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a text", dict: "an object"}
 
 
-def _told(lease: LeaseStatus) -> dict[str, Any]:
-    """What is said of a kernel after an act: of its neighbours nothing."""
+def _summary(lease: LeaseStatus) -> dict[str, Any]:
+    """The answer after an action on a kernel, without anything about its neighbours."""
     return {"lease_id": lease.lease_id, "state": lease.state, "device_id": lease.device_id, "sentence": lease.sentence}
 
 
@@ -176,11 +178,11 @@ def _pin(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
     minutes = body.get("minutes")
     if minutes is None or not 1 <= minutes <= _LONGEST_PIN_MIN:
         raise BadRequestError(f"minutes is {minutes}; allowed: 1 to {_LONGEST_PIN_MIN}", reason="bad-field")
-    return _told(client.pin(lease_id, PinRequest(duration_ms=minutes * 60_000)))
+    return _summary(client.pin(lease_id, PinRequest(duration_ms=minutes * 60_000)))
 
 
 def _move(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
-    return _told(client.move(lease_id, MoveRequest(device=body.get("device"))))
+    return _summary(client.move(lease_id, MoveRequest(device=body.get("device"))))
 
 
 def _evict(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
@@ -188,11 +190,11 @@ def _evict(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN40
     return {"ok": True}
 
 
-_LEASE_ACTS: dict[str, Callable[..., Any]] = {
-    "suspend": lambda client, lease_id, body: _told(client.suspend(lease_id)),  # noqa: ARG005
-    "resume": lambda client, lease_id, body: _told(client.resume(lease_id)),  # noqa: ARG005
+_LEASE_ACTIONS: dict[str, Callable[..., Any]] = {
+    "suspend": lambda client, lease_id, body: _summary(client.suspend(lease_id)),  # noqa: ARG005
+    "resume": lambda client, lease_id, body: _summary(client.resume(lease_id)),  # noqa: ARG005
     "pin": _pin,
-    "unpin": lambda client, lease_id, body: _told(client.unpin(lease_id)),  # noqa: ARG005
+    "unpin": lambda client, lease_id, body: _summary(client.unpin(lease_id)),  # noqa: ARG005
     "move": _move,
     "evict": _evict,
     "story": lambda client, lease_id, body: to_builtins(client.story(lease_id)),  # noqa: ARG005

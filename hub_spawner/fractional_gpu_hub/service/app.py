@@ -1,7 +1,7 @@
-"""The service as a process of the hub's.
+"""The service's process: the web application on the hub's socket, from the start to the end of the process.
 
-The hub says by the environment where to serve and how to ask it who somebody is. The process ends with SIGTERM, and by itself when the hub
-that started it is gone: the next hub starts its own.
+The environment has the service's address and the way to the hub's API, which identifies users. The process ends with SIGTERM, and by
+itself when the hub that started it is gone: the next hub starts its own.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.log import enable_pretty_logging
 
-from fractional_gpu_hub.service.actions import Acts
+from fractional_gpu_hub.service.actions import Actions
+from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.handlers import TRUST_S, Missing, routes
-from fractional_gpu_hub.service.watch import Watch
 
 __all__ = ["serve"]
 
 log = logging.getLogger("fractional_gpu_hub.service")
 _HERE = Path(__file__).parent
-_LOOK_S = 0.5  # how often it is looked whether the hub is still there
+_HUB_POLL_S = 0.5  # between two checks whether the hub's process is still there
 _MOST_BODY = 64 * 1024
 _BODY_S = 10.0
 _IDLE_S = 60.0
 
 
 def serve(broker: str, listener: socket.socket, *, hub: int) -> None:
-    """Serve on the listening socket until told to stop or `hub`, the process that started this one, is gone.
+    """Serve on the listening socket until SIGTERM or SIGINT, or until `hub`, the process that started this one, is gone.
 
     `broker` is the GPU broker's socket.
     """
@@ -46,41 +46,41 @@ async def _serve(broker: str, listener: socket.socket, hub: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     HubOAuth.instance(cache_max_age=TRUST_S)
-    watch, acts = Watch(broker), Acts(broker)
+    follower, actions = BrokerFollower(broker), Actions(broker)
     server = HTTPServer(
-        _application(watch, acts),
+        _application(follower, actions),
         xheaders=True,
         max_body_size=_MOST_BODY,
         body_timeout=_BODY_S,
         idle_connection_timeout=_IDLE_S,
     )
     server.add_socket(listener)
-    watch.start()
+    follower.start()
     log.info("the page about the GPUs is at %s", os.environ["JUPYTERHUB_SERVICE_PREFIX"])
     try:
         while not stop.is_set() and os.getppid() == hub:
             try:
-                await asyncio.wait_for(stop.wait(), _LOOK_S)
+                await asyncio.wait_for(stop.wait(), _HUB_POLL_S)
             except TimeoutError:
                 continue
     finally:
         server.stop()
-        acts.close()
+        actions.close()
         await server.close_all_connections()
-        await asyncio.to_thread(watch.stop)
+        await asyncio.to_thread(follower.stop)
 
 
-def _application(watch: Watch, acts: Acts) -> web.Application:
+def _application(follower: BrokerFollower, actions: Actions) -> web.Application:
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     prefix = os.environ["JUPYTERHUB_SERVICE_PREFIX"]
     return web.Application(
-        routes(prefix, watch, acts, str(_HERE / "static")),
-        cookie_secret=secrets.token_bytes(32),  # a new one each time: whoever is logged in at the hub does not notice
+        routes(prefix, follower, actions, str(_HERE / "static")),
+        cookie_secret=secrets.token_bytes(32),  # new for each process: a browser that is logged in gets a new cookie
         page=templates.get_template("page.html"),
         default_handler_class=Missing,
-        default_handler_args={"watch": watch, "acts": acts, "streams": {}},
+        default_handler_args={"follower": follower, "actions": actions, "streams": {}},
         log_function=_log_request,
     )
 

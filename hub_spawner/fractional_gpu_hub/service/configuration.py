@@ -1,8 +1,8 @@
 """One call in `jupyterhub_config.py` adds the page: a managed service, two scopes of its own, and the roles that hold them.
 
-Who has `custom:fractional-gpu:read` sees the machine's sizes and their own kernels, and suspends, resumes and pins these; every user
-has it unless `everybody` is False. Who has `custom:fractional-gpu:admin` sees and steers all; nobody has it but those who are named,
-administrators of the hub included: give it to them by name or by group.
+Users with `custom:fractional-gpu:read` see the machine's sizes and their own kernels, and suspend, resume and pin these; every user has
+it unless `everybody` is False. Users with `custom:fractional-gpu:admin` see and control everything. Only named users and groups have that
+scope: administrators of the hub do not have it by themselves.
 
 The names of the page's scopes at the hub.
 """
@@ -24,7 +24,7 @@ _WHERE = "jupyterhub_config.py"
 _SCOPES = {
     READ_SCOPE: {"description": "See the GPUs and one's own kernels on them, and suspend, resume and pin these"},
     ADMIN_SCOPE: {
-        "description": "See and steer everybody's kernels, the GPUs and their pools",
+        "description": "See and control all kernels, the GPUs and their pools",
         "subscopes": [READ_SCOPE],
     },
 }
@@ -42,8 +42,8 @@ def add_page(
 ) -> None:
     """Add the page at `/services/NAME/`.
 
-    `admins` and `admin_groups` (users and groups of the hub) steer everything; `everybody`: all users see what is theirs; `socket` is
-    the broker's (default: the one that `configure` chose); `port` is where the service listens on the loopback. Raises ConfigError.
+    `admins` and `admin_groups` (users and groups of the hub) control everything; `everybody`: all users see their own kernels; `socket` is
+    the broker's (default: that of `configure`); `port` is where the service listens on the loopback. Raises ConfigError.
     """
     for key, value in (("admins", admins), ("admin_groups", admin_groups)):
         if isinstance(value, str):
@@ -56,7 +56,7 @@ def add_page(
     roles: list[dict[str, Any]] = [
         {
             "name": f"{name}-admin",
-            "description": "Steers the GPUs, and everybody's kernels on them",
+            "description": "Controls the GPUs and all kernels on them",
             "scopes": [ADMIN_SCOPE, access],
             "users": list(admins),
             "groups": list(admin_groups),
@@ -70,14 +70,14 @@ def add_page(
 
 def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
     """Give all users their scopes; return the roles that this takes beside the others."""
-    # Here and not above: the service's own process, which the hub waits for, needs nothing of the hub's application.
+    # Imported here: the service's own process, for which the hub waits, needs nothing of the hub's application.
     from jupyterhub.app import JupyterHub  # noqa: PLC0415
     from jupyterhub.roles import get_default_roles  # noqa: PLC0415
 
     if hasattr(JupyterHub, "extra_user_scopes"):
         c.JupyterHub.extra_user_scopes.update({READ_SCOPE, access})
         return []
-    # JupyterHub 5: the role that all users have is named anew, with what it holds anyway
+    # JupyterHub 5: the role `user`, which all users have, is defined again with its own scopes and ours
     (user,) = [role for role in get_default_roles() if role["name"] == "user"]
     return [{"name": "user", "scopes": [*user["scopes"], READ_SCOPE, access]}]
 
@@ -88,7 +88,7 @@ def _service(name: str, port: int, socket: str) -> dict[str, Any]:
         "url": f"http://127.0.0.1:{port}",
         "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", "--socket", socket],
         "oauth_client_allowed_scopes": [READ_SCOPE, ADMIN_SCOPE],
-        "oauth_no_confirm": True,  # it is part of the hub, and asks for nothing but who somebody is
+        "oauth_no_confirm": True,  # it is a part of the hub, and asks only for the user's identity
         "display": True,
     }
 

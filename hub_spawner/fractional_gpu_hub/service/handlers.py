@@ -4,19 +4,19 @@
     GET  api/status                     what the page shows, as JSON
     GET  api/events                     the same as server-sent events: at once, and after each change
     GET  api/leases/L/story             why everything happened to a kernel
-    POST api/leases/L/ACT               suspend, resume, pin {"minutes": 30}, unpin; move {"device": D}, evict {"confirm": true}
-    POST api/devices/D/ACT              drain {"evict_busy": false}, undrain
+    POST api/leases/L/ACTION            suspend, resume, pin {"minutes": 30}, unpin; move {"device": D}, evict {"confirm": true}
+    POST api/devices/D/ACTION           drain {"evict_busy": false}, undrain
     POST api/seats/S/release            {"confirm": true}
     POST api/pools/P                    {"keys": {"idle_after": "2m"}}
 
 Rules:
 
-- The hub says who asks (OAuth for browsers, a hub token for programs), and with which scopes. Its answer holds for `TRUST_S`; an open
-  stream of events asks anew before it tells anything when `STREAM_TRUST_S` are over. So a scope or a token that was taken away, or a
-  logout, counts after the sum of both at most. A stream ends after `STREAM_S`.
-- What a browser sends by itself proves nothing: but for plain page views, each request carries JupyterHub's XSRF token, and one that
-  another site caused is refused before it is looked at. Nothing of it applies to programs, which show a token.
-- Nothing is cached by browsers, no script stands in the page, and nobody may put the page into a frame.
+- The hub identifies the user (OAuth for browsers, a hub token for programs) and the scopes. Its answer is valid for `TRUST_S`; an open
+  stream of events checks it again before its first event after `STREAM_TRUST_S`. So a revoked scope or token, or a logout, takes effect
+  after the sum of both at most. A stream ends after `STREAM_S`.
+- Cookies alone prove nothing: except for plain page views, each request carries JupyterHub's XSRF token, and a request that another site
+  caused is refused before it is handled. Requests of programs carry a token and need neither.
+- Browsers cache nothing, the page has no inline script, and no page may put it into a frame.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated,
 from tornado import iostream, web
 
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
-from fractional_gpu_hub.service.actions import Acts
+from fractional_gpu_hub.service.actions import Actions
+from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.views import Viewer, view_of
-from fractional_gpu_hub.service.watch import Watch
 
 __all__ = ["TRUST_S", "Missing", "routes"]
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 TRUST_S = 8
 STREAM_TRUST_S = 20.0
 STREAM_S = 120.0
-QUIET_S = 10.0  # a line that says nothing after so long, or news of what changes with time
+QUIET_S = 10.0  # after so long the stream sends an empty line, or what has changed with time alone
 _MOST_STREAMS = 16  # of one user
 _HEADERS = {
     "Content-Security-Policy": (
@@ -61,28 +61,28 @@ _HEADERS = {
 
 
 class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # untyped
-    """Who asks, and whether the request may be looked at."""
+    """Identifies the user, and refuses requests before they are handled."""
 
     viewer: Viewer
-    _cached_hub_user: dict[str, Any] | None  # of the hub's library: whom the hub knows by this cookie or token
+    _cached_hub_user: dict[str, Any] | None  # of the hub's library: the user of this cookie or token
 
-    def initialize(self, watch: Watch, acts: Acts, streams: "Counter[str]") -> None:
+    def initialize(self, follower: BrokerFollower, actions: Actions, streams: Counter[str]) -> None:
         """Take what tornado passes to every handler."""
-        self.watch, self.acts, self.streams = watch, acts, streams
+        self.follower, self.actions, self.streams = follower, actions, streams
 
     def set_default_headers(self) -> None:
-        """Nothing of this is for caches, frames or other sites."""
+        """Keep the page from caches, frames and other sites."""
         self.clear_header("Server")
         for name, value in _HEADERS.items():
             self.set_header(name, value)
 
     async def prepare(self) -> None:
-        """Find out who asks. Raises HTTPError for what another site caused, and for who may not see the page."""
+        """Identify the user. Raises HTTPError for a request that another site caused, and for a user without a scope."""
         _refuse_other_sites(self.request)
         await self.hub_auth.get_user(self, sync=False)  # asks the hub off the loop, once
         user = self.current_user
         if user is None:
-            if self._cached_hub_user:  # somebody, but nobody who may come in
+            if self._cached_hub_user:  # a user of the hub, but without access to this service
                 raise web.HTTPError(403)
             self.not_logged_in()
             return
@@ -93,12 +93,12 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
         self.viewer = viewer
 
     def not_logged_in(self) -> None:
-        """Say so; a page goes to the hub's login instead."""
+        """Refuse; the page itself redirects to the hub's login instead."""
         raise web.HTTPError(401)
 
     def view(self) -> dict[str, Any]:
-        """What this user may see now."""
-        return view_of(self.watch.picture, self.viewer)
+        """Return what this user may see now."""
+        return view_of(self.follower.snapshot, self.viewer)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
         """Turn any failure into one JSON shape, that of the broker."""
@@ -115,7 +115,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
         self.finish(json.dumps({"error": {"code": code, "reason": reason, "message": message}}))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Log what is our fault with its traceback, and what is the visitor's in a line, without what was sent."""
+        """Log faults of the service with their traceback, and refused requests in one line, without their content."""
         if isinstance(value, FractionalGPUError | web.HTTPError):
             log.info("%s %s refused: %s", self.request.method, self.request.path[:200], getattr(value, "status", value))
         elif not isinstance(value, iostream.StreamClosedError):
@@ -123,7 +123,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
 
 
 def _viewer_of(user: Mapping[str, Any]) -> Viewer | None:
-    """Return what somebody whom the hub knows may see; None: nothing."""
+    """Return the viewer for a user of the hub; None: this user may see nothing."""
     scopes = set(user.get("scopes", ()))
     if user.get("kind") != "user" or not scopes & {READ_SCOPE, ADMIN_SCOPE}:
         return None
@@ -132,12 +132,12 @@ def _viewer_of(user: Mapping[str, Any]) -> Viewer | None:
 
 _SENTENCES = {
     400: "the request is malformed",
-    401: "nobody is logged in: log in at the hub and load the page again",
+    401: "you are not logged in: log in at the hub and load the page again",
     403: "this is not allowed: the page may be out of date (load it again), or your account has no access to the GPUs' page",
     404: "there is no such page",
     405: "this address does not take that method",
-    413: "too much was sent",
-    429: "too many pages of yours are open: close some",
+    413: "the request is too large",
+    429: "you have too many pages of this kind open: close some",
     500: "the service failed; its log says why",
     502: "the hub does not answer: try again in a moment",
     503: "the hub does not answer: try again in a moment",
@@ -149,7 +149,7 @@ class _Page(_Base):
         self.redirect(self.get_login_url())
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ARG002, ANN401 - tornado's own
-        """Say it to a person."""
+        """Answer with a sentence in plain text."""
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         sentence = _SENTENCES.get(status_code, _SENTENCES[500])
         self.finish(f"{status_code}: {sentence[:1].upper()}{sentence[1:]}.\n")
@@ -173,7 +173,7 @@ class _Status(_Base):
 
 
 class _Events(_Base):
-    """One page's news. It gets the newest picture whenever it can take one: never a queue of old ones."""
+    """One page's stream. Each event is the newest view: events are never queued."""
 
     async def get(self) -> None:
         name = self.viewer.name
@@ -184,29 +184,29 @@ class _Events(_Base):
         self.streams[name] += 1
         self._gone = asyncio.Event()
         try:
-            await self._tell()
+            await self._stream()
         except iostream.StreamClosedError:
             pass
         finally:
             self.streams[name] -= 1
 
-    async def _tell(self) -> None:
-        begun_s, told = time.monotonic(), ""
-        asked_s = begun_s
+    async def _stream(self) -> None:
+        begun_s, sent = time.monotonic(), ""
+        checked_s = begun_s
         while not self._gone.is_set() and time.monotonic() < begun_s + STREAM_S:
-            changed = self.watch.changed
-            if time.monotonic() >= asked_s + STREAM_TRUST_S:
-                asked_s = time.monotonic()
+            changed = self.follower.changed
+            if time.monotonic() >= checked_s + STREAM_TRUST_S:
+                checked_s = time.monotonic()
                 if not await self._may_go_on():
                     return
             news = json.dumps(self.view())
-            self.write(f"data: {news}\n\n" if news != told else ": nothing new\n\n")
-            told = news
+            self.write(f"data: {news}\n\n" if news != sent else ": nothing new\n\n")
+            sent = news
             await self.flush()
             await self._either(changed)
 
     async def _may_go_on(self) -> bool:
-        """Ask the hub anew what the viewer may see, and whether they may see anything."""
+        """Get the viewer's scopes from the hub again; return whether the stream may go on."""
         hub = self.hub_auth
         try:
             user = await hub.user_for_token(
@@ -230,13 +230,13 @@ class _Events(_Base):
                 task.cancel()
 
     def on_connection_close(self) -> None:
-        """Stop telling."""
+        """End the stream."""
         with suppress(AttributeError):
             self._gone.set()
 
 
-class _Act(_Base):
-    """An act, which ends when its page goes away."""
+class _Action(_Base):
+    """An action, which is cancelled when its page goes away."""
 
     _work: "asyncio.Task[Any] | None" = None
 
@@ -257,48 +257,48 @@ class _Act(_Base):
         await asyncio.wait([self._work])
         if not self._work.cancelled():
             self.finish(json.dumps(self._work.result()))
-            self.watch.look_again()
+            self.follower.refresh_soon()
 
     def on_connection_close(self) -> None:
         if self._work is not None:
             self._work.cancel()
 
 
-class _Lease(_Act):
-    async def post(self, lease_id: str, act: str) -> None:
-        await self.run(self.acts.lease(self.viewer, lease_id, act, self.body()))
+class _Lease(_Action):
+    async def post(self, lease_id: str, action: str) -> None:
+        await self.run(self.actions.lease(self.viewer, lease_id, action, self.body()))
 
 
-class _Story(_Act):
+class _Story(_Action):
     async def get(self, lease_id: str) -> None:
-        await self.run(self.acts.lease(self.viewer, lease_id, "story", {}))
+        await self.run(self.actions.lease(self.viewer, lease_id, "story", {}))
 
 
-class _Device(_Act):
-    async def post(self, device_id: str, act: str) -> None:
-        await self.run(self.acts.device(self.viewer, device_id, act, self.body()))
+class _Device(_Action):
+    async def post(self, device_id: str, action: str) -> None:
+        await self.run(self.actions.device(self.viewer, device_id, action, self.body()))
 
 
-class _Seat(_Act):
+class _Seat(_Action):
     async def post(self, seat_id: str) -> None:
-        await self.run(self.acts.release_seat(self.viewer, seat_id, self.body()))
+        await self.run(self.actions.release_seat(self.viewer, seat_id, self.body()))
 
 
-class _Pool(_Act):
+class _Pool(_Action):
     async def post(self, pool: str) -> None:
-        await self.run(self.acts.pool(self.viewer, pool, self.body()))
+        await self.run(self.actions.pool(self.viewer, pool, self.body()))
 
 
 class Missing(_Base):
     """Any other address."""
 
     async def prepare(self) -> None:
-        """Nothing is told of what is not there."""
+        """Answer without identifying the user: there is nothing to see."""
         raise web.HTTPError(404)
 
 
 class _Callback(HubOAuthCallbackHandler):  # type: ignore[misc] # untyped
-    """Where the hub sends a browser back to after its login."""
+    """The hub redirects a browser to this address after the login."""
 
     def set_default_headers(self) -> None:
         for name, value in _HEADERS.items():
@@ -306,15 +306,15 @@ class _Callback(HubOAuthCallbackHandler):  # type: ignore[misc] # untyped
 
 
 class _Static(web.StaticFileHandler):
-    """The script and the stylesheet: the same for everybody."""
+    """The script and the stylesheet: the same for all users."""
 
     def set_extra_headers(self, path: str) -> None:  # noqa: ARG002 - tornado's own
         self.set_header("X-Content-Type-Options", "nosniff")
-        self.set_header("Cache-Control", "no-cache")  # asked for again each time, sent again where it changed
+        self.set_header("Cache-Control", "no-cache")  # revalidated each time, sent again where it changed
 
 
 def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
-    """Raise HTTPError for a request that a page of another origin caused, unless it only looks at the page itself."""
+    """Raise HTTPError for a request that a page of another origin caused, unless it is a plain view of the page."""
     headers = request.headers
     if "Authorization" in headers or (
         request.method in {"GET", "HEAD"} and headers.get("Sec-Fetch-Mode") == "navigate"
@@ -325,9 +325,9 @@ def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
         raise web.HTTPError(403, "caused by another site")
 
 
-def routes(prefix: str, watch: Watch, acts: Acts, static: str) -> list[Any]:
+def routes(prefix: str, follower: BrokerFollower, actions: Actions, static: str) -> list[Any]:
     """Return the routes under the prefix, which ends in a slash."""
-    shared = {"watch": watch, "acts": acts, "streams": Counter[str]()}
+    shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
     lease = prefix + r"api/leases/([0-9a-zA-Z_-]{1,64})"
     return [
         (prefix, _Page, shared),

@@ -1,8 +1,8 @@
-"""Somebody at the door while the service gets ready. Standard library only.
+"""Placeholder HTTP server that answers 425 until the service has started. Standard library only.
 
-JupyterHub 5 gives a managed service ten seconds until it answers anything at all, and does not start without it; on a busy machine the
-service's libraries take as long to be imported. So the port is taken first, and whoever comes is told to come again (425) until the
-service itself takes over: to the hub that is an answer.
+JupyterHub 5 waits ten seconds for any answer of a managed service, and does not start without one; on a busy machine the import of the
+service's libraries takes as long. So the port is bound first, and each request gets "too early, try again" (425) until the service itself
+takes the socket over: to the hub that is an answer.
 """
 
 import errno
@@ -12,17 +12,17 @@ import time
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-__all__ = ["Doorman"]
+__all__ = ["StartupPlaceholder"]
 
-_PATIENCE_S = 30.0  # with a port that the service of an earlier hub may still hold for a moment
+_PATIENCE_S = 30.0  # for a port that the service of an earlier hub may still hold for a moment
 _PAUSE_S = 0.2
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _PEER_S = 2.0
 _BACKLOG = 128
 _MOST_BYTES = 65536
 _PAGE = (
     b'<!DOCTYPE html><html lang="en"><meta http-equiv="refresh" content="1"><title>GPUs</title>'
-    b"<p>The page is being started, and comes by itself.</p></html>\n"
+    b"<p>The page about the GPUs is starting; it appears by itself in a moment.</p></html>\n"
 )
 _LATER = (
     b"HTTP/1.1 425 Too Early\r\nRetry-After: 1\r\nContent-Type: text/html\r\nCache-Control: no-store\r\n"
@@ -30,8 +30,8 @@ _LATER = (
 )
 
 
-class Doorman:
-    """Listens where the hub says, from its construction on. Raises OSError if somebody else does so for too long."""
+class StartupPlaceholder:
+    """Listens at the hub's address for the service, from its construction on. Raises OSError if the port stays in use."""
 
     def __init__(self, url: str) -> None:
         place = urlsplit(url)
@@ -41,14 +41,14 @@ class Doorman:
         self._thread.start()
 
     def hand_over(self) -> socket.socket:
-        """Answer nobody any more and return the listening socket: who comes now waits at it."""
+        """Answer no more requests and return the listening socket: later connections wait in its backlog."""
         self._over.set()
         self._thread.join()
         self._socket.setblocking(False)
         return self._socket
 
     def _answer(self) -> None:
-        self._socket.settimeout(_LOOK_S)
+        self._socket.settimeout(_POLL_S)
         while not self._over.is_set():
             with suppress(OSError):
                 peer, _ = self._socket.accept()

@@ -1,8 +1,8 @@
-"""What somebody may see, as the page and the API show it: sizes in words, reasons as sentences. Pure functions.
+"""What a user may see, as the page and the API show it: sizes with units, reasons as sentences. Pure functions.
 
-A user sees their own seats and kernels, and of everybody else's only sums per device. A kernel is somebody's if it draws on a seat of
-theirs: the broker takes a seat's owner from the hub, while the owner of a kernel without a seat is a user of the machine, who may have
-the name of another one of the hub. Administrators see all.
+A user sees their own seats and kernels, and only sums per device of all others. A kernel belongs to the user whose seat it draws on: the
+broker has a seat's owner from the hub, while the owner of a kernel without a seat is a user of the machine, who may have the same name as
+another user of the hub. Administrators see all.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from typing import Any
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
 from fractional_gpu.protocol.seats import PoolKeys, SeatStatus
-from fractional_gpu_hub.service.watch import Picture
+from fractional_gpu_hub.service.broker_follower import Snapshot
 
 __all__ = ["Viewer", "is_own", "view_of"]
 
@@ -30,7 +30,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewer:
-    """Who looks: a user of the hub."""
+    """A user of the hub who opened the page."""
 
     name: str
     admin: bool
@@ -41,23 +41,23 @@ def is_own(lease: LeaseStatus, viewer: Viewer) -> bool:
     return bool(lease.seat) and lease.owner == viewer.name
 
 
-def view_of(picture: Picture, viewer: Viewer) -> dict[str, Any]:
+def view_of(snapshot: Snapshot, viewer: Viewer) -> dict[str, Any]:
     """Return everything that the viewer's page shows, ready to be encoded as JSON."""
-    status = picture.status
+    status = snapshot.status
     leases = status.leases if status is not None else []
     shown = [lease for lease in leases if viewer.admin or is_own(lease, viewer)]
-    servers = {seat.seat_id: seat.server for seat in picture.seats.seats}
-    seats = [seat for seat in picture.seats.seats if viewer.admin or seat.owner == viewer.name]
+    servers = {seat.seat_id: seat.server for seat in snapshot.seats.seats}
+    seats = [seat for seat in snapshot.seats.seats if viewer.admin or seat.owner == viewer.name]
     names = {device.device_id: _device_name(device) for device in (status.devices if status is not None else [])}
     return {
         "you": {"name": viewer.name, "admin": viewer.admin},
-        "problem": picture.problem or picture.refused,
+        "problem": snapshot.problem or snapshot.refused,
         "simulated": status is not None and status.simulated,
         "summary": _summary(status, shown, viewer) if status is not None else "",
         "devices": [_device(one, leases, viewer) for one in status.devices] if status is not None else [],
         "kernels": [_kernel(lease, servers, names, viewer) for lease in sorted(shown, key=_order)],
         "seats": [_seat(seat, names, viewer) for seat in seats],
-        "pools": _pools(picture, viewer),
+        "pools": _pools(snapshot, viewer),
     }
 
 
@@ -100,7 +100,7 @@ def _device(device: DeviceStatus, leases: Iterable[LeaseStatus], viewer: Viewer)
 
 
 def _kernels_there(there: list[LeaseStatus], viewer: Viewer) -> str:
-    """How many hold how much there; of others' nothing but the sum is said."""
+    """The number of kernels there and what they hold; of other users' kernels only the sum."""
     own = [lease for lease in there if viewer.admin or is_own(lease, viewer)]
     others = len(there) - len(own)
     parts = []
@@ -123,7 +123,7 @@ def _device_state(device: DeviceStatus) -> str:
 def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
     notes = []
     if device.lost:
-        notes.append("it answers nothing and admits nobody until it does")
+        notes.append("it does not answer, and no kernel gets onto it until it does")
     if device.stranger_mib:
         who = {one.user for one in device.strangers} if viewer.admin else set()
         by = f" ({', '.join(sorted(who))})" if who else ""
@@ -144,7 +144,7 @@ def _device_actions(device: DeviceStatus) -> list[str]:
 
 
 def _order(lease: LeaseStatus) -> tuple[int, int, str, str]:
-    """Who waits comes first, in their order."""
+    """Waiting kernels come first, in the order of the queue."""
     return (lease.position is None, lease.position or 0, lease.owner, lease.lease_id)
 
 
@@ -180,7 +180,7 @@ def _state(lease: LeaseStatus) -> str:
 
 
 def _why(lease: LeaseStatus) -> str:
-    """Return why it is as it is, as a sentence, and how long that will last if that is known."""
+    """Return the reason of the kernel's state as a sentence, with the forecast if there is one."""
     sentence = lease.sentence[:1].upper() + lease.sentence[1:] if lease.sentence else ""
     parts = [sentence] if sentence else []
     if lease.position is not None and None not in (lease.expected_ms, lease.low_ms, lease.high_ms):
@@ -194,7 +194,7 @@ def _why(lease: LeaseStatus) -> str:
 
 
 def _whole(ms: int) -> int:
-    """Whole seconds, upwards."""
+    """Round up to whole seconds."""
     return max(1, -(-ms // 1000)) * 1000
 
 
@@ -244,20 +244,22 @@ def _seat(seat: SeatStatus, names: dict[str, str], viewer: Viewer) -> dict[str, 
     }
 
 
-def _pools(picture: Picture, viewer: Viewer) -> list[dict[str, Any]]:
-    if picture.status is None:
+def _pools(snapshot: Snapshot, viewer: Viewer) -> list[dict[str, Any]]:
+    if snapshot.status is None:
         return []
-    keys = {pool.pool: pool for pool in picture.pools.pools}
-    return [_pool(name, milli, keys.get(name), picture, viewer) for name, milli in sorted(picture.status.pools.items())]
+    keys = {pool.pool: pool for pool in snapshot.pools.pools}
+    return [
+        _pool(name, milli, keys.get(name), snapshot, viewer) for name, milli in sorted(snapshot.status.pools.items())
+    ]
 
 
-def _pool(name: str, milli: list[int], keys: PoolKeys | None, picture: Picture, viewer: Viewer) -> dict[str, Any]:
-    waiting = picture.seats.waiting.get(name, 0)
+def _pool(name: str, milli: list[int], keys: PoolKeys | None, snapshot: Snapshot, viewer: Viewer) -> dict[str, Any]:
+    waiting = snapshot.seats.waiting.get(name, 0)
     shown: dict[str, Any] = {
         "id": name,
         "name": name,
         "fractions": ", ".join(format_fraction(one) for one in milli) or "any",
-        "devices": len([one for one in picture.status.devices if one.pool == name]) if picture.status else 0,
+        "devices": len([one for one in snapshot.status.devices if one.pool == name]) if snapshot.status else 0,
         "waiting": f"{waiting} server{'' if waiting == 1 else 's'} wait{'s' if waiting == 1 else ''} for a place"
         if waiting
         else "none",

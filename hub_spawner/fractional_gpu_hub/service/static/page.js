@@ -140,7 +140,7 @@ const ACTS = {
   unpin: { label: "Unpin", done: "no longer pinned", run: lease("unpin") },
   pin: {
     label: "Pin…", done: "pinned", button: "Pin",
-    text: () => "The kernel stays on its GPU for so long, even while others wait.",
+    text: () => "The kernel stays on its GPU for this long, even while others wait.",
     fields: () => [field("minutes", "Minutes", made("input", { type: "number", min: 1, max: 10080, value: 30, required: true }))],
     run: lease("pin", ({ minutes }) => ({ minutes: Number(minutes.value) })),
   },
@@ -162,7 +162,7 @@ const ACTS = {
   },
   story: {
     label: "Why?", button: "Close", tells: true,
-    text: (row) => `What happened to ${row.name}, and why; the newest last.`,
+    text: (row) => `What happened to ${row.name}, and why; newest last.`,
     fields: async (row) => {
       const { lines, omitted } = await call(`leases/${row.id}/story`);
       const items = lines.map((line) => made("li", {}, made("time", { textContent: new Date(line.at_ms).toLocaleTimeString() }), ` ${line.sentence}`));
@@ -180,7 +180,7 @@ const ACTS = {
   release: {
     label: "Release…", done: "released", button: "Release the seat", danger: true,
     text: (row) => `The server ${row.server} of ${row.owner} gets no further kernels with a GPU until it is started again. ` +
-      "Kernels of it that run are suspended; their variables stay.",
+      "Its running kernels are suspended; their variables stay.",
     run: (row) => call(`seats/${row.id}/release`, { confirm: true }),
   },
   edit: {

@@ -1,9 +1,9 @@
-"""What the broker says, kept at hand for all pages: one connection, one copy of the news, whoever looks.
+"""The broker's latest status for all pages: one connection and one copy, whatever the number of pages.
 
-- A thread follows the broker's feed. When it breaks it is tried again, sooner first, then every `LONGEST_PAUSE_S`; until it is back the
-  last picture stays, with the sentence that says why there is no newer one.
-- Seats and pools are not in the feed: they are asked for after news, `SEATS_S` apart at the soonest, and every `REFRESH_S` anyway.
-- Whoever waits takes `changed` before looking at `picture`, then waits for it: no change is missed.
+- A thread follows the broker's status stream. A broken stream is opened again with growing pauses of up to `LONGEST_PAUSE_S`; until then
+  the last snapshot stays, with the sentence that says why there is no newer one.
+- Seats and pools are not in the stream: another thread requests them after each change, `SEATS_S` apart at least, and every `REFRESH_S`.
+- A page takes `changed` before it reads `snapshot`, then waits for `changed`: so it misses no change.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus
 from fractional_gpu.protocol.seats import PoolList, SeatList
 
-__all__ = ["Picture", "Watch"]
+__all__ = ["BrokerFollower", "Snapshot"]
 
 log = logging.getLogger(__name__)
 
@@ -29,21 +29,21 @@ _CALL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """What is known. `problem`: why that is not what is true now, a sentence; empty: it is. `status` is None before the first news."""
+class Snapshot:
+    """The broker's last status. `problem`: why it is out of date, a sentence; empty: it is not. `status` is None before the first line."""
 
     status: HostStatus | None = None
     seats: SeatList = field(default_factory=SeatList)
     pools: PoolList = field(default_factory=PoolList)
     problem: str = "the GPU broker has not answered yet"
-    refused: str = ""  # why seats and pools are not known (any more), a sentence
+    refused: str = ""  # why seats and pools are out of date, a sentence
 
 
-class Watch:
-    """Follows the broker on a socket. `start` and everything read from it belong to one event loop."""
+class BrokerFollower:
+    """Follows the broker on a socket. `start`, `snapshot` and `changed` belong to one event loop."""
 
     def __init__(self, socket: str) -> None:
-        self.picture = Picture()
+        self.snapshot = Snapshot()
         self.changed = asyncio.Event()
         self._socket = socket
         self._loop: asyncio.AbstractEventLoop
@@ -68,8 +68,8 @@ class Watch:
                     client.close()  # wakes a thread that reads
                 thread.join(0.1)
 
-    def look_again(self) -> None:
-        """Something was changed through this service: ask for seats and pools now."""
+    def refresh_soon(self) -> None:
+        """An action of this service has changed something: request seats and pools now."""
         self._stale.set()
 
     # -- in the threads ---------------------------------------------------------------------------------------------------------
@@ -79,11 +79,11 @@ class Watch:
             for status in client.events():
                 works()
                 self._stale.set()
-                self._tell(status=status, problem="")
+                self._publish(status=status, problem="")
                 if self._stopping.is_set():
                     return
 
-        self._persistently(follow, lambda problem: self._tell(problem=problem))
+        self._persistently(follow, lambda problem: self._publish(problem=problem))
 
     def _refresh(self) -> None:
         def refresh(client: SeatClient, works: Callable[[], None]) -> None:
@@ -92,16 +92,16 @@ class Watch:
                 begun_s = monotonic()
                 seats, pools = client.seats(), client.pools()
                 works()
-                self._tell(seats=seats, pools=pools, refused="")
+                self._publish(seats=seats, pools=pools, refused="")
                 self._stopping.wait(max(0.0, SEATS_S - (monotonic() - begun_s)))
                 self._stale.wait(REFRESH_S)
 
-        self._persistently(refresh, lambda problem: self._tell(refused=problem))
+        self._persistently(refresh, lambda problem: self._publish(refused=problem))
 
     def _persistently(
-        self, work: Callable[[SeatClient, Callable[[], None]], None], told: Callable[[str], None]
+        self, work: Callable[[SeatClient, Callable[[], None]], None], on_problem: Callable[[str], None]
     ) -> None:
-        """Do the work with a client of its own, again and again until we stop. It says when it works; `told` why it does not."""
+        """Do the work with a client of its own, again after each failure, until `stop`. `on_problem` gets the reason of each failure."""
         pause_s = FIRST_PAUSE_S
 
         def works() -> None:
@@ -121,23 +121,23 @@ class Watch:
                 client.close()
             if self._stopping.is_set():
                 return
-            told(problem)
+            on_problem(problem)
             self._stopping.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _tell(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the picture
+    def _publish(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the snapshot
         if not self._stopping.is_set():
             self._loop.call_soon_threadsafe(self._take, changes)
 
     # -- on the loop ------------------------------------------------------------------------------------------------------------
 
     def _take(self, changes: dict[str, Any]) -> None:
-        before, self.picture = self.picture, replace(self.picture, **changes)
-        if self.picture.problem != before.problem:
-            if self.picture.problem:
-                log.warning("no news of the broker: %s", self.picture.problem)
+        before, self.snapshot = self.snapshot, replace(self.snapshot, **changes)
+        if self.snapshot.problem != before.problem:
+            if self.snapshot.problem:
+                log.warning("no status from the broker: %s", self.snapshot.problem)
             else:
                 log.info("the broker answers")
-        if self.picture != before:
+        if self.snapshot != before:
             self.changed.set()
             self.changed = asyncio.Event()
