@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import tomllib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,9 +20,11 @@ from fractional_gpu.jupyter import kernel_command
 from fractional_gpu.jupyter.kernel_command import MARK, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.protocol.versions import LOWEST_MSGSPEC
 from tests.jupyter.conftest import Places
 from tests.support.fake_broker import FakeBroker
 from tests.support.kernels import evaluate, running_kernel, talking_to
+from tests.support.paths import ROOT
 
 EARLIER = [
     "-P",
@@ -141,6 +144,7 @@ def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> 
     for name in ("fractional_gpu_kernel", "fractional_gpu"):
         (places.work / name).mkdir()
         (places.work / name / "__init__.py").write_text(MARK)
+    (places.work / "msgspec.py").write_text(f"__version__ = {LOWEST_MSGSPEC!r}")
     assert plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
     (places.work / "fractional_gpu_kernel" / "__init__.py").unlink()
     assert not plan(places, "-S", interpreter=sys.executable, PYTHONPATH=str(places.work)).gated
@@ -159,7 +163,7 @@ def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, f
     assert plan_kernel(argv, os.environ, "/").gated  # before it is found, and remembered
     found = plan_kernel(argv, environment, folder)
     assert (found.is_ipykernel, found.gated) == (True, False)
-    assert f"imports {path} as {foreign[: foreign.index('.')].partition('/')[0]}" in found.foreign
+    assert f"imports {path} as {foreign[: foreign.index('.')].partition('/')[0]}" in found.obstacle
     assert found.command(argv) == argv[:-1]
     path.write_text(MARK)
     assert plan_kernel(argv, environment, folder).gated  # ours, in another place
@@ -167,12 +171,42 @@ def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, f
     assert plan_kernel(argv, environment, folder).gated
 
 
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("raise ImportError", "has no msgspec that can be imported, and jupyter-fractional-gpu needs version 0.19"),
+        (
+            "__version__ = '0.18.6'",
+            "has msgspec 0.18.6, and jupyter-fractional-gpu needs version 0.19 or newer there: run `",
+        ),
+        ("mine = 42", "as msgspec, a name that jupyter-fractional-gpu needs there for its calls of the GPU broker"),
+    ],
+    ids=["missing", "too old", "another module"],
+)
+def test_an_interpreter_without_the_msgspec_it_needs_has_no_gate_and_says_why(
+    places: Places, source: str, says: str
+) -> None:
+    (places.work / "msgspec.py").write_text(source)
+    found = plan(places, PYTHONPATH=str(places.work))
+    assert (found.is_ipykernel, found.gated) == (True, False)
+    assert says in found.obstacle
+    assert "keeps its share of the GPU reserved from its start" in found.obstacle
+    assert not plan(places).gated  # beside the notebook
+    (places.work / "msgspec.py").unlink()
+    assert plan(places, PYTHONPATH=str(places.work)).gated
+
+
+def test_the_lowest_msgspec_is_the_one_that_the_package_declares() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"msgspec>={LOWEST_MSGSPEC}" in declared
+
+
 def test_a_module_of_our_name_that_appears_later_is_noticed(places: Places) -> None:
     assert plan(places, PYTHONPATH=str(places.work)).gated
     (places.work / "fractional_gpu_kernel.py").touch()
     later = plan(places, PYTHONPATH=str(places.work))
     assert not later.gated
-    assert later.foreign
+    assert later.obstacle
 
 
 def test_a_kernel_beside_a_module_of_our_name_holds_its_share_and_says_why(

@@ -8,7 +8,7 @@ Rules:
   a gate and has none would start on the GPU without admission. An interpreter that cannot be asked has no gate.
 - A module of one of our names is ours only if its source has `MARK`. Where another module has the name (on `PYTHONPATH`, or in the
   notebook's folder, which ipykernel puts before site-packages), the kernel starts without the extension, and a sentence says which
-  module was found.
+  module was found. So it does where the interpreter has no msgspec, or a too old one, without which no extension can call the broker.
 """
 
 import json
@@ -23,14 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fractional_gpu.host.ipykernel_command import EXTENSION_ARGUMENT, find_ipykernel
+from fractional_gpu.protocol.versions import msgspec_problem
 
 __all__ = ["EARLIER_COMMAND", "MARK", "KernelPlan", "find_interpreter", "plan_kernel"]
 
 _OURS = ("fractional_gpu_kernel", "fractional_gpu")
+_NAMES = (*_OURS, "msgspec")
 MARK = '__distribution__ = "jupyter-fractional-gpu"'
 """The line in the `__init__.py` of each of our packages that distinguishes it from another package of the same name."""
 
-# Prints, for each name, the module's file and whether its source has the mark; null: there is no such module.
+# Prints, for each name of ours, the module's file and whether its source has the mark; null: there is no such module.
+# The last entry is the file and the version of msgspec, if it can be imported.
 _PROBE_CODE = f"""
 import importlib.util, json
 def describe(name):
@@ -39,7 +42,12 @@ def describe(name):
         return None
     source = getattr(spec.loader, "get_source", lambda name: None)(name) or ""
     return [spec.origin or next(iter(spec.submodule_search_locations or ()), ""), {MARK!r} in source]
-print(json.dumps([describe(name) for name in {_OURS!r}]), flush=True)
+try:
+    import msgspec
+    needed = [msgspec.__file__ or "", getattr(msgspec, "__version__", None)]
+except Exception:
+    needed = ["", None]
+print(json.dumps([*map(describe, {_OURS!r}), needed]), flush=True)
 """
 _PROBE_TIMEOUT_S = 30.0
 _PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "HOME")
@@ -49,7 +57,7 @@ EARLIER_COMMAND = (
     "`jupyter gpu kernels install` to replace it"
 )
 _FOREIGN = (
-    "{interpreter} imports {origin} as {name}, a name that jupyter-fractional-gpu needs there for its own module; without it "
+    "{interpreter} imports {origin} as {name}, a name that jupyter-fractional-gpu needs there for {purpose}; without it "
     "this kernel has no %gpu, and keeps its share of the GPU reserved from its start. Rename that module, or take it out of the "
     "notebook's folder and of PYTHONPATH, and restart the kernel"
 )
@@ -57,15 +65,16 @@ _FOREIGN = (
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """What an interpreter imports under one of our names. `ours`: its source has the mark."""
+    """What an interpreter imports under a name. `usable`: one of our names is ours, msgspec can be imported and is new enough."""
 
     origin: str
-    ours: bool
+    usable: bool
+    version: str | None = None  # msgspec's
 
 
-_Modules = tuple[_Module | None, ...]  # in the order of _OURS
+_Modules = tuple[_Module | None, ...]  # in the order of _NAMES; None: there is none
 
-# Answers are kept only where all modules are ours: a missing one may be installed at any time.
+# Answers are kept only where all modules are usable: a missing one may be installed at any time.
 _answers: dict[tuple[object, ...], _Modules] = {}
 _Answer = Future[_Modules | None]
 _running_probes: dict[tuple[object, ...], _Answer] = {}  # kernels that start at the same time share one probe
@@ -76,13 +85,12 @@ _answers_lock = threading.Lock()
 class KernelPlan:
     """How a kernel is to start.
 
-    `gated`: the extension will load. `foreign`: another module has one of our names, so the extension cannot be loaded; the
-    sentence says which module, and what to do.
+    `gated`: the extension will load. `obstacle`: why it cannot be loaded where it is installed, and what to do, a sentence.
     """
 
     is_ipykernel: bool
     gated: bool
-    foreign: str = ""
+    obstacle: str = ""
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return the formatted command with the extension's argument if the kernel is gated, else without it."""
@@ -103,14 +111,25 @@ def plan_kernel(argv: Sequence[str], environment: Mapping[str, str], folder: str
     modules = None if interpreter is None else _modules(interpreter, tuple(argv[1:position]), environment)
     if interpreter is None or modules is None:
         return KernelPlan(is_ipykernel=True, gated=False)
-    for name, module in zip(_OURS, modules, strict=True):
-        if module is None:  # not installed there
-            return KernelPlan(is_ipykernel=True, gated=False)
-        foreign = str(_foreign_in(folder, name) or "") if module.ours else module.origin
+    found = [module for module in modules if module is not None]
+    if len(found) < len(modules):  # our extension is not installed there
+        return KernelPlan(is_ipykernel=True, gated=False)
+    obstacle = _find_obstacle(found, interpreter, folder)
+    return KernelPlan(is_ipykernel=True, gated=not obstacle, obstacle=obstacle)
+
+
+def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) -> str:
+    """Return why an interpreter that has the extension cannot load it, and what to do; empty where it can."""
+    msgspec = modules[-1]
+    if not msgspec.usable and (msgspec.version or not msgspec.origin):  # else another module has the name
+        problem = msgspec_problem(msgspec.version, python=interpreter)
+        return f"{problem}. Until then it has no %gpu, and keeps its share of the GPU reserved from its start"
+    for name, module in zip(_NAMES, modules, strict=True):
+        foreign = _foreign_in(folder, name, module.origin) if module.usable else module.origin
         if foreign:
-            sentence = _FOREIGN.format(interpreter=interpreter, origin=foreign, name=name)
-            return KernelPlan(is_ipykernel=True, gated=False, foreign=sentence)
-    return KernelPlan(is_ipykernel=True, gated=True)
+            purpose = "its own module" if name in _OURS else "its calls of the GPU broker"
+            return _FOREIGN.format(interpreter=interpreter, origin=foreign, name=name, purpose=purpose)
+    return ""
 
 
 def find_interpreter(program: str, environment: Mapping[str, str]) -> str | None:
@@ -149,7 +168,7 @@ def _probe_once(key: tuple[object, ...], command: list[str], environment: Mappin
         modules = None
         try:
             modules = _probe(command, environment)
-            if modules is not None and all(module is not None and module.ours for module in modules):
+            if modules is not None and all(module is not None and module.usable for module in modules):
                 with _answers_lock:
                     _answers[key] = modules
         finally:
@@ -159,10 +178,13 @@ def _probe_once(key: tuple[object, ...], command: list[str], environment: Mappin
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
-    """Whether our packages are where they were found, and no other module of their names has come before them since."""
+    """Whether the packages are where they were found, and no other module of their names has come before them since."""
     folders = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return all(module is not None and Path(module.origin).exists() for module in known) and not any(
-        _foreign_in(folder, name) for folder in folders for name in _OURS
+    return all(
+        module is not None
+        and Path(module.origin).exists()
+        and not any(_foreign_in(folder, name, module.origin) for folder in folders)
+        for name, module in zip(_NAMES, known, strict=True)
     )
 
 
@@ -176,14 +198,15 @@ def _probe(command: list[str], environment: Mapping[str, str]) -> _Modules | Non
             timeout=_PROBE_TIMEOUT_S,
             check=True,
         )
-        found = json.loads(done.stdout.splitlines()[-1])
-        return tuple(None if one is None else _Module(str(one[0]), one[1] is True) for one in found)
+        *ours, (origin, version) = json.loads(done.stdout.splitlines()[-1])
+        modules = [None if one is None else _Module(str(one[0]), one[1] is True) for one in ours]
+        return (*modules, _Module(origin, not msgspec_problem(version), version))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError):
         return None
 
 
-def _foreign_in(folder: str, name: str) -> Path | None:
-    """Return the module that Python would import from the folder under this name of ours, if it is not ours."""
+def _foreign_in(folder: str, name: str, origin: str) -> Path | None:
+    """Return the module that Python would import from the folder under this name, if it is neither ours nor that at `origin`."""
     for candidate in (Path(folder, name, "__init__.py"), Path(folder, f"{name}.py")):
         try:
             source = candidate.read_text(encoding="utf-8", errors="replace")
@@ -191,5 +214,5 @@ def _foreign_in(folder: str, name: str) -> Path | None:
             continue
         except OSError:  # Python would fail to read it, too
             return candidate
-        return None if MARK in source else candidate
+        return None if MARK in source or candidate == Path(origin) else candidate
     return None

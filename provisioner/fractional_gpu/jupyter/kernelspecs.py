@@ -76,7 +76,9 @@ class InstalledSpec:
     shadowed_by: Path | None = None
     earlier: bool = False
     replaced: bool = field(default=False, compare=False)  # by this very installation
-    foreign: str = field(default="", compare=False)  # which module this installation found in place of our extension
+    obstacle: str = field(
+        default="", compare=False
+    )  # why the extension cannot be loaded in it, where this installation found that
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
@@ -137,7 +139,7 @@ def install(
         replaces = _check_replaced(folder, content)
         _write_folder(folder, content, logo(milli))
         described = _describe(folder, content)
-        installed.append(replace(described, replaced=replaces, shadowed_by=_shadow(folder), foreign=plan.foreign))
+        installed.append(replace(described, replaced=replaces, shadowed_by=_shadow(folder), obstacle=plan.obstacle))
     return installed
 
 

@@ -86,8 +86,8 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     path, _ = _connection(command)
     plan = plan_kernel(command, os.environ, str(Path.cwd()))
     command = plan.command(command)
-    if plan.foreign:
-        sys.stderr.write(f"{plan.foreign}.\n")
+    if plan.obstacle:
+        sys.stderr.write(f"{plan.obstacle}.\n")
     kernel_id = path.stem.removeprefix("kernel-")[:MAX_NAME]
     request = LeaseRequest(
         fraction_milli=config.fraction_milli,

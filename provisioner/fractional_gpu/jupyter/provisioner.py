@@ -152,9 +152,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         lease, notice = await self._obtain(request, config.simulate)
         self._launching = lease
         managed = lease is not None or bool(notice)
-        if managed and self._plan.foreign:
-            self.log.warning("Kernel %s starts without the GPU extension: %s", self.kernel_id, self._plan.foreign)
-            self._notice = self._notice or f"{self._plan.foreign}."
+        if managed and self._plan.obstacle:
+            self.log.warning("Kernel %s starts without the GPU extension: %s", self.kernel_id, self._plan.obstacle)
+            self._notice = self._notice or f"{self._plan.obstacle}."
         try:
             if self.parent is not None and self._ports.secure(self.parent):
                 self.ports_cached = True  # or jupyter_client would choose others

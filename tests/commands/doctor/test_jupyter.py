@@ -118,6 +118,17 @@ def test_a_module_that_only_has_the_extensions_name_is_a_warning(
     assert f"imports {tmp_path / 'fractional_gpu_kernel.py'} as fractional_gpu_kernel" in found.finding
 
 
+def test_an_interpreter_with_an_old_msgspec_is_a_warning_that_says_what_to_run(
+    specs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    set_up(specs, 250)
+    (tmp_path / "msgspec.py").write_text("__version__ = '0.18.6'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = the(list(check_kernelspecs(None)))
+    assert found.severity is Severity.WARNING
+    assert f"{sys.executable} -m pip install 'msgspec>=0.19'" in found.finding
+
+
 def test_a_kernelspec_for_what_is_not_on_offer_is_a_warning(specs: Path, jupyter_home: Path) -> None:
     set_up(specs, 250)
     set_up(specs, 500, pool="teaching")

@@ -113,8 +113,8 @@ def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:
 
 
 def _ask(python: str, name: str) -> Iterator[Finding]:
-    if foreign := plan_kernel([python, "-m", "ipykernel_launcher"], os.environ, os.path.sep).foreign:
-        yield warning("kernelspecs", f"{name}: {foreign}", "rename that module, or run its Python without it")
+    if obstacle := plan_kernel([python, "-m", "ipykernel_launcher"], os.environ, os.path.sep).obstacle:
+        yield warning("kernelspecs", f"{name}: {obstacle}", "mend that interpreter's environment as the finding says")
         return
     command = [python, "-P", "-c", _IMPORTS]
     try:

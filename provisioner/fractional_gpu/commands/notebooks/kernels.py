@@ -140,8 +140,8 @@ def _install(options: argparse.Namespace) -> int:
         for spec in install(pool, wanted, **how, **own, **_place(options)):
             without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
             print(f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}")
-            if spec.foreign:
-                print(f"note: {spec.foreign}")
+            if spec.obstacle:
+                print(f"note: {spec.obstacle}")
             if spec.shadowed_by is not None:
                 print(
                     f"note: Jupyter does not show it: {spec.shadowed_by} has the same name and is found first; remove that one, or "
