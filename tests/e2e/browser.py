@@ -40,7 +40,7 @@ class Lab:
             self.page.get_by_title("New Launcher").first.click()
         card.click()
         expect(self.page.locator(".jp-Launcher")).to_have_count(0)
-        expect(self.item).to_contain_text("GPU · not used yet (simulated)")
+        expect(self.item).to_contain_text("GPU · has not used the GPU (simulated)")
         expect(self.page.get_by_role("button", name=f"{kernel} (simulated) | Idle", exact=True)).to_be_visible()
 
     def turn_to(self, notebook: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from fractional_gpu import __version__
 from fractional_gpu.core.model import LeaseState
+from fractional_gpu.protocol.states import STATES
 from tests.labextension.rebuild import DIGEST, PREBUILT, differences, digest, sources
 from tests.support.paths import ROOT
 
@@ -37,11 +38,12 @@ def test_colours_come_from_the_theme_alone() -> None:
     assert re.findall(r"#[0-9a-f]{3,8}\b|rgba?\(|hsla?\(", style, re.IGNORECASE) == []
 
 
-def test_every_state_of_a_lease_has_words() -> None:
+def test_the_states_of_a_lease_have_the_same_words_everywhere() -> None:
     (words,) = [path.read_text() for path in sources() if path.name == "words.ts"]
     table = words.partition("const STATES")[2].partition("};")[0]
-    named = set(re.findall(r"^  (\w+): \[", table, re.MULTILINE))
-    assert named | {"resident"} == {state.value for state in LeaseState}
+    written = dict(re.findall(r"^  (\w+): \['\w+', '([^']+)'\]", table, re.MULTILINE))
+    assert {"resident": "on the GPU", **written} == {state: words.words for state, words in STATES.items()}
+    assert set(STATES) == {state.value for state in LeaseState}
 
 
 def test_differences_are_found(tmp_path: Path) -> None:

@@ -12,20 +12,12 @@ from typing import Any
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
 from fractional_gpu.protocol.seats import PoolKeys, SeatStatus
+from fractional_gpu.protocol.states import state_words
 from fractional_gpu_hub.service.broker_follower import Snapshot
 
 __all__ = ["Viewer", "is_own", "view_of"]
 
 _MOST_PERCENT = 100
-_STATES = {
-    "unattached": "no process",
-    "unarmed": "has not used the GPU",
-    "suspending": "going to host memory",
-    "suspended": "suspended",
-    "resuming": "coming back",
-    "quarantined": "under examination",
-    "ended": "ended",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +167,7 @@ def _state(lease: LeaseStatus) -> str:
         words = "in use" if lease.busy else "idle on the GPU"
         words = "works in the background" if lease.working else words
     else:
-        words = _STATES.get(lease.state, lease.state)
+        words = state_words(lease.state)
     return words + (f", pinned for {format_duration(_whole(lease.pinned_ms))}" if lease.pinned_ms else "")
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.messages import History, UsagePoint
+from fractional_gpu.protocol.states import state_words
 from fractional_gpu_kernel.display.html import (
     FREE,
     SAVED,
@@ -186,7 +187,7 @@ def _strip(row: Sequence[Column]) -> list[str]:
         colour, opacity = looks.get(row[begin].state, (FREE, 0.0))
         pieces.append(
             f'<rect x="{_x(begin):.1f}" y="{_STRIP}" width="{_x(index) - _x(begin):.1f}" height="10" style="fill:{colour}" '
-            f'fill-opacity="{opacity}"><title>{escape(row[begin].state)}</title></rect>'
+            f'fill-opacity="{opacity}"><title>{escape(state_words(row[begin].state))}</title></rect>'
         )
         begin = index
     return pieces

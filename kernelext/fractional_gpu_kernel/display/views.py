@@ -12,6 +12,7 @@ from fractional_gpu.protocol.messages import (
     Neighbour,
     Story,
 )
+from fractional_gpu.protocol.states import state_meaning, state_words
 from fractional_gpu_kernel.display.html import (
     OTHERS,
     USED,
@@ -25,27 +26,7 @@ from fractional_gpu_kernel.display.lines import Bundle, rough
 
 __all__ = ["StatusView", "StoryView", "TopView", "moment"]
 
-_STATES = {
-    "unattached": "the broker does not know this kernel's process yet",
-    "unarmed": "not on a GPU; the next cell waits for one if it has to",
-    "resident": "on the GPU",
-    "suspending": "being saved to host memory",
-    "suspended": "saved in host memory; the next cell brings it back",
-    "resuming": "on its way back to the GPU",
-    "quarantined": "unclear: the broker does not know what is true on the GPU and is looking; nothing of it is touched meanwhile",
-    "ended": "over; a new share takes a restart of the kernel, which loses its variables",
-}
 _HOLDING = frozenset({"resident", "suspending", "resuming", "quarantined"})
-_SHORT = {
-    "unattached": "not started",
-    "unarmed": "not on a GPU",
-    "resident": "on the GPU",
-    "suspending": "being saved",
-    "suspended": "saved in host memory",
-    "resuming": "coming back",
-    "quarantined": "unclear",
-    "ended": "over",
-}
 
 
 def moment(at_ms: int, now_ms: int) -> str:
@@ -65,7 +46,7 @@ class StatusView:
         status = self._status
         rows = [
             ("share", _share(status)),
-            ("state", f"{_STATES.get(status.state, status.state)} (for {format_duration(status.age_ms)})"),
+            ("state", f"{state_meaning(status.state)} (for {format_duration(status.age_ms)})"),
             ("device", _device(status)),
             ("memory", f"{format_memory(status.used_mib)} of {format_memory(status.reserve_mib)} used"),
         ]
@@ -230,7 +211,7 @@ class StoryView:
 
 def _title(status: LeaseStatus) -> str:
     simulated = " on a simulated GPU" if status.simulated else ""
-    return f"{format_fraction(status.fraction_milli)} GPU{simulated}: {_SHORT.get(status.state, status.state)}"
+    return f"{format_fraction(status.fraction_milli)} GPU{simulated}: {state_words(status.state)}"
 
 
 def _share(status: LeaseStatus) -> str:
@@ -248,7 +229,7 @@ def _devices(lease: LeaseStatus) -> Sequence[str]:
 
 
 def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
-    words = [_SHORT.get(lease.state, lease.state)]
+    words = [state_words(lease.state)]
     if lease.working:
         words.append("works in the background")
     elif lease.busy and not is_own:  # this kernel is busy with the very question
@@ -262,7 +243,7 @@ def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
 
 def _neighbour(neighbour: Neighbour) -> str:
     name = f" “{neighbour.label}” (yours)" if neighbour.label else ""
-    doing = "runs a cell" if neighbour.busy else _SHORT.get(neighbour.state, neighbour.state)
+    doing = "runs a cell" if neighbour.busy else state_words(neighbour.state)
     if not neighbour.busy and neighbour.state == "resident":
         doing = "idle"
     return f"{format_fraction(neighbour.fraction_milli)} GPU{name}, {format_memory(neighbour.reserved_mib)}, {doing}"

@@ -6,14 +6,15 @@ import type { IDevice, IKernel, IState } from './state';
 /** How a kernel's state is drawn: the colours are chosen in the style sheet. */
 export type Mood = 'idle' | 'here' | 'away' | 'moving' | 'waiting' | 'broken';
 
+/** The words are those of `fractional_gpu/protocol/states.py`. */
 const STATES: Record<string, [Mood, string]> = {
-  unattached: ['idle', 'starting'],
-  unarmed: ['idle', 'not used yet'],
+  unattached: ['idle', 'no process'],
+  unarmed: ['idle', 'has not used the GPU'],
   suspending: ['moving', 'being suspended'],
   suspended: ['away', 'suspended'],
-  resuming: ['moving', 'coming back'],
-  quarantined: ['broken', 'needs attention'],
-  ended: ['broken', 'lease over']
+  resuming: ['moving', 'being resumed'],
+  quarantined: ['broken', 'unknown, under examination'],
+  ended: ['broken', 'ended']
 };
 
 /** 250 -> "1/4", 230 -> "0.23", 1000 -> "1". */

@@ -118,7 +118,7 @@ def test_top_names_ones_own_and_sums_up_the_others() -> None:
         "GPU 1: NVIDIA H200 (draining), pool default",
         "  [--------------------] 0 MiB used, 0 MiB reserved of 140 GiB",
         "on no GPU",
-        "  1/4 GPU  your kernel lease-3  saved in host memory, waits at place 1",
+        "  1/4 GPU  your kernel lease-3  suspended, waits at place 1",
         "In the bars: used by anybody (#), reserved beyond that (+), free (-).",
     ]
     words = html_of(view).words

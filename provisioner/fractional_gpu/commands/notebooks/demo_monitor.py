@@ -14,6 +14,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.states import state_words
 
 __all__ = ["Sampler", "Watcher"]
 
@@ -62,15 +63,7 @@ def _news(lease: LeaseStatus) -> str:
     """Return what just happened to a lease."""
     if lease.state == "suspended":
         return f"suspended, {format_memory(lease.saved_mib)} now in host memory"
-    words = {
-        "resident": "on the GPU",
-        "suspending": "leaves the GPU",
-        "resuming": "comes back to the GPU",
-        "unarmed": "holds no GPU memory",
-        "unattached": "its kernel has ended",
-        "quarantined": "state unknown, the broker looks again",
-    }
-    return words.get(lease.state, lease.state)
+    return state_words(lease.state)
 
 
 class Watcher:

@@ -11,6 +11,7 @@ from fractional_gpu.protocol.messages import (
     LeaseStatus,
     SeatWait,
 )
+from fractional_gpu.protocol.states import state_words
 
 __all__ = [
     "bar",
@@ -32,16 +33,6 @@ SHORT_ID = 8
 _NARROWEST = 8  # characters of a column: a narrower one is not read any more
 _GAP = "  "
 _LEGEND = "#  used    =  reserved    x  other programs    .  free"
-
-_STATES = {
-    "unattached": "no process",
-    "unarmed": "has not used the GPU",
-    "suspending": "being suspended",
-    "suspended": "suspended",
-    "resuming": "being resumed",
-    "quarantined": "unknown, under examination",
-    "ended": "ended",
-}
 
 
 def short_id(lease_id: str) -> str:
@@ -65,12 +56,9 @@ def device_in_words(name: str, memory_mib: int, *, simulated: bool) -> str:
 
 def state_in_words(lease: LeaseStatus) -> str:
     """Return the lease's state and for how long it has been in it; a state of a newer broker is shown as it is named."""
+    words = state_words(lease.state)
     if lease.state == "resident":
-        words = "on the GPU, busy" if lease.busy else "on the GPU, idle"
-        if lease.working:
-            words = "on the GPU, working in the background"
-    else:
-        words = _STATES.get(lease.state, lease.state)
+        words += ", working in the background" if lease.working else ", busy" if lease.busy else ", idle"
     pinned = f", pinned for {format_duration(lease.pinned_ms)}" if lease.pinned_ms else ""
     return f"{words}, {format_duration(lease.age_ms)}{pinned}"
 
