@@ -9,7 +9,7 @@ import pytest
 from fractional_gpu.commands.lease_commands import COMMANDS, BulkCommand, find_lease
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.terminal.connection import say_if_slow
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.messages import LeaseStatus
 from tests.commands.conftest import OwnBroker

@@ -13,7 +13,7 @@ import pytest
 from fractional_gpu.commands import broker_stop
 from fractional_gpu.commands.broker_stop import find_broker
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.errors import CommandError
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import Server, World

@@ -20,7 +20,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import find_state_file
 from fractional_gpu.commands.terminal.connection import add_socket_argument
-from fractional_gpu.commands.terminal.failure import CommandError, parsed
+from fractional_gpu.commands.terminal.errors import CommandError, parsed
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import BrokerUnavailableError

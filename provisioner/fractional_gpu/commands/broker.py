@@ -5,7 +5,7 @@ import sys
 
 from fractional_gpu.broker.process.detaching import start_detached
 from fractional_gpu.broker.process.restarting import BrokerOptions
-from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.core.units import parse_duration_ms
 
 __all__ = ["configure", "run"]

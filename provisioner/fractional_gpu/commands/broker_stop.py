@@ -23,7 +23,7 @@ from pathlib import Path
 from fractional_gpu.client.broker_process import ANSWER_S, is_service_socket, listener_pid
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.host.process import (
     identify,
     open_pidfd,

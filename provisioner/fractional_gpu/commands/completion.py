@@ -1,16 +1,31 @@
-"""`jupyter gpu completion`: the lines that have a shell complete `jupyter gpu` when Tab is pressed."""
+"""`jupyter gpu completion`, and the completion itself, by argcomplete.
+
+The command prints what a shell evaluates. When Tab is pressed, the shell runs `jupyter gpu` with `_ARGCOMPLETE` in its environment
+(`jupyter` itself passes the line on), and `complete` answers. It imports only the chosen subcommand; any other start of `jupyter gpu`
+does not import this module.
+
+The values of an argument are declared where the argument is added, with `completers.completed`. Values that only a broker knows are
+requested with a short time limit: a completion that blocks is worse than none.
+"""
 
 import argparse
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from fractional_gpu.commands.terminal.failure import UsageError
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.protocol.errors import FractionalGPUError
 
-__all__ = ["SHELLS", "configure", "run"]
+__all__ = ["SHELLS", "complete", "configure", "device_names", "kernelspec_names", "lease_names", "pool_names", "run"]
 
 SHELLS = ("bash", "zsh", "fish")
 _COMMANDS = ("jupyter", "jupyter-gpu")
+_ANSWER_S = 0.5
+_FILES = frozenset({"FILE", "PATH", "DIR", "SESSIONS", "CELLS"})  # arguments of these names are completed to files
+ParserOf = Callable[[str], argparse.ArgumentParser]
 EPILOG = """\
 examples:
   eval "$(jupyter gpu completion bash)"            in ~/.bashrc
@@ -32,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the shell's code. Raises UsageError for a shell that is not among those it is known for."""
+    """Print the shell's code. Raises UsageError for a shell that argcomplete has no code for."""
     from argcomplete.shell_integration import shellcode  # noqa: PLC0415 - needed here only
 
     shell = options.shell or Path(os.environ.get("SHELL", "")).name
@@ -40,3 +55,81 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"say for which shell: {', '.join(SHELLS)} ($SHELL is {os.environ.get('SHELL') or 'not set'})")
     sys.stdout.write(shellcode(_COMMANDS, shell=shell))
     return 0
+
+
+def complete(summaries: Mapping[str, str], parser_of: ParserOf) -> None:
+    """Write the proposals for the line that the shell completes, and end the process.
+
+    `summaries`: the subcommands. `parser_of` returns a subcommand's parser.
+    """
+    import argcomplete  # noqa: PLC0415 - only here, as said above
+    from traitlets.config.argcomplete_config import (  # noqa: PLC0415 - as above
+        get_argcomplete_cwords,
+        increment_argcomplete_index,
+    )
+
+    words = get_argcomplete_cwords() or []
+    if len(words) > 1 and words[1] in summaries:
+        increment_argcomplete_index()
+        parser = parser_of(words[1])
+    else:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--version", action="store_true")
+        commands = parser.add_subparsers()
+        for name, summary in summaries.items():
+            commands.add_parser(name, help=summary, add_help=False)
+    _propose_files_only_for_files(parser)
+    argcomplete.autocomplete(parser)
+
+
+def _nothing(**_: object) -> tuple[str, ...]:
+    return ()
+
+
+def _propose_files_only_for_files(parser: argparse.ArgumentParser) -> None:
+    """Keep argcomplete from proposing files for every value that has neither completer nor choices."""
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to them
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as above
+            for each in action.choices.values():
+                _propose_files_only_for_files(each)
+        elif not hasattr(action, "completer") and not action.choices and action.metavar not in _FILES:
+            action.completer = _nothing  # type: ignore[attr-defined]
+
+
+def lease_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
+    """Propose the leases of this user, with their notebooks."""
+    status = _status(parsed_args)
+    return {lease.lease_id[:8]: lease.label or lease.state for lease in status.leases} if status is not None else {}
+
+
+def device_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
+    """Propose the devices of the broker by number, with their names."""
+    status = _status(parsed_args)
+    return {str(device.index): device.name for device in status.devices} if status is not None else {}
+
+
+def pool_names(parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Propose the pools of the broker."""
+    status = _status(parsed_args)
+    return list(status.pools) if status is not None else []
+
+
+def kernelspec_names(**_: object) -> dict[str, str]:
+    """Propose the kernelspecs that this package installed, with the names that the launcher shows."""
+    from fractional_gpu.jupyter.kernelspecs import list_installed  # noqa: PLC0415 - heavy, and needed for `kernels remove` only
+
+    return {spec.name: spec.display_name for spec in list_installed()}
+
+
+def _status(options: argparse.Namespace) -> Any:  # noqa: ANN401 - a HostStatus or None, whose module is heavy
+    """Return the status of the broker that runs, None if none answers; none is started for a proposal."""
+    from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - as above
+    from fractional_gpu.client.seat import own_seat  # noqa: PLC0415 - as above
+
+    try:
+        seat = own_seat()
+        path = getattr(options, "socket", None) or socket_path()
+        with BrokerClient(path, token=seat.token if seat is not None else None, timeout_s=_ANSWER_S) as client:
+            return client.status()
+    except FractionalGPUError:
+        return None

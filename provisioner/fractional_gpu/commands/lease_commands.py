@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.completers import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, completed
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
-from fractional_gpu.commands.terminal.failure import CommandError, UsageError, parsed
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parsed
 from fractional_gpu.commands.terminal.render import expected_wait, lease_name, state_in_words
 from fractional_gpu.core.units import (
     format_duration,

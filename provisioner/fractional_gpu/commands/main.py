@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import FractionalGPUError
 
 __all__ = ["main"]
@@ -42,12 +42,8 @@ class _Subcommand(Protocol):
 
 _LEASES = "fractional_gpu.commands.lease_commands"
 COMMANDS: dict[str, _Entry] = {
-    "demo": _Entry(
-        "fractional_gpu.commands.notebooks.demo", "two notebooks take turns on one GPU, and nothing is lost"
-    ),
-    "lab": _Entry(
-        "fractional_gpu.commands.notebooks.lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True
-    ),
+    "demo": _Entry("fractional_gpu.commands.demo.demo", "two notebooks take turns on one GPU, and nothing is lost"),
+    "lab": _Entry("fractional_gpu.commands.lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True),
     "status": _Entry("fractional_gpu.commands.status", "the GPUs, and who holds what or waits for it"),
     "suspend": _Entry(_LEASES, "save a kernel's GPU memory on the host and free the GPU"),
     "resume": _Entry(_LEASES, "bring a suspended kernel back onto a GPU"),
@@ -64,7 +60,7 @@ COMMANDS: dict[str, _Entry] = {
     "seats": _Entry("fractional_gpu.commands.seats", "the seats of hub servers, and ending one (administrators)"),
     "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),
     "kernels": _Entry(
-        "fractional_gpu.commands.notebooks.kernels", "install, list and remove the kernels that the launcher offers"
+        "fractional_gpu.commands.kernels", "install, list and remove the kernels that the launcher offers"
     ),
     "doctor": _Entry(
         "fractional_gpu.commands.doctor.doctor", "examine the machine, the driver, the broker and Jupyter"
@@ -148,7 +144,7 @@ def _subcommand(name: str) -> tuple[_Subcommand, argparse.ArgumentParser]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (default: this process's) and return its exit code. Never raises a foreseeable error."""
     if argv is None and _COMPLETING in os.environ:
-        from fractional_gpu.commands.terminal.completing import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
+        from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 
         complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: _subcommand(name)[1])
     try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from fractional_gpu.commands.terminal.failure import UsageError
+from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.simulator.placement import (
     NodeShape,
     Outcome,

@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.commands.terminal.completers import POOLS, completed
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
-from fractional_gpu.commands.terminal.failure import UsageError
+from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.protocol.seats import PoolKeys
 
 __all__ = ["configure", "run"]

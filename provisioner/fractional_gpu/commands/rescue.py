@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.render import short_id
 
 __all__ = ["configure", "run"]

@@ -9,7 +9,7 @@ from msgspec import to_builtins
 
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
-from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.messages import SeatStatus
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fractional_gpu.commands.placement import configure_placement, run_placement
-from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib

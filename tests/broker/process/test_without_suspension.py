@@ -17,7 +17,7 @@ from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
 from fractional_gpu.broker.process.run import BrokerRun, device_specs
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.doctor.broker import check_broker
-from fractional_gpu.commands.doctor.finding import Severity
+from fractional_gpu.commands.doctor.report import Severity
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import ProcessState

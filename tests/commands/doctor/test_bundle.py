@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.bundle import clean
+from fractional_gpu.commands.doctor.report import clean
 from fractional_gpu.protocol.messages import LeaseRequest
 from tests.support.world import World, new_world
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.doctor import doctor
-from fractional_gpu.commands.doctor.finding import ok
 from fractional_gpu.commands.doctor.nvidia import NvidiaLook
+from fractional_gpu.commands.doctor.report import ok
 from fractional_gpu.commands.main import main
 
 SIMULATED = [

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.finding import Finding, Severity
 from fractional_gpu.commands.doctor.nvidia import (
     check_pools,
     cuda_level,
     look_at_nvidia,
     mps_processes,
 )
+from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.config import Settings, load
 from tests.gpu_nvidia.fake_nvml import FUNCTION_NOT_FOUND, NO_PERMISSION, NOT_SUPPORTED, FakeGPU, FakeNVML
 

@@ -18,7 +18,7 @@ from fractional_gpu.client.state_folder import (
     is_network,
     state_folder,
 )
-from fractional_gpu.commands.doctor.finding import (
+from fractional_gpu.commands.doctor.report import (
     Finding,
     note,
     ok,

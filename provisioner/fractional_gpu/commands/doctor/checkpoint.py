@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from fractional_gpu.commands.doctor.finding import (
+from fractional_gpu.commands.doctor.report import (
     Finding,
     note,
     ok,

@@ -13,25 +13,23 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from fractional_gpu.commands.doctor.broker import broker_pid, check_broker, check_ledgers
-from fractional_gpu.commands.doctor.bundle import write_bundle
 from fractional_gpu.commands.doctor.checkpoint import claim_and_try, findings_of
-from fractional_gpu.commands.doctor.finding import (
-    Finding,
-    as_json,
-    exit_code,
-    problem,
-    render,
-)
-from fractional_gpu.commands.doctor.host import (
-    check_memory,
+from fractional_gpu.commands.doctor.installation import (
     check_settings,
     check_simulation,
     check_versions,
 )
 from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelspecs
-from fractional_gpu.commands.doctor.memory import check_huge_pages
+from fractional_gpu.commands.doctor.memory import check_huge_pages, check_memory, check_oom, check_swap
 from fractional_gpu.commands.doctor.nvidia import check_pools, look_at_nvidia
-from fractional_gpu.commands.doctor.oom import check_oom, check_swap
+from fractional_gpu.commands.doctor.report import (
+    Finding,
+    as_json,
+    exit_code,
+    problem,
+    render,
+    write_bundle,
+)
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from jupyter_core.paths import jupyter_config_path
 
-from fractional_gpu.commands.doctor.finding import (
+from fractional_gpu.commands.doctor.report import (
     Finding,
     note,
     ok,

@@ -1,26 +1,26 @@
-"""The doctor's look at how fast fresh host memory is: huge pages, and the memory node that a device is near to.
+"""The doctor's checks of host memory: how much there is, how fast it is, and what happens where it runs out.
 
-What is saved from a device lands in fresh memory of the kernel's own process, and the slow part of that is page faults, as far as is known.
-Populating memory on a machine without a GPU ran at 1.65 GB/s with one thread on 4 KiB pages, and at 8.6 GB/s with two threads on huge ones.
-No figure has been measured with NVIDIA's driver: the findings say so and promise no speed.
+How fast: saved device memory lands in fresh memory of the kernel's own process, and page faults are the slow part of that, as far as is
+known. Populating memory on a machine without a GPU ran at 1.65 GB/s with one thread on 4 KiB pages, and at 8.6 GB/s with two threads on
+huge ones. No figure has been measured with NVIDIA's driver: the findings say so and promise no speed.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from fractional_gpu.commands.doctor.finding import (
-    Finding,
-    note,
-    ok,
-    warning,
-)
+from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
+from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.interface import DeviceInfo
+from fractional_gpu.host.memory import headroom, memory_groups, system_headroom
+from fractional_gpu.host.oom import adjustment
+from fractional_gpu.host.process import PROC, owner_uid
 
-__all__ = ["SYS", "check_huge_pages", "check_nodes", "pci_address"]
+__all__ = ["SYS", "check_huge_pages", "check_memory", "check_nodes", "check_oom", "check_swap", "pci_address"]
 
 SYS: Final = Path("/sys")
 _REASON: Final = (
@@ -29,18 +29,68 @@ _REASON: Final = (
 )
 _UNMEASURED: Final = "whether NVIDIA's driver gains from it has not been measured: compare suspends before and after"
 _TOTAL: Final = re.compile(r"MemTotal:\s*(\d+) kB")
+_CAP_SYS_RESOURCE: Final = 1 << 24
+_LEAST_SWAPPINESS: Final = 1  # swap is used to keep from killing only
+_ALL_IDS: Final = [
+    "0",
+    "0",
+    "4294967295",
+]  # the map of the first user namespace: in another one the capability is void here
+_OTHER_KILLERS: Final = {
+    "earlyoom": "it goes by the same adjustments",
+    "nohang": "it goes by the same adjustments",
+    "systemd-oomd": "it ends whole control groups by their swap and pressure, whatever a process's adjustment is",
+}
+_BIGGEST: Final = "a suspended kernel holds its saved state in its own memory, and is the biggest process there"
+
+
+def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, proc: Path = PROC) -> Iterator[Finding]:
+    """Compare the room for suspended state with what the devices hold, in the system and in this process's control groups."""
+    try:
+        system, here = system_headroom(proc=proc), headroom(os.getpid(), proc=proc)
+    except (OSError, ValueError) as error:
+        yield problem(
+            "host-memory", f"cannot be read: {error}", "suspending needs it: mend the access to /proc and cgroups"
+        )
+        return
+    total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    budget_mib = total_mib if settings is None else settings.host_budget_mib(total_mib)
+    room_mib = min(system.mib, budget_mib)
+    device_mib = sum(device.memory_mib for device in devices)
+    what = f"{format_memory(room_mib)} for suspended kernels (free: {format_memory(system.mib)}, budget: {format_memory(budget_mib)})"
+    if device_mib > room_mib:
+        yield warning(
+            "host-memory",
+            f"{what}, less than the {format_memory(device_mib)} that the devices hold: not all of it can be suspended at once",
+            "raise host_memory in jupyter_gpu_config.py, or add memory: what does not fit stays on the device",
+        )
+    else:
+        yield ok("host-memory", what if not devices else f"{what}, devices hold {format_memory(device_mib)}")
+    if here.mib >= system.mib:
+        yield ok("cgroup", "no control group limits this process more than the system does")
+        return
+    largest_mib = max((device.memory_mib for device in devices), default=0)
+    limit = f"a process started here can take {format_memory(here.mib)} more, by {here.limited_by}"
+    if here.mib < largest_mib:
+        yield warning(
+            "cgroup",
+            f"{limit}: a kernel that fills a device of {format_memory(largest_mib)} cannot be suspended",
+            "give the kernels' control group (container, unit, job) the device's memory on top of its own",
+        )
+    else:
+        yield note("cgroup", limit)
 
 
 def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
     """Say how this machine hands out transparent huge pages, and what may be tried."""
     folder = sys / "kernel/mm/transparent_hugepage"
-    enabled = _chosen(folder / "enabled")
+    enabled = _setting(folder / "enabled")
     if not enabled:
         yield note(
             "huge-pages", "this system does not tell of transparent huge pages: fresh memory comes in small ones"
         )
         return
-    rest = {name: _chosen(folder / name) for name in ("defrag", "shmem_enabled", "khugepaged/defrag")}
+    rest = {name: _setting(folder / name) for name in ("defrag", "shmem_enabled", "khugepaged/defrag")}
     settings = ", ".join(f"{name} {value}" for name, value in rest.items() if value)
     found = f"transparent huge pages: {enabled} ({settings})" if settings else f"transparent huge pages: {enabled}"
     if enabled != "always":
@@ -110,7 +160,60 @@ def pci_address(nvml: ModuleType, device_id: str) -> str:
         return ""
 
 
-def _chosen(file: Path) -> str:
+def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
+    """Say whether saved state may be swapped out, and what that means."""
+    fields = dict(_fields(proc / "meminfo"))
+    total_mib, free_mib = (int(fields.get(name, "0 kB").split()[0]) // 1024 for name in ("SwapTotal", "SwapFree"))
+    if not total_mib:
+        yield note(
+            "swap",
+            "none: where host memory runs out, the system kills a process at once",
+            "keep host_memory in jupyter_gpu_config.py well below what is free, or add some swap as a cushion (a file, or zram)",
+        )
+        return
+    swappiness = _number(proc / "sys/vm/swappiness")
+    used_mib = max(0, total_mib - free_mib)
+    told_swappiness = "unknown" if swappiness is None else swappiness
+    what = f"{format_memory(total_mib)}, {format_memory(used_mib)} in use, vm.swappiness {told_swappiness}"
+    if swappiness is None or swappiness > _LEAST_SWAPPINESS:
+        yield note(
+            "swap",
+            f"{what}: saved state lies idle, so it is swapped out first, and a resume then waits until it is read back",
+            "as root: sysctl vm.swappiness=1, or for the kernels' units MemorySwapMax=0 (memory.swap.max of their groups)",
+        )
+    else:
+        yield ok("swap", what)
+
+
+def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]:
+    """Say who is killed where memory runs out. `broker_pid` is of the broker that serves here, None if none does."""
+    if _number(proc / "sys/vm/panic_on_oom"):
+        yield warning(
+            "oom",
+            "vm.panic_on_oom is set: the whole machine stops where memory runs out, and every kernel is lost",
+            "as root: sysctl vm.panic_on_oom=0",
+        )
+    yield from _killed_together(proc)
+    yield from _other_killers(proc)
+    pid, whose = (os.getpid(), "a broker that is started here") if broker_pid is None else (broker_pid, "the broker")
+    try:
+        may, value, uid = _may_lower(pid, proc), adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
+    except (OSError, ValueError) as error:
+        yield note("oom", f"what {whose} may do against the out-of-memory killer cannot be read: {error}")
+        return
+    if may:
+        yield ok("oom", f"{whose} keeps the out-of-memory killer from taking kernels for their saved state")
+        return
+    yield note(
+        "oom",
+        f"{whose} (user {uid}, oom_score_adj {value}) has no CAP_SYS_RESOURCE here: where memory runs out, {_BIGGEST}, so the killer may "
+        "take it although another one filled the memory",
+        "run the broker as a system service of root (docs/hub.md), or give each user's kernels a memory limit of their own and keep "
+        "host_memory below what is free",
+    )
+
+
+def _setting(file: Path) -> str:
     """Return the setting in force: the one in brackets, or the only word; "" where the file is not there."""
     try:
         text = file.read_text(encoding="ascii").strip()
@@ -136,3 +239,54 @@ def _node_of(address: str, sys: Path) -> int:
         return int((sys / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return -1
+
+
+def _may_lower(pid: int, proc: Path) -> bool:
+    effective = dict(_fields(proc / str(pid) / "status")).get("CapEff", "0")
+    return (
+        bool(int(effective, 16) & _CAP_SYS_RESOURCE) and (proc / str(pid) / "uid_map").read_text().split() == _ALL_IDS
+    )
+
+
+def _killed_together(proc: Path) -> Iterator[Finding]:
+    try:
+        folders = memory_groups(os.getpid(), proc=proc).get(2, [])
+    except (OSError, ValueError):
+        return  # said where the host's memory is looked at
+    together = [folder for folder in folders if _number(folder / "memory.oom.group")]
+    if together:
+        yield warning(
+            "oom-group",
+            f"control group {together[0]} is killed as a whole where its memory runs out: nothing keeps a suspended kernel in it",
+            "as root: write 0 to its memory.oom.group; on Kubernetes, singleProcessOOMKill of the kubelet",
+        )
+
+
+def _other_killers(proc: Path) -> Iterator[Finding]:
+    for folder in proc.iterdir():
+        if folder.name.isdigit():
+            try:
+                name = (folder / "comm").read_text(errors="replace").strip()
+            except OSError:  # it ended, or is hidden from this user
+                continue
+            if name in _OTHER_KILLERS:
+                yield note(
+                    "oom",
+                    f"{name} runs (process {folder.name}) and kills before the system does: {_OTHER_KILLERS[name]}",
+                    "for systemd-oomd: ManagedOOMPreference=omit for the kernels' units"
+                    if name == "systemd-oomd"
+                    else "",
+                )
+
+
+def _fields(file: Path) -> Iterator[tuple[str, str]]:
+    for line in file.read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        yield name, value.strip()
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from fractional_gpu.commands.doctor.finding import (
+from fractional_gpu.commands.doctor.memory import SYS, check_nodes, pci_address
+from fractional_gpu.commands.doctor.report import (
     Finding,
     note,
     ok,
     problem,
     warning,
 )
-from fractional_gpu.commands.doctor.memory import SYS, check_nodes, pci_address
 from fractional_gpu.config import Settings
 from fractional_gpu.core.model import Sharing
 from fractional_gpu.core.units import format_memory

@@ -27,7 +27,7 @@ def _words(words: Sequence[str]) -> Completer:
 
 def _found_by(name: str) -> Completer:
     def propose(**given: object) -> Any:  # noqa: ANN401 - what argcomplete takes: words, or words with descriptions
-        return getattr(import_module("fractional_gpu.commands.terminal.completing"), name)(**given)
+        return getattr(import_module("fractional_gpu.commands.completion"), name)(**given)
 
     return propose
 

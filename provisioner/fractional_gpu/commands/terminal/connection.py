@@ -12,7 +12,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, has_restart_file, socket_path
 from fractional_gpu.client.seat import own_seat
 from fractional_gpu.client.silence import SilenceWatch
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 __all__ = [

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor import host as doctor_host
+from fractional_gpu.commands.doctor import memory as memory_checks
 from fractional_gpu.commands.doctor.broker import check_broker, check_ledgers
-from fractional_gpu.commands.doctor.finding import Finding, Severity
-from fractional_gpu.commands.doctor.host import (
-    check_memory,
+from fractional_gpu.commands.doctor.installation import (
     check_settings,
     check_simulation,
     check_versions,
 )
+from fractional_gpu.commands.doctor.memory import check_memory
+from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.host.memory import Headroom
 from fractional_gpu.ledger.ledger import Ledger
@@ -154,8 +154,8 @@ def test_simulation_is_said_and_a_bad_wish_is_an_error() -> None:
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, system_mib: int, here_mib: int, *devices: DeviceInfo) -> list[Finding]:
-    monkeypatch.setattr(doctor_host, "system_headroom", lambda **_: Headroom(system_mib, "the system's memory"))
-    monkeypatch.setattr(doctor_host, "headroom", lambda *_, **__: Headroom(here_mib, "the memory limit of a group"))
+    monkeypatch.setattr(memory_checks, "system_headroom", lambda **_: Headroom(system_mib, "the system's memory"))
+    monkeypatch.setattr(memory_checks, "headroom", lambda *_, **__: Headroom(here_mib, "the memory limit of a group"))
     return list(check_memory(devices, None))
 
 

@@ -1,7 +1,7 @@
-"""A place of its own for the demonstration: folders, settings, a broker; and nothing of it is left when it ends.
+"""A sandbox for the demonstration: folders, settings, copies of the example notebooks and a broker of its own.
 
-Rules: nothing of the user's Jupyter is read or written; a broker of the user's is neither used nor disturbed;
-whatever happened in between, kernels that are left are ended, then the broker, and then the folder is removed.
+Rules: nothing of the user's Jupyter is read or written, and no broker of the user's is used or disturbed. At the end, whatever happened
+in between, the kernels that are left are ended, then the broker, and then the folder is removed.
 """
 
 import os
@@ -17,15 +17,24 @@ from pathlib import Path
 
 from fractional_gpu.broker.process.backend import simulated_folder
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.notebooks.example_paths import EXAMPLES, examples_dir
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-__all__ = ["FRACTION_MILLI", "Sandbox", "ending_as_interrupt", "open_sandbox", "sandbox_environment"]
+__all__ = [
+    "EXAMPLES",
+    "FRACTION_MILLI",
+    "Sandbox",
+    "ending_as_interrupt",
+    "examples_dir",
+    "open_sandbox",
+    "sandbox_environment",
+]
 
+EXAMPLES = ("tenant-a.ipynb", "tenant-b.ipynb", "device.py")
+"""The files of the demonstration."""
 FRACTION_MILLI = 750  # of which a device has room for one at a time
 _STOP_S = 30.0
 _START_S = 120.0
@@ -35,6 +44,17 @@ _CONFIG = """\
 c.GPUBroker.devices = [{device!r}]
 c.GPUBroker.pools = {{"default": {{"fractions": ["3/4"], "idle_after": "on-demand"}}}}
 """
+
+
+def examples_dir() -> Path:
+    """Return the folder of the example notebooks. Raises CommandError where the installation lacks them."""
+    here = Path(__file__).resolve().parent
+    candidates = (here / "examples", here.parents[3] / "examples")
+    for folder in candidates:
+        if all((folder / name).is_file() for name in EXAMPLES):
+            return folder
+    looked = " and ".join(str(folder) for folder in candidates)
+    raise CommandError(f"the example notebooks are missing (looked in {looked}); install jupyter-fractional-gpu again")
 
 
 def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import json
 
-from fractional_gpu.commands.doctor.finding import (
+from fractional_gpu.commands.doctor.report import (
     Finding,
     as_json,
     exit_code,

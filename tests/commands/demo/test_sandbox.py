@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.commands.notebooks import demo
-from fractional_gpu.commands.notebooks.example_paths import EXAMPLES
-from fractional_gpu.commands.notebooks.sandbox import (
+from fractional_gpu.commands.demo import demo
+from fractional_gpu.commands.demo.sandbox import (
+    EXAMPLES,
     Sandbox,
     ending_as_interrupt,
     open_sandbox,
     sandbox_environment,
 )
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.config import load
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.jupyter.kernelspecs import list_installed

@@ -1,23 +1,24 @@
-"""`jupyter gpu kernels`: what the launcher offers, such as "Python 3 · 1/4 GPU"."""
+"""`jupyter gpu kernels`: the kernelspecs that the launcher offers, such as "Python 3 · 1/4 GPU"; one for each fraction of each pool."""
 
 import argparse
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from fractional_gpu.client.discovery import ensure_broker
-from fractional_gpu.commands.notebooks.demo import checked_simulate
-from fractional_gpu.commands.notebooks.offers import ANY_OFFERS_MILLI, simulated_devices
+from fractional_gpu.commands.demo.demo import checked_simulate
 from fractional_gpu.commands.terminal.completers import (
     FRACTIONS,
     KERNELSPECS,
     POOLS,
     completed,
 )
-from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.render import table
+from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
 from fractional_gpu.jupyter.kernelspecs import (
     InstalledSpec,
@@ -27,7 +28,10 @@ from fractional_gpu.jupyter.kernelspecs import (
 )
 from fractional_gpu.protocol.messages import HostStatus
 
-__all__ = ["configure", "run"]
+__all__ = ["ANY_OFFERS_MILLI", "configure", "install_offers", "run", "simulated_devices"]
+
+ANY_OFFERS_MILLI: tuple[int, ...] = PoolSpec(name="", devices=()).fractions_milli
+"""The fractions that are installed for a pool that offers any fraction."""
 
 EPILOG = """\
 examples:
@@ -37,7 +41,6 @@ examples:
   jupyter gpu kernels list
   jupyter gpu kernels remove --all
 """
-
 INSTALL_EPILOG = """\
 examples:
   jupyter gpu kernels install
@@ -48,7 +51,6 @@ examples:
 Without --fraction the broker is asked what its pools offer; it is started if none runs. With --fraction nobody is asked,
 which is what you want while building a container image.
 """
-
 REMOVE_EPILOG = """\
 examples:
   jupyter gpu kernels remove fractional-gpu-default-250
@@ -148,6 +150,32 @@ def _install(options: argparse.Namespace) -> int:
                     "give this one another --name"
                 )
     return 0
+
+
+def install_offers(
+    pools: Mapping[str, Sequence[int]], *, directory: str, simulated: bool, simulate: str | None = None
+) -> list[InstalledSpec]:
+    """Make the folder of kernelspecs hold exactly what the pools offer (milli-GPU each; none: any).
+
+    Raises what `install` and `remove` raise.
+    """
+    installed: list[InstalledSpec] = []
+    for pool, offered in pools.items():
+        installed += install(
+            pool, offered or ANY_OFFERS_MILLI, directory=directory, simulated=simulated, simulate=simulate
+        )
+    names = {spec.name for spec in installed}
+    stale = [spec.name for spec in list_installed(directory=directory) if spec.name not in names]
+    remove(stale, directory=directory)
+    return installed
+
+
+def simulated_devices(status: HostStatus) -> str | None:
+    """Return what makes a broker simulate the same devices, such as 1x2048MiB; None where they are real."""
+    if not status.simulated:
+        return None
+    sizes = [device.memory_mib for device in sorted(status.devices, key=lambda device: device.index)]
+    return ",".join(f"{len(list(same))}x{mib}MiB" for mib, same in groupby(sizes)) or None
 
 
 def _fractions(texts: Sequence[str]) -> list[int]:

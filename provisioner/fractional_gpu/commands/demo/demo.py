@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.notebooks.demo_monitor import Sampler, Watcher
-from fractional_gpu.commands.notebooks.demo_report import (
+from fractional_gpu.commands.demo.monitor import Sampler, Watcher
+from fractional_gpu.commands.demo.report import (
     DemoDevice,
     DemoKernel,
     outcome_as_json,
     render_outcome,
     what_is_wrong,
 )
-from fractional_gpu.commands.notebooks.sandbox import Sandbox, ending_as_interrupt, open_sandbox
-from fractional_gpu.commands.terminal.failure import CommandError, UsageError
+from fractional_gpu.commands.demo.sandbox import Sandbox, ending_as_interrupt, open_sandbox
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.gpu.open import open_monitor
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 
 if TYPE_CHECKING:
-    from fractional_gpu.commands.notebooks.notebook_runner import Tenant
+    from fractional_gpu.commands.demo.notebook_runner import Tenant
 
 __all__ = ["checked_simulate", "configure", "need_packages", "run"]
 
@@ -156,7 +156,7 @@ def _real_ground(sandbox: Sandbox) -> _Ground | None:
 
 def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
     """Run the notebooks in turns, with a running commentary, and return what became of their kernels."""
-    from fractional_gpu.commands.notebooks.notebook_runner import new_tenant, run_in_turns, save  # noqa: PLC0415 - nbclient may be missing
+    from fractional_gpu.commands.demo.notebook_runner import new_tenant, run_in_turns, save  # noqa: PLC0415 - nbclient may be missing
 
     began = time.monotonic()
 
@@ -175,7 +175,7 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
 
 def _what_became_of(tenants: Sequence["Tenant"], broker: BrokerClient, sampler: Sampler) -> list[DemoKernel]:
     """Return the outcome, while the kernels are alive. Raises CommandError if the broker does not know one of them."""
-    from fractional_gpu.commands.notebooks.notebook_runner import result_of  # noqa: PLC0415 - nbclient may be missing
+    from fractional_gpu.commands.demo.notebook_runner import result_of  # noqa: PLC0415 - nbclient may be missing
 
     leases = {lease.kernel_id: lease for lease in broker.status().leases}
     kernels = []

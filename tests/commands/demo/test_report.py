@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fractional_gpu.commands.notebooks.demo_report import (
+from fractional_gpu.commands.demo.report import (
     DemoDevice,
     DemoKernel,
     outcome_as_json,

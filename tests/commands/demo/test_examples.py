@@ -11,9 +11,9 @@ from typing import Any
 import nbformat
 import pytest
 
-from fractional_gpu.commands.notebooks import example_paths
-from fractional_gpu.commands.notebooks.example_paths import EXAMPLES, examples_dir
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.demo import sandbox
+from fractional_gpu.commands.demo.sandbox import EXAMPLES, examples_dir
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.gpu.simulated import cuda
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.jupyter.kernelspecs import spec_name
@@ -119,7 +119,7 @@ def test_a_kernel_without_a_gpu_is_told_what_to_do(
 
 def test_an_installation_without_the_examples_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        example_paths, "__file__", str(tmp_path / "fractional_gpu" / "commands" / "notebooks" / "example_paths.py")
+        sandbox, "__file__", str(tmp_path / "fractional_gpu" / "commands" / "notebooks" / "example_paths.py")
     )
     with pytest.raises(CommandError, match="the example notebooks are missing"):
         examples_dir()

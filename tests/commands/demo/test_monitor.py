@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from fractional_gpu.commands.notebooks.demo_monitor import Sampler
+from fractional_gpu.commands.demo.monitor import Sampler
 from tests.commands.pictures import a_lease
 
 

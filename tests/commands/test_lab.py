@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fractional_gpu.commands import lab
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.notebooks import lab
 from fractional_gpu.jupyter.kernelspecs import list_installed
 from tests.commands.conftest import OwnBroker
 

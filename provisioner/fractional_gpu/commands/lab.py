@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path
-from fractional_gpu.commands.notebooks.demo import checked_simulate, need_packages
-from fractional_gpu.commands.notebooks.offers import install_offers, simulated_devices
-from fractional_gpu.commands.terminal.failure import CommandError
+from fractional_gpu.commands.demo.demo import checked_simulate, need_packages
+from fractional_gpu.commands.kernels import install_offers, simulated_devices
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.render import device_in_words
 from fractional_gpu.protocol.messages import HostStatus
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from fractional_gpu.commands.kernels import ANY_OFFERS_MILLI, install_offers
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.notebooks.offers import ANY_OFFERS_MILLI, install_offers
 from fractional_gpu.jupyter.kernelspecs import list_installed
 from tests.commands.conftest import OwnBroker
 

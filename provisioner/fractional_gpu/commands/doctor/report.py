@@ -1,0 +1,222 @@
+"""The doctor's report: findings, one line a check, as text and as JSON; and the support bundle.
+
+A check that finds nothing wrong still says what it saw. A finding above `note` says what to do. The names of checks are stable: scripts
+filter by them.
+
+The support bundle is one archive for a person who helps. It has the findings, the status of a broker that runs, the last lines of its
+logs and the versions of the packages that matter. It has no configuration files, no ledger, no token files and no notebooks. Its texts are
+cleaned first: names of notebooks and users, the home folder, and everything that may be a token or a key. Read it before you send it.
+"""
+
+import getpass
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import re
+import tarfile
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from msgspec import to_builtins
+
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.commands.terminal.connection import broker_if_running
+from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.protocol.errors import FractionalGPUError
+
+__all__ = [
+    "Finding",
+    "Severity",
+    "as_json",
+    "clean",
+    "exit_code",
+    "note",
+    "ok",
+    "problem",
+    "render",
+    "warning",
+    "write_bundle",
+]
+
+_WIDTH = 118  # characters
+_CHECK_CELLS = 14
+_SEVERITY_CELLS = 7
+_LAST_BYTES = 1_000_000  # of each log
+_PACKAGES = (
+    "jupyter-fractional-gpu",
+    "jupyter_client",
+    "jupyter_server",
+    "jupyterlab",
+    "jupyterhub",
+    "ipykernel",
+    "tornado",
+    "pyzmq",
+    "traitlets",
+    "msgspec",
+    "nvidia-ml-py",
+    "cuda-bindings",
+    "torch",
+)
+_SECRET = re.compile(r"\b[A-Za-z0-9_-]{40,}\b|(?<=Bearer )\S+|(?<=token=)\S+")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Severity(StrEnum):
+    """How much a finding matters, least first."""
+
+    OK = "ok"
+    NOTE = "note"  # an ordinary circumstance that a reader should know
+    WARNING = "warning"  # it works, and something will be missed
+    ERROR = "error"  # something that this project promises cannot work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line: the check, how much it matters, what was found, and what to do about it."""
+
+    check: str
+    severity: Severity
+    finding: str
+    advice: str = ""
+
+
+def ok(check: str, finding: str) -> Finding:
+    """Return a finding that asks for nothing."""
+    return Finding(check=check, severity=Severity.OK, finding=finding)
+
+
+def note(check: str, finding: str, advice: str = "") -> Finding:
+    """Return an ordinary circumstance."""
+    return Finding(check=check, severity=Severity.NOTE, finding=finding, advice=advice)
+
+
+def warning(check: str, finding: str, advice: str) -> Finding:
+    """Return what will be missed, and what to do about it."""
+    return Finding(check=check, severity=Severity.WARNING, finding=finding, advice=advice)
+
+
+def problem(check: str, finding: str, advice: str) -> Finding:
+    """Return what cannot work, and what to do about it."""
+    return Finding(check=check, severity=Severity.ERROR, finding=finding, advice=advice)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return 1 if anything cannot work, else 0."""
+    return int(any(finding.severity is Severity.ERROR for finding in findings))
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return one JSON object and a newline. `worst` is the highest severity found."""
+    order = list(Severity)
+    worst = max((finding.severity for finding in findings), key=order.index, default=Severity.OK)
+    content = {"ok": not exit_code(findings), "worst": worst, "findings": [asdict(finding) for finding in findings]}
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """Return the findings as text, a conclusion last, ending in a newline."""
+    lines = [line for finding in findings for line in _lines(finding)]
+    counts = {severity: sum(one.severity is severity for one in findings) for severity in Severity}
+    if counts[Severity.ERROR]:
+        conclusion = f"{_count(counts[Severity.ERROR], 'error')}, {_count(counts[Severity.WARNING], 'warning')}."
+    elif counts[Severity.WARNING]:
+        conclusion = f"No errors, {_count(counts[Severity.WARNING], 'warning')}."
+    else:
+        conclusion = "Nothing to complain of."
+    return "\n".join([*lines, "", conclusion]) + "\n"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def _lines(finding: Finding) -> list[str]:
+    head = f"{finding.severity:<{_SEVERITY_CELLS}}  {finding.check:<{_CHECK_CELLS}}  "
+    indent = " " * len(head)
+    lines = textwrap.wrap(
+        finding.finding, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
+    )
+    if finding.advice:
+        lines += textwrap.wrap(
+            finding.advice,
+            _WIDTH,
+            initial_indent=f"{indent}-> ",
+            subsequent_indent=f"{indent}   ",
+            break_on_hyphens=False,
+        )
+    return lines
+
+
+def clean(text: str) -> str:
+    """Return the text without the user's name and home folder, and without what looks like a secret."""
+    home = str(Path.home())
+    if len(home) > 1:
+        text = text.replace(home, "~")
+    user = getpass.getuser()
+    if user != "root":
+        text = re.sub(rf"\b{re.escape(user)}\b", "USER", text)
+    return _SECRET.sub("[removed]", _DIGEST.sub("[digest]", text))
+
+
+def write_bundle(path: Path, findings: Sequence[Finding], socket: str | None) -> list[str]:
+    """Write the archive, mode 0600, and return the names of what is in it. Raises CommandError if it cannot be written."""
+    files = {
+        "doctor.json": as_json(findings),
+        "versions.json": json.dumps(_versions(), indent=1),
+        "status.json": _status(socket),
+        **_logs(socket or socket_path()),
+    }
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            for name, text in files.items():
+                content = clean(text).encode()
+                entry = tarfile.TarInfo(f"jupyter-gpu-bundle/{name}")
+                entry.size, entry.mode = len(content), 0o600
+                archive.addfile(entry, io.BytesIO(content))
+    except OSError as error:
+        raise CommandError(f"the bundle cannot be written to {path}: {error.strerror}; choose another place") from error
+    return list(files)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _status(socket: str | None) -> str:
+    """Return the broker's status as JSON, without the names of notebooks and users."""
+    try:
+        client = broker_if_running(socket)
+        if client is None:
+            return json.dumps({"broker": "none runs"})
+        with client:
+            status = to_builtins(client.status())
+    except FractionalGPUError as error:
+        return json.dumps({"broker": str(error)})
+    for lease in status["leases"]:
+        lease["label"] = lease["owner"] = "[removed]"
+    return json.dumps(status, indent=1)
+
+
+def _logs(socket: str) -> dict[str, str]:
+    logs = {}
+    for name in ("broker.log", "broker.err"):
+        try:
+            with Path(socket).with_name(name).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _LAST_BYTES))
+                logs[name] = file.read().decode(errors="replace")
+        except OSError:
+            continue  # there is none, or this user may not read it: the findings say which
+    return logs
