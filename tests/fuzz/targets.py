@@ -14,7 +14,8 @@ from unittest import mock
 
 import msgspec
 
-from fractional_gpu.broker.kernels.iopub import Connection, IOPubWatch, connection_from_json
+from fractional_gpu.broker.kernels.connection import Connection, connection_from_json
+from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.client import http
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.config import hub, values

@@ -31,7 +31,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/broker.py": "dates of the ledger's lines",
     "provisioner/fractional_gpu/broker/clock.py": "the wall clock itself, for dates; the start of the deadlines' clock, once for each boot",
     "provisioner/fractional_gpu/broker/process/driver_start.py": "the time of the next attempt, in a sentence",
-    "provisioner/fractional_gpu/broker/kernels/evictions.py": "the time of an eviction, in a sentence",
+    "provisioner/fractional_gpu/broker/kernels/ending.py": "the time of an eviction, in a sentence",
     "provisioner/fractional_gpu/broker/persistence/history.py": "dates of points",
     "provisioner/fractional_gpu/broker/kernels/iopub.py": "the date in a message's header, which nothing reads",
     "provisioner/fractional_gpu/broker/persistence/ledger_move.py": "a date in the name of a file that is set aside",

@@ -17,7 +17,8 @@ from functools import partial
 import zmq.asyncio
 
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
-from fractional_gpu.broker.kernels.iopub import IOPubWatch, connection_from_json
+from fractional_gpu.broker.kernels.connection import connection_from_json
+from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import stopped_sentence
 from fractional_gpu.broker.kernels.sharing import remove_books, sharing_environment

@@ -10,7 +10,8 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
-from fractional_gpu.broker.kernels.iopub import IOPubWatch, connection_from_json
+from fractional_gpu.broker.kernels.connection import connection_from_json
+from fractional_gpu.broker.kernels.iopub import IOPubWatch
 
 __all__ = ["DEADLINE_S", "KernelLine", "Watched"]
 

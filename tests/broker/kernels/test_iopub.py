@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from zmq.utils.monitor import parse_monitor_message
 
 from fractional_gpu.broker.kernels import iopub
-from fractional_gpu.broker.kernels.iopub import USES, IOPubWatch, connection_from_json
+from fractional_gpu.broker.kernels.connection import connection_from_json
+from fractional_gpu.broker.kernels.iopub import USES, IOPubWatch
 from tests.broker.kernels.kernel_line import (
     DEADLINE_S,
     KEY,

@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from fractional_gpu.broker.kernels import process_ending
+from fractional_gpu.broker.kernels import ending
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError
 from fractional_gpu.protocol.messages import EvictRequest, MoveRequest
@@ -74,7 +74,7 @@ def test_the_next_kernel_says_who_ended_the_last_one_and_why(live: LiveBroker) -
 
 
 def test_one_that_does_not_listen_is_made_to_end_with_its_children(live: LiveBroker, monkeypatch: Any) -> None:  # noqa: ANN401
-    monkeypatch.setattr(process_ending, "GRACE_S", 0.1)
+    monkeypatch.setattr(ending, "GRACE_S", 0.1)
     lease = live.lease()
     environment = {"JUPYTER_GPU_LEASE": lease.lease_id}
     argv = [sys.executable, "-S", "-c", STUBBORN]

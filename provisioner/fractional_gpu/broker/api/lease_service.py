@@ -27,10 +27,9 @@ from fractional_gpu.broker.broker import (
     token_digest,
     wall_ms,
 )
-from fractional_gpu.broker.kernels.endpoints import check_endpoints
-from fractional_gpu.broker.kernels.evictions import EVICTED
+from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
+from fractional_gpu.broker.kernels.ending import EVICTED
 from fractional_gpu.broker.kernels.gate import GateLink
-from fractional_gpu.broker.kernels.iopub import connection_from_json
 from fractional_gpu.broker.kernels.kernel import Kernel, Launch, Request
 from fractional_gpu.broker.kernels.request_validation import (
     Peer,

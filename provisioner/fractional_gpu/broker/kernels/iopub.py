@@ -16,26 +16,22 @@ publishes images of such a size is in doubt, thus busy, until it is next idle.
 """
 
 import asyncio
-import hashlib
 import hmac
-import ipaddress
 import logging
-import struct
 import time
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
-from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-__all__ = ["USES", "Connection", "IOPubWatch", "connection_from_json"]
+from fractional_gpu.broker.kernels.connection import Connection
+
+__all__ = ["USES", "IOPubWatch"]
 
 log = logging.getLogger(__name__)
 
@@ -67,90 +63,6 @@ _START_S = 30.0  # a kernel that starts listens by then; it is tried at a quick 
 _START_RETRY_S = 0.05
 _RETRY_S, _LONGEST_RETRY_S = 0.1, 15.0  # between attempts that are refused after that: ever more rarely
 _SHELL_RETRY_S = 2.0
-_LONGEST_PATH = 100  # bytes; UNIX sockets allow 107
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
-    """A kernel's Jupyter connection, checked."""
-
-    iopub: str
-    shell: str
-    key: bytes = field(repr=False)
-    digest: str  # hashlib name
-    curve: tuple[bytes, bytes] | None = field(repr=False)  # public and secret key, Z85
-
-
-def connection_from_json(info: object) -> Connection:
-    """Check a connection file's contents. Raises ValueError naming the field, what was given and what is allowed."""
-    if not isinstance(info, dict):
-        sentence = f"the connection is {_shown(info)}; allowed: the object that a connection file holds"
-        raise ValueError(sentence)  # noqa: TRY004 - one kind of error for what was sent
-    transport, ip = info.get("transport", "tcp"), info.get("ip", "127.0.0.1")
-    if transport not in ("tcp", "ipc"):
-        raise ValueError(f"connection field transport is {_shown(transport)}; allowed: tcp, ipc")
-    if transport == "tcp" and not _is_loopback(ip):
-        raise ValueError(f"connection field ip is {_shown(ip)}; allowed: a loopback address such as 127.0.0.1")
-    if transport == "ipc" and not (isinstance(ip, str) and ip.startswith("/") and len(ip.encode()) <= _LONGEST_PATH):
-        raise ValueError(
-            f"connection field ip is {_shown(ip)}; allowed with ipc: an absolute path of at most {_LONGEST_PATH} bytes"
-        )
-    scheme = info.get("signature_scheme", "hmac-sha256")
-    digest = scheme.removeprefix("hmac-") if isinstance(scheme, str) else ""
-    if digest not in hashlib.algorithms_guaranteed or digest.startswith("shake"):
-        raise ValueError(
-            f"connection field signature_scheme is {_shown(scheme)}; allowed: hmac- and a digest of hashlib, as hmac-sha256"
-        )
-    key = info.get("key", "")
-    if not isinstance(key, str):
-        raise ValueError('connection field key is not text; allowed: the signing key of the kernel, or ""')  # noqa: TRY004 - one kind of error for what was sent
-    return Connection(
-        iopub=_endpoint(transport, ip, info, "iopub_port"),
-        shell=_endpoint(transport, ip, info, "shell_port"),
-        key=key.encode(),
-        digest=digest,
-        curve=_curve(info.get("curve_publickey"), info.get("curve_secretkey")),
-    )
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
-
-
-def _is_loopback(ip: object) -> bool:
-    try:
-        return ip == "localhost" or (isinstance(ip, str) and ipaddress.ip_address(ip).is_loopback)
-    except ValueError:
-        return False
-
-
-def _curve(public: object, secret: object) -> tuple[bytes, bytes] | None:
-    if public is None and secret is None:
-        return None
-    if not (_is_curve_key(public) and _is_curve_key(secret)):
-        raise ValueError(
-            "connection fields curve_publickey and curve_secretkey are not two keys of 40 Z85 characters each"
-        )
-    return str(public).encode(), str(secret).encode()
-
-
-def _is_curve_key(key: object) -> bool:
-    if not isinstance(key, str) or len(key) != 40 or not set(key.encode()) <= set(z85.Z85CHARS):
-        return False
-    try:
-        return len(z85.decode(key)) == 32
-    except (ValueError, struct.error):  # five characters can say more than 32 bits
-        return False
-
-
-def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
-    port = info.get(field)
-    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
-        raise ValueError(f"connection field {field} is {_shown(port)}; allowed: a port from 1 to 65535")
-    if transport == "ipc":
-        return f"ipc://{ip}-{port}"
-    return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
 class _Header(msgspec.Struct):

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
 
-from fractional_gpu.broker.kernels.endpoints import check_endpoints
-from fractional_gpu.broker.kernels.iopub import connection_from_json
+from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
 from fractional_gpu.host.ipykernel_command import find_ipykernel, loads_extension
 from fractional_gpu.host.process import (

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Final
 
 from fractional_gpu.broker.broker import Broker, devices_of, now_ms
-from fractional_gpu.broker.kernels.evictions import EVICTED, Evictions
+from fractional_gpu.broker.kernels.ending import EVICTED, Evictions, end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_ending import end_processes
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.services.status import lease_status

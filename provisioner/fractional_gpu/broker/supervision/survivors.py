@@ -22,8 +22,8 @@ from functools import partial
 from typing import Final
 
 from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.kernels.ending import end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
-from fractional_gpu.broker.kernels.process_ending import end_processes
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
 from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.broker.supervision.abandoned import ABANDONED, has_lost_server

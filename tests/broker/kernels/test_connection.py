@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.kernels.endpoints import check_endpoints
-from fractional_gpu.broker.kernels.iopub import Connection, connection_from_json
+from fractional_gpu.broker.kernels.connection import Connection, check_endpoints, connection_from_json
 
 OWN, OTHER = os.getuid(), os.getuid() + 1
 

@@ -1,0 +1,116 @@
+"""Ending processes, each exactly the one that is meant, and the sentence for the kernel that comes after an evicted one.
+
+- A process is identified by its start time and signalled through its pidfd: SIGTERM first, SIGKILL after a grace.
+- The caller returns again and again which processes are left: a process may start others while it ends.
+- Jupyter starts an evicted kernel again under the same id, with another lease. The sentence (who ended the kernel before it, when and why)
+  waits in memory for that lease, for the last `_MOST` evictions.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.request_validation import Peer, user_name
+from fractional_gpu.host.process import ProcessIdentity, open_pidfd
+from fractional_gpu.protocol.codec import printable
+from fractional_gpu.protocol.errors import ConflictError
+
+__all__ = ["EVICTED", "GRACE_S", "Evictions", "end_processes"]
+
+GRACE_S: Final = 5.0
+EVICTED: Final = "evicted"  # the reason of the lease's end, and of the line in its successor's story
+_ROUNDS: Final = 20
+_MOST: Final = 1000
+_LONGEST_WHY: Final = 300  # characters
+
+
+async def end_processes(left: Callable[[], Awaitable[Sequence[ProcessIdentity]]], what: str) -> None:
+    """Return when `left` returns no process any more. `what` names a process, with `{pid}`.
+
+    Raises ConflictError for one that may not be signalled, or does not end. Cancelled: those that were signalled end.
+    """
+    deadline_s = time.monotonic() + GRACE_S
+    number, found = signal.SIGTERM, await left()
+    for _ in range(_ROUNDS):
+        if not found:
+            return
+        await _signal_and_wait(found, number, max(0.0, deadline_s - time.monotonic()))
+        # Every later round kills: what is left then outlived the grace, or was started after the first round.
+        number, deadline_s = signal.SIGKILL, time.monotonic() + GRACE_S
+        found = await left()
+    if found:
+        raise ConflictError(
+            f"{what.format(pid=found[0].pid)} does not end, even by SIGKILL: the machine's log may say why",
+            reason="does-not-end",
+        )
+
+
+async def _signal_and_wait(processes: Sequence[ProcessIdentity], number: signal.Signals, patience_s: float) -> None:
+    """Signal exactly these and wait until they have ended, but not longer. Raises ConflictError for one that we may not signal."""
+    pidfds: dict[int, asyncio.Event] = {}
+    loop = asyncio.get_running_loop()
+    try:
+        for identity in processes:
+            try:
+                pidfd = open_pidfd(identity)
+            except ProcessLookupError:
+                continue  # it has ended
+            pidfds[pidfd] = ended = asyncio.Event()
+            loop.add_reader(pidfd, ended.set)
+            _send(pidfd, identity, number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                for ended in pidfds.values():
+                    await ended.wait()
+    finally:
+        for pidfd in pidfds:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+
+def _send(pidfd: int, identity: ProcessIdentity, number: signal.Signals) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        raise ConflictError(
+            f"the broker's user may not end process {identity.pid}; a broker that runs as root may",
+            reason="not-permitted",
+        ) from None
+
+
+class Evictions:
+    """The evictions of one broker, by the kernel's user and id. Everything runs on the broker's loop."""
+
+    def __init__(self) -> None:
+        self._sentences: OrderedDict[tuple[int, str], str] = OrderedDict()
+
+    def begin(self, kernel: Kernel, peer: Peer, why: str) -> str:
+        """Note that an administrator ends the kernel; return the sentence for its successor."""
+        who = printable(peer.acting_for or user_name(peer.credentials.uid))
+        because = f"; the reason given: {printable(why)[:_LONGEST_WHY].rstrip('.')}" if why.strip() else ""
+        at = time.strftime("%H:%M", time.localtime())
+        sentence = (
+            f"An administrator ({who}) ended the kernel that was here before, at {at}, to free the GPU{because}. Its variables are lost: "
+            "run the cells again."
+        )
+        if kernel.launch.kernel_id:
+            self._sentences[kernel.uid, kernel.launch.kernel_id] = sentence
+            if len(self._sentences) > _MOST:
+                self._sentences.popitem(last=False)
+        return sentence
+
+    def failed(self, kernel: Kernel) -> None:
+        """Note that the kernel was not ended after all."""
+        self._sentences.pop((kernel.uid, kernel.launch.kernel_id), None)
+
+    def successor(self, kernel: Kernel) -> str:
+        """Return, once, the sentence for a new lease of the same kernel id; empty if its last kernel was not evicted."""
+        return self._sentences.pop((kernel.uid, kernel.launch.kernel_id), "")
