@@ -93,7 +93,7 @@ def live() -> Iterator[LiveBroker]:
         async def lose() -> None:
             files = broker.records.files = LeaseFiles(lease_folder(live.socket, simulated=True))
             swaps = broker._operations._swaps
-            live.service.lost = LostLeases(
+            live.service.access.lost = LostLeases(
                 broker, swaps, broker.writer.ledger, files, socket=live.socket, everyone=True
             )
 
@@ -180,7 +180,7 @@ def test_the_kernel_below_a_kernel_is_not_that_kernel(live: LiveBroker, kernels:
 
 async def take_back(live: LiveBroker, lease_id: str, pid: int) -> LeaseKernel:
     """Have the broker take a lease back as if the process had asked."""
-    assert live.service.lost is not None
+    assert live.service.access.lost is not None
     peer = Peer(credentials=PeerCredentials(pid, os.getuid(), os.getgid()), token=None, admin=False)
-    await live.service.lost.recall(peer, lease_id)
+    await live.service.access.lost.recall(peer, lease_id)
     return live.broker.kernels[lease_id]

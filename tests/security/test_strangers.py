@@ -19,6 +19,7 @@ from fractional_gpu.broker.api import (
     lease_service,
     rate_limit,
 )
+from fractional_gpu.broker.services import residency
 from fractional_gpu.broker.services.status import host_status
 from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.client.client import BrokerClient
@@ -140,9 +141,9 @@ def test_a_follower_who_never_reads_is_cut_off(unread: LiveBroker) -> None:
     with connected(unread) as line:
         line.sendall(b"GET /v1/events HTTP/1.1\r\nHost: b\r\n\r\n")
         application: Any = unread.server.request_callback
-        feed = application.settings["feed"]
-        until(lambda: feed._followers == 1, "it follows")
-        until(lambda: feed._followers == 0, "it is cut off")
+        stream = application.settings["status_stream"]
+        until(lambda: stream._subscribers == 1, "it follows")
+        until(lambda: stream._subscribers == 0, "it is cut off")
 
 
 def test_a_gate_that_never_reads_is_cut_off_and_its_lease_lives_on(unread: LiveBroker) -> None:
@@ -344,7 +345,7 @@ def test_the_leases_of_all_users_have_a_limit(live: LiveBroker, monkeypatch: pyt
 
 
 def test_a_kernel_waits_in_so_many_places_at_most(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_service, "MAX_WAITERS_PER_LEASE", 0)
+    monkeypatch.setattr(residency, "MAX_WAITERS_PER_LEASE", 0)
     lease = live.lease()
     refused = live.call("POST", f"/v1/leases/{lease.lease_id}/acquire", {}, token=lease.token)
     assert (refused.status, refused.error["reason"]) == (429, "too-many-waiters")

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from fractional_gpu.broker.api import lease_service
 from fractional_gpu.broker.broker import now_ms
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.services import residency
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.core.effects import Effect
 from fractional_gpu.core.events import SuspendOutcome, SuspendRequested
@@ -141,7 +141,7 @@ def test_a_refusal_reaches_everybody_who_asked_for_that_suspend_and_the_cell_is_
 def test_who_hangs_up_while_the_kernel_is_busy_has_not_asked_for_its_suspend(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_service, "_IDLE_PATIENCE_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(residency, "_IDLE_PATIENCE_S", 10 * DEADLINE_S)
     with ExitStack() as stack:
         lease = resident(live, stack)
         kernel = live.broker.kernels[lease.lease_id]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.broker.api import lease_service
 from fractional_gpu.broker.clock import now_ms, time_of_day
 from fractional_gpu.broker.kernels import request_validation
+from fractional_gpu.broker.services import residency
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.core.rules import fairness, wait_reasons
 from fractional_gpu.protocol.messages import (
@@ -104,7 +104,7 @@ def test_a_cell_at_its_closed_gate_is_told_for_how_long_at_most(monkeypatch: pyt
 
 
 def test_a_waiting_cell_hears_anew_though_nothing_happens(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_service, "_LONGEST_LOOK_S", 0.2)
+    monkeypatch.setattr(residency, "_LONGEST_LOOK_S", 0.2)
     monkeypatch.setattr(wait_reasons, "_MINUTE_MS", 300)
     with running(live, "analysis.ipynb"), kernel(live, "mine.ipynb") as second, acquiring(live, second) as lines:
         said = next(line.sentence for line in lines if "has been running" in line.sentence)
@@ -126,7 +126,7 @@ def test_a_forecast_that_does_not_count_down_is_news(expected_ms: int, age_ms: i
     now = Progress(
         kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=expected_ms, low_ms=5, high_ms=6
     )
-    assert lease_service._is_news(now, told, age_ms) is news
+    assert residency._is_news(now, told, age_ms) is news
 
 
 def test_a_moment_of_another_day_has_its_day() -> None:

@@ -22,7 +22,7 @@ _DEVICE = r"/v1/devices/([^/]{1,200})"
 
 class _Pin(Handler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
         request = self.decode_body(PinRequest)
         async with self.audited_for_lease("pin", kernel, **to_builtins(request)):
             status = await self.service.lease_control.pin(kernel, request)
@@ -31,7 +31,7 @@ class _Pin(Handler):
 
 class _Unpin(Handler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
         async with self.audited_for_lease("unpin", kernel):
             status = await self.service.lease_control.unpin(kernel, self.actor(kernel))
         self.reply(status)
@@ -39,7 +39,7 @@ class _Unpin(Handler):
 
 class _Resize(StreamHandler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
         request = self.decode_body(ResizeRequest)
 
         async def work() -> None:
@@ -52,7 +52,7 @@ class _Resize(StreamHandler):
 
 class _Move(StreamHandler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
         self.service.lease_control.must_administer(self.peer, "move kernels")
         request = self.decode_body(MoveRequest)
 
@@ -67,7 +67,7 @@ class _Move(StreamHandler):
 
 class _Evict(Handler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
         self.service.lease_control.must_administer(self.peer, "end kernels of others")
         request = self.decode_body(EvictRequest)
         async with self.audited_for_lease("evict", kernel, even_own=True, **to_builtins(request)):
@@ -77,7 +77,7 @@ class _Evict(Handler):
 
 class _End(Handler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
         async with self.audited_for_lease(
             "end", kernel, processes=[one.identity.pid for one in kernel.ending.survivors]
         ):
@@ -87,12 +87,12 @@ class _End(Handler):
 
 class _Story(Handler):
     async def get(self, lease_id: str) -> None:
-        self.reply(await self.service.lease_control.story(self.service.find(self.peer, lease_id)))
+        self.reply(await self.service.lease_control.story(self.find(lease_id)))
 
 
 class _History(Handler):
     async def get(self, lease_id: str) -> None:
-        self.reply(await self.service.lease_control.history(self.service.find(self.peer, lease_id)))
+        self.reply(await self.service.lease_control.history(self.find(lease_id)))
 
 
 class _Drain(Handler):

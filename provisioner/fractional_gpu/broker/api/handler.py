@@ -126,6 +126,10 @@ class Handler(web.RequestHandler):
             return "its user"
         return f"administrator {name or user_name(self.peer.credentials.uid)}"
 
+    def find(self, lease_id: str, *, own: bool = False) -> Kernel:
+        """Return the lease's kernel if the peer may use it. Raises as `LeaseAccess.find`."""
+        return self.service.access.find(self.peer, lease_id, own=own)
+
     def decode_body(self, kind: type[T]) -> T:
         """Decode the body."""
         return decode_request(self.request.body, kind)

@@ -16,7 +16,7 @@ from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
 from fractional_gpu.broker.api.rate_limit import RateLimiter
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
-from fractional_gpu.broker.services.status import host_status
+from fractional_gpu.broker.services.status import full_lease_status, host_status
 from fractional_gpu.broker.services.status_stream import StatusStream
 from fractional_gpu.host.peers import tells_unread, unread
 from fractional_gpu.protocol.errors import NotFoundError
@@ -76,14 +76,14 @@ class _Leases(Handler):
 
 class _Lease(Handler):
     async def get(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
         if self.wants_fresh:
             await self.service.measure_now()
-        self.reply(self.service.status_of(kernel))
+        self.reply(full_lease_status(self.service.broker, kernel))
 
     async def delete(self, lease_id: str) -> None:
         try:
-            kernel = self.service.find(self.peer, lease_id)
+            kernel = self.find(lease_id)
         except NotFoundError:
             pass  # released before: a second release is no error
         else:
@@ -94,23 +94,23 @@ class _Lease(Handler):
 
 class _Attach(Handler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id, own=True)
+        kernel = self.find(lease_id, own=True)
         self.reply(await self.service.attach(self.peer, kernel, self.decode_body(AttachRequest)))
 
 
 class _Detach(Handler):
     async def post(self, lease_id: str) -> None:
-        await self.service.detach(self.service.find(self.peer, lease_id, own=True))
+        await self.service.detach(self.find(lease_id, own=True))
         self.reply(Done())
 
 
 class _Suspend(StreamHandler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
 
         async def work() -> None:
             async with self.audited_for_lease("suspend", kernel):
-                status = await self.service.suspend(kernel, self.actor(kernel))
+                status = await self.service.residency.suspend(kernel, self.actor(kernel))
             self.reply(status)
 
         await self.run(asyncio.create_task(work()))
@@ -134,11 +134,11 @@ class _Events(StreamHandler):
 
 class _Resume(StreamHandler):
     async def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id)
+        kernel = self.find(lease_id)
 
         async def work() -> None:
             async with self.audited_for_lease("resume", kernel):
-                status = await self.service.resume(kernel)
+                status = await self.service.residency.resume(kernel)
             self.reply(status)
 
         await self.run(asyncio.create_task(work()))
@@ -146,11 +146,11 @@ class _Resume(StreamHandler):
 
 class _Acquire(StreamHandler):
     async def post(self, lease_id: str) -> None:
-        kernel = await self.service.find_own(self.peer, lease_id)
+        kernel = await self.service.access.find_own(self.peer, lease_id)
         request = self.decode_body(AcquireRequest)
 
         async def work() -> None:
-            async with aclosing(self.service.acquire(kernel, request)) as stream:
+            async with aclosing(self.service.residency.acquire(kernel, request)) as stream:
                 async for progress in stream:
                     await self.write_line(progress)
 
@@ -161,7 +161,7 @@ class _Gate(StreamHandler):
     _writes = False
 
     async def post(self, lease_id: str) -> None:
-        kernel = await self.service.find_own(self.peer, lease_id)
+        kernel = await self.service.access.find_own(self.peer, lease_id)
         link = self.service.connect_gate(kernel, self.decode_body(GateHello))
 
         async def work() -> None:
@@ -203,7 +203,7 @@ class _Gate(StreamHandler):
 
 class _Answer(Handler):
     def post(self, lease_id: str) -> None:
-        kernel = self.service.find(self.peer, lease_id, own=True)
+        kernel = self.find(lease_id, own=True)
         self.service.answer(kernel, self.decode_body(GateAnswer))
         self.reply(Done())
 

@@ -18,14 +18,14 @@ from fractional_gpu.broker.kernels.ending import EVICTED, Evictions, end_process
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
 from fractional_gpu.broker.kernels.request_validation import Peer
-from fractional_gpu.broker.services.status import lease_status
+from fractional_gpu.broker.services.status import lease_status, view_of
 from fractional_gpu.core.effects import Declined
 from fractional_gpu.core.events import MoveRequested
-from fractional_gpu.core.model import LeaseState, LeaseView
+from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.scheduler.migration import BUSY_CHANNEL
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.host.tree import scan
-from fractional_gpu.protocol.errors import BadRequestError, ConflictError, NotFoundError
+from fractional_gpu.protocol.errors import BadRequestError, ConflictError
 from fractional_gpu.protocol.messages import EvictRequest, LeaseStatus
 
 __all__ = ["PATIENCE_S", "AdminService"]
@@ -55,10 +55,10 @@ class AdminService:
         try:
             self._broker.sync_busy_state(kernel)
             await self._until_idle(kernel)
-            before = devices_of(self._view(kernel))
+            before = devices_of(view_of(self._broker, kernel))
             await self._begin(kernel, device_id)
             why_not: tuple[str, str] | None = None
-            while (view := self._view(kernel)).state in _ON_THE_WAY:
+            while (view := view_of(self._broker, kernel)).state in _ON_THE_WAY:
                 if view.reason == "resume.not-started":  # it may come back where it was: this says why
                     why_not = view.reason, view.sentence
                 await kernel.change().wait()
@@ -137,9 +137,3 @@ class AdminService:
     async def _tree(self, kernel: Kernel, root: ProcessIdentity | None) -> list[ProcessIdentity]:
         snapshot = await asyncio.to_thread(scan, LEASE_VARIABLE)
         return members_of(kernel, root, snapshot, self._broker.roots()) if root is not None else []
-
-    def _view(self, kernel: Kernel) -> LeaseView:
-        view = self._broker.arbiter.lease(kernel.lease_id)
-        if view is None:
-            raise NotFoundError("the lease is over", reason="unknown-lease")
-        return view

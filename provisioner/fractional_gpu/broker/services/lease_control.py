@@ -7,7 +7,7 @@ from functools import partial
 from fractional_gpu.broker.broker import Broker, now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
 from fractional_gpu.broker.kernels.request_validation import Peer, cap_mib, guaranteed_mib
-from fractional_gpu.broker.services.status import device_status, lease_status
+from fractional_gpu.broker.services.status import device_status, lease_status, view_of
 from fractional_gpu.core.effects import Declined
 from fractional_gpu.core.events import (
     DeviceDrained,
@@ -16,7 +16,7 @@ from fractional_gpu.core.events import (
     ResizeRequested,
     UnpinRequested,
 )
-from fractional_gpu.core.model import LeaseState, LeaseView
+from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.protocol.errors import (
@@ -83,7 +83,7 @@ class LeaseControl:
             return self._status(kernel)
         self._check(kernel, event.fraction_milli, event.reserve_mib)
         before = self._size_now(kernel)
-        if event.reserve_mib < self._view(kernel).spec.reserve_mib:
+        if event.reserve_mib < view_of(self._broker, kernel).spec.reserve_mib:
             await self._measured(kernel)
         if kernel.requests.resize is not None:  # only one can wait: the older one gives up
             self._stay(kernel)
@@ -115,7 +115,7 @@ class LeaseControl:
         return self._status(kernel)
 
     def _wanted(self, kernel: Kernel, request: ResizeRequest) -> ResizeRequested:
-        spec = self._view(kernel).spec
+        spec = view_of(self._broker, kernel).spec
         if spec.devices > 1:
             raise BadRequestError(
                 f"this kernel has {spec.devices} whole devices, whose number cannot change while it runs; "
@@ -161,11 +161,11 @@ class LeaseControl:
 
     async def _until_still(self, kernel: Kernel) -> None:
         """Return when the kernel is not on its way to or from a device: it may be so to have its new size."""
-        while self._view(kernel).state in _MOVING:
+        while view_of(self._broker, kernel).state in _MOVING:
             await kernel.change().wait()
 
     def _has(self, kernel: Kernel, event: ResizeRequested) -> bool:
-        spec = self._view(kernel).spec
+        spec = view_of(self._broker, kernel).spec
         return (spec.fraction_milli, spec.reserve_mib) == (event.fraction_milli, event.reserve_mib)
 
     def _stay(self, kernel: Kernel) -> None:
@@ -175,7 +175,7 @@ class LeaseControl:
         kernel.notify()
 
     def _size_now(self, kernel: Kernel) -> ResizeRequested:
-        spec = self._view(kernel).spec
+        spec = view_of(self._broker, kernel).spec
         return ResizeRequested(
             at_ms=now_ms(),
             lease_id=kernel.lease_id,
@@ -200,7 +200,7 @@ class LeaseControl:
 
     async def history(self, kernel: Kernel) -> History:
         """Tell what the lease was over time. Raises LedgerError."""
-        view = self._view(kernel)
+        view = view_of(self._broker, kernel)
         self._broker.history.note(view)
         points = await self._broker.writer.read(partial(self._broker.writer.ledger.points, kernel.lease_id, _POINTS))
         return History(
@@ -262,10 +262,4 @@ class LeaseControl:
         await self._broker.writer.flushed()
 
     def _status(self, kernel: Kernel) -> LeaseStatus:
-        return lease_status(self._broker, kernel, self._view(kernel))
-
-    def _view(self, kernel: Kernel) -> LeaseView:
-        view = self._broker.arbiter.lease(kernel.lease_id)
-        if view is None:
-            raise NotFoundError("the lease is over", reason="unknown-lease")
-        return view
+        return lease_status(self._broker, kernel, view_of(self._broker, kernel))

@@ -3,6 +3,8 @@
 import os
 from dataclasses import asdict
 
+from msgspec.structs import replace
+
 from fractional_gpu import __version__
 from fractional_gpu.broker.broker import Broker, devices_of, now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
@@ -10,6 +12,7 @@ from fractional_gpu.core.handlers.revocation import REVOKED
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.gpu.interface import DeviceSensors
+from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.messages import (
     DeviceStatus,
     HostStatus,
@@ -18,7 +21,17 @@ from fractional_gpu.protocol.messages import (
     Neighbour,
 )
 
-__all__ = ["HAD_ITS_TURN", "device_status", "host_status", "is_shown", "lease_status", "neighbours", "revoked_sentence"]
+__all__ = [
+    "HAD_ITS_TURN",
+    "device_status",
+    "full_lease_status",
+    "host_status",
+    "is_shown",
+    "lease_status",
+    "neighbours",
+    "revoked_sentence",
+    "view_of",
+]
 
 HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
@@ -79,6 +92,20 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
             for one in kernel.ending.survivors
         ],
     )
+
+
+def view_of(broker: Broker, kernel: Kernel) -> LeaseView:
+    """Return the arbiter's view of the lease. Raises NotFoundError when it is over."""
+    view = broker.arbiter.lease(kernel.lease_id)
+    if view is None:
+        raise NotFoundError("the lease is over", reason="unknown-lease")
+    return view
+
+
+def full_lease_status(broker: Broker, kernel: Kernel) -> LeaseStatus:
+    """Return the lease as it is now, with its neighbours on the device. Raises NotFoundError when it is over."""
+    view = view_of(broker, kernel)
+    return replace(lease_status(broker, kernel, view), neighbours=neighbours(broker, view))
 
 
 def revoked_sentence(view: LeaseView) -> str:

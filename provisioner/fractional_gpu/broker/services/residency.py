@@ -1,0 +1,246 @@
+"""How a lease comes to its device and leaves it on request: acquire, suspend, resume.
+
+`acquire` files a ticket and follows it until the grant: a cell waits in it, and shows its user why. A grant is sent only when the ledger
+has the reservation; otherwise the next broker could give the same memory to another kernel.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from msgspec.structs import replace
+
+from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.kernels.kernel import Kernel, Request
+from fractional_gpu.broker.services.status import HAD_ITS_TURN, full_lease_status, revoked_sentence, view_of
+from fractional_gpu.core.events import BusyChanged, SuspendRequested, Unwanted, Wanted
+from fractional_gpu.core.handlers.revocation import REVOKED
+from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
+from fractional_gpu.protocol.errors import RESTART, ConflictError, TooManyRequestsError
+from fractional_gpu.protocol.limits import MAX_WAIT_S, MAX_WAITERS_PER_LEASE
+from fractional_gpu.protocol.messages import AcquireRequest, LeaseStatus, Progress, ProgressKind
+
+__all__ = ["Residency"]
+
+_QUEUE_PAUSE_S = 0.1
+_LONGEST_LOOK_S = 30.0  # a waiting cell learns what has changed with time alone
+_IDLE_PATIENCE_S = 10.0  # a requested suspend waits this long for the kernel to become idle
+_UNWRITTEN = Progress(
+    kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
+)
+_SETTLED = frozenset(
+    {LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
+)
+
+
+class Residency:
+    """Acquires, suspends and resumes leases. One per broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    async def acquire(
+        self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
+    ) -> AsyncGenerator[Progress, None]:
+        """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket."""
+        broker = self._broker
+        deadline_s = time.monotonic() + max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
+        if kernel.requests.waiters >= MAX_WAITERS_PER_LEASE:
+            raise TooManyRequestsError(
+                f"{kernel.requests.waiters} callers wait for the GPU in the name of this kernel; allowed: {MAX_WAITERS_PER_LEASE}; hang up "
+                "some of them first",
+                reason="too-many-waiters",
+            )
+        kernel.requests.waiters += 1
+        try:
+            self._report_busy(kernel)
+            broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
+            told: Progress | None = None
+            told_s = time.monotonic()
+            while True:
+                change, queue = kernel.change(), broker.queue_changed
+                progress = self._progress(kernel, deadline_s)
+                if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
+                    yield progress
+                    told, told_s = progress, time.monotonic()
+                if progress is not None and progress.kind != ProgressKind.WAITING:
+                    return
+                await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
+                if not change.is_set():  # only the queue moved: do not wake a hundred waiting cells at each step
+                    await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
+        finally:
+            kernel.requests.waiters -= 1
+            view = broker.arbiter.lease(kernel.lease_id)
+            if kernel.requests.waiters == 0 and view is not None:
+                # Keep a ticket that the broker filed because the kernel is blocked: another request needs it.
+                waits = view.state is not LeaseState.RESIDENT or view.at_gate
+                if waits and not kernel.cell.ticket_by_broker:
+                    broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
+                broker.sync_busy_state(kernel)
+
+    def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
+        """Return what the waiting cell should know; None while a grant is being written to the ledger."""
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None or kernel.ending.released or view.revoked:
+            return _over(view)
+        if view.state is LeaseState.RESIDENT and not view.at_gate:
+            device_ids = self._broker.records.may_use(kernel)
+            if not device_ids:
+                return self._unwritten() if time.monotonic() < deadline_s else _UNWRITTEN
+            return Progress(
+                kind=ProgressKind.GRANTED,
+                reason=view.reason,
+                sentence=view.sentence,
+                device_id=view.device_id,
+                environment=self._broker.environment(kernel.lease_id, device_ids),
+            )
+        if (failure := _failure(view)) is not None:
+            return Progress(kind=ProgressKind.REFUSED, reason=failure[0], sentence=failure[1])
+        ticket = self._broker.ticket(kernel.lease_id)
+        reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
+        expected = ticket.expected if ticket is not None else None
+        if view.at_gate:
+            reason, sentence = "wait.turn", HAD_ITS_TURN
+            expected = self._broker.arbiter.gate_wait(kernel.lease_id, now_ms())
+        if time.monotonic() >= deadline_s:
+            return Progress(
+                kind=ProgressKind.REFUSED, reason="timeout", sentence=f"no GPU within the time allowed: {sentence}"
+            )
+        if self._broker.writer.trouble:  # no grant and no suspend before it is in the ledger
+            reason, sentence, expected = "ledger", self._broker.writer.trouble, None
+        # The restore runs, so only time is needed. The reservation is in the ledger before the grant, not yet here.
+        pool = self._broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
+        overlap = pool is not None and pool.overlap_resume
+        return Progress(
+            kind=ProgressKind.WAITING,
+            overlap=overlap,
+            environment=self._broker.environment(kernel.lease_id, view.device_ids) if overlap else {},
+            reason=reason,
+            sentence=sentence,
+            position=ticket.position if ticket is not None else None,
+            expected_ms=expected.expected_ms if expected is not None else None,
+            low_ms=expected.low_ms if expected is not None else None,
+            high_ms=expected.high_ms if expected is not None else None,
+        )
+
+    def _unwritten(self) -> Progress | None:
+        """Return why reservations and operations cannot be written to the ledger; None: they can."""
+        trouble = self._broker.writer.trouble
+        return Progress(kind=ProgressKind.WAITING, reason="ledger", sentence=trouble) if trouble else None
+
+    async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
+        """Suspend the lease and return when it is suspended. `by` names the requester in its story. Raises ConflictError.
+
+        Cancelled: a suspend that has begun goes on; one that waits for the kernel to become idle does not begin.
+        """
+        view = view_of(self._broker, kernel)
+        if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
+            return full_lease_status(self._broker, kernel)
+        request = Request()
+        kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
+        try:
+            if view.state is LeaseState.RESIDENT:
+                self._broker.sync_busy_state(kernel)
+                await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
+                if (
+                    view_of(self._broker, kernel).state is LeaseState.RESIDENT
+                ):  # it may have left the device in the meantime
+                    kernel.requests.suspends.append(request)
+                    self._broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
+            # The suspend may have to wait for the swap channel: until then the lease is still resident, with the request pending.
+            await self._until(kernel, lambda: request.declined is not None or self._settled(kernel), None)
+        finally:
+            kernel.requests.suspend_waiters -= 1
+            if request in kernel.requests.suspends:
+                kernel.requests.suspends.remove(request)
+            self._broker.sync_busy_state(kernel)
+        if request.declined is not None:
+            reason, sentence = request.declined
+            raise ConflictError(sentence, reason=reason)
+        view = view_of(self._broker, kernel)
+        if view.state not in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
+            raise ConflictError(f"the kernel was not suspended: {view.sentence}", reason=view.reason)
+        return full_lease_status(self._broker, kernel)
+
+    async def resume(self, kernel: Kernel) -> LeaseStatus:
+        """Make the lease resident and return when it is. Raises ConflictError. Cancelled: the ticket is withdrawn."""
+        if view_of(self._broker, kernel).state is LeaseState.UNATTACHED:
+            raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
+        if view_of(
+            self._broker, kernel
+        ).gate_closed:  # it is resident; its gate is closed only so that its next cell asks
+            return full_lease_status(self._broker, kernel)
+        last = Progress(kind=ProgressKind.REFUSED)
+        # Something executes and no cell waits at the gate: the kernel may be blocked in a CUDA call, where it ignores interrupts.
+        blocked = kernel.cell.executing_since_s is not None and kernel.requests.waiters == 0
+        async with aclosing(self.acquire(kernel, AcquireRequest(), urgent=blocked)) as stream:
+            async for progress in stream:
+                last = progress
+        if last.kind != ProgressKind.GRANTED:
+            raise ConflictError(last.sentence, reason=last.reason)
+        return full_lease_status(self._broker, kernel)
+
+    async def _until(self, kernel: Kernel, condition: Callable[[], bool], patience_s: float | None) -> None:
+        """Wait until the condition holds, for `patience_s` at most (None: for ever)."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while True:
+                    change = kernel.change()
+                    if condition():
+                        return
+                    await change.wait()
+        except TimeoutError:
+            return
+
+    def _settled(self, kernel: Kernel) -> bool:
+        view = view_of(self._broker, kernel)
+        return view.state in _SETTLED and not view.suspend_requested
+
+    def _report_busy(self, kernel: Kernel) -> None:
+        """Tell the arbiter that the kernel is busy before its ticket is filed: a busy kernel is no victim."""
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is not None and not view.busy and kernel.busy:
+            self._broker.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=True))
+
+
+def _over(view: LeaseView | None) -> Progress:
+    """Return the refusal for a lease that has ended, or whose seat has."""
+    if view is not None and view.revoked:
+        return Progress(kind=ProgressKind.REFUSED, reason=REVOKED.code, sentence=revoked_sentence(view))
+    sentence = f"the lease of this kernel was ended: for another one {RESTART}"
+    return Progress(kind=ProgressKind.REFUSED, reason="lease-over", sentence=sentence)
+
+
+def _failure(view: LeaseView) -> tuple[str, str] | None:
+    """Return reason and sentence if waiting cannot help, because the driver reports that the kernel failed."""
+    failed = view.state is LeaseState.QUARANTINED and view.reason == FOUND_FAILED
+    return (view.reason, view.sentence) if failed else None
+
+
+def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
+    """Whether to send the waiting cell this progress; `age_ms` is the age of what it was sent last.
+
+    The cell counts its forecast down by itself: a forecast that differs little from the counted-down one is not sent.
+    """
+    if told is None or progress.expected_ms is None or told.expected_ms is None:
+        return progress != told
+    moved_ms = abs(progress.expected_ms - (told.expected_ms - age_ms))
+    same = replace(told, expected_ms=progress.expected_ms, low_ms=progress.low_ms, high_ms=progress.high_ms)
+    return progress != same or moved_ms > max(1000, told.expected_ms // 5)
+
+
+def _look_again_s(told: Progress | None) -> float:
+    """Return when to check a waiting cell's progress again without any event: when its wait was expected to end."""
+    if told is None or told.expected_ms is None:
+        return _LONGEST_LOOK_S
+    return min(_LONGEST_LOOK_S, max(1.0, told.expected_ms / 1000))
+
+
+async def _any_of(first: asyncio.Event, second: asyncio.Event, patience_s: float) -> None:
+    tasks = [asyncio.create_task(first.wait()), asyncio.create_task(second.wait())]
+    try:
+        await asyncio.wait(tasks, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
