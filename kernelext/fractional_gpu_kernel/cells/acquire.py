@@ -44,6 +44,7 @@ from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, e
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
+    from fractional_gpu.client.silence import SilenceWatch
     from fractional_gpu.protocol.errors import BrokerUnavailableError
     from fractional_gpu.protocol.messages import Progress
 
@@ -164,15 +165,14 @@ class Acquirer:
     # -- in the ticket's thread --------------------------------------------------------------------------------------------------------
 
     def _run(self, ticket: _Ticket) -> None:
-        from fractional_gpu.client.silence import SilenceWatch  # noqa: PLC0415 - off the kernel's start
-
         refusal: RefusedError | None = RefusedError(_THREAD_ENDED)  # stays where an unforeseen error ends the thread
-        silence = SilenceWatch(self._settings.connect, partial(self._report_silence, ticket))
-        silence.start()
+        silence: SilenceWatch | None = None
         try:
+            silence = self._watch_silence(ticket)
             refusal = self._acquire(ticket)
         finally:
-            silence.stop()
+            if silence is not None:
+                silence.stop()
             with self._lock:
                 if self._ticket is ticket:
                     self._ticket = None
@@ -182,6 +182,16 @@ class Acquirer:
             if refusal is not None and not self._gate.is_open:
                 for waiter in waiters:
                     waiter.put(refusal)
+
+    def _watch_silence(self, ticket: _Ticket) -> "SilenceWatch | None":
+        """Start to watch for a broker that does not answer; None where this process cannot: then it cannot call, either."""
+        try:
+            from fractional_gpu.client.silence import SilenceWatch  # noqa: PLC0415 - off the kernel's start
+        except LOCAL_FAILURES:
+            return None
+        silence = SilenceWatch(self._settings.connect, partial(self._report_silence, ticket))
+        silence.start()
+        return silence
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
         """Call the broker until it has answered. None: granted (the gate is open) or withdrawn."""

@@ -125,7 +125,13 @@ class BrokerChannel:
     def _read(self) -> None:
         self._stop.wait(SETTLE_S)
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu.protocol.versions import check_msgspec  # noqa: PLC0415 - off the kernel's start
 
+        try:
+            check_msgspec()
+        except BrokerUnavailableError as error:  # a cell that waits for the GPU says so, too
+            self._notice(f"{error}.")
+            return
         pause = FIRST_PAUSE_S
         while not self._stop.is_set():
             longest = LONGEST_PAUSE_S
@@ -228,8 +234,11 @@ class BrokerChannel:
     def _send(self) -> None:
         self._stop.wait(SETTLE_S)
         from fractional_gpu.protocol.limits import PULSE_S  # noqa: PLC0415 - off the kernel's start
-        from fractional_gpu.protocol.messages import GateAnswer  # noqa: PLC0415 - off the kernel's start
 
+        try:
+            from fractional_gpu.protocol.messages import GateAnswer  # noqa: PLC0415 - off the kernel's start
+        except ImportError:  # without msgspec, which `_read` reports
+            return
         client: BrokerClient | None = None
         while not self._stop.is_set():
             try:
