@@ -2,8 +2,8 @@
 
 Loaded in the kernel by `--IPKernelApp.extra_extensions=fractional_gpu_kernel`. Rules of this room:
 
-- It must not be felt: loading costs a few milliseconds (whatever is not needed at once is imported later, in a thread), a cell on an
-  open gate costs microseconds, and without a lease there is nothing but a `%gpu` that says so.
+- It must not be felt: loading costs a few milliseconds (what is not needed at once is imported later, in a thread), a cell on an open
+  gate costs microseconds, and without a lease there is only a `%gpu` that reports it.
 - A kernel on the GPU works without a broker; a kernel that needs the GPU and has no broker starts one.
 - A forked child of the kernel inherits memory, not the lease: there the gate is inert.
 """
@@ -16,7 +16,7 @@ from fractional_gpu_kernel.settings import NOTICE, Settings
 
 __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
-__distribution__ = "jupyter-fractional-gpu"  # by which this package is told from another module of its name
+__distribution__ = "jupyter-fractional-gpu"  # distinguishes this package from another module of its name
 
 _ARGUMENT = "--IPKernelApp.extra_extensions=fractional_gpu_kernel"
 _loaded: dict[int, Any] = {}  # what was loaded into which shell, by id

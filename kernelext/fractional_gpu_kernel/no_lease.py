@@ -1,7 +1,7 @@
-"""The extension of a kernel without a lease: a `%gpu` that says so, and the sentence why, once.
+"""The extension of a kernel without a lease: `%gpu` prints that there is none, and a notice says why, once.
 
-A notebook that was written for a kernel with a share runs here from its first to its last cell: `%gpu` lines print why they do nothing,
-and cells under `%%gpu` and `%%cpu` run as if that line were a comment.
+A notebook for a kernel with a share runs here from its first to its last cell: `%gpu` lines print why they do nothing, and cells under
+`%%gpu` and `%%cpu` run as if that line were a comment.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."
 
 
 class UnleasedKernel:
-    """What is loaded where there is no lease."""
+    """Magics and notice of one shell without a lease."""
 
     def __init__(self, shell: Any, notice: str) -> None:  # noqa: ANN401 - as above
         self._shell = shell
@@ -50,8 +50,8 @@ class UnleasedKernel:
         """A forked child needs nothing undone."""
 
     def gpu(self, line: str) -> None:
-        """Say why there is no GPU share here."""
-        del line  # whatever was asked, the answer is the same
+        """Print why there is no GPU share here."""
+        del line  # every command has the same answer
         print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
 
     def burst(self, line: str, cell: str) -> None:

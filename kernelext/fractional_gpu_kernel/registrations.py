@@ -1,8 +1,8 @@
-"""What an extension has put into an IPython shell, and how it takes that out again without touching what is others'.
+"""What the extension has registered in an IPython shell, and its removal.
 
-Users and other extensions register magics, callbacks and wrappers of their own, before ours and after. `undo` leaves every one of
-them in its place: where ours was replaced, nothing is changed, and where ours was wrapped, the wrapper stays (what is beneath it must
-then pass through what it is given). What ours had replaced is put back.
+Users and other extensions register magics, callbacks and wrappers of their own, before ours and after. `undo` leaves all of them in
+place: where ours was replaced, nothing changes, and where ours was wrapped, the wrapper stays (our function beneath it must then pass
+calls through). What ours had replaced is put back.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class Registrations:
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Take out what is still ours, the last first. A second call changes nothing."""
+        """Remove what is still ours, the last first. A second call changes nothing."""
         while self._undo:
             self._undo.pop()()
 

@@ -1,4 +1,4 @@
-"""What `%gpu`'s commands show: this kernel, the machine, the story. Each once as HTML and once as plain text that says the same."""
+"""Displays of `%gpu`'s commands: this kernel, the machine, the story. Each as HTML and as plain text with the same content."""
 
 import time
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class StatusView:
         self._status = status
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what there is to say, as (name, sentence)."""
+        """Return the rows, as (name, sentence)."""
         status = self._status
         rows = [
             ("share", _share(status)),
@@ -88,7 +88,7 @@ class StatusView:
 
 
 class TopView:
-    """The devices of the machine, and who is on them: leases of one's own by name, the others as one sum."""
+    """The devices of the machine and their leases: those of this user by name, the others as one sum."""
 
     def __init__(self, host: HostStatus, own: str) -> None:
         self._host = host
@@ -113,7 +113,7 @@ class TopView:
         return rows
 
     def elsewhere(self) -> list[tuple[str, str, str]]:
-        """Return (share, who, what) of one's own leases that are on no device."""
+        """Return (share, who, what) of this user's leases that are on no device."""
         return [
             (f"{format_fraction(lease.fraction_milli)} GPU", self._name(lease), self._doing(lease))
             for lease in self._host.leases
@@ -232,7 +232,7 @@ def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
     words = [state_words(lease.state)]
     if lease.working:
         words.append("works in the background")
-    elif lease.busy and not is_own:  # this kernel is busy with the very question
+    elif lease.busy and not is_own:  # this kernel is busy with this very command
         words.append("runs a cell")
     if lease.position is not None:
         words.append(f"waits at place {lease.position}" + _expected(lease))

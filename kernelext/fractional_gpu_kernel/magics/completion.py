@@ -1,7 +1,7 @@
 """Completion of `%gpu` and `%%gpu`: commands, options and values, from the table of commands.
 
-Values that only the broker knows (the fractions and the pools on offer) are asked for once a minute at most and without waiting long: a
-completion that blocks is worse than one that proposes the usual.
+Values that only the broker knows (the fractions and the pools on offer) are read once a minute at most, with a short timeout: a
+completion that blocks is worse than one with the usual proposals.
 """
 
 import os
@@ -25,7 +25,7 @@ from fractional_gpu_kernel.settings import Settings
 __all__ = ["Completer", "Found"]
 
 _LINE = re.compile(r"\s*(%%?)gpu\s(.*)", re.DOTALL)
-_ASK_S = 0.3
+_TIMEOUT_S = 0.3
 _KEEP_S = 60.0
 
 
@@ -42,7 +42,7 @@ class Completer:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._host: HostStatus | None = None
-        self._asked_s = -_KEEP_S
+        self._read_s = -_KEEP_S
 
     def complete(self, line: str) -> Found | None:
         """Return what may stand at the end of `line`, the text of its line up to the cursor; None: not ours."""
@@ -99,10 +99,10 @@ class Completer:
 
     def _status(self) -> HostStatus | None:
         now_s = time.monotonic()
-        if now_s - self._asked_s >= _KEEP_S:
-            self._asked_s = now_s
+        if now_s - self._read_s >= _KEEP_S:
+            self._read_s = now_s
             try:
-                with self._settings.connect(_ASK_S) as client:
+                with self._settings.connect(_TIMEOUT_S) as client:
                     self._host = client.status()
             except FractionalGPUError:
                 self._host = None
@@ -124,7 +124,7 @@ def _positionals(words: list[str], options: dict[str, Argument]) -> int:
 
 
 def _sizes() -> list[str]:
-    """Return shares of the device's memory, as it was told with the last grant."""
+    """Return shares of the device's memory, whose size came with the last grant."""
     device = os.environ.get(DEVICE, "")
     device_mib = int(device) if device.isascii() and device.isdigit() else 81920
     return [format_memory(device_mib // part).replace(" ", "") for part in (8, 4, 2, 1)]

@@ -1,4 +1,4 @@
-"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. What they do is imported when the first one is used (`actions`, `bursts`).
+"""`%gpu`, `%%gpu` and `%%cpu` as IPython knows them. Their work is in `actions` and `resize`, which are imported for the first one.
 
 A cell made of `%gpu` lines never waits for the GPU and is never marked as running, so the gate can be shut beneath it.
 """
@@ -24,7 +24,7 @@ __all__ = ["Magics"]
 
 
 class GPURequestError(Exception):
-    """What `%gpu` was asked to do was understood and not done: a pool's policy, or the broker, says no."""
+    """A command of `%gpu` was understood and refused, by a pool's policy or by the broker."""
 
 
 class Magics:

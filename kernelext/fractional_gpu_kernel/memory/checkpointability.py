@@ -1,27 +1,22 @@
-"""Can the process be checkpointed at all? Not with managed (unified) memory, nor with a profiler attached: the broker must know first.
+"""What makes this process impossible to checkpoint: managed (unified) memory, and a profiler. The broker must know before it suspends.
 
-Nothing is imported for this. What can be seen:
+Nothing is imported for this. What is found, and when:
 
-- Functions that allocate managed memory: CuPy, numba, torch's `_use_uvm`, bitsandbytes (paged optimizers), PyCUDA, NVIDIA's bindings
-  (`cuda.bindings`, `cuda.cuda`), rmm's choice of a memory resource (which cuDF and Polars' GPU engine make for their users). They are
-  wrapped when their package is imported, and the broker is told at the first call.
-- Profilers, in the same way (see `profilers`).
+- At their first call: functions that allocate managed memory in CuPy, numba, torch (`_use_uvm`), bitsandbytes (paged optimizers), PyCUDA
+  and NVIDIA's bindings (`cuda.bindings`, `cuda.cuda`), and rmm's choice of a memory resource (which cuDF and Polars' GPU engine make for
+  their users). They are wrapped when their package is imported.
+- At their first call, in the same way: functions that make a framework subscribe to NVIDIA's profiling interface (CUPTI): the profilers
+  of torch (with CUDA activities), JAX, TensorFlow and Triton, and cupti-python. Whether a framework lets go of CUPTI afterwards cannot be
+  seen (torch does so only where `TEARDOWN_CUPTI` says so, and then at some later CUDA call), so the process counts as profiled until it
+  ends.
 - Before a suspend: the chain of rmm's current memory resource, torch with a pluggable allocator (which may do anything), fbgemm_gpu's
   operators for tensors in managed memory, and variables that make a framework use it.
+- Before a suspend: a library that `CUDA_INJECTION64_PATH` makes the driver load (Nsight Systems, Nsight Compute), if it is loaded. The
+  broker also searches all processes of the kernel for the libraries of these tools (`fractional_gpu.broker.swap.checkpointability`).
 
-What calls the driver or the runtime directly (ctypes, an extension module) is not seen.
-
-Is a profiler attached to this process? A checkpoint does not work with NVIDIA's profiling interface (CUPTI) in use.
-
-What is no sign: `libcupti` among the loaded libraries (torch and JAX link it, used or not), and `cudaProfilerStart`, by whatever name
-(`torch.cuda.profiler`, `cupy.cuda.profiler`, `numba.cuda.profile_start`), which does nothing unless a tool is injected.
-
-What is one:
-- a call that makes a framework subscribe to CUPTI: the profilers of torch (with CUDA activities), JAX, TensorFlow and Triton, and
-  cupti-python. Whether a framework lets go of CUPTI afterwards cannot be seen (torch does so only where `TEARDOWN_CUPTI` says so, and
-  then at some later CUDA call), so the process counts as attached until it ends;
-- a library that `CUDA_INJECTION64_PATH` makes the driver load (Nsight Systems, Nsight Compute), if it is loaded. The broker looks for
-  the libraries of these tools in all processes of the kernel (`fractional_gpu.broker.swap.checkpointability`).
+What does not count: `libcupti` among the loaded libraries (torch and JAX link it, used or not), and `cudaProfilerStart` by any name
+(`torch.cuda.profiler`, `cupy.cuda.profiler`, `numba.cuda.profile_start`), which does nothing unless a tool is injected. Code that calls
+the driver or the runtime directly (ctypes, an extension module) is not seen.
 """
 
 import os
@@ -59,6 +54,7 @@ def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 _RMM = _cannot_save("managed memory through rmm")
 _BINDINGS = _cannot_save("managed memory through NVIDIA's Python bindings")
 _PLUGGED = "torch uses an allocator that was plugged in, and whether the driver can save what that hands out is unknown"
+
 _CALLS = (
     Call("cupy", ("cupy.cuda", "cupy.cuda.memory"), "malloc_managed", _cannot_save("CuPy's managed memory")),
     Call("cupy", ("cupy_backends.cuda.api.runtime",), "mallocManaged", _cannot_save("CuPy's managed memory")),
@@ -88,86 +84,6 @@ _VARIABLES = (  # that make a package use managed memory: the values that say so
     ("GGML_CUDA_ENABLE_UNIFIED_MEMORY", (), ("llama_cpp",)),
     ("FLAGS_use_cuda_managed_memory", ("1", "true", "yes", "on", "t", "y"), ("paddle",)),
 )
-
-
-class CheckpointBlockers:
-    """Watches one process for what makes it impossible to save. `tell` takes a sentence, once, from whatever thread allocates."""
-
-    def __init__(self, tell: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
-        self._tell = tell
-        self._hooks = hooks or ImportHooks()
-        self.seen = ""  # what was seen first, a sentence
-
-    def install(self) -> None:
-        """Watch from now on."""
-        for call in (*_CALLS, *PROFILERS):
-            self._hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
-
-    def uninstall(self) -> None:
-        """Stop watching imports, for all who share the hooks; what is wrapped stays."""
-        self._hooks.close()
-
-    def reason(self) -> str:
-        """Return why the process should not be checkpointed, a sentence, or "". For the kernel's idle main loop: it asks the frameworks."""
-        if self.seen:
-            return self.seen
-        for look in (_rmm, _torch, _fbgemm, _unified, injected):
-            try:
-                found = look()
-            except (
-                RuntimeError,
-                AttributeError,
-                OSError,
-            ):  # CUDA's errors; a module that is still being imported, or is another version; a /proc that cannot be read
-                continue
-            if found:
-                return found
-        return ""
-
-    def _note(self, sentence: str) -> None:
-        if not self.seen:
-            self.seen = sentence
-            self._tell(sentence)
-
-
-def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - one of rmm's memory resources
-    """Whether a memory resource of rmm, or one that it gets its memory from, allocates managed memory."""
-    for _ in range(_MOST_RESOURCES):
-        if resource is None:
-            return False
-        if "Managed" in type(resource).__name__:
-            return True
-        resource = getattr(resource, "upstream_mr", None)
-    return False
-
-
-def _rmm() -> str:
-    rmm = sys.modules.get("rmm")
-    return _RMM if rmm is not None and _is_managed(rmm.mr.get_current_device_resource()) else ""
-
-
-def _torch() -> str:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "pluggable":
-        return ""
-    return _PLUGGED
-
-
-def _fbgemm() -> str:
-    """An operator that was called from Python is an attribute of its namespace from then on (torch's `_OpNamespace`)."""
-    torch = sys.modules.get("torch")
-    if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
-        return ""
-    return _cannot_save("fbgemm_gpu's tensors in managed memory")
-
-
-def _unified() -> str:
-    for variable, values, packages in _VARIABLES:
-        value = os.environ.get(variable)
-        loaded = [name for name in packages if name in sys.modules]
-        if value is not None and loaded and (not values or value.lower() in values):
-            return f"{variable} makes {loaded[0]} use managed memory, which the driver cannot save"
-    return ""
 
 
 _INJECTIONS = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
@@ -208,6 +124,82 @@ PROFILERS = (
     Call("cupti.cupti", ("cupti.cupti",), "subscribe", _CUPTI),
     Call("cupti.cupti", ("cupti.cupti",), "activity_enable", _CUPTI),
 )
+
+
+class CheckpointBlockers:
+    """Watches one process. `report` gets a sentence, once, in the thread that makes the first such call."""
+
+    def __init__(self, report: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
+        self._report = report
+        self._hooks = hooks or ImportHooks()
+        self.seen = ""  # the first finding, a sentence
+
+    def install(self) -> None:
+        """Watch from now on."""
+        for call in (*_CALLS, *PROFILERS):
+            self._hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
+
+    def uninstall(self) -> None:
+        """Stop watching imports, for all users of the hooks; what is wrapped stays."""
+        self._hooks.close()
+
+    def reason(self) -> str:
+        """Return why the process cannot be checkpointed, a sentence, or "". For the kernel's idle main loop: it calls the frameworks."""
+        if self.seen:
+            return self.seen
+        for find in (_rmm, _torch, _fbgemm, _unified, injected):
+            try:
+                found = find()
+            except (RuntimeError, AttributeError, OSError):
+                continue  # an error of CUDA's; a module that is half imported, or of another version; a /proc that cannot be read
+            if found:
+                return found
+        return ""
+
+    def _note(self, sentence: str) -> None:
+        if not self.seen:
+            self.seen = sentence
+            self._report(sentence)
+
+
+def _is_managed(resource: Any) -> bool:  # noqa: ANN401 - one of rmm's memory resources
+    """Whether a memory resource of rmm, or one that it gets its memory from, allocates managed memory."""
+    for _ in range(_MOST_RESOURCES):
+        if resource is None:
+            return False
+        if "Managed" in type(resource).__name__:
+            return True
+        resource = getattr(resource, "upstream_mr", None)
+    return False
+
+
+def _rmm() -> str:
+    rmm = sys.modules.get("rmm")
+    return _RMM if rmm is not None and _is_managed(rmm.mr.get_current_device_resource()) else ""
+
+
+def _torch() -> str:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "pluggable":
+        return ""
+    return _PLUGGED
+
+
+def _fbgemm() -> str:
+    """An operator that was called from Python is an attribute of its namespace from then on (torch's `_OpNamespace`)."""
+    torch = sys.modules.get("torch")
+    if torch is None or "fbgemm_gpu" not in sys.modules or not _FBGEMM_OPERATORS & vars(torch.ops.fbgemm).keys():
+        return ""
+    return _cannot_save("fbgemm_gpu's tensors in managed memory")
+
+
+def _unified() -> str:
+    for variable, values, packages in _VARIABLES:
+        value = os.environ.get(variable)
+        loaded = [name for name in packages if name in sys.modules]
+        if value is not None and loaded and (not values or value.lower() in values):
+            return f"{variable} makes {loaded[0]} use managed memory, which the driver cannot save"
+    return ""
 
 
 def injected(maps: Path = Path("/proc/self/maps")) -> str:

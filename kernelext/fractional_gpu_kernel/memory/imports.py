@@ -1,7 +1,7 @@
 """Callbacks when packages are imported and when their functions are called. Nothing is imported for it.
 
-Frameworks are imported by the user's cells, long after this extension was loaded. `ImportHooks` is an entry of `sys.meta_path`: for
-each module that is imported it costs one dictionary lookup, and for a watched one it lets the import end with a callback.
+The user's cells import frameworks, long after this extension was loaded. `ImportHooks` is an entry of `sys.meta_path`: for each module
+that is imported it costs one dictionary lookup; the import of a watched module ends with a callback.
 """
 
 import functools
@@ -33,7 +33,7 @@ class ImportHooks:
             sys.meta_path.insert(0, self)
 
     def close(self) -> None:
-        """Watch nothing more; may be called twice."""
+        """Watch no more imports; may be called twice."""
         self._callbacks = {}
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -41,7 +41,7 @@ class ImportHooks:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Importlib asks every finder for every module; this one passes on what the finders behind it find."""
+        """Return the spec that the finders behind this one find, with a callback in it for a watched module."""
         if name not in self._callbacks:
             return None
         for finder in list(sys.meta_path):
@@ -67,7 +67,7 @@ class ImportHooks:
 
 
 class Call(NamedTuple):
-    """A function whose calls are noted. `package`: at the end of whose import it is there; `modules`: where callers find it.
+    """A function whose calls are reported. It exists once `package` is imported; callers find it in `modules`.
 
     `function` may be `Class.method`. `applies` decides from the arguments whether a call counts.
     """
@@ -79,8 +79,8 @@ class Call(NamedTuple):
     applies: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None
 
 
-def note_calls(call: Call, tell: Callable[[str], None]) -> None:
-    """Have `tell` called with the sentence before each call that counts, in whatever thread calls. What is not there is left out."""
+def note_calls(call: Call, report: Callable[[str], None]) -> None:
+    """Call `report` with the sentence before each call that counts, in the thread of the call. Missing functions are left out."""
     for name in call.modules:
         owner: Any = sys.modules.get(name)
         *parents, function = call.function.split(".")
@@ -88,14 +88,14 @@ def note_calls(call: Call, tell: Callable[[str], None]) -> None:
             owner = getattr(owner, parent, None)
         original = getattr(owner, function, None)
         if owner is not None and callable(original) and not hasattr(original, _MARK):
-            setattr(owner, function, _noting(original, call, tell))
+            setattr(owner, function, _noting(original, call, report))
 
 
-def _noting(original: Callable[..., Any], call: Call, tell: Callable[[str], None]) -> Callable[..., Any]:
+def _noting(original: Callable[..., Any], call: Call, report: Callable[[str], None]) -> Callable[..., Any]:
     @functools.wraps(original)
     def noted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the framework's function takes and gives
         if call.applies is None or call.applies(args, kwargs):
-            tell(call.sentence)
+            report(call.sentence)
         return original(*args, **kwargs)
 
     setattr(noted, _MARK, True)

@@ -1,23 +1,20 @@
-"""Telling frameworks their memory limit, without importing any of them.
+"""Memory limits of frameworks' own allocators, and what those hold. No framework is imported for it.
 
-A lease's cap is everything that is charged to its process tree, the CUDA context included. A framework limits only what its own
-allocator takes, so it is told the cap less the context: what the broker has measured on devices of this name and hands over with each
-grant, `CONTEXT_MIB` until then. These limits keep honest programs within their share and give them a framework's own out-of-memory
-error; what allocates past them is seen by the broker.
+A lease's cap counts everything that is charged to its process tree, the CUDA context included. A framework limits only what its own
+allocator takes, so its limit is the cap less the context: the size that the broker has measured on devices of this name and sends with
+each grant, `CONTEXT_MIB` until then. These limits keep honest programs within their share and give them the framework's own out-of-memory
+error; the broker sees what allocates past them.
 
 - JAX and CuPy read environment variables when they are imported: set at load and at each grant, where the user has not set them.
-- TensorFlow has no variable for a limit, only one for growing as needed. Its call for a limit has to come before TensorFlow starts
-  CUDA, excludes `set_memory_growth`, which many notebooks call, and renames devices: it is left to the user.
-- torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA. It is handed to torch's own queue of
-  things to do when CUDA is first initialised, right after torch is imported (see `imports`, and `frameworks` for several devices).
-- A limit that changes (a resize, another figure for the context) reaches torch and CuPy where they are loaded already: on the kernel's
-  main loop while no cell runs, or before the next cell. JAX reads its own once: there a changed limit needs a restart of the kernel.
-
-What frameworks' own allocators hold and may hold, asked of those that are loaded. Nothing is imported.
-
-torch's `set_per_process_memory_fraction` makes a context on the device in its older releases, and may leave that device current
-(`SetDevice`, then `cudaMemGetInfo`; newer releases only note a number). So the device that is current is limited when CUDA is
-initialised, all others when their first allocation has been seen, and at once where the first limit made no context.
+- TensorFlow has no variable for a limit, only one for growing as needed. Its call for a limit has to come before TensorFlow starts CUDA,
+  excludes `set_memory_growth`, which many notebooks call, and renames devices: it is left to the user.
+- torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA. Right after torch is imported, the call is
+  put into torch's own queue of things to do when CUDA is initialised.
+- In torch's older releases that call makes a context on the device, and may leave that device current (`SetDevice`, then
+  `cudaMemGetInfo`; newer releases only note a number). So the current device is limited when CUDA is initialised, all others when their
+  first allocation has been seen, and at once where the first limit made no context (`TorchLimits`).
+- A limit that changes (a resize, another size of the context) reaches torch and CuPy where they are loaded already: on the kernel's main
+  loop while no cell runs, or before the next cell. JAX reads its own once: a changed limit needs a restart of the kernel.
 """
 
 import os
@@ -34,6 +31,11 @@ MEMORY = "JUPYTER_GPU_MEMORY_MIB"
 DEVICE = "JUPYTER_GPU_DEVICE_MIB"
 CONTEXT = "JUPYTER_GPU_CONTEXT_MIB"
 CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+
+_MIB = 2**20
+_UNCOUNTED = ("numba.cuda", "paddle", "pycuda.driver", "rmm", "tensorflow")
+"""Packages whose device memory is not counted here. (torch itself imports `cuda.bindings`.)"""
+
 CONTEXT_MIB = 512
 """What a CUDA context with the kernels of a framework and cuBLAS's workspace takes, until the broker has measured more."""
 
@@ -47,6 +49,43 @@ def framework_mib(cap_mib: int, context_mib: int = CONTEXT_MIB) -> int:
     return max(cap_mib - max(context_mib, CONTEXT_MIB), least, 1)
 
 
+class TorchLimits:
+    """Limits torch's allocator on each device of this process. For the thread that runs cells."""
+
+    def __init__(self) -> None:
+        self._limited: set[int] = set()
+        self._others: set[int] = set()  # devices without a limit: not used when the others were limited
+
+    def apply(self, torch: Any, mib: int) -> None:  # noqa: ANN401 - torch is not ours to import
+        """Limit what is in use to `mib` on each device, and leave the current device as it is. Raises what CUDA raises (RuntimeError)."""
+        cuda = torch.cuda
+        devices = set(range(cuda.device_count()))
+        if not devices:
+            return
+        current = cuda.current_device() if len(devices) > 1 else 0
+        wanted = {current} | self._limited & devices | {index for index in devices if _torch_bytes(cuda, index)}
+        try:
+            for index in [current, *sorted(wanted - {current})]:
+                self._limit(cuda, index, mib)
+            if wanted != devices and not _has_context(torch, current):  # a limit is only a number in this release
+                for index in sorted(devices - wanted):
+                    self._limit(cuda, index, mib)
+        finally:
+            if len(devices) > 1 and cuda.current_device() != current:
+                cuda.set_device(current)
+            self._others = devices - self._limited
+
+    def is_stale(self) -> bool:
+        """Return whether a device without a limit is in use by now. Reads the allocator's books only, and does not call the driver."""
+        torch = sys.modules.get("torch") if self._others else None
+        return torch is not None and any(_torch_bytes(torch.cuda, index) for index in self._others)
+
+    def _limit(self, cuda: Any, index: int, mib: int) -> None:  # noqa: ANN401 - as above
+        total_mib = cuda.get_device_properties(index).total_memory // _MIB
+        cuda.set_per_process_memory_fraction(min(1.0, mib / max(total_mib, 1)), index)
+        self._limited.add(index)
+
+
 class MemoryLimits:
     """The limits of this process. Not thread-safe by itself: the gate calls `bind` under its lock."""
 
@@ -54,12 +93,12 @@ class MemoryLimits:
         self._environment = environment
         self._hooks = hooks or ImportHooks()
         self._torch = TorchLimits()
-        self._ours: dict[str, str] = {}  # what we set, so that a resize may change it and a user's own setting stays
+        self._ours: dict[str, str] = {}  # set here, not by the user: a resize may change them
         self._cap_mib: int | None = None
         self._limit_mib: int | None = None  # what a framework may take of the cap
         self._read()
-        # What frameworks that are loaded work with; 0: torch has to be looked at.
-        self._told_mib: int | None = self._limit_mib
+        # The limit that loaded frameworks work with; 0: torch has still to be checked.
+        self._applied_mib: int | None = self._limit_mib
 
     def install(self) -> None:
         """Set what can be set now, and watch for torch."""
@@ -67,7 +106,7 @@ class MemoryLimits:
         self._hooks.after("torch", self.torch_imported)
 
     def uninstall(self) -> None:
-        """Stop watching imports, for all who share the hooks; limits that were set stay."""
+        """Stop watching imports, for all users of the hooks; limits that were set stay."""
         self._hooks.close()
 
     def bind(self, environment: Mapping[str, str]) -> None:
@@ -81,13 +120,13 @@ class MemoryLimits:
     @property
     def is_stale(self) -> bool:
         """Whether loaded frameworks work with another limit than the present one, or torch uses a device that has none yet."""
-        return self._told_mib != self._limit_mib or self._torch.is_stale()
+        return self._applied_mib != self._limit_mib or self._torch.is_stale()
 
     @property
     def is_lowered(self) -> bool:
         """Whether loaded frameworks work with a larger limit than the present one."""
         limit = self._limit_mib
-        return bool(limit and ((self._told_mib and self._told_mib > limit) or self._torch.is_stale()))
+        return bool(limit and ((self._applied_mib and self._applied_mib > limit) or self._torch.is_stale()))
 
     @property
     def cap_mib(self) -> int | None:
@@ -105,7 +144,7 @@ class MemoryLimits:
         elif cuda.is_initialized():
             self._limit(torch)
         else:
-            self._told_mib = 0  # stale: looked at again before each cell
+            self._applied_mib = 0  # stale: checked again before each cell
 
     def refresh(self) -> None:
         """Apply a changed limit to what is loaded. For the thread that runs cells, when `is_stale` says so.
@@ -113,26 +152,26 @@ class MemoryLimits:
         Raises nothing of CUDA's (a device-side assert spoils the context for good): cells go on, and `is_stale` stays.
         """
         try:
-            is_told = self._tell_loaded()
+            is_applied = self._limit_loaded()
         except (RuntimeError, AttributeError):  # CUDA's errors; a module that is still being imported
             return
-        if is_told:
-            self._told_mib = self._limit_mib
+        if is_applied:
+            self._applied_mib = self._limit_mib
 
     def _read(self) -> None:
         self._cap_mib = cap = _positive(self._environment.get(MEMORY))
         context_mib = _positive(self._environment.get(CONTEXT)) or CONTEXT_MIB
         self._limit_mib = None if cap is None else framework_mib(cap, context_mib)
 
-    def _tell_loaded(self) -> bool:
-        """Return whether everything that is loaded has been told, or will be. Raises what CUDA raises."""
+    def _limit_loaded(self) -> bool:
+        """Return whether each loaded framework has its limit, or will get it. Raises what CUDA raises."""
         torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
         if torch is not None and not is_half_imported(torch):
             if torch.cuda.is_initialized():
                 self._limit(torch)
             elif not hasattr(torch.cuda, "_lazy_call"):
-                return False  # there is nothing that would limit it later: look again before the next cell
-        if cupy is not None and self._told_mib and not is_half_imported(cupy):
+                return False  # nothing would limit it later: check again before the next cell
+        if cupy is not None and self._applied_mib and not is_half_imported(cupy):
             self._limit_cupy(cupy)
         return True
 
@@ -168,52 +207,10 @@ def _positive(text: str | None) -> int | None:
     return int(text) if text and text.isascii() and text.isdigit() and int(text) > 0 else None
 
 
-_MIB = 2**20
-_UNCOUNTED = ("numba.cuda", "paddle", "pycuda.driver", "rmm", "tensorflow")
-"""Packages that allocate device memory of which no figure is taken here. (torch itself imports `cuda.bindings`.)"""
-
-
-class TorchLimits:
-    """Limits torch's allocator on each device of this process. For the thread that runs cells."""
-
-    def __init__(self) -> None:
-        self._limited: set[int] = set()
-        self._others: set[int] = set()  # devices without a limit: not used when the others were limited
-
-    def apply(self, torch: Any, mib: int) -> None:  # noqa: ANN401 - torch is not ours to import
-        """Limit what is in use to `mib` on each device, and leave the current device as it is. Raises what CUDA raises (RuntimeError)."""
-        cuda = torch.cuda
-        devices = set(range(cuda.device_count()))
-        if not devices:
-            return
-        current = cuda.current_device() if len(devices) > 1 else 0
-        wanted = {current} | self._limited & devices | {index for index in devices if _torch_bytes(cuda, index)}
-        try:
-            for index in [current, *sorted(wanted - {current})]:
-                self._limit(cuda, index, mib)
-            if wanted != devices and not _has_context(torch, current):  # a limit is only a number in this release
-                for index in sorted(devices - wanted):
-                    self._limit(cuda, index, mib)
-        finally:
-            if len(devices) > 1 and cuda.current_device() != current:
-                cuda.set_device(current)
-            self._others = devices - self._limited
-
-    def is_stale(self) -> bool:
-        """Return whether a device without a limit is in use by now. Asks the allocator's books only, never the driver."""
-        torch = sys.modules.get("torch") if self._others else None
-        return torch is not None and any(_torch_bytes(torch.cuda, index) for index in self._others)
-
-    def _limit(self, cuda: Any, index: int, mib: int) -> None:  # noqa: ANN401 - as above
-        total_mib = cuda.get_device_properties(index).total_memory // _MIB
-        cuda.set_per_process_memory_fraction(min(1.0, mib / max(total_mib, 1)), index)
-        self._limited.add(index)
-
-
 def reserved_mib() -> int | None:
     """Return what the allocators of torch, CuPy and JAX hold on the process's devices, MiB; None if that is not all there may be.
 
-    For the kernel's idle main loop (CuPy asks which device is current). Raises nothing of CUDA's.
+    For the kernel's idle main loop (CuPy calls CUDA for the current device). Raises nothing of CUDA's.
     """
     if any(name in sys.modules for name in _UNCOUNTED):
         return None
@@ -244,7 +241,7 @@ def _has_context(torch: Any, index: int) -> bool:  # noqa: ANN401 - as above
 
 
 def _cupy_reserved() -> int | None:
-    """CuPy counts the device that is current. It does not tell whether it uses CUDA at all, so a pool that holds nothing says nothing."""
+    """CuPy counts on the current device. It does not show whether it uses CUDA at all, so an empty pool counts as unknown."""
     cupy = sys.modules.get("cupy")
     if cupy is None or is_half_imported(cupy):
         return None

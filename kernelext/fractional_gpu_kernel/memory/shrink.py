@@ -1,9 +1,9 @@
-"""Giving cached device memory back before a suspend: what is not there need not be copied.
+"""Gives cached device memory back before a suspend: memory that is free need not be copied.
 
-Only what is loaded already is asked, only if CUDA is initialised in it, and only on the kernel's idle main loop: a garbage collection
-runs finalisers, and those belong to the thread that runs the user's code.
+Only frameworks that are loaded and have initialised CUDA are called, and only on the kernel's idle main loop: a garbage collection runs
+finalisers, and those belong to the thread that runs the user's code.
 
-A collection looks at every container object, which takes tens of milliseconds in a bare kernel and more beside large libraries. It is made
+A collection visits every container object, which takes tens of milliseconds in a bare kernel and more with large libraries. It is made
 only where a package is loaded whose Python objects hold device memory.
 """
 
@@ -76,19 +76,17 @@ def _free_cupy() -> None:
 
 
 class RunningCells(Protocol):
-    """Says whether a cell runs: the gate, which imports nothing of this room."""
+    """The part of the gate that is used here: whether a cell runs."""
 
     @property
     def is_running(self) -> bool: ...
 
 
 class Shrinker:
-    """Runs `free_caches` on the main loop, or says why not.
+    """Runs `free_caches` on the main loop, or answers why not.
 
-    `waits_for_input` says whether a cell does: then nothing is freed, and nothing is in the way of a suspend.
-
-    `schedule` hands a callback to the main loop and says whether there is one. `why_not` returns why the process should not be saved at
-    all, asked on the main loop; the answer is then "managed".
+    `schedule` hands a callback to the main loop and returns whether there is one. `why_not`, called on the main loop, returns why the
+    process cannot be saved at all; the answer is then "managed". While a cell `waits_for_input`, nothing is freed, and a suspend may go on.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Shrinker:
         if self._gate.is_running:
             answer("busy", "a cell runs")
             return
-        if self._waits_for_input():  # on the main loop, which runs nothing else then
+        if self._waits_for_input():  # this cell holds the main loop, so nothing else runs there
             why_not = self._why_not()
             answer("managed" if why_not else "done", why_not or "nothing freed: a cell waits for input")
             return
@@ -126,7 +124,7 @@ class Shrinker:
 
     def _on_main_loop(self, once: "_Once", timer: threading.Timer) -> None:
         if once.is_spent:
-            return  # too late: the broker has been told "busy" and has moved on
+            return  # too late: the answer was "busy"
         if self._gate.is_running:
             once("busy", "a cell runs")
         elif why_not := self._why_not():
@@ -137,7 +135,7 @@ class Shrinker:
 
 
 def _freed() -> str:
-    """Free caches; return what was done, and what the frameworks' allocators hold now: the broker learns from it what a context takes."""
+    """Free caches; return what was done, and what the allocators hold now, from which the broker learns the size of a context."""
     done, held_mib = free_caches(), reserved_mib()
     return done if held_mib is None else f"{done}, reserved_mib={held_mib}"
 
