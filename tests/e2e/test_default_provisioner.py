@@ -167,7 +167,7 @@ def test_where_no_broker_can_be_had_kernels_start_all_the_same(
     nowhere.touch()
     signs = (str(nowhere),) if has_gpu else ()
     with entered(world):
-        monkeypatch.setattr(provisioner, "_SIGNS_OF_NVIDIA", signs)
+        monkeypatch.setattr(provisioner, "_NVIDIA_PATHS", signs)
         monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(nowhere / "broker.sock"))
         # jupyter_client reads its variable once in a process, and an earlier test may have been there.
         factory = KernelProvisionerFactory.instance(parent=None)

@@ -10,7 +10,7 @@ import pytest
 from tornado.web import HTTPError
 
 from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
-from fractional_gpu.jupyter.start_errors import start_error
+from fractional_gpu.jupyter.provisioner import start_error
 from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError, UnauthorizedError
 from tests.support.world import Server, World
 

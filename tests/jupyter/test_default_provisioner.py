@@ -43,7 +43,7 @@ def test_a_plain_kernelspec_gets_the_default_lease(
 def test_without_a_gpu_and_a_broker_the_kernel_is_an_ordinary_one(
     places: Places, no_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(provisioner, "_SIGNS_OF_NVIDIA", (str(places.work / "nothing"),))
+    monkeypatch.setattr(provisioner, "_NVIDIA_PATHS", (str(places.work / "nothing"),))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with caplog.at_level(logging.WARNING), running_kernel("env") as manager, talking_to(manager) as client:
         assert evaluate(client, "__import__('os').environ['CUDA_VISIBLE_DEVICES']") == "'7'"
@@ -58,7 +58,7 @@ def test_without_a_gpu_and_a_broker_the_kernel_is_an_ordinary_one(
 def test_with_a_gpu_but_no_broker_the_kernel_does_not_take_the_gpu_unasked(
     places: Places, no_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provisioner, "_SIGNS_OF_NVIDIA", (str(places.work),))
+    monkeypatch.setattr(provisioner, "_NVIDIA_PATHS", (str(places.work),))
     with running_kernel("env") as manager, talking_to(manager) as client:
         assert evaluate(client, "__import__('os').environ['CUDA_VISIBLE_DEVICES']") == "''"
         assert "no NVIDIA driver" in evaluate(client, "__import__('os').environ['JUPYTER_GPU_NOTICE']")

@@ -141,7 +141,7 @@ async def test_a_kernel_of_an_earlier_server_has_its_ports_held_from_its_next_st
     assert isinstance(first, FractionalGPUProvisioner)
     info, process = await first.get_provisioner_info(), first.process
     assert process is not None
-    first.let_go()
+    first.leave_to_next_server()
     assert is_over(ports)
     second = FractionalGPUProvisioner(kernel_id=first.kernel_id, kernel_spec=first.kernel_spec, parent=manager)
     record = KeptRecord(places.work / "record", -1)
@@ -244,7 +244,7 @@ def test_a_port_that_jupyter_promised_to_another_kernel_of_this_server_is_not_ta
         return found[-1]
 
     manager, ports = KernelManager(), KernelPorts(LOG)
-    monkeypatch.setattr(kernel_ports, "_lets_others_listen", lambda _ip: True)
+    monkeypatch.setattr(kernel_ports, "_can_listen_on_held", lambda _ip: True)
     monkeypatch.setattr(kernel_ports, "_bound", watched)
     assert ports.secure(manager)
     assert not promised.intersection(manager.ports)
@@ -282,7 +282,7 @@ def test_where_a_held_port_cannot_be_listened_on_jupyter_chooses(
     places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "SO_REUSEADDR", socket.SO_KEEPALIVE)
-    kernel_ports._lets_others_listen.cache_clear()
+    kernel_ports._can_listen_on_held.cache_clear()
     try:
         with running_kernel(places.write_gpu_spec()) as manager, talking_to(manager) as client:
             assert evaluate(client, "1 + 1") == "2"
@@ -290,7 +290,7 @@ def test_where_a_held_port_cannot_be_listened_on_jupyter_chooses(
             assert broker.only_lease()[1].attach["connection"]["shell_port"] == manager.shell_port
         assert is_over(manager.ports)
     finally:
-        kernel_ports._lets_others_listen.cache_clear()
+        kernel_ports._can_listen_on_held.cache_clear()
 
 
 def test_a_manager_that_starts_anew_has_its_ports_again_or_others_if_they_are_taken(robbed: str, thefts: Path) -> None:

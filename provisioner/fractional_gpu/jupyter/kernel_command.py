@@ -8,7 +8,7 @@ Rules:
   a gate and has none would start on the GPU without admission. An interpreter that cannot be asked has no gate.
 - A module of one of our names is ours only if its source has `MARK`. Where another module has the name (on `PYTHONPATH`, or in the
   notebook's folder, which ipykernel puts before site-packages), the kernel starts without the extension, and a sentence says which
-  module was found. So it does where the interpreter has no msgspec, or a too old one, without which no extension can call the broker.
+  module was found. The same holds where msgspec, with which the extension calls the broker, is missing or too old.
 """
 
 import json
@@ -135,11 +135,8 @@ def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) ->
 def find_interpreter(program: str, environment: Mapping[str, str]) -> str | None:
     """Return the path of the program that a kernelspec names; None where it cannot be found."""
     major, minor = sys.version_info[:2]
-    if program in {
-        "python",
-        f"python{major}",
-        f"python{major}.{minor}",
-    }:  # jupyter_client starts its own interpreter for these
+    # For these jupyter_client starts its own interpreter.
+    if program in {"python", f"python{major}", f"python{major}.{minor}"}:
         return sys.executable
     return shutil.which(program, path=environment.get("PATH"))
 

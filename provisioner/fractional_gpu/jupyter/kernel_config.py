@@ -1,7 +1,7 @@
-"""What a kernelspec asks for: the `config` of its `kernel_provisioner` stanza, checked before anything is started.
+"""The `config` of a kernelspec's `kernel_provisioner` stanza, checked before anything is started.
 
-jupyter_client hands the stanza to the provisioner's constructor and lets misspelt keys pass in silence; here every
-key and value is looked at, and what is wrong becomes one sentence that names the key, the value and what is allowed.
+jupyter_client passes the stanza to the provisioner's constructor and ignores misspelt keys. Here every key and value is checked; an
+error is one sentence with the key, the value and what is allowed.
 """
 
 import re
@@ -24,10 +24,10 @@ _SHOWN = 80  # characters of a bad value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """A checked wish. Fraction in milli-GPU; memory in MiB, None for the fraction's share of the device.
+    """A checked configuration. Fraction in milli-GPU; memory in MiB, None for the fraction's share of the device.
 
-    `request_mib` is what is guaranteed of it in a pool that reserves by use, None for the fraction's share. `simulate`: the devices of a
-    broker that is started for it; None: the machine's own.
+    `request_mib`: the guaranteed part of the memory in a pool that reserves by use, None for the fraction's share. `simulate`: the
+    simulated devices of a broker that is started for the kernel; None: the machine's own devices.
     """
 
     pool: str
@@ -116,7 +116,7 @@ def _priority(value: object) -> int:
 
 
 def _scalar(value: object) -> str | float:
-    """Keep lists and such out of the parser, whose error then names the value."""
+    """Return text for any other type: the parser's error then names the value."""
     return value if isinstance(value, (str, int, float)) else repr(value)[:_SHOWN]
 
 

@@ -1,16 +1,15 @@
-"""One kernel's lease as its provisioner handles it: taken, kept over a restart, given back; with its token file.
+"""One kernel's lease as its provisioner handles it: taken, kept over a restart, released; with its token file.
 
-Synchronous: run it in a thread.
+Every call blocks: run it in a thread.
 
 Rules:
 
-- Whatever fails half way leaves no lease and no token file behind (and what a killed server leaves behind, the
-  broker lets expire).
-- A kernel with our extension keeps its lease over a restart. One without must know its device before its process
-  starts, and the old reservation ends with the old process: it gets a new lease.
-- A broker that dies in the middle of a call is started again and asked again, once. What it may have admitted for the first call
-  expires by itself.
-- Giving back starts no broker: if none serves, it learns from the kernel's end when it is back.
+- A call that fails half way leaves no lease and no token file behind. The broker lets expire what a killed server leaves.
+- A kernel with our extension keeps its lease over a restart. A kernel without must know its device before its process
+  starts, and its reservation ends with its process: the next process gets a new lease.
+- When the broker dies in the middle of a call, the call starts it again and repeats the request once. A lease that the first request
+  may have got expires by itself.
+- Releasing starts no broker: one that starts later sees that the kernel's process has ended.
 """
 
 import contextlib
@@ -51,8 +50,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_SHORT_S = 5.0  # calls at a kernel's end: prompt, or given up
-_OF_A_LEASE = (
+_SHORT_S = 5.0  # for calls at a kernel's end: these are prompt or fail
+_LEASE_VARIABLES = (
     "JUPYTER_GPU_LEASE",
     "JUPYTER_GPU_TOKEN_FILE",
     "JUPYTER_GPU_NOTICE",
@@ -79,10 +78,10 @@ class KernelLease:
     reserve_mib: int
     gated: bool
     environment: Mapping[str, str]
-    notice: str = ""  # what became of the kernel before this one, for its user
+    notice: str = ""  # how the kernel's previous process ended, for its user
 
     def attach(self, request: AttachRequest) -> None:
-        """Tell the broker which process it is; one that died since the lease was taken is started again.
+        """Attach the kernel's process. A broker that died since the lease was taken is started again.
 
         Raises the errors of the protocol.
         """
@@ -91,10 +90,10 @@ class KernelLease:
             with ensure_broker(self.socket, token=self.token or None) as client:
                 client.attach(self.lease_id, request)
 
-        _persistently(attach)
+        _retry_once(attach)
 
     def attach_again(self, request: AttachRequest) -> None:
-        """Attach a process that is attached already: this process takes over its kernel. Starts no broker.
+        """Attach, for this server, a process that an earlier server had attached. Starts no broker.
 
         Raises the errors of the protocol.
         """
@@ -116,8 +115,8 @@ class KernelLease:
         ):
             client.release(self.lease_id)
 
-    def put_token_back(self) -> None:
-        """Write the token's file again if it was removed. Raises FractionalGPUError."""
+    def restore_token_file(self) -> None:
+        """Write the token file again if it was removed. Raises FractionalGPUError."""
         if self.token and not self.token_file.exists():
             _write_private(self.token_file, self.token)
 
@@ -133,15 +132,15 @@ class KernelLease:
         }
 
     def is_frozen(self) -> bool:
-        """Whether the process cannot be relied on to run its exit, because its CUDA state is away or about to go."""
+        """Whether the process may be unable to run its exit: its CUDA state is suspended, in a swap or quarantined."""
         with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Bring the GPU state back if the process is suspended, busy, and waits for nothing that it asked for.
+        """Resume the lease if its process is suspended and busy and has no ticket.
 
-        Such a process may be blocked in a GPU call, where no interrupt reaches it before its state is back. Returns when it
-        is. Raises the errors of the protocol.
+        Such a process may be blocked in a GPU call, where no interrupt reaches it before it is resumed. Returns when it is. Raises the
+        errors of the protocol.
         """
         with BrokerClient(self.socket, token=self.token or None) as client:
             status = client.lease(self.lease_id)
@@ -150,18 +149,18 @@ class KernelLease:
 
 
 def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:
-    """Take a new lease from the broker, which is started if need be.
+    """Take a new lease from the broker, which is started if none serves.
 
     `timeout_s` bounds the start and each call, seconds. `simulate`: the lease is for simulated devices; a broker that is started has these.
 
     Raises the errors of the protocol: NoRoomError, BadRequestError (no such pool or fraction), ConflictError (the broker has real devices,
     and simulated ones are wanted), BrokerUnavailableError.
     """
-    return _persistently(lambda: _take(request, timeout_s, simulate))
+    return _retry_once(lambda: _take(request, timeout_s, simulate))
 
 
 def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None:
-    """Start a broker in a thread if none serves: `take_lease`, called next, waits for less, and tells what goes wrong. Never blocks."""
+    """Start a broker in a thread if none serves, so that `take_lease` waits for less; it also reports a failing start. Never blocks."""
 
     def start() -> None:
         with contextlib.suppress(FractionalGPUError), ensure_broker(timeout_s=timeout_s, simulate=simulate):
@@ -170,8 +169,8 @@ def begin_broker_start(*, timeout_s: float, simulate: str | None = None) -> None
     threading.Thread(target=start, name="gpu-start", daemon=True).start()
 
 
-def _persistently(call: Callable[[], T]) -> T:
-    """Return what the call returns; when the broker dies in the middle of it, call once more."""
+def _retry_once(call: Callable[[], T]) -> T:
+    """Return what the call returns; repeat it once if the broker dies in the middle of it."""
     try:
         return call()
     except BrokerUnavailableError as error:
@@ -215,7 +214,7 @@ def renew_lease(
     lease: KernelLease, request: LeaseRequest, *, timeout_s: float, simulate: str | None = None
 ) -> KernelLease:
     """Return a lease for the next process of the same kernel: the same one where possible. Raises as `take_lease`."""
-    return _persistently(lambda: _renew(lease, request, timeout_s, simulate))
+    return _retry_once(lambda: _renew(lease, request, timeout_s, simulate))
 
 
 def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float, simulate: str | None) -> KernelLease:
@@ -232,8 +231,8 @@ def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float, simulate
 def recall_lease(info: Mapping[str, Any]) -> KernelLease:
     """Return the lease that `to_info` described.
 
-    Where its token's file is gone, but the lease is not known to be over, it is steered without a token, as its user's; the kernel's next
-    process then gets a new lease. Raises FractionalGPUError for a lease that is over, or that is not this user's without a token.
+    Where the token file is gone and the lease may still live, requests about it carry no token, as for any lease of this user; the
+    kernel's next process then gets a new lease. Raises FractionalGPUError if the lease is over, or is another user's.
     """
     path = Path(info["token_file"])
     try:
@@ -244,7 +243,7 @@ def recall_lease(info: Mapping[str, Any]) -> KernelLease:
             with BrokerClient(info["socket"], timeout_s=_SHORT_S) as client:
                 client.lease(info["lease_id"])
         except BrokerUnavailableError:
-            pass  # it is started with the next cell, and finds the kernel
+            pass  # the next cell starts one, which finds the kernel
         except FractionalGPUError:
             raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
     return KernelLease(
@@ -259,7 +258,7 @@ def recall_lease(info: Mapping[str, Any]) -> KernelLease:
 
 
 def _is_free_to_attach(client: BrokerClient, lease_id: str) -> bool:
-    """Whether the broker still knows the lease; if it believes in its old process, it is told that this is gone."""
+    """Whether the broker still knows the lease. Detaches the old process if the broker has not seen its end."""
     try:
         status = client.lease(lease_id)
         if status.state == "ended":
@@ -294,12 +293,12 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:
-    """Describe a process that this one has started (and not yet waited for, so that the pid is surely its own).
+    """Describe a process that this one has started and not yet waited for: its pid cannot have been reused.
 
     Raises ProcessGoneError.
     """
     contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
-    if contents.get("transport") == "ipc":  # jupyter_client's path, which the kernel takes from its own folder
+    if contents.get("transport") == "ipc":  # jupyter_client's path is relative to the kernel's working folder
         contents["ip"] = os.fspath(working_folder(pid) / contents["ip"])
     return AttachRequest(
         **identity_of(pid),
@@ -312,9 +311,9 @@ def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ip
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the kernel's environment with its lease in it.
 
-    Nothing is left of a lease that this server may itself run under.
+    Variables of a lease under which this server itself runs are removed.
     """
-    clean = {name: value for name, value in environment.items() if name not in _OF_A_LEASE}
+    clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):
         ours[_PRELOAD] = f"{preloaded}:{ours[_PRELOAD]}"
@@ -329,6 +328,6 @@ def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict
 
 
 def environment_without(notice: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a kernel that gets no GPU; `notice` says why at its first cell."""
-    clean = {name: value for name, value in environment.items() if name not in _OF_A_LEASE}
+    """Return the environment of a kernel that gets no GPU; its first cell shows `notice`, the reason."""
+    clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     return {**clean, "CUDA_VISIBLE_DEVICES": "", "JUPYTER_GPU_NOTICE": notice}

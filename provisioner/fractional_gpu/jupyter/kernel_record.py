@@ -1,12 +1,11 @@
 """Records of kernels that outlive their server: what the next server needs to take one over (`fractional_gpu.jupyter.kernel_manager`).
 
 - One file a kernel, mode 0600, in a private folder; it holds the connection's key and the path of the lease's token.
-- The server that has a kernel holds a lock on its record for as long as it lives: nobody takes over what somebody has. A record that
-  is written anew is another file of the same name, which is locked before it takes the name; a lock on a file that has lost the name
-  counts for nothing.
-- A record says first that a process is about to be started, and with which lease; it is written anew when that process is attached,
-  also after a restart, and removed when the kernel is shut down. A server that dies in between leaves a process that nobody could talk
-  to: the next server ends it.
+- The server that has a kernel holds a lock on its record for as long as the server lives, so no other server takes the kernel over. A
+  rewritten record is a new file, which is locked before it takes the name; a lock on a file that has lost the name does not count.
+- A record first names the lease of a process that is about to be started. It is rewritten when that process is attached, also after a
+  restart, and removed when the kernel is shut down. A server that dies in between leaves a process whose connection is unknown: the next
+  server ends it.
 """
 
 import fcntl
@@ -29,7 +28,7 @@ __all__ = ["KeptRecord", "KernelRecord", "kept_records"]
 
 
 class KeptRecord:
-    """The record of one kernel, held by this process until `close` or `remove`."""
+    """The record of one kernel, locked by this process until `close` or `remove`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -37,14 +36,14 @@ class KeptRecord:
 
     @classmethod
     def take(cls, kernel_id: str) -> "KeptRecord | None":
-        """Take the kernel's record, a new one if there is none; None if another server has it. Raises OSError, ValueError."""
+        """Create or open the kernel's record and lock it; None if another server has it. Raises OSError, ValueError."""
         if not _NAME.fullmatch(kernel_id):
             raise ValueError(f"a kernel id such as {kernel_id[:80]!r} cannot name a file")
         return cls.hold(_folder() / f"{kernel_id}.json", os.O_CREAT)
 
     @classmethod
     def hold(cls, path: Path, flags: int = 0) -> "KeptRecord | None":
-        """Open the record and hold it; None if another server does. Raises OSError."""
+        """Open the record and lock it; None if another server has. Raises OSError."""
         while True:
             descriptor = open_own(path, os.O_RDWR | flags)
             try:
@@ -54,25 +53,25 @@ class KeptRecord:
             except BlockingIOError:
                 os.close(descriptor)
                 return None
-            os.close(descriptor)  # it was replaced or removed between the two steps: look again
+            os.close(descriptor)  # it was replaced or removed between open and lock: try again
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace what it says, in one step: a server that is killed, or a disk that is full, leaves the old text or the new one.
+        """Replace the content in one step: a server that is killed leaves the old text or the new one.
 
-        Raises OSError, and then the old text stands.
+        Raises OSError, and then the old text stays.
         """
         line = json.dumps(content).encode() + b"\n"
         old, self._descriptor = self._descriptor, replace_file(self.path, line, prepare=_lock, keep=True)
         os.close(old)
 
-    def put_back(self) -> None:
-        """Give it its name again where that leads to no file, or to another one. Raises OSError."""
+    def restore(self) -> None:
+        """Write the record again if its name leads to no file, or to another one. Raises OSError."""
         if self._descriptor >= 0 and not _has_name(self._descriptor, self.path):
             _folder()
             self.write(self.read())
 
     def read(self) -> dict[str, Any]:
-        """Return what it says. Raises ValueError if it was never finished."""
+        """Return the content. Raises ValueError if it was never written completely."""
         line, _, _ = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).partition(b"\n")
         content = json.loads(line)
         if not isinstance(content, dict):
@@ -80,20 +79,20 @@ class KeptRecord:
         return content
 
     def close(self) -> None:
-        """Let go of it: another server may take the kernel over."""
+        """Unlock it: another server may take the kernel over."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def remove(self) -> None:
-        """The kernel is over."""
+        """Remove it: the kernel is shut down."""
         with suppress(FileNotFoundError):
             self.path.unlink()
         self.close()
 
 
 def _lock(descriptor: int) -> None:
-    """Lock the file against other servers. Raises BlockingIOError where one has it."""
+    """Lock the file against other servers. Raises BlockingIOError if another server has locked it."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -106,7 +105,7 @@ def _has_name(descriptor: int, path: Path) -> bool:
 
 
 def kept_records() -> Iterator[KeptRecord]:
-    """Take each record that no server has, one after the other; whoever does not keep one closes or removes it."""
+    """Yield each record that no server has, locked; the caller keeps, closes or removes it."""
     for path in sorted(_folder().glob("*.json")):
         try:
             record = KeptRecord.hold(path)
@@ -126,7 +125,7 @@ def _folder() -> Path:
 
 
 class KernelRecord:
-    """The record of one kernel. Where it cannot be written, that is logged, and the kernel dies with this server's stop."""
+    """A provisioner's record of its kernel. A failed write is logged, and the kernel then ends with this server."""
 
     def __init__(self, manager: Any, kernel_id: str, log: "Logger | LoggerAdapter[Any]") -> None:  # noqa: ANN401 - of any server
         self._manager = manager
@@ -141,24 +140,24 @@ class KernelRecord:
 
     @property
     def exists(self) -> bool:
-        """Whether the next server would find it."""
+        """Whether the next server would find the kernel."""
         return self._kept is not None
 
     def adopt(self, kept: KeptRecord) -> None:
-        """Go on with the record that an earlier server wrote."""
+        """Use the record that an earlier server wrote."""
         self._kept = kept
 
-    def launching(self, lease: KernelLease) -> None:
-        """Write down that a process is about to be started: should this server die meanwhile, the next one ends it."""
+    def write_launching(self, lease: KernelLease) -> None:
+        """Record that a process is about to be started: if this server dies meanwhile, the next one ends that process."""
         try:
             self._write({"launching": lease.to_info()})
         except (OSError, ValueError) as error:
-            self._say_why_not(error)
+            self._log_failure(error)
 
-    def launched(
+    def write_launched(
         self, launch: Mapping[str, Any], connection: Mapping[str, Any], info: Callable[[], Mapping[str, Any]]
     ) -> None:
-        """Write down how to talk to the process that was started; `info` tells what its provisioner needs, or raises ProcessGoneError."""
+        """Record the connection of the process that was started; `info` returns what its provisioner needs, or raises ProcessGoneError."""
         contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
         try:
             self._write(
@@ -172,28 +171,28 @@ class KernelRecord:
                 }
             )
         except (OSError, ValueError, ProcessGoneError) as error:
-            self.remove()  # or the next server would take this for a start that was never finished
-            self._say_why_not(error)
+            self.remove()  # or the next server would take it for an unfinished start, and end the process
+            self._log_failure(error)
 
-    def put_back(self) -> None:
-        """Write it again if it was removed, or replaced, by somebody else. Raises OSError."""
+    def restore(self) -> None:
+        """Write it again if another program removed or replaced it. Raises OSError."""
         if self._kept is not None:
-            self._kept.put_back()
+            self._kept.restore()
 
     def remove(self) -> None:
-        """The kernel is shut down."""
+        """Remove it: the kernel is shut down."""
         if self._kept is not None:
             self._kept.remove()
             self._kept = None
 
-    def let_go(self) -> None:
-        """Leave it to the next server."""
+    def leave_to_next_server(self) -> None:
+        """Unlock it for the next server."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None
 
     @property
-    def _server(self) -> Any:  # noqa: ANN401 - or whoever has the kernel manager
+    def _server(self) -> Any:  # noqa: ANN401 - the server's multi-kernel manager, if there is one
         return getattr(self._manager, "parent", None)
 
     def _write(self, content: Mapping[str, Any]) -> None:
@@ -203,7 +202,7 @@ class KernelRecord:
             root_dir = str(getattr(self._server, "root_dir", ""))
             self._kept.write({"kernel_id": self._kernel_id, "root_dir": root_dir, **content})
 
-    def _say_why_not(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         self._log.warning("Kernel %s will not outlive this server: %s", self._kernel_id, error)
 
 

@@ -2,14 +2,12 @@
 
 Rules:
 
-- Each is copied from a base kernelspec: its interpreter, environment, language and what it says about itself
-  (`supported_encryption`, `kernel_protocol_version`, `debugger`), without which servers that require encryption
-  refuse it.
-- The folder is named `fractional-gpu-<pool>-<milli>[-<base>][-launcher]` if nothing else is asked for; what is listed and removed is
-  told by the stanza inside, never by the name alone.
-- A folder appears whole or not at all. It replaces one for the same base, pool and fraction only; others stay, and so does what we did
-  not make.
-- Of two folders of one name Jupyter takes the one that it finds first: `InstalledSpec.shadowed_by` tells of it.
+- Each is copied from a base kernelspec: interpreter, environment, language and metadata (`supported_encryption`,
+  `kernel_protocol_version`, `debugger`), without which servers that require encryption refuse it.
+- The folder is named `fractional-gpu-<pool>-<milli>[-<base>][-launcher]` by default. Which folders are ours is decided by the mark in
+  their metadata, never by the name alone.
+- A folder appears whole or not at all. It replaces only a kernelspec of ours for the same base, pool and fraction.
+- Of two folders of one name Jupyter takes the one that it finds first: `InstalledSpec.shadowed_by` is the other one.
 - A base whose interpreter can import our extension gets one argument more, which loads it; any other kernel (another
   language, an environment without the extension) keeps its command: it then holds its reservation from its start.
 - With `launcher`, the command itself takes the lease (`fractional_gpu.jupyter.launcher`), for programs that ignore provisioners;
@@ -50,9 +48,9 @@ __all__ = [
 
 PROVISIONER_NAME = "fractional-gpu-provisioner"
 _NAME_PREFIX = "fractional-gpu-"
-_MADE_BY = "jupyter-fractional-gpu"  # marks our folders in the stanza's neighbourhood
+_MADE_BY = "jupyter-fractional-gpu"  # the key in metadata that marks our kernelspecs
 _DEFAULT_BASE = "python3"
-_NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter takes for one
+_NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter accepts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +73,8 @@ class InstalledSpec:
     base: str = ""
     shadowed_by: Path | None = None
     earlier: bool = False
-    replaced: bool = field(default=False, compare=False)  # by this very installation
-    obstacle: str = field(
-        default="", compare=False
-    )  # why the extension cannot be loaded in it, where this installation found that
+    replaced: bool = field(default=False, compare=False)  # this installation replaced an older one
+    obstacle: str = field(default="", compare=False)  # why this installation found that the extension cannot be loaded
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
@@ -109,9 +105,8 @@ def install(
     not needed. `name` and `display_name`, for one fraction only, stand in for those that are made from pool, fraction and base.
 
     Where: for this `user`, below a `prefix` (as in PREFIX/share/jupyter/kernels), or into a `directory` of
-    kernelspecs; below the environment's own prefix if none is said. Raises BadRequestError (what was asked makes no
-    sense), NotFoundError (no such base) and FractionalGPUError (the folder cannot be written to, or holds somebody
-    else's kernelspec).
+    kernelspecs; by default below the environment's own prefix. Raises BadRequestError (contradictory arguments), NotFoundError (no such
+    base) and FractionalGPUError (the folder cannot be written to, or holds another kernelspec).
     """
     names = {milli: spec_name(pool, milli, base=base, launcher=launcher) for milli in fractions_milli}
     if not names:
@@ -132,7 +127,7 @@ def install(
         if simulate:
             content["metadata"]["kernel_provisioner"]["config"]["simulate"] = simulate
         if launcher:
-            _let_it_lease(content, pool=pool, milli=milli, simulate=simulate)
+            _add_launcher(content, pool=pool, milli=milli, simulate=simulate)
         if display_name is not None:
             content["display_name"] = display_name
         folder = target / folder_name
@@ -279,7 +274,7 @@ def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> 
 
 
 def _argv(base: KernelSpec) -> tuple[list[str], KernelPlan]:
-    """Return the command and what is known of it."""
+    """Return the base's command, changed for our kernels, and its plan."""
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
     if find_ipykernel(argv) is None:
         return argv, KernelPlan(is_ipykernel=False, gated=False)
@@ -317,8 +312,8 @@ def _content(
     return content
 
 
-def _let_it_lease(content: dict[str, Any], *, pool: str, milli: int, simulate: str | None) -> None:
-    """Change kernel.json to one whose command takes the lease."""
+def _add_launcher(content: dict[str, Any], *, pool: str, milli: int, simulate: str | None) -> None:
+    """Put the launcher before the command of kernel.json, and name the local provisioner."""
     words = ["--pool", pool, "--fraction", f"{milli}m", "--language", content["language"]]
     words += ["--simulate", simulate] if simulate else []
     label = ["--label", content["display_name"]]

@@ -1,16 +1,15 @@
-"""A kernel's command that takes a lease first: for programs that ignore kernel provisioners, such as VS Code.
+"""A kernel's command that takes a lease first, for programs that ignore kernel provisioners, such as VS Code.
 
     python -P -m fractional_gpu.jupyter.launcher --pool NAME --fraction F [--memory SIZE] -- KERNEL COMMAND ...
 
 Rules:
 
-- It *becomes* the kernel: the process that was started is the kernel's from its first to its last moment, so signals, waits and exit
-  codes are what its starter expects.
-- Two steps, because a broker attaches only a process that has the lease's id in its environment, and an environment is new only after
-  an exec: the first step takes the lease and becomes the second, which attaches itself and becomes the kernel.
-- The lease is tied to the process: the broker sees it end, and ends the lease. What an earlier process of the same kernel left under a
-  broker that does not (a lease without a process, a token file) is cleared away by the next.
-- Without a lease there is no kernel: one sentence on stderr, exit code 1. A starter of this kind has no way to ask for anything else.
+- The process *becomes* the kernel (exec), so signals, waits and exit codes are what its parent expects.
+- It takes two execs: a broker attaches only a process whose environment has the lease's id, and an environment changes only with an exec.
+  The first step takes the lease and execs the second, which attaches itself and execs the kernel.
+- The lease is tied to the process: the broker sees the process end, and ends the lease. Each start removes what earlier processes of the
+  same kernel left (a lease without a process, a token file).
+- Without a lease there is no kernel: one sentence on stderr, exit code 1.
 """
 
 import argparse
@@ -43,7 +42,7 @@ __all__ = ["main"]
 
 _MODULE = "fractional_gpu.jupyter.launcher"
 _TIMEOUT_S = 30.0
-_OF_THE_STANZA = ("pool", "fraction", "memory", "simulate")
+_STANZA_KEYS = ("pool", "fraction", "memory", "simulate")
 _WAIT_UNGATED_MS = 10_000
 _LONGEST_CONNECTION = 64 * 1024  # bytes
 _TOKEN_MARK = ".launched-"  # noqa: S105 - a part of a file's name
@@ -52,7 +51,7 @@ _TOKEN_MARK = ".launched-"  # noqa: S105 - a part of a file's name
 def main(arguments: Sequence[str] | None = None) -> int:
     """Become the kernel. Returns only when that fails: 2 for a wrong command line, else 1."""
     options = _options(sys.argv[1:] if arguments is None else arguments)
-    # An interrupt is meant for the kernel, which is not there yet; exec gives the signal its usual meaning back.
+    # An interrupt is meant for the kernel, which does not run yet; exec restores the signal's default action.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:
         if options.attach:
@@ -80,7 +79,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     """Take the lease and become the second step."""
-    stanza = {name: value for name in _OF_THE_STANZA if (value := getattr(options, name)) is not None}
+    stanza = {name: value for name in _STANZA_KEYS if (value := getattr(options, name)) is not None}
     config = parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")
     command = list(options.command)
     path, _ = _connection(command)
@@ -99,10 +98,10 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
         gated=plan.gated,
         wait_ms=0 if plan.gated else _WAIT_UNGATED_MS,
     )
-    _sweep_tokens()
-    lease = _named_for_us(take_lease(request, timeout_s=_TIMEOUT_S, simulate=config.simulate))
+    _remove_stale_tokens()
+    lease = _rename_token_file(take_lease(request, timeout_s=_TIMEOUT_S, simulate=config.simulate))
     try:
-        _release_earlier(lease, kernel_id)
+        _release_earlier_leases(lease, kernel_id)
         step = [sys.executable, "-P", "-m", _MODULE, "--attach", "--language", options.language, "--", *command]
         os.execve(sys.executable, step, environment_with(lease, os.environ))  # noqa: S606 - no shell is wanted
     except (FractionalGPUError, OSError):
@@ -130,7 +129,7 @@ def _attach_and_become(options: argparse.Namespace) -> NoReturn:
 
 
 def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the connection file that the command names, and what it says. Raises BadRequestError if it names none."""
+    """Return the connection file that the command names, and its content. Raises BadRequestError if it names none."""
     for word in command[1:]:
         path = Path(word.partition("=")[2] if word.startswith("-") else word)
         if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LONGEST_CONNECTION:
@@ -145,8 +144,8 @@ def _connection(command: Sequence[str]) -> tuple[Path, dict[str, Any]]:
     )
 
 
-def _release_earlier(lease: KernelLease, kernel_id: str) -> None:
-    """End what earlier processes of this kernel left: their leases would count against their user for a while."""
+def _release_earlier_leases(lease: KernelLease, kernel_id: str) -> None:
+    """End the leases that earlier processes of this kernel left: these would count against their user until they expire."""
     with BrokerClient(lease.socket, timeout_s=_TIMEOUT_S) as client:
         for other in client.status().leases:
             if kernel_id and other.kernel_id == kernel_id and other.pid is None and other.lease_id != lease.lease_id:
@@ -154,14 +153,14 @@ def _release_earlier(lease: KernelLease, kernel_id: str) -> None:
                     client.release(other.lease_id)
 
 
-def _named_for_us(lease: KernelLease) -> KernelLease:
-    """Give the token file a name that says whose it is, so that it can be cleared away when this process is gone."""
+def _rename_token_file(lease: KernelLease) -> KernelLease:
+    """Put this process's pid and start time into the token file's name: a later start removes the file once the process is gone."""
     path = lease.token_file.with_name(f"{lease.lease_id}{_TOKEN_MARK}{os.getpid()}-{_start_time(os.getpid())}.token")
     lease.token_file.rename(path)
     return replace(lease, token_file=path)
 
 
-def _sweep_tokens() -> None:
+def _remove_stale_tokens() -> None:
     """Remove the token files of launched kernels that are gone."""
     for path in runtime_dir().glob(f"*{_TOKEN_MARK}*.token"):
         pid, _, start_time = path.stem.rpartition(_TOKEN_MARK)[2].partition("-")

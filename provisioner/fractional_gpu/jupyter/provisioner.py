@@ -1,26 +1,26 @@
-"""The jupyter_client provisioner: a kernel that starts with a lease on a fraction of a GPU.
+"""The jupyter_client provisioner, which starts a kernel with a lease on a fraction of a GPU.
 
 Rules:
 
-- The event loop never waits for the broker: every call to it runs in a thread (`fractional_gpu.jupyter.threads` says which kind).
-- What a kernelspec asks for is checked before anything is started. What is wrong at a first start is raised as one
-  sentence, for JupyterLab's dialog; a *re*start never fails for reasons of the GPU (after a failed one Jupyter lists
-  the kernel as idle for ever): the kernel then starts without a GPU, and says why at its first cell.
+- The event loop never waits for the broker: every call to it runs in a thread (see `fractional_gpu.jupyter.threads`).
+- The kernelspec's configuration is checked before anything is started. An error of a first start is raised as one sentence, for
+  JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would list the kernel as idle for ever): the kernel then starts
+  without a GPU, and its first cell says why.
 - The process is attached to its lease in `launch_kernel`, before jupyter_client watches the process: when that fails
   at a first start, the process is killed and nothing restarts it.
-- A lease ends, and the kernel's ports (`kernel_ports`) are let go, in `cleanup(restart=False)` only, which may be called
-  twice, or never: the broker sees processes end by itself.
+- `cleanup(restart=False)` alone ends the lease and releases the kernel's ports (`kernel_ports`). jupyter_client may call it twice, or
+  never: the broker sees processes end by itself.
 - Where the server keeps its kernels (`kernel_manager`), each is started so that it outlives the server, with a record from which
-  the next one takes it over.
-- As the default provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) it also gets kernelspecs that never asked for a GPU:
-  where no broker can be had they start as they always did.
+  the next server takes it over.
+- As the default provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) it also starts kernelspecs that name no provisioner. Where no broker can
+  be started, these start as under the local provisioner.
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from string import Template
@@ -29,6 +29,7 @@ from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from tornado.web import HTTPError
 from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import runtime_dir
@@ -48,20 +49,19 @@ from fractional_gpu.jupyter.kernel_lease import (
 from fractional_gpu.jupyter.kernel_ports import KernelPorts
 from fractional_gpu.jupyter.kernel_process import AdoptedProcess, ProcessGoneError, identity_of
 from fractional_gpu.jupyter.kernel_record import KeptRecord, KernelRecord
-from fractional_gpu.jupyter.start_errors import sentence, start_error
 from fractional_gpu.jupyter.threads import in_thread
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import LeaseRequest
 
-__all__ = ["FractionalGPUProvisioner"]
+__all__ = ["FractionalGPUProvisioner", "start_error"]
 
-# the rest of the keywords is the stanza's
-_OF_JUPYTER = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
-_WAIT_UNGATED_MS = 10_000  # a person waits before the launcher for so long
-_INTERRUPT_PATIENCE_S = 1.0  # a process that is not blocked has heard an interrupt by then
+# jupyter_client's own keywords; all others come from the kernelspec's stanza
+_JUPYTER_KEYWORDS = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
+_WAIT_UNGATED_MS = 10_000  # a user accepts to wait this long after a click in the launcher
+_INTERRUPT_PATIENCE_S = 1.0  # a process that is not blocked has handled an interrupt by then
 _SHUTDOWN_FROZEN_S = 2.0  # half of it passes before `terminate`
-_SIGNS_OF_NVIDIA = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
+_NVIDIA_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 
 
 class FractionalGPUProvisioner(LocalProvisioner):
@@ -72,7 +72,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
     The keywords that a kernelspec's `config` brings are pool, fraction, memory, request, devices and priority.
     """
 
-    process: Popen[bytes] | AdoptedProcess | None  # type: ignore[assignment] # an adopted one is as good as a Popen
+    process: Popen[bytes] | AdoptedProcess | None  # type: ignore[assignment] # has what is used of a Popen
 
     default_pool: Unicode[str, str | bytes] = Unicode(
         config=True,
@@ -102,18 +102,18 @@ class FractionalGPUProvisioner(LocalProvisioner):
     )
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - jupyter_client's signature
-        self._stanza = {name: kwargs.pop(name) for name in list(kwargs) if name not in _OF_JUPYTER}
+        self._stanza = {name: kwargs.pop(name) for name in list(kwargs) if name not in _JUPYTER_KEYWORDS}
         super().__init__(**kwargs)
-        self._lease: KernelLease | None = None  # what is held, over restarts too
-        self._launching: KernelLease | None = None  # what the process that is about to start gets
+        self._lease: KernelLease | None = None  # kept over restarts
+        self._launch_lease: KernelLease | None = None  # of the process that is about to start; None: it gets no GPU
         self._notice = ""
         self._plan = KernelPlan(is_ipykernel=False, gated=False)
         self._is_restart = False
         self._frozen_at_shutdown = False
-        self._unblocking: threading.Thread | None = None
+        self._interrupt_thread: threading.Thread | None = None
         self._record = KernelRecord(self.parent, self.kernel_id or "", self.log)
         self._ports = KernelPorts(self.log)
-        self._hears_of_death = False
+        self._has_death_callback = False
 
     @default("default_pool")
     def _default_pool_default(self) -> str:
@@ -125,32 +125,33 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     @property
     def gpu_notice(self) -> str:
-        """Why the kernel was started without a GPU or the extension, or what became of the one before; or nothing. A server shows it."""
+        """Why the kernel has no GPU or no extension, or how the previous process ended; else "". A server shows it."""
         return self._notice
 
     @property
     def gpu_token(self) -> str | None:
-        """The token of the lease that is held, for the server that steers it."""
+        """The token of the current lease, for the server's requests about it."""
         return None if self._lease is None else self._lease.token or None
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - see above
         """Check the stanza, take or renew the lease, and put it into the command and the environment.
 
-        Raises FractionalGPUError with one sentence, at a first start only. Cancelled, it may leave a lease that
-        nobody has: without a
-        process the broker lets it expire.
+        Raises FractionalGPUError with one sentence: at a first start, and for a wrong kernelspec. Cancelled, it may leave a lease
+        without a process, which the broker lets expire.
         """
         config = self._config()
         environment = dict(kwargs.get("env") or os.environ)
         folder = os.fspath(kwargs.get("cwd") or Path.cwd())
         with_spec = self._spec_environment(environment)
-        if self._lease is None and self._was_asked_for:  # asking the interpreter takes as long as starting a broker
+        if (
+            self._lease is None and self._is_named_by_kernelspec
+        ):  # at the same time as the probe of the interpreter: both are slow
             begin_broker_start(timeout_s=self.broker_timeout, simulate=config.simulate)
         self._plan = await in_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
         request = self._request(config, environment)
         self._notice = ""
         lease, notice = await self._obtain(request, config.simulate)
-        self._launching = lease
+        self._launch_lease = lease
         managed = lease is not None or bool(notice)
         if managed and self._plan.obstacle:
             self.log.warning("Kernel %s starts without the GPU extension: %s", self.kernel_id, self._plan.obstacle)
@@ -162,7 +163,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         except BaseException:
             if not self._is_restart:
                 self.ports_cached = False  # or `cleanup` would look for them in a connection that was not made
-                await self._give_back()
+                await self._release_all()
             raise
         if managed:
             launch["cmd"] = self._plan.command(launch["cmd"])
@@ -176,12 +177,12 @@ class FractionalGPUProvisioner(LocalProvisioner):
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:  # noqa: ANN401 - see above
         """Start the process and attach it to its lease.
 
-        Raises FractionalGPUError at a first start if the broker does not take it: the process is killed first, and
-        the lease given back.
+        Raises FractionalGPUError if the broker refuses the process at a first start; the process is killed and the lease released first.
+        At a restart the kernel is then started without a GPU. Cancelled, it kills the process.
         """
-        lease = self._launching
+        lease = self._launch_lease
         if lease is not None and self._record.is_wanted:
-            await in_thread(self._record.launching, lease)
+            await in_thread(self._record.write_launching, lease)
         try:
             connection = await super().launch_kernel(cmd, **kwargs)
             if lease is not None:
@@ -190,25 +191,25 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await self._undo_launch()
             if not self._is_restart:
                 raise start_error(error) from error
-            kwargs["env"] = environment_without(self._explain(error), kwargs["env"])
+            kwargs["env"] = environment_without(self._record_failure(error), kwargs["env"])
             connection = await super().launch_kernel(cmd, **kwargs)
         except BaseException:
             await self._undo_launch()
             raise
         self._is_restart = True
         if lease is not None and self._record.is_wanted:
-            await in_thread(self._record.launched, kwargs, connection, self._info_for_the_next)
+            await in_thread(self._record.write_launched, kwargs, connection, self._takeover_info)
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
-        """Hear of it when the manager starts the kernel no more: a server may then forget it without any `cleanup`."""
+        """Register for the manager's last failed restart: a server may forget the kernel then without calling `cleanup`."""
         await super().post_launch(**kwargs)
-        if not self._hears_of_death and self.parent is not None:
-            self.parent.add_restart_callback(self._will_not_restart, "dead")
-            self._hears_of_death = True
+        if not self._has_death_callback and self.parent is not None:
+            self.parent.add_restart_callback(self._stop_after_deaths, "dead")
+            self._has_death_callback = True
 
-    def _will_not_restart(self) -> None:
-        """The kernel died too often to be started again by itself: let its lease and ports go. A user's restart takes a new lease."""
+    def _stop_after_deaths(self) -> None:
+        """Release lease and ports: the kernel died too often to be restarted automatically. A user's restart takes a new lease."""
         self._ports.pause()
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -221,58 +222,64 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.debug("The GPU lease of kernel %s ends by itself: %s", self.kernel_id, error)
 
     async def send_signal(self, signum: int) -> None:
-        """Signal the process group; an interrupt that has no effect because the GPU state is away brings that back."""
+        """Signal the process group. An interrupt also resumes a suspended kernel that is blocked in a GPU call and cannot react to it."""
         process = self.process
         if isinstance(process, AdoptedProcess) and process.poll() is not None:
-            return  # its number may be another's by now
+            return  # its pid may be another process's by now
         await super().send_signal(signum)
         lease = self._lease
-        if signum == signal.SIGINT and lease is not None and not (self._unblocking and self._unblocking.is_alive()):
-            # A thread of its own: a blocking manager's event loop stands still between two calls, and a pool's thread
-            # would keep this program from ending.
-            self._unblocking = threading.Thread(target=self._unblock, args=(lease,), name="gpu-interrupt", daemon=True)
-            self._unblocking.start()
+        if (
+            signum == signal.SIGINT
+            and lease is not None
+            and not (self._interrupt_thread and self._interrupt_thread.is_alive())
+        ):
+            # A daemon thread: a blocking manager's event loop stands still between two calls, and a pool's thread would keep this
+            # program from ending.
+            self._interrupt_thread = threading.Thread(
+                target=self._resume_if_blocked, args=(lease,), name="gpu-interrupt", daemon=True
+            )
+            self._interrupt_thread.start()
 
-    def _unblock(self, lease: KernelLease) -> None:
+    def _resume_if_blocked(self, lease: KernelLease) -> None:
         time.sleep(_INTERRUPT_PATIENCE_S)
         try:
             lease.unblock()
         except FractionalGPUError as error:
-            self.log.debug("Nothing more was done about the interrupt of kernel %s: %s", self.kernel_id, error)
+            self.log.debug("Kernel %s was not resumed for its interrupt: %s", self.kernel_id, error)
 
     async def shutdown_requested(self, restart: bool = False) -> None:
-        """Note whether the process can be relied on to end by itself."""
+        """Record whether the process is suspended: it could not run its own exit."""
         await super().shutdown_requested(restart=restart)
         self._frozen_at_shutdown = await self._is_frozen()
 
     def get_shutdown_wait_time(self, recommended: float = 5.0) -> float:
-        """Return how long a shutdown may take, seconds: less for a process whose exit may be blocked by the GPU."""
+        """Return how long a shutdown may take, seconds: less for a process whose exit may block on the GPU."""
         time_s = super().get_shutdown_wait_time(recommended)
         return min(time_s, _SHUTDOWN_FROZEN_S) if self._frozen_at_shutdown else time_s
 
     async def terminate(self, restart: bool = False) -> None:
-        """Ask the process to end; one whose CUDA state is suspended could not run its exit and is killed at once."""
+        """Send SIGTERM; a process whose CUDA state is suspended could not run its exit and gets SIGKILL at once."""
         if await self._is_frozen():
             await self.kill(restart=restart)
         else:
             await super().terminate(restart=restart)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """Detach the process (restart) or end the lease. A broker that does not answer is logged, not raised."""
+        """Detach the process (restart) or end the lease. A failing call to the broker is logged, not raised."""
         try:
             if not restart:
                 self._is_restart = False
                 self._record.remove()
-                await self._give_back()
+                await self._release_all()
             elif self._lease is not None:
                 await in_thread(self._lease.detach)
         except FractionalGPUError as error:
-            self.log.warning("The GPU broker did not hear of the end of kernel %s: %s", self.kernel_id, error)
+            self.log.warning("The GPU broker was not told of the end of kernel %s: %s", self.kernel_id, error)
         finally:
             await super().cleanup(restart=restart)
 
     async def get_provisioner_info(self) -> dict[str, Any]:
-        """Return what another process needs to take over, the lease's id and the path of its token included."""
+        """Return what another process needs to take the kernel over, with the lease's id and the path of its token."""
         return {**await super().get_provisioner_info(), **self._own_info()}
 
     def _own_info(self) -> dict[str, Any]:
@@ -295,7 +302,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self.log.warning("Kernel %s cannot be taken over: %s", self.kernel_id, error)
 
     def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: KeptRecord) -> None:
-        """Take over a kernel that an earlier server left; the record is this provisioner's from then on. Raises ProcessGoneError."""
+        """Take over a kernel that an earlier server left, and own its record from then on. Raises ProcessGoneError."""
         self.pid, self.pgid, self.ip = info["pid"], info["pgid"], info["ip"]
         self.connection_info = connection
         self.ports_cached = True  # its next process has the same
@@ -318,7 +325,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             self._is_restart = True
 
     def _attach_adopted(self) -> None:
-        """Tell the broker that this process is the kernel's server now. One that does not run learns it at the kernel's next start."""
+        """Attach the adopted process for this server. A broker that does not run learns of it at the kernel's next start."""
         lease, process, argv = self._lease, self.process, self.kernel_spec.argv
         if lease is None or process is None:
             return
@@ -328,46 +335,48 @@ class FractionalGPUProvisioner(LocalProvisioner):
             lease.attach_again(request)
         except (ProcessGoneError, FractionalGPUError) as error:
             self.log.debug(
-                "The GPU broker does not know yet that kernel %s has another server: %s", self.kernel_id, error
+                "The GPU broker was not told yet that kernel %s has another server: %s", self.kernel_id, error
             )
 
-    # -- kernels that outlive their server -------------------------------------------------------------------------------------
+    # -- kernels that outlive their server -----------------------------------------------------------------------------------
 
     @property
     def is_kept(self) -> bool:
         """Whether the next server could take the kernel over."""
         return self._record.exists and self.process is not None and self.process.poll() is None
 
-    def look_after(self) -> None:
-        """Put back what the next server needs, where it was removed meanwhile; what cannot be written is tried again the next time."""
+    def restore_files(self) -> None:
+        """Write the record and the token file again if they were removed. A failed write is tried again at the next call."""
         try:
             runtime_dir()
-            self._record.put_back()
+            self._record.restore()
             if self._lease is not None:
-                self._lease.put_token_back()
+                self._lease.restore_token_file()
         except (OSError, FractionalGPUError) as error:
-            self.log.debug("What the next server needs for kernel %s cannot be put back: %s", self.kernel_id, error)
+            self.log.debug(
+                "The files from which the next server takes over kernel %s cannot be written: %s", self.kernel_id, error
+            )
 
-    def let_go(self) -> None:
+    def leave_to_next_server(self) -> None:
         """Leave kernel, lease and record to the next server."""
-        self._record.let_go()
+        self._record.leave_to_next_server()
         self._ports.release()
         self.process = self._lease = None
 
-    def _info_for_the_next(self) -> dict[str, Any]:
+    def _takeover_info(self) -> dict[str, Any]:
         return {"pid": self.pid, "pgid": self.pgid, "ip": self.ip, **self._own_info()}
 
     # -- the lease -------------------------------------------------------------------------------------------------------------
 
     @property
-    def _was_asked_for(self) -> bool:
-        """Whether the kernelspec names us (rather than nobody, and we are the default)."""
+    def _is_named_by_kernelspec(self) -> bool:
+        """Whether the kernelspec names this provisioner; else it is the default one."""
         return "provisioner_name" in ((self.kernel_spec.metadata or {}).get("kernel_provisioner") or {})
 
     def _config(self) -> KernelConfig:
         """Return the checked stanza. Raises FractionalGPUError with one sentence."""
         try:
-            if self._was_asked_for and is_of_earlier_version(self.kernel_spec.argv):
+            if self._is_named_by_kernelspec and is_of_earlier_version(self.kernel_spec.argv):
                 raise BadRequestError(EARLIER_COMMAND, reason="earlier-kernelspec")
             return parse_kernel_config(
                 self._stanza, default_pool=self.default_pool, default_fraction=self.default_fraction
@@ -392,13 +401,13 @@ class FractionalGPUProvisioner(LocalProvisioner):
             devices=config.devices,
             priority=config.priority,
             kernel_id=self.kernel_id or "",
-            label=label[-MAX_NAME:],  # of a path the end says most
+            label=label[-MAX_NAME:],  # the end of a path is the file's name
             gated=self._plan.gated,
             wait_ms=0 if self._plan.gated else _WAIT_UNGATED_MS,
         )
 
     async def _obtain(self, request: LeaseRequest, simulate: str | None) -> tuple[KernelLease | None, str]:
-        """Return the lease, or None and why the kernel starts without (empty: it starts as if we were not there)."""
+        """Return the lease, or None and why the kernel gets no GPU (empty: it starts as under the local provisioner)."""
         how: dict[str, Any] = {"timeout_s": self.broker_timeout, "simulate": simulate}
         try:
             if self._lease is None:
@@ -407,25 +416,25 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 self._lease = await in_thread(renew_lease, self._lease, request, **how)
         except FractionalGPUError as error:
             if self._is_restart:
-                return None, self._explain(error)
-            if self._was_asked_for:
+                return None, self._record_failure(error)
+            if self._is_named_by_kernelspec:
                 raise start_error(error) from error
             if isinstance(error, BrokerUnavailableError) and not _has_gpu():
                 self.log.warning("Kernel %s starts as an ordinary one, without a GPU lease: %s", self.kernel_id, error)
                 return None, ""
-            return None, self._explain(error)
+            return None, self._record_failure(error)
         self._notice = self._lease.notice
-        self._lease = replace(self._lease, notice="")  # it is told once, and the lease may last for long
+        self._lease = replace(self._lease, notice="")  # shown once; the lease may outlive several processes
         return self._lease, ""
 
-    def _explain(self, error: FractionalGPUError) -> str:
+    def _record_failure(self, error: FractionalGPUError) -> str:
         """Log that the kernel gets no GPU, and return the sentence for its first cell."""
         self.log.warning("Kernel %s starts without a GPU: %s", self.kernel_id, error)
-        self._notice = f"This kernel was started without a GPU: {sentence(error)}. Restart the kernel to try again."
+        self._notice = f"This kernel was started without a GPU: {_sentence(error)}. Restart the kernel to try again."
         return self._notice
 
     def _attach(self, lease: KernelLease, connection: KernelConnectionInfo) -> None:
-        """Attach the process that was just started (in a thread). Raises FractionalGPUError, also for one that has ended already."""
+        """Attach the process that was just started. Blocks. Raises FractionalGPUError, also if the process has ended."""
         process = self.process
         if process is None or process.poll() is not None:
             raise _ended_at_once(process)
@@ -438,22 +447,22 @@ class FractionalGPUProvisioner(LocalProvisioner):
         lease.attach(request)
 
     async def _undo_launch(self) -> None:
-        """Kill a process that the broker did not take; a first start leaves no lease behind."""
+        """Kill a process that the broker refused; a first start leaves no lease behind."""
         await self.kill()
         await self.wait()
         if not self._is_restart:
             self._record.remove()
-            await self._give_back()
+            await self._release_all()
 
-    async def _give_back(self) -> None:
-        """Let the ports go and end the lease, if one is held; a second call finds none."""
+    async def _release_all(self) -> None:
+        """Release the ports and end the lease. May be called again."""
         self._ports.release()
-        lease, self._lease, self._launching = self._lease, None, None
+        lease, self._lease, self._launch_lease = self._lease, None, None
         if lease is not None:
             try:
                 await in_thread(lease.release)
             except FractionalGPUError as error:
-                self.log.warning("The GPU lease of kernel %s could not be given back: %s", self.kernel_id, error)
+                self.log.warning("The GPU lease of kernel %s could not be released: %s", self.kernel_id, error)
 
     async def _is_frozen(self) -> bool:
         if self._lease is None or self.process is None:
@@ -461,15 +470,70 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             return await in_thread(self._lease.is_frozen)
         except FractionalGPUError:
-            return False  # unknown: the usual way, which ends in a kill as well
+            return False  # unknown: the ordinary way ends in a kill as well
 
 
 def _has_gpu() -> bool:
-    """Whether the machine has NVIDIA devices that a kernel without a lease could get at."""
-    return any(Path(sign).exists() for sign in _SIGNS_OF_NVIDIA)
+    """Whether the machine has NVIDIA devices that a kernel without a lease could use."""
+    return any(Path(sign).exists() for sign in _NVIDIA_PATHS)
 
 
 def _ended_at_once(process: Popen[bytes] | AdoptedProcess | None) -> FractionalGPUError:
     code = None if process is None else process.poll()
     how = "" if code is None else f" (exit code {code})"
     return FractionalGPUError(f"the kernel's process ended right after its start{how}; see the server's log")
+
+
+# -- errors of a first start -----------------------------------------------------------------------------------------------
+
+# What the broker says about this server. As this server's own status they would concern the browser's login, path or request.
+_ABOUT_THE_SERVER = frozenset({401, 403, 404, 413})
+
+_Factory = Callable[[str, str], FractionalGPUError]  # takes the sentence and the reason
+_classes: dict[type[FractionalGPUError], _Factory] = {}
+
+
+def start_error(error: FractionalGPUError, prefix: str = "") -> FractionalGPUError:
+    """Return an error of the same class and reason, with `prefix` before its sentence, that is also a `tornado.web.HTTPError`.
+
+    jupyter_server and jupyter_kernel_gateway answer an exception of another package's class with "500 Unhandled error", and its text
+    stays in the log. Only an HTTPError reaches the browser: `POST /api/kernels` answers with its status and message. `POST /api/sessions`
+    (the start of a notebook) and `PATCH /api/sessions` (a change of its kernel) answer 500 and 501 for every exception, with its `str()`,
+    which is therefore the sentence alone.
+    """
+    return _class_for(type(error))(f"{prefix}{_sentence(error)}", error.reason)
+
+
+def _sentence(error: FractionalGPUError) -> str:
+    """Return the message on one line and without percent signs, which JupyterLab's dialog shows doubled."""
+    return " ".join(str(error).replace("%", " percent").split()).removesuffix(".")
+
+
+def _class_for(kind: type[FractionalGPUError]) -> _Factory:
+    if kind not in _classes:
+        _classes[kind] = _make_class(kind)
+    return _classes[kind]
+
+
+def _make_class(kind: type[FractionalGPUError]) -> _Factory:
+    status = 500 if kind.status in _ABOUT_THE_SERVER else kind.status
+
+    class StartError(kind, HTTPError):  # type: ignore[misc, valid-type] # the class is known at run time only
+        def __init__(self, message: str, reason: str) -> None:
+            HTTPError.__init__(self, status, message)
+            self.reason = reason  # the reply's status line has it, too: "409 no-room"
+            self._text = message
+
+        def __str__(self) -> str:
+            return self._text
+
+        def __reduce__(self) -> tuple[Callable[..., FractionalGPUError], tuple[object, ...]]:
+            return _rebuild, (kind, self._text, self.reason)  # a process pool cannot find this class by its name
+
+    StartError.__module__, StartError.__qualname__ = kind.__module__, kind.__qualname__
+    StartError.__name__ = kind.__name__
+    return StartError
+
+
+def _rebuild(kind: type[FractionalGPUError], message: str, reason: str) -> FractionalGPUError:
+    return _class_for(kind)(message, reason)
