@@ -405,7 +405,7 @@ async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
     async with started(socket, OneDevice()) as (broker, _):
         seats = LeaseService(broker, load(None, {})).seats
         seats.recover(broker.writer.ledger)
-        assert seats.of_token("secret") == "kept"
+        assert seats.draws.of_token("secret") == "kept"
         await broker.writer.flushed()
         assert [seat.seat_id for seat in broker.writer.ledger.live_seats()] == ["kept"]
 

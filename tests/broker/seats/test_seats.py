@@ -286,7 +286,7 @@ def test_a_full_pool_lets_wait_first_come_first_served(live: LiveBroker) -> None
         waiting = [next(iter(line)) for line in lines]
         assert [line.position for line in waiting] == [1, 2]
         assert "has promised 1 GiB of the 1 GiB that it may promise" in waiting[0].sentence
-        assert waiting[1].sentence == "somebody else waits before you for a place in pool 'default'"
+        assert waiting[1].sentence == "1 other waits before you for a place in pool 'default'"
         with client_of(small) as hub:
             assert hub.seats().waiting == {"default": 2}
             hub.release_seat(holder.seat_id)

@@ -100,7 +100,7 @@ class LeaseAccess:
         if hmac.compare_digest(digest, kernel.token_sha256):
             return True
         view = self._broker.arbiter.lease(kernel.lease_id)
-        return not own and view is not None and self._seats.opens(token, view)
+        return not own and view is not None and self._seats.draws.opens(token, view)
 
     def _seat_of(self, kernel: Kernel) -> str:
         view = self._broker.arbiter.lease(kernel.lease_id)

@@ -60,9 +60,9 @@ class _Status(Handler):
             await self.service.measure_now()
         uid = None if self.peer.admin else self.peer.credentials.uid
         seats = self.service.seats
-        seat = seats.of_token(self.peer.token)
+        seat = seats.draws.of_token(self.peer.token)
         status = replace(
-            host_status(self.service.broker, self.socket_path, uid, seat=seat, owner=seats.owner_of(seat)),
+            host_status(self.service.broker, self.socket_path, uid, seat=seat, owner=seats.draws.owner_of(seat)),
             seats=seats.seen_by(uid, seat),
             seat_queue=seats.queue_seen_by(uid, seat),
         )
@@ -119,11 +119,11 @@ class _Suspend(StreamHandler):
 class _Events(StreamHandler):
     async def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
-        seat = self.service.seats.of_token(self.peer.token)
+        seat = self.service.seats.draws.of_token(self.peer.token)
         changes_only = self.get_query_argument("changes", "") == "1"
 
         async def work() -> None:
-            owner = self.service.seats.owner_of(seat)
+            owner = self.service.seats.draws.owner_of(seat)
             lines = self.settings["status_stream"].follow(uid, seat, owner, changes_only=changes_only)
             async with aclosing(lines) as stream:
                 async for status in stream:

@@ -105,7 +105,7 @@ class LeaseService:
     ) -> None:
         self.broker = broker
         self.seats = Seats(broker, settings)
-        self.lease_control = LeaseControl(broker, self.seats.check_resize)
+        self.lease_control = LeaseControl(broker, self.seats.draws.check_resize)
         self.admin = AdminService(broker)
         self.admin_gid = settings.admin_gid()
         self.settings = settings
@@ -150,7 +150,7 @@ class LeaseService:
                 f"this host has {MAX_LEASES} leases of all its users, the most there may be; shut a kernel down, or ask others to",
                 reason="too-many-leases",
             )
-        spec = self.seats.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
+        spec = self.seats.draws.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
         token = secrets.token_urlsafe(32)
         kernel = Kernel(
             lease_id=spec.lease_id,
@@ -199,7 +199,7 @@ class LeaseService:
         """
         arbiter, deadline_s = self.broker.arbiter, time.monotonic() + _START_PATIENCE_S
         while time.monotonic() < deadline_s:
-            refused = arbiter.refusal(self.seats.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
+            refused = arbiter.refusal(self.seats.draws.apply_terms(peer, request, lease_spec(arbiter, peer, request)))
             if refused is None or refused[0] != UNATTACHED_LIMIT:
                 return
             await asyncio.sleep(_START_PAUSE_S)
@@ -234,7 +234,7 @@ class LeaseService:
     async def end(self, kernel: Kernel) -> None:
         """End what the kernel left behind, or a kernel whose own server has ended. Raises ConflictError. Cancelled: it goes on."""
         view = view_of(self.broker, kernel)
-        if not kernel.ending.survivors and self.seats.predates(kernel, view):
+        if not kernel.ending.survivors and self.seats.draws.predates(kernel, view):
             await self.admin.end_kernel(kernel)
         else:
             await self.broker.survivors.end(kernel)

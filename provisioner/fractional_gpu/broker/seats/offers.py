@@ -1,7 +1,6 @@
-"""What can be expected of the pools: the forecast that seats are placed by, told to people before they choose.
+"""Forecasts of the pools' load: they place seats, and users see them before they choose a pool and a fraction.
 
-Learnt, per user and pool, from what the ledger has seen in the last four weeks; how long a full pool is waited for, from how long its
-last seats lasted.
+They are learned per user and pool from the ledger's last four weeks. The wait for a full pool follows from how long its last seats lasted.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -50,7 +49,7 @@ _ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that
 
 
 class PoolForecasts:
-    """What is known of users and pools. `usage` and `lasted_ms` are kept up to date by the meter."""
+    """What is known of users and pools. `UsageRecorder` keeps it up to date."""
 
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self._broker = broker
@@ -64,17 +63,17 @@ class PoolForecasts:
         return self._hubs.get(pool) or HubPool()
 
     def pool_changed(self, pool: PoolSettings) -> None:
-        """Take over the terms of a pool that was changed."""
+        """Use the new terms of a pool."""
         self._hubs[pool.name] = pool.hub
 
     def learn(self, usage: Sequence[UsageRecord]) -> None:
-        """Add to what is known of users."""
+        """Add this usage to what is known of users."""
         for one in usage:
             known = self._usage.get((one.owner, one.pool))
             self._usage[one.owner, one.pool] = one if known is None else _sum(known, one)
 
     def habits(self, owner: str, pool: str) -> Usage:
-        """Return how the user uses the pool, as far as is known."""
+        """Return the user's habits in the pool; the less is known, the closer to the prior."""
         known, prior = (
             self._usage.get((owner, pool)),
             replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use_milli),
@@ -86,7 +85,7 @@ class PoolForecasts:
     # -- room ----------------------------------------------------------------------------------------------------------------
 
     def memory_mib(self, pool: PoolSpec, fraction_milli: int, asked_mib: int | None) -> int:
-        """Return what a seat of this size may have of a device. Raises NoRoomError if no device has so much."""
+        """Return the memory cap of a seat of this size, MiB. Raises NoRoomError if no device has so much."""
         sizes = [device.leasable_mib for device in self._devices(pool)]
         if not sizes:
             raise NoRoomError(f"pool {pool.name!r} has no device now; ask your administrator", reason="no-device")
@@ -102,7 +101,7 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return where one more seat would be placed beside `seats`, or why the pool is full."""
+        """Return the device on which one more seat beside `seats` would be placed, or why the pool is full."""
         devices = self._devices(pool)
         promised = guaranteed_full(
             pool, memory_mib, sum(seat.memory_mib for seat in seats), sum(device.leasable_mib for device in devices)
@@ -126,15 +125,15 @@ class PoolForecasts:
         )
 
     def check_ever(self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int) -> None:
-        """Refuse what would be too much for the empty pool. Raises NoRoomError."""
+        """Check that the empty pool could serve the request. Raises NoRoomError."""
         full = self.full(request, pool, hub, memory_mib, [])
         if isinstance(full, PoolFull):
             raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
 
     def unshared(self, pool: PoolSpec) -> str:
-        """Return that seats of the pool's largest fraction share no device with any other seat, a sentence; empty: they can.
+        """Return a sentence if seats of the pool's largest fraction never share a device with any other seat; empty: they can.
 
-        Users of whom nothing is known are assumed. A pool that promises its capacity once is not meant to share, and has no sentence.
+        It assumes users with the prior's habits. A pool without oversubscription is not meant to share: no sentence.
         """
         hub, devices = self.hub(pool.name), self._devices(pool)
         if not devices or (pool.oversubscription_milli or _NEVER_SHARED + 1) <= _NEVER_SHARED:
@@ -158,7 +157,7 @@ class PoolForecasts:
         )
 
     def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> SeatLoad:
-        """Return what a seat of this user with so much memory is expected to need of its device."""
+        """Return the load that a seat of this user with so much memory is expected to be for its device."""
         habits = self.habits(owner, pool.name)
         mib = memory_mib
         if pool.reserve_by is ReserveBy.USE:
@@ -168,7 +167,7 @@ class PoolForecasts:
     def _places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[SeatDevice]:
         loads: dict[str, list[SeatLoad]] = {device.device_id: [] for device in devices}
         for seat in seats:
-            # A seat of a device that is gone is on whichever has fewest.
+            # Count a seat whose device is gone on the device with the fewest seats.
             home = (
                 seat.device_id if seat.device_id in loads else min(loads, key=lambda one: len(loads[one]), default=None)
             )
@@ -187,10 +186,10 @@ class PoolForecasts:
         views = self._broker.arbiter.devices()
         return [one for one in views if one.device_id in pool.devices and not one.lost and not one.draining]
 
-    # -- what people are told --------------------------------------------------------------------------------------------------
+    # -- what users see --------------------------------------------------------------------------------------------------
 
     def expected_ms(self, pool: str, position: int, seats: int) -> int | None:
-        """Return how long a seat is waited for: as many must end as stand before, and they end at the pace of the last ones."""
+        """Return the expected wait of the request at this position: that many seats must end, at the pace of the last ones."""
         lasted = self.lasted_ms.get(pool) or []
         if not lasted or not seats:
             return None
@@ -199,9 +198,9 @@ class PoolForecasts:
     def offers(
         self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
     ) -> Offers:
-        """Return every pool as this user would meet it; pools of other groups are left out.
+        """Return what each pool offers this user, without the pools of other groups.
 
-        `kept` are the pools that keep their room for a request in their line.
+        `kept`: the pools that keep their room for a waiting request.
         """
         found = []
         for name, pool in sorted(self._broker.arbiter.pools().items()):
@@ -289,7 +288,7 @@ class PoolForecasts:
     def _at_once_milli(
         self, request: SeatRequest, pool: PoolSpec, memory_mib: int, seats: Sequence[SeatRecord], device_id: str | None
     ) -> int:
-        """Return how many of a thousand cells would find room when they begin, on the device where the seat would be."""
+        """Return how many of a thousand cells would start without a wait, on the device where the seat would be."""
         load = self.load(request.owner, pool, memory_mib)
         for one in self._places(pool, self._devices(pool), seats):
             if one.device_id == device_id:
@@ -297,7 +296,7 @@ class PoolForecasts:
         return 0
 
     def _default(self, offers: Sequence[PoolOffer]) -> tuple[str, int]:
-        """Return the configured default where it can be had, else the first pool and its smallest fraction that can."""
+        """Return the configured default if it is free, else the first pool and smallest fraction that are."""
         usable = [offer for offer in offers if not offer.why_not and offer.fractions]
         usable.sort(key=lambda offer: offer.pool != self._settings.default_pool)
         for offer in usable:

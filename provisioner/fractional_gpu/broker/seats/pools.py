@@ -1,9 +1,9 @@
-"""Pools while the broker runs: what their keys are now, and how an administrator changes them.
+"""Lists and changes the keys of pools while the broker runs.
 
-- A change is written like the configuration, and checked by the same parser: what is wrong changes nothing.
-- It holds at once for everybody: idle times, preemption, residency, limits and priorities for the leases and seats that exist, too.
-  What exists keeps its size, its seat, its place in the queue and its pool, even where the changed pool would not give it any more.
-- It holds until the broker is started again: what is to stay belongs into the configuration. Devices are the configuration's alone.
+- A change has the form of the configuration and passes the same parser: a wrong value changes nothing.
+- It applies at once: existing leases and seats get the new idle times, preemption, residency, limits and priorities, too. They keep
+  their size, seat, place in the queue and pool, even if the changed pool would no longer give them.
+- It lasts until the broker restarts; a permanent change belongs into the configuration. Only the configuration assigns devices.
 """
 
 import logging
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 
 class PoolEditor:
-    """The pools of one broker. `changed` is told of every change; everything runs on the broker's loop.
+    """The pools of one broker; for its loop. `changed` is called with each changed pool.
 
-    `note` returns what administrators should know of a pool, a sentence or nothing.
+    `note` returns a sentence that administrators should read about a pool, or "".
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PoolEditor:
         self._note = note
 
     def listing(self) -> PoolList:
-        """Return every pool's keys as they hold now."""
+        """Return the present keys of all pools."""
         return PoolList(pools=[self._keys(pool) for _, pool in sorted(self._pools.items())])
 
     def change(self, name: str, change: PoolChange, *, uid: int) -> PoolKeys:

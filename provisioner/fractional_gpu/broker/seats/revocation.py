@@ -1,12 +1,12 @@
-"""Kernels whose seat has ended: revokes their leases, has the next seat of the same server take them over, and ends them in the end.
+"""Revokes the leases of a seat that ends, lets the next seat of the same server take them over, and ends the rest.
 
-- When a seat ends, every lease that draws on it is revoked (`core.revoked`): it is suspended and counts for its user. Leases without a
-  process end at once.
-- The next seat of the same user and server takes a revoked lease over if it has room for it beside what it gave already. A lease
-  that is larger than that, of another pool or group, or of a higher priority, stays revoked.
-- A lease that no seat has taken over within its pool's `revoked_ttl` has its processes ended, as by an eviction.
-- When each seat ended, and whose it was, is kept in the ledger for as long as it has leases. A lease whose seat is neither live nor known
-  from there (the ledger was lost, or an earlier version ended the seat) is revoked from now on, and any server of its user takes it over.
+- When a seat ends, each lease that draws on it is revoked (`core.handlers.revocation`): it is suspended and counts for its user. A lease
+  without a process ends at once.
+- The next seat of the same user and server takes a revoked lease over if it has room for it beside its other kernels. A lease that is
+  larger, of another pool or group, or of a higher priority stays revoked.
+- If no seat takes a lease over within its pool's `revoked_ttl`, its processes are ended as by an eviction.
+- The ledger keeps the end and the owner of a seat for as long as it has leases. A lease whose seat is neither live nor in these records
+  (the ledger was lost, or an earlier version ended the seat) is revoked from now on; any server of its user takes it over.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _NAME: Final = "ended-seats"  # kept in the ledger under this name
 
 
 class _Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """A seat that has ended and has leases still. `since_ms`: when, by the clock of deadlines; `server` None: not known."""
+    """A seat that has ended and still has leases. `since_ms`: its end, by `DeadlineClock`; `server` None: not known."""
 
     owner: str
     server: str | None
@@ -59,7 +59,7 @@ class Revocations:
             self._ended = msgspec.json.decode(ledger.kept(_NAME) or "{}", type=dict[str, _Ended])
         except msgspec.DecodeError as error:
             log.warning(
-                "when seats ended cannot be read from the ledger, so their leases are revoked from now on: %s", error
+                "the ends of seats in the ledger cannot be read, so their leases are revoked from now on: %s", error
             )
         for seat_id, leases in self._by_seat().items():
             if seat_id not in live:
@@ -67,12 +67,12 @@ class Revocations:
                 self._revoke(seat_id, _Ended(owner=owner, server=None, since_ms=self._broker.deadlines.now_ms()))
 
     def seat_ended(self, seat: SeatRecord) -> None:
-        """Revoke what draws on the seat. The seat itself is over already."""
+        """Revoke the leases of a seat that has ended."""
         since_ms = self._broker.deadlines.now_ms()
         self._revoke(seat.seat_id, _Ended(owner=seat.owner, server=seat.server, since_ms=since_ms))
 
     def take_over(self, seat: SeatRecord, check: Callable[[Kernel, LeaseView], None]) -> None:
-        """Have a new seat take over the revoked leases of its server that it has room for, the oldest first.
+        """Let a new seat take over the revoked leases of its server that it has room for, the oldest first.
 
         `check` raises ForbiddenError or NoRoomError for a lease that the seat cannot have.
         """
@@ -95,7 +95,7 @@ class Revocations:
             self._broker.records.save(kernel)
             self._broker.sync_busy_state(kernel)
             kernel.notify()
-        self._forget()
+        self._save()
 
     def of_user(self, pool: str, owner: str, server: str) -> list[LeaseView]:
         """Return the user's revoked leases in the pool, without those that a new seat of this server may take over."""
@@ -125,10 +125,10 @@ class Revocations:
         for kernel, view in leases:
             event = SeatEnded(at_ms=now_ms(), lease_id=view.spec.lease_id, since_ms=now_ms() - ago_ms)
             self._broker.dispatch(event)
-            self._tell(kernel)
-        self._forget()
+            self._notify_kernel(kernel)
+        self._save()
 
-    def _tell(self, kernel: Kernel) -> None:
+    def _notify_kernel(self, kernel: Kernel) -> None:
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is not None and view.ends_ms is not None and kernel.link is not None:
             left = format_duration(max(0, view.ends_ms - now_ms()))
@@ -139,8 +139,8 @@ class Revocations:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence)
         kernel.notify()
 
-    def _forget(self) -> None:
-        """Write down which ended seats have leases still."""
+    def _save(self) -> None:
+        """Write the ended seats that still have leases to the ledger, and forget the others."""
         there = {view.spec.seat for _, view in self._broker.views() if view.revoked}
         self._ended = {seat_id: ended for seat_id, ended in self._ended.items() if seat_id in there}
         text = msgspec.json.encode(self._ended).decode()
@@ -157,16 +157,16 @@ class Revocations:
 
     async def _end(self, kernel: Kernel) -> None:
         log.warning(
-            "lease %s: its seat ended and no other one took it over in time: its processes are ended",
+            "lease %s: its seat ended and no other seat took it over in time; ending its processes",
             kernel.lease_id[:8],
         )
         try:
             await self._admin.end_kernel(kernel)
-        except ConflictError as error:  # it is tried again
+        except ConflictError as error:  # the arbiter requests it again
             log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
 
     async def close(self) -> None:
-        """Stop; processes that were told to end do so."""
+        """Stop. Processes that were asked to end do so."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

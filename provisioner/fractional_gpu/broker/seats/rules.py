@@ -1,7 +1,7 @@
-"""What a seat may be, and what may be drawn on one: each check says what was asked, what there is and what to do.
+"""The rules of seats: which seat a server may have, and which kernels a seat allows. Errors say what was asked, what there is, what to do.
 
-Two kinds of no. A refusal (an error of the protocol) is about the one who asks: not their pool, closed, over their limit, larger than any
-device; waiting changes nothing. `PoolFull` is about the others who are there already: whoever may wait, waits.
+A refusal (an error of the protocol) concerns the request itself: another group's pool, closed, over a limit, larger than any device.
+Waiting does not help. `PoolFull` concerns the seats that exist: the request may wait until some end.
 """
 
 import time
@@ -36,7 +36,7 @@ _MOST_GROUPS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PoolFull:
-    """Why a pool has no room for another seat now."""
+    """The reason why a pool has no room for another seat now."""
 
     reason: str
     sentence: str
@@ -44,7 +44,7 @@ class PoolFull:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatUsage:
-    """What a kernel draws on its seat, or what all kernels of one do together."""
+    """What one kernel draws on its seat, or all kernels of a seat together. Fractions in milli-GPU, memory in MiB."""
 
     fraction_milli: int
     memory_mib: int
@@ -52,7 +52,7 @@ class SeatUsage:
 
 
 def minute_of_week(wall_s: float) -> int:
-    """Return the minute of the week in the machine's own time, Monday first."""
+    """Return the minute of the week in the machine's local time, Monday first."""
     local = time.localtime(wall_s)
     return (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
 
@@ -63,7 +63,7 @@ def percent(milli: int) -> str:
 
 
 def check_request(request: SeatRequest, pool: PoolSpec) -> None:
-    """Check what does not depend on who asks. Raises BadRequestError."""
+    """Check the fields of the request against the pool. Raises BadRequestError."""
     _check_name("user", request.owner, "ask your administrator to rename the user at the hub")
     _check_name("server", request.server, "start a server with another name")
     if len(request.hub) > MAX_NAME or not request.hub.isprintable():
@@ -99,7 +99,7 @@ def _check_name(whose: str, name: str, remedy: str) -> None:
 
 
 def check_terms(pool: str, hub: HubPool, groups: Iterable[str], wall_s: float) -> tuple[str, GroupTerms]:
-    """Return the group through which somebody uses the pool and its terms. Raises ForbiddenError or NoRoomError (closed)."""
+    """Return the group through which the user may use the pool, and its terms. Raises ForbiddenError, or NoRoomError (closed)."""
     named = sorted(groups)
     found = hub.terms(named)
     if found is None:
@@ -120,7 +120,7 @@ def check_terms(pool: str, hub: HubPool, groups: Iterable[str], wall_s: float) -
 
 
 def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
-    """Return the group that a seat counts for: the one through which it is given, else the first with limits that one is in."""
+    """Return the group whose limits a seat counts for: `group`, through which it is given, else the user's first group with limits."""
     mine = set(groups)
     return group or next((name for name, _ in pool.group_limits if name in mine), "")
 
@@ -128,9 +128,9 @@ def counted_group(group: str, groups: Iterable[str], pool: PoolSpec) -> str:
 def check_limits(
     request: SeatRequest, group: str, pool: PoolSpec, seats: Sequence[SeatRecord], revoked: Sequence[LeaseView] = ()
 ) -> None:
-    """Refuse a seat that its user or group may not have beside those that they have. Raises NoRoomError.
+    """Check the limits of the user and the group, with their other seats. Raises NoRoomError.
 
-    `revoked`: the user's leases whose seats have ended.
+    `revoked`: the user's leases whose seats have ended; they count for the user.
     """
     own = [seat.fraction_milli for seat in seats if seat.owner == request.owner]
     own += [view.spec.fraction_milli * view.spec.devices for view in revoked]
@@ -162,7 +162,7 @@ def _gpus(milli: int) -> str:
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
-    """Return why the pool must not promise so much more, or None. What is promised is always honoured."""
+    """Return why the pool may not promise `memory_mib` more, or None. The pool honours what it promised, so it never promises too much."""
     if pool.oversubscription_milli is None:
         return None
     limit_mib = capacity_mib * pool.oversubscription_milli // 1000
@@ -178,9 +178,9 @@ def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity
 def check_seat_usage(
     seat: SeatRecord, pool: str, priority: int, asked: SeatUsage, held: SeatUsage, *, earlier: Sequence[str] = ()
 ) -> None:
-    """Refuse a kernel that asks for more than its seat has left. Raises ForbiddenError or NoRoomError.
+    """Check that the seat has room for a kernel beside those that it `held`. Raises ForbiddenError or NoRoomError.
 
-    `earlier`: leases among those that hold, whose kernels are an earlier server's.
+    `earlier`: the seat's leases whose kernels an earlier server started.
     """
     has = f"this server has {format_fraction(seat.fraction_milli)} GPU with {format_memory(seat.memory_mib)} of pool {seat.pool!r}"
     if pool != seat.pool:
@@ -218,7 +218,7 @@ def check_seat_usage(
 
 
 def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
-    """Return what they draw together."""
+    """Return the sum."""
     there = list(draws)
     return SeatUsage(
         fraction_milli=sum(one.fraction_milli for one in there),

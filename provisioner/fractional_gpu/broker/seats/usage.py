@@ -1,7 +1,7 @@
-"""How much each user uses each pool: sampled, kept in the ledger by day, and told to the forecasts.
+"""Records how much each user uses each pool: sampled, summed by day in the ledger, and passed to the forecasts.
 
-A sample counts for the time since the one before. A user is live in a pool while they have a kernel there, and busy while a kernel of
-theirs is busy on a device; the memory is what their busy kernels use together.
+A sample counts for the time since the one before. A user is live in a pool while they have a kernel there, and busy while one of these
+kernels is busy on a device; the memory is what the user's busy kernels use together.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from fractional_gpu.ledger.records import UsageRecord
 __all__ = ["UsageRecorder"]
 
 _EVERY_S = 2.0
-_LONGEST_STEP_MS = 10_000  # a machine that slept meanwhile used nothing
+_LONGEST_STEP_MS = 10_000  # the machine slept: that is no use
 _WRITE_EVERY_MS = 60_000
 _DAY_MS = 86_400_000
 
 
 class UsageRecorder:
-    """Samples for as long as the broker serves; `wall` and `now` return milliseconds."""
+    """Samples the usage of one broker's leases. `wall` and `now` return milliseconds."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class UsageRecorder:
         self._unwritten: dict[tuple[str, str, int], UsageRecord] = {}
 
     def recover(self, ledger: Ledger) -> None:
-        """Take over what the ledger knows."""
+        """Give the forecasts the usage and the durations of seats that the ledger has."""
         self._forecasts.learn(ledger.usage(self._wall() // _DAY_MS - HISTORY_DAYS))
         for pool in self._broker.arbiter.pools():
             self._forecasts.lasted_ms[pool] = ledger.seat_times_ms(pool)
 
     async def run(self) -> None:
-        """Sample again and again; what is not written yet is written when this ends."""
+        """Sample every `_EVERY_S` and write every minute until cancelled; then write the rest."""
         try:
             while True:
                 await asyncio.sleep(_EVERY_S)
@@ -93,7 +93,7 @@ class UsageRecorder:
         self._unwritten[owner, pool, day] = more
 
     def write(self) -> None:
-        """Hand over what was counted since the last time."""
+        """Write what was counted since the last write, and pass it to the forecasts."""
         fresh, self._unwritten = list(self._unwritten.values()), {}
         self._written_ms = self._now()
         self._forecasts.learn(fresh)

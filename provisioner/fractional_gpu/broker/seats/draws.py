@@ -1,0 +1,155 @@
+"""What kernels may draw on their server's seat.
+
+A kernel of a seat gets owner, group, priority and weight from the seat, whatever it requests. All kernels of a seat together stay within
+its fraction, its memory and its number of kernels.
+"""
+
+import hmac
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fractional_gpu.broker.broker import Broker, token_digest
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.request_validation import Peer
+from fractional_gpu.broker.seats.rules import SeatUsage, check_seat_usage, total_usage
+from fractional_gpu.core.model import LeaseSpec, LeaseView
+from fractional_gpu.ledger.records import SeatRecord
+from fractional_gpu.protocol.errors import ForbiddenError, NoRoomError, UnauthorizedError
+from fractional_gpu.protocol.messages import LeaseRequest
+
+__all__ = ["SeatDraws"]
+
+log = logging.getLogger(__name__)
+
+
+class SeatDraws:
+    """Checks what leases draw on the `seats`, a live mapping by id. With `required`, no kernel starts without a seat."""
+
+    def __init__(self, broker: Broker, seats: Mapping[str, SeatRecord], *, required: bool) -> None:
+        self._broker = broker
+        self._seats = seats
+        self._required = required
+
+    def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
+        """Return the lease with the owner, group, priority and weight of its seat; unchanged without a seat, unless one is required.
+
+        Raises ForbiddenError, UnauthorizedError or NoRoomError, and logs the refusal.
+        """
+        try:
+            return self._apply_terms(peer, request, spec)
+        except (ForbiddenError, UnauthorizedError, NoRoomError) as error:
+            seat = self._seats.get(request.seat)
+            log.warning(
+                "uid %d (seat of %r) got no kernel: %s (%s)",
+                peer.credentials.uid,
+                seat.owner if seat else None,
+                error,
+                error.reason,
+            )
+            raise
+
+    def _apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
+        if not request.seat:
+            if self._required:
+                raise ForbiddenError(
+                    "GPUs are given to servers that the hub started with one, and this kernel names no seat of such a server; "
+                    "choose a GPU when you start your server, and leave JUPYTER_GPU_SEAT_FILE as the hub has set it",
+                    reason="no-seat",
+                )
+            return spec
+        seat = self._seats.get(request.seat)
+        if seat is None or peer.token is None or not hmac.compare_digest(token_digest(peer.token), seat.token_sha256):
+            raise UnauthorizedError(
+                "the seat of this server is over, or what was sent is not its token; stop the server on the hub's page and "
+                "start it again, which ends its kernels: save what you need of them first",
+                reason="foreign-seat",
+            )
+        if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
+            raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
+        asked = SeatUsage(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
+        check_seat_usage(
+            seat, spec.pool, request.priority, asked, self.seat_usage(seat.seat_id), earlier=self._earlier(seat)
+        )
+        return replace(
+            spec,
+            seat=seat.seat_id,
+            owner=seat.owner,
+            group=seat.group_name,
+            priority=min(spec.priority, seat.priority) if request.priority else seat.priority,
+            owner_weight=seat.weight,
+        )
+
+    def check_resize(self, kernel: Kernel, fraction_milli: int, reserve_mib: int) -> None:
+        """Check that the seat has room for another size of an existing lease. Raises NoRoomError or ForbiddenError."""
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None or not view.spec.seat:
+            return
+        spec, seat = view.spec, self._seats.get(view.spec.seat)
+        if seat is None:
+            raise ForbiddenError("the seat of this kernel is over; it keeps the size that it has", reason="no-seat")
+        asked = SeatUsage(fraction_milli=fraction_milli * spec.devices, memory_mib=reserve_mib * spec.devices)
+        held = self.seat_usage(seat.seat_id, but=spec.lease_id)
+        check_seat_usage(seat, spec.pool, spec.priority, asked, held, earlier=self._earlier(seat, but=spec.lease_id))
+        kernel.requests.seat_size = (asked.fraction_milli, asked.memory_mib)
+
+    def check_takeover(self, seat: SeatRecord, kernel: Kernel, view: LeaseView) -> None:
+        """Check that the seat may take over a revoked lease. Raises ForbiddenError (other terms) or NoRoomError."""
+        spec = view.spec
+        if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group_name:
+            raise ForbiddenError("it was given on other terms", reason="seat-terms")
+        check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))
+
+    def of_token(self, token: str | None) -> str | None:
+        """Return the id of the seat that the token opens: its own token, or one of its leases'."""
+        if token is None:
+            return None
+        digest = token_digest(token)
+        for seat in self._seats.values():
+            if hmac.compare_digest(digest, seat.token_sha256):
+                return seat.seat_id
+        for kernel, view in self._broker.views():
+            if view.spec.seat and hmac.compare_digest(digest, kernel.token_sha256):
+                return view.spec.seat
+        return None
+
+    def owner_of(self, seat_id: str | None) -> str:
+        """Return the seat's owner, "" if the seat has ended."""
+        seat = self._seats.get(seat_id or "")
+        return seat.owner if seat is not None else ""
+
+    def opens(self, token: str, view: LeaseView) -> bool:
+        """Whether the token is that of the lease's seat, or, if the lease is revoked, of another seat of its user."""
+        seat_id = self.of_token(token)
+        own = view.revoked and self.owner_of(seat_id) == view.spec.owner
+        return bool(view.spec.seat) and (seat_id == view.spec.seat or own)
+
+    def predates(self, kernel: Kernel, view: LeaseView) -> bool:
+        """Whether an earlier server than the one of its seat started the kernel."""
+        seat = self._seats.get(view.spec.seat)
+        return view.revoked or (seat is not None and kernel.created_ms < seat.created_ms)
+
+    def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:
+        """Return the leases that the seat took over from an earlier server; the present server's list of kernels lacks these."""
+        return [
+            kernel.lease_id
+            for kernel, view in self._broker.views()
+            if view.spec.seat == seat.seat_id and kernel.lease_id != but and self.predates(kernel, view)
+        ]
+
+    def seat_usage(self, seat_id: str, *, but: str = "") -> SeatUsage:
+        """Return what the seat's kernels have. A kernel that waits for a larger size counts with that size: it may get it at any moment."""
+        return total_usage(
+            self.lease_usage(kernel, view.spec)
+            for kernel, view in self._broker.views()
+            if view.spec.seat == seat_id and view.spec.lease_id != but
+        )
+
+    @staticmethod
+    def lease_usage(kernel: Kernel, spec: LeaseSpec) -> SeatUsage:
+        """Return what one kernel draws on its seat, or will if it gets the size that it waits for."""
+        milli, mib = kernel.requests.seat_size if kernel.requests.resize is not None else (0, 0)
+        return SeatUsage(
+            fraction_milli=max(milli, spec.fraction_milli * spec.devices),
+            memory_mib=max(mib, spec.reserve_mib * spec.devices),
+        )
