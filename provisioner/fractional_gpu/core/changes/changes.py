@@ -1,6 +1,6 @@
-"""The only hand that changes a lease's state or its place in the queue: every change goes into the books and becomes effects.
+"""The only place where a lease's state or its ticket changes: each change goes into the books and becomes effects.
 
-What is legal is in `transitions`; when it happens is decided by `arbiter` (the world said so) and `serving` (somebody's turn has come).
+`transitions` says which changes are legal. `handlers` decide them by events, `scheduler` by the queue.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ from fractional_gpu.core.units import format_duration, format_memory
 
 __all__ = ["Changes"]
 
-_FEW, _ONE_OF = 64, 32  # with more tickets than a few, the forecast of one in so many is compared with what happens
+_FEW, _ONE_OF = 64, 32  # with more tickets than `_FEW`, one in `_ONE_OF` has its forecast compared with what happens
 _NOT_ON_DEVICE = frozenset({LeaseState.UNATTACHED, LeaseState.NO_CONTEXT, LeaseState.SUSPENDED, LeaseState.ENDED})
-_AT_ONCE_MS = 100  # nobody calls so short a wait one
+_AT_ONCE_MS = 100  # a shorter wait is called none
 _FIRST = 1 << 60  # far before any place in the queue
 
 
@@ -80,14 +80,14 @@ class Changes:
         """Move the lease as the table says. Raises IllegalTransitionError."""
         old = lease.state
         new = next_state(old, cause)
-        lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to what was asked before is ignored
+        lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
         if new in _NOT_ON_DEVICE:
             lease.forget_shrinking()
         self.books.set_state(lease, new)
         self.announce_state(lease, old, reason, sentence)
 
     def announce_state(self, lease: Lease, old: LeaseState | None, reason: str, sentence: str) -> None:
-        """Tell that the lease is in its state now; its generation grows."""
+        """Announce the state of the lease; its generation grows."""
         lease.generation += 1
         lease.reason, lease.sentence = reason, sentence
         self.effects.append(
@@ -109,17 +109,17 @@ class Changes:
         self.effects.append(Recorded(lease_id=lease_id, at_ms=self.now_ms, reason=reason, sentence=sentence))
 
     def decline(self, lease: Lease, reason: str, sentence: str, *, about: str = "") -> None:
-        """Refuse something that was asked of a lease."""
+        """Refuse a request about a lease."""
         self.effects.append(Declined(lease_id=lease.lease_id, reason=reason, sentence=sentence, about=about))
         self.record(lease.lease_id, f"declined.{reason}", sentence)
 
     def decline_suspend(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Refuse to suspend a lease; drop the wish."""
+        """Refuse to suspend a lease, and drop the request."""
         self.books.set_suspend_requested(lease, by=None)
         self.decline(lease, reason, sentence)
 
     def report_size(self, lease: Lease, reason: str, sentence: str) -> None:
-        """Tell what size the lease has, and what it holds."""
+        """Report the lease's size and what it holds."""
         self.effects.append(
             Resized(
                 lease_id=lease.lease_id,
@@ -131,7 +131,7 @@ class Changes:
         self.record(lease.lease_id, reason, sentence)
 
     def emit_granted(self, lease: Lease) -> None:
-        """Tell the lease that it is resident: from now on it can run."""
+        """Open the gate of a resident lease: its cells can run from now on."""
         if lease.device_id is not None:
             self.effects.append(
                 Granted(
@@ -173,7 +173,7 @@ class Changes:
             self.books.under_host_pressure.pop(lease.lease_id, None)
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
-        """The lease is over: forget it."""
+        """End the lease and forget it."""
         self.release_everything(lease)
         self.change_state(lease, cause, f"lease.{reason}", f"the lease is over: {reason}")
         self.books.remove(lease)
@@ -181,18 +181,18 @@ class Changes:
         self.effects.append(LeaseEnded(lease_id=lease.lease_id, reason=reason))
 
     def quarantine(self, lease: Lease, sentence: str) -> None:
-        """Nobody knows what the lease is: keep all it may hold, and have somebody look."""
+        """Keep all that a lease of unknown state may hold, and have the driver find the truth."""
         self.books.set_target(lease, ())
         self.change_state(lease, Cause.LOST_TRACK, "quarantined", sentence)
         self.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
     def pause_resume(self, lease: Lease, after_ms: int) -> None:
-        """A resume that could not start is not tried again before then."""
+        """Try no resume of the lease before `after_ms`, as one could not start."""
         lease.retries.resume_after_ms, lease.retries.resume_paused = after_ms, True
         self.books.requeue(lease)
 
     def unpause_resume(self, lease: Lease) -> None:
-        """It may be tried again."""
+        """Allow resumes again."""
         lease.retries.resume_paused = False
         self.books.requeue(lease)
 
@@ -223,7 +223,7 @@ class Changes:
         if fresh and (self.books.waiting < _FEW or not ticket.order % _ONE_OF):
             self.forecast_recorder.ticket_filed(
                 lease
-            )  # in a crowd, some stand for all: what is shown is worked out when it is asked for
+            )  # of many tickets a sample is enough: what is shown is computed when it is read
         self.requeued.add(lease.spec.pool)
 
     def new_ticket(self, *, first: bool = False) -> Ticket:
@@ -240,11 +240,11 @@ class Changes:
             self.effects.append(CloseGate(lease_id=lease.lease_id))
 
     def wait_at_gate(self, lease: Lease) -> None:
-        """The next cell of a lease whose gate is closed asks: it has its place in the queue from now on, and no cell runs."""
+        """Give the next cell of a lease whose gate is closed its place in the queue. No cell runs until it is let in."""
         self.books.set_gate(lease, closed=True, next_cell=lease.gate.ticket or self.new_ticket())
 
     def open_gate(self, lease: Lease) -> None:
-        """Let the cells of a resident lease run again: no ticket needs its room."""
+        """Open the gate of a resident lease whose room no ticket needs any more."""
         self.books.set_gate(lease, closed=False)
         self.emit_granted(lease)
 
@@ -256,9 +256,9 @@ class Changes:
             self.books.set_target(lease, ())
 
     def is_known_unservable(self, lease: Lease) -> bool:
-        """Whether a ticket that was filed just now is behind others for whom the last pass found nothing; if so, tell it why it waits.
+        """Return whether the ticket's bucket is already known to be unservable; if so, record why the ticket waits.
 
-        Nothing that matters has happened since that pass: there is nothing for this one either.
+        Nothing that matters has happened since the pass that found no room for the tickets ahead, so there is none for this one either.
         """
         bucket, ticket = lease.bucket, lease.ticket
         if bucket is None or ticket is None or not bucket.is_closed(self.books.passes) or bucket.members[0] is lease:
@@ -268,7 +268,7 @@ class Changes:
         return True
 
     def record_wait_reason(self, lease: Lease, wait: Reason) -> None:
-        """A new kind of reason to wait is a line of the lease's story."""
+        """Write a reason to wait into the lease's story if its code is another one than before."""
         ticket = lease.ticket
         if ticket is not None and ticket.reason != wait.code:
             ticket.reason = wait.code
@@ -283,7 +283,7 @@ class Changes:
         return len(self.operations) < self._parallel_swaps
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
-        """Reserve room for the head of the queue: a saved lease is resumed, any other one is let in at once."""
+        """Reserve room for a ticket: a saved lease is resumed, any other one becomes resident at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
@@ -304,7 +304,7 @@ class Changes:
         self.emit_granted(lease)
 
     def become_resident(self, lease: Lease) -> None:
-        """The lease becomes resident now: its idle time starts anew, and it is left alone until it has had a chance to run."""
+        """Start the idle time of a lease that becomes resident; it is not suspended before it has had a chance to run."""
         lease.last_active_ms = self.now_ms
         lease.has_run = lease.busy
         lease.home_ids = ()
@@ -313,7 +313,7 @@ class Changes:
         update_suspendability(self.books, lease)
 
     def resume_early(self, lease: Lease, device_ids: Sequence[str], sentence: str) -> None:
-        """Reserve room for a saved lease that nobody asked for, and bring it back."""
+        """Resume a saved lease that is not wanted, to relieve the host."""
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
         self._begin_resume(lease, "resume.host-memory", sentence)
@@ -335,7 +335,7 @@ class Changes:
         )
 
     def ask_to_shrink(self, lease: Lease) -> bool:
-        """Have an idle lease give its caches back, once while it idles; returns whether its answer is still to come."""
+        """Ask an idle lease to give its caches back, once while it is idle; return whether its answer is still to come."""
         able = lease.state is LeaseState.RESIDENT and not lease.busy and lease.spec.gated and not lease.is_unsuspendable
         if able and lease.shrink.succeeded is None and not lease.shrink.is_requested:
             lease.shrink.is_requested = True

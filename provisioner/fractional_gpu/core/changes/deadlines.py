@@ -1,7 +1,7 @@
-"""When time alone changes something for a lease: one heap for all of them, brought up to date with whatever was touched.
+"""When time alone changes something for a lease: one heap for all leases, brought up to date with those that changed.
 
-An entry counts only while it says what its lease says (`Lease.due_ms`); others are dropped when they come up. Leases whose time has
-come and that could not be served yet (the swap channel is in use, host memory is short) are `ripe`, and need no alarm.
+An entry of the heap counts only while it agrees with its lease (`Lease.due_ms`); others are dropped when they come up. Leases whose time
+has come and that could not be served yet (the swap channel is in use, host memory is short) are `ripe`, and need no alarm.
 """
 
 from heapq import heapify, heappop, heappush
@@ -16,7 +16,7 @@ _SPARE = 4  # entries per lease, before the heap is built anew
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
-    """When an idle lease is to be suspended without anybody needing its room. A lost device saves nothing."""
+    """Return when an idle lease is suspended though no ticket needs its room; None: never, or nothing can be saved."""
     if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
         return None
     pool = books.policy(lease)
@@ -38,7 +38,7 @@ class Deadlines:
         self.ripe: dict[str, Lease] = {}
 
     def refresh(self, *, at_end: bool = False) -> None:
-        """Look at everything that was touched, and at the clock; `at_end`: nothing more is done in this event."""
+        """Take changed leases, and the clock, into account; `at_end`: nothing more is done in this event."""
         now_ms = self._books.now_ms
         for lease in self._books.changed.values():
             at_ms = self._due_ms(lease, at_end=at_end)

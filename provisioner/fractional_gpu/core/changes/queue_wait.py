@@ -1,14 +1,19 @@
-"""How long a ticket will still wait: the queue ahead of it is played through on what the devices are expected to give back, and when.
+"""How long a ticket will still wait: a play-through of the queue ahead of it, on what the devices are expected to give back.
 
-Each device has what is free, and what each lease there gives back: an idle one when it may be suspended, a busy one when its cell is
-expected to end or it may be preempted, one that is being suspended when that is done; one that cannot be suspended gives nothing back.
-The tickets are served in order: each takes the device on which it can be brought in first, waits for the swaps ahead of it and its own,
-and then runs a cell of its own. The sum of it is the basis that `Forecasts.wait_span` corrects by how such sums turned out before: what
-is left out here (that tickets overtake each other, that two cells seldom end in their middle at the same time) is learnt there.
+**What a device gives back.** Each device has free memory and a list of returns, one for each lease there: an idle lease gives its memory
+back when it may be suspended, a busy one when its cell is expected to end or it may be preempted, one that is being suspended when that
+is done. A lease that cannot be suspended gives nothing back.
 
-The work is bounded: the first `MOST_AHEAD` tickets are played through, each on the `MOST_DEVICES` devices that have most to give, with
-`MOST_HOLDERS` leases each; a ticket further back waits in proportion. What a device gives back is worked out anew only after something
-changed there, or a second.
+**The play.** Tickets are served in order. Each takes the device where it can be brought in first: it uses what is free and the earliest
+returns, waits for the swaps ahead of it and its own, and then gives its memory back after a cell of its own. Swap channels are a heap of
+the times at which each has nothing more to do. First come the tickets that need nothing of a busy lease or that room is kept for, then
+the others, as the arbiter lets small tickets pass.
+
+**Correction.** The result is only the basis of a forecast. `Forecasts.wait_span` corrects it by how such results turned out before; that
+covers what is left out here (tickets overtake each other; two cells seldom end at the same time).
+
+**Bounds.** The first `MOST_AHEAD` tickets are played, each on the `MOST_DEVICES` devices that have most to give, with `MOST_HOLDERS` leases
+each. A ticket further back waits in proportion. What a device gives back is computed anew only after a change there, or a second.
 """
 
 from bisect import insort
@@ -38,18 +43,18 @@ MOST_HOLDERS = 16
 _FRESH_MS = 1_000
 _NEVER_MS = 1 << 40
 _LATER = ("", -1)
-_UNTOLD = frozenset({"wait.user-limit", "wait.group-limit"})  # nobody can tell when a user's own kernels make room
+_UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # it is unknown when a user's own kernels make room
 
 _Return = tuple[int, int, int]
-"""What a lease gives back: in how many ms, MiB, and ms that suspending it takes.
+"""What a lease gives back: in how many ms, MiB, and how many ms its suspend takes.
 
-What a suspend under way gives back stands before all, with its time negative: the arbiter uses such room first.
+A suspend under way has a negative time, so that it sorts before all others: the arbiter uses such room first.
 """
 
 
 @dataclass(slots=True)
 class _Known:
-    """What a device gives back, as it was worked out at a time; `sums`: of its books then."""
+    """What a device gives back, as computed at `at_ms`, when its books had these `sums`."""
 
     sums: tuple[int, ...]
     at_ms: int
@@ -62,12 +67,12 @@ class _Outlook:
 
     free_mib: int
     returns: list[_Return]
-    calm_mib: int  # what is free, and what nobody busy gives back
+    calm_mib: int  # what is free, and what leases that are not busy give back
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a ticket gets in on a device: room from `room_ms` on, but for `swaps`, by the returns in these places."""
+    """How a ticket gets in on a device: the returns in the places `taken` make room by `room_ms`, after `swaps`."""
 
     device_id: str
     room_ms: int
@@ -77,14 +82,14 @@ class _Way:
 
 
 class QueueWaitForecast:
-    """Says how long tickets will wait, where `parallel_swaps` operations run at a time."""
+    """Forecasts the waits of tickets, where `parallel_swaps` operations run at a time."""
 
     def __init__(self, books: Books, forecasts: Forecasts, *, parallel_swaps: int = 1) -> None:
         self._books, self._forecasts, self._parallel_swaps = books, forecasts, parallel_swaps
         self._known: dict[str, _Known] = {}
 
     def wait_of(self, lease: Lease) -> WaitSpan | None:
-        """Return how long the lease's ticket will still wait, or None: it has none, or nothing can be said."""
+        """Return how long the lease's ticket will still wait; None: it has none, or its wait cannot be forecast."""
         if lease.ticket is None:
             return None
         books = self._books
@@ -96,23 +101,23 @@ class QueueWaitForecast:
         return self._forecasts.wait_span(found[0], found[1] * (place + 1) // len(last))
 
     def waits_of_pool(self, pool: str) -> list[WaitSpan | None]:
-        """Return the waits of a pool's whole queue, in order; those far back in proportion to the last one that was played through."""
+        """Return the waits of a pool's queue, in order; those far back in proportion to the last one that was played."""
         line = self._books.queue.line(pool)
         played = line[: MOST_AHEAD + 1]
         found = self._play(played)
         waits = [None if one is None else self._forecasts.wait_span(*one) for one in found]
         known = [one[1] for one in found if one is not None]
         for place, lease in enumerate(line[len(played) :], len(played)):
-            told = bool(known) and _can_be_told(lease)
-            basis_ms = known[-1] * (place + 1) // len(played) if told else 0
-            waits.append(self._forecasts.wait_span("busy", basis_ms) if told else None)
+            predictable = bool(known) and _is_predictable(lease)
+            basis_ms = known[-1] * (place + 1) // len(played) if predictable else 0
+            waits.append(self._forecasts.wait_span("busy", basis_ms) if predictable else None)
         return waits
 
     def gate_wait(self, lease: Lease) -> Span | None:
-        """Return how long the lease's next cell still waits at its closed gate; None: it does not.
+        """Return how long the lease's next cell still waits at its closed gate; None: it does not wait there.
 
-        The upper end is when the gate is opened; no gate is while all swap channels are in use. If the lease leaves before, its cell has
-        a ticket, and that ticket a wait of its own.
+        The upper end is when the gate opens, which it does not while all swap channels are in use. If the lease leaves before that, its
+        cell has a ticket with a wait of its own.
         """
         if lease.gate.ticket is None:
             return None
@@ -141,13 +146,13 @@ class _Play:
 
     @property
     def channel_ms(self) -> int:
-        """When the first swap channel has nothing to do."""
+        """When the first swap channel is free."""
         return self._channels[0]
 
     def play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
-        """Serve the tickets; return of each one what decides its wait, and its length, ms; None where nothing can be said.
+        """Serve the tickets; return for each what decides its wait, and its length, ms; None where it cannot be forecast.
 
-        First, in order, those that need nothing of a busy neighbour, and those for which room is kept; then the others, in order.
+        First, in order, those that need nothing of a busy lease, and those for which room is kept; then the others, in order.
         """
         found: dict[int, tuple[str, int] | None] = {}
         for patient in (False, True):
@@ -159,11 +164,11 @@ class _Play:
         return [found[place] for place in range(len(line))]
 
     def _serve(self, lease: Lease, *, patient: bool) -> tuple[str, int] | None:
-        """Bring the lease in; return what decides its wait and its length, ms; `_LATER` if it is not patient and should be."""
+        """Bring the lease in; return what decides its wait, and its length, ms. `_LATER`: it is the turn of patient tickets only."""
         ticket = lease.ticket
         if lease.state is LeaseState.RESUMING:
             return ("swap", self._swap_left_ms(lease))
-        if ticket is None or not _can_be_told(lease):
+        if ticket is None or not _is_predictable(lease):
             return None
         devices = self._richest(lease)
         need_mib = ticket.extra_mib if ticket.resize_to is not None else lease.need_mib
@@ -187,14 +192,14 @@ class _Play:
         return ("busy" if busy else "swap", ready_ms)
 
     def _takes_ms(self, way: _Way) -> tuple[int, int]:
-        """Return about when a way leads in, to choose between several."""
+        """Return about when a way lets its ticket in, to choose between several."""
         at_once = min(len(self._channels), max(1, len(way.swaps)))
         return (max(way.room_ms, self._channels[0]) + sum(ms for _, ms in way.swaps) // at_once, way.room_ms)
 
     def _swap(self, ways: Sequence[_Way], lease: Lease) -> int:
-        """Have the suspends done, and the lease resumed; return when that is.
+        """Play the suspends and the lease's resume through the swap channels; return when the lease is in.
 
-        A channel that waits for a cell to end is taken to do something else meanwhile.
+        A channel that would wait for a cell to end is assumed to do something else meanwhile.
         """
         channels, done_ms = self._channels, max(way.room_ms for way in ways)
         for at_ms, takes_ms in sorted(swap for way in ways for swap in way.swaps):
@@ -210,7 +215,7 @@ class _Play:
         return done_ms
 
     def _way(self, device_id: str, need_mib: int, lease: Lease) -> _Way | None:
-        """Return how to make room there: by the returns that come first, none of them in vain."""
+        """Return how to make room there by the earliest returns, each of them needed; None: there are not enough."""
         outlook = self._outlook(device_id, lease)
         returns, room_mib, last = outlook.returns, outlook.free_mib, 0
         while room_mib < need_mib:
@@ -233,7 +238,7 @@ class _Play:
         return _Way(device_id, room_ms, tuple(swaps), tuple(taken), busy)
 
     def _take(self, way: _Way, lease: Lease, need_mib: int, ready_ms: int) -> None:
-        """The ticket's lease holds the room from then on, and gives it back after a cell of its own."""
+        """Give the room to the ticket's lease, which gives it back after a cell of its own."""
         outlook = self._outlooks[way.device_id]
         for place in way.taken:  # the last one first
             outlook.free_mib += outlook.returns.pop(place)[1]
@@ -246,7 +251,7 @@ class _Play:
     # -- what the devices give back -----------------------------------------------------------------------------------
 
     def _richest(self, lease: Lease) -> Sequence[str]:
-        """Return the devices that have most to give without anybody busy, of those the ticket can be served on."""
+        """Return the allowed devices that have most to give without their busy leases."""
         devices = allowed_devices(self._books, lease)
         most = max(MOST_DEVICES, lease.count)
         if len(devices) <= most:
@@ -265,7 +270,7 @@ class _Play:
         )
 
     def _outlook(self, device_id: str, beside: Lease) -> _Outlook:
-        """Return what a device gives back to a lease; it itself, if it is there and grows, gives nothing."""
+        """Return what a device gives back to a lease. The lease itself, if it is there to grow, gives nothing."""
         outlook = self._outlooks.get(device_id)
         if outlook is None:
             device = self._books.devices[device_id]
@@ -292,7 +297,7 @@ class _Play:
         return returns
 
     def _gives_back_ms(self, lease: Lease, beside: Lease) -> int | None:
-        """Return when the lease can be made to give its room back to the other; None: not that anybody knows."""
+        """Return in how many ms the lease can give its room to `beside`; None: unknown, or never."""
         if lease.is_unsuspendable:
             return None
         match lease.state:
@@ -312,7 +317,7 @@ class _Play:
                 return None
 
     def _preemptible_ms(self, beneficiary: Lease, lease: Lease) -> int:
-        """Return in how many ms the one may preempt the other."""
+        """Return in how many ms the beneficiary may preempt the lease."""
         if not self._preempts(beneficiary):
             return _NEVER_MS
         before_ms = goes_before_from_ms(self._books, beneficiary, lease)
@@ -322,7 +327,7 @@ class _Play:
         return max(before_ms, from_ms) - self._now_ms
 
     def _is_alike(self, device_id: str, beneficiary: Lease) -> bool:
-        """Whether the device gives the same to everybody: nobody there can be preempted, nor is the beneficiary there."""
+        """Return whether the device gives this beneficiary what it gives any other: it is not there and can preempt none of the leases."""
         if beneficiary.held_mib or self._books.policy(beneficiary).preempt_equals:
             return False
         if not self._preempts(beneficiary):
@@ -337,7 +342,7 @@ class _Play:
     # -- swaps --------------------------------------------------------------------------------------------------------
 
     def _swap_left_ms(self, lease: Lease) -> int:
-        """Return what is left of the lease's suspend or resume; one that takes longer than expected is taken to end soon."""
+        """Return what is left of the lease's suspend or resume, ms; one that is overdue is assumed to end soon."""
         name = self._name(lease.device_id)
         if lease.state is LeaseState.SUSPENDING:
             whole_ms = self._forecasts.swap_ms(SUSPEND, name, lease.used_mib)
@@ -363,7 +368,7 @@ class _Play:
 
 
 def _aged(returns: list[_Return], ms: int) -> list[_Return]:
-    """Return the same, so much later; nothing that is still to come has come before its time."""
+    """Return the returns as seen `ms` later. A return that was still to come stays at least 1 ms ahead: only its event ends it."""
     if ms == 0:
         return returns.copy()
     return [
@@ -372,9 +377,9 @@ def _aged(returns: list[_Return], ms: int) -> list[_Return]:
     ]
 
 
-def _can_be_told(lease: Lease) -> bool:
-    """Whether anything can be said about a ticket of the lease: not in quarantine, and not before its kernel starts."""
+def _is_predictable(lease: Lease) -> bool:
+    """Return whether the wait of the lease's ticket can be forecast: not in quarantine, and not before its kernel starts."""
     ticket = lease.ticket
-    if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNTOLD:
+    if ticket is None or lease.state is LeaseState.QUARANTINED or ticket.reason in _UNPREDICTABLE:
         return False
     return lease.state is not LeaseState.UNATTACHED or ticket.before_start

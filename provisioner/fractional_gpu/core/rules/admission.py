@@ -1,4 +1,4 @@
-"""Whether a new lease can be admitted at all: what can never be served is refused at once, with what there is and what to do."""
+"""Whether a new lease can be admitted. What can never be served is refused at once, with what there is and what to do."""
 
 from fractional_gpu.core.books.accounts import guaranteed_mib
 from fractional_gpu.core.books.books import Books
@@ -10,11 +10,11 @@ from fractional_gpu.core.units import format_fraction, format_memory
 __all__ = ["UNATTACHED_LIMIT", "oversubscription_refusal", "refusal", "size_refusal"]
 
 UNATTACHED_LIMIT = "unattached-limit"
-"""The reason of a refusal that ends by itself as soon as the owner's other kernels have started."""
+"""The code of a refusal that ends when the owner's other kernels have started."""
 
 
 def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
-    """Return the reason and sentence of a refusal, or None."""
+    """Return why a new lease is refused, or None."""
     if spec.lease_id in books.leases:
         return Reason("duplicate-lease", f"lease {spec.lease_id} exists already; a new lease needs a new id")
     wrong = _bad_size(spec)
@@ -33,7 +33,7 @@ def refusal(books: Books, spec: LeaseSpec) -> Reason | None:
 
 
 def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Say that the owner has as many leases without a process, or was promised as much for them, as may be."""
+    """Return a refusal if the owner's leases without a process are as many, or were promised as much, as the pool allows."""
     there = [
         lease.spec
         for lease in books.by_state[LeaseState.UNATTACHED].values()
@@ -78,7 +78,7 @@ def _bad_size(spec: LeaseSpec) -> Reason | None:
 
 
 def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    """Say that a size is not on offer, or larger than what the pool has, or return None."""
+    """Return a refusal if the pool does not offer the size, or has no device as large; else None."""
     wrong = _bad_size(spec)
     if wrong is not None:
         return wrong
@@ -126,7 +126,7 @@ def _too_many(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
 def oversubscription_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Say that the pool must not promise so much memory more, or return None. `instead_of`: what the lease was promised before."""
+    """Return a refusal if the pool may not promise so much more memory. `instead_of`: what the lease was promised before."""
     if pool.oversubscription_milli is None:
         return None
     sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]

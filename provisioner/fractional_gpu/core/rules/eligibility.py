@@ -1,4 +1,4 @@
-"""Where a lease may go, and when it may be made to leave: pure questions over the books."""
+"""Where a lease may go, and when it may be suspended for others."""
 
 from fractional_gpu.core.books.books import Books, Lease
 from fractional_gpu.core.books.records import Reason
@@ -10,8 +10,9 @@ __all__ = ["Reason", "eligible_devices", "lacks_device", "other_devices", "steps
 def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
     """Return the devices the lease may go to now.
 
-    Saved state goes home, even if its home has left the pool, unless the pool lets it move to as many like devices as it needs; its home
-    comes first. What was saved from devices of several kinds only goes home. A device that drains or is lost admits nobody.
+    Saved state goes home, even if its home has left the pool. Where the pool moves leases and has enough devices like its home, it may go
+    to those, too, and its home comes first. State that was saved from devices of several kinds only goes home. A device that drains or
+    is lost admits no lease.
     """
     if lease.state is not LeaseState.SUSPENDED:
         return tuple(device_id for device_id in pool.devices if _admits(books, device_id))
@@ -30,7 +31,7 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
 
 
 def other_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the like devices to which a resident lease could be moved."""
+    """Return the devices like its own to which a resident lease could be moved."""
     pool = books.policy(lease)
     here = books.devices.get(lease.device_id or "")
     if here is None or here.lost or not pool.may_move:
@@ -50,7 +51,7 @@ def _admits(books: Books, device_id: str) -> bool:
 
 
 def lacks_device(books: Books, lease: Lease) -> bool:
-    """Whether a device of the lease is not there: nothing can be saved from it."""
+    """Return whether a device of the lease is missing or lost, so that nothing can be saved from it."""
     for device_id in lease.device_ids:
         device = books.devices.get(device_id)
         if device is None or device.lost:
@@ -61,8 +62,8 @@ def lacks_device(books: Books, lease: Lease) -> bool:
 def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
     """Return when a resident, idle lease may be suspended for others; None while it is busy or cannot be saved.
 
-    Not while it is pinned, or was refused, or has had no chance to run. Whether its devices are there is asked elsewhere (`is_lost`).
-    One whose next cell waits at its closed gate counts as idle once its minimum residency is over.
+    A lease is left alone while it is pinned, after a failed suspend, and until it has had a chance to run. One whose next cell waits at
+    its closed gate counts as idle once its minimum residency is over. The caller checks its devices (`lacks_device`).
     """
     if lease.is_working or lease.is_unsuspendable:
         return None
@@ -71,7 +72,7 @@ def suspendable_from_ms(pool: PoolSpec, lease: Lease) -> int | None:
 
 
 def steps_aside(lease: Lease, beneficiary: Lease) -> bool:
-    """Whether an idle lease leaves for the beneficiary: one whose next cell waits at its gate only for a ticket that goes before that."""
+    """Return whether an idle lease leaves for the beneficiary. One whose next cell waits leaves only for a ticket that precedes it."""
     place, ticket = lease.gate.ticket, beneficiary.ticket
     if place is None or ticket is None:
         return place is None

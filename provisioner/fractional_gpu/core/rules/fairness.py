@@ -1,13 +1,18 @@
-"""Who may take the device from a busy lease, and from when on.
+"""Which busy leases a waiting one may preempt, and from when on.
 
-Across priorities, where the pool allows it: a ticket of a higher one from a lease of a lower one. Between equals, where the pool
-shares by virtual time (`accounts`): one that is behind from one that is ahead; of another owner by the owners' virtual times, of the
-same owner by the leases' own. Virtual time alone does not bound a wait: an owner's two leases of different sizes, say, may have as much
-as another owner for ever while the larger one waits. So a ticket that waited for twice as long as its share explains (`patience_ms`) is
-due: it goes before all that are not, and preempts whatever virtual time says.
+**Priorities.** Where the pool allows it (`preempt_priorities`), a ticket may preempt leases of a lower priority.
 
-Nobody is preempted before its minimum residency, which is a multiple of what its swap is expected to take: however close the virtual
-times are, a device is not given to and fro.
+**Fair shares.** Where the pool shares by virtual time (`preempt_equals`, `accounts`), a ticket may preempt a lease of its own priority
+that is ahead of it: leases of different owners compare the owners' virtual times, leases of one owner their own. Virtual times move while
+leases work, so each question here is answered with a time *from* which it holds, by extrapolating both clocks; the scheduler wakes up
+then.
+
+**Patience.** Virtual time alone does not bound a wait. For example, the small lease of an owner with two leases of different size may use
+all that the owner is entitled to for ever, while the large one waits. So a ticket that has waited twice as long as its share explains
+(`patience_ms`) is due: it precedes all tickets that are not, and preempts whatever the virtual times are.
+
+**No thrashing.** No lease is preempted before its minimum residency, a multiple of what its swap is expected to take. However close two
+virtual times are, a device does not go to and fro between them (law 5).
 """
 
 from fractional_gpu.core.books.books import Books, Lease
@@ -26,12 +31,12 @@ __all__ = [
     "swap_ms",
 ]
 
-_TOGETHER_MS = 1_000  # so long at least a cell waits at its gate for others to leave, too
-_PATIENCE = 2  # times the wait that a ticket's share explains
+_TOGETHER_MS = 1_000  # at least so long a cell waits at its gate for other leases that have to leave, too
+_PATIENCE = 2  # in multiples of the wait that a ticket's share explains
 
 
 def swap_ms(books: Books, lease: Lease) -> int:
-    """Return how long suspending a lease and bringing it back are expected to take, ms."""
+    """Return how long a suspend and a resume of the lease are expected to take together, ms."""
     device = books.devices.get(lease.device_id or "")
     name = device.spec.name if device is not None else ""
     forecasts, mib = books.forecasts, lease.used_mib
@@ -39,21 +44,21 @@ def swap_ms(books: Books, lease: Lease) -> int:
 
 
 def residency_ms(books: Books, lease: Lease) -> int:
-    """Return the minimum residency of a lease on a device: its turn, where others want the device, too."""
+    """Return the minimum residency of a lease, ms: the length of its turn where other leases want the device, too."""
     pool = books.policy(lease)
     return max(1, pool.min_residency_ms, pool.min_residency_swaps_milli * swap_ms(books, lease) // 1000)
 
 
 def gate_opens_ms(books: Books, lease: Lease, asked_ms: int) -> int:
-    """Return when the gate of a lease is opened again whose next cell asked then, if the others that have to leave with it do not."""
+    """Return when a lease's gate opens again, at which its next cell has waited since `asked_ms`, if the others do not leave."""
     return asked_ms + max(_TOGETHER_MS, swap_ms(books, lease))
 
 
 def patience_ms(books: Books, lease: Lease) -> int:
     """Return how long a ticket of a pool that shares by virtual time waits before it is due, ms.
 
-    That is twice as long as its share explains: a turn of one lease of its size, and the swap, over the part that its owner has of the
-    pool and the lease of its owner's, by the weights of those who contend.
+    That is twice as long as its share explains: a turn of one lease of its size, and the swap, divided by the part that its owner has of
+    the pool and by the part that the lease has of its owner's, by the weights of the leases that contend.
     """
     pool = books.policy(lease)
     name = next((books.devices[one].spec.name for one in pool.devices if one in books.devices), "")
@@ -66,19 +71,19 @@ def patience_ms(books: Books, lease: Lease) -> int:
 
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:
-    """Return when a busy lease has had its minimum residency; None for one that cannot be saved, or is not resident."""
+    """Return when a busy lease has had its minimum residency; None if it cannot be saved or is not resident."""
     if lease.state is not LeaseState.RESIDENT or lease.is_unsuspendable or lacks_device(books, lease):
         return None
     return had_residency_ms(books, lease)
 
 
 def had_residency_ms(books: Books, lease: Lease) -> int:
-    """Return the same for a busy lease that is resident and can be saved."""
+    """Return when a busy lease has had its minimum residency. The caller knows that it is resident and can be saved."""
     return max(lease.since_ms + residency_ms(books, lease), lease.retries.suspend_after_ms, lease.pinned_until_ms)
 
 
 def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return from when on a lease that waits may have the busy one preempted by its standing; None: not by time alone."""
+    """Return from when on the waiting lease precedes the busy `victim`; None: time alone does not bring that about."""
     if victim.spec.pool != lease.spec.pool or victim.spec.priority > lease.spec.priority:
         return None
     pool = books.policy(lease)
@@ -90,7 +95,7 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
 
 
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
-    """Return from when on a lease has had less than another of its priority; None: not by time alone."""
+    """Return from when on a lease has used less than another of its priority; None: time alone does not bring that about."""
     behind, _, _ = mine = _clock(books, lease, victim)
     ahead, _, _ = theirs = _clock(books, victim, lease)
     if ahead > behind:
@@ -102,9 +107,9 @@ def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
 
 
 def overtakes_at_ms(books: Books, first: Lease, second: Lease) -> int | None:
-    """Return when the second of two tickets whose pool shares by virtual time comes before the first; None: not by time alone.
+    """Return when the second of two tickets precedes the first by virtual time; None: time alone does not bring that about.
 
-    Virtual times are rounded down, so that may be a little early, and is to be asked again then.
+    Virtual times are rounded down, so the result may be a little early, and the caller asks again then.
     """
     sooner, later = _clock(books, first, second), _clock(books, second, first)
     closes = _closes(sooner, later)
@@ -114,7 +119,7 @@ def overtakes_at_ms(books: Books, first: Lease, second: Lease) -> int | None:
 
 
 def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
-    """Return the virtual time by which the two are compared, what it counts a millisecond, and the weight that divides that."""
+    """Return the virtual time of the first by which the two compare, the milli-GPU it grows by, and the weight that divides them."""
     owner, own = books.share(lease)
     if lease.spec.owner == other.spec.owner:
         return own, lease.milli if lease.meter.is_running else 0, max(1, lease.spec.weight)
@@ -123,5 +128,5 @@ def _clock(books: Books, lease: Lease, other: Lease) -> tuple[int, int, int]:
 
 
 def _closes(gains: tuple[int, int, int], loses: tuple[int, int, int]) -> int:
-    """Return by how much the first virtual time gains on the second a millisecond, times both weights."""
-    return 100 * (gains[1] * loses[2] - loses[1] * gains[2])  # it grows by 100 x rate / weight
+    """Return how fast the first virtual time gains on the second, per millisecond and multiplied by both weights."""
+    return 100 * (gains[1] * loses[2] - loses[1] * gains[2])  # a virtual time grows by 100 x milli-GPU / weight

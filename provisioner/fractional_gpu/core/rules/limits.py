@@ -1,7 +1,7 @@
 """What one user, or one group, may have of a pool.
 
-Leases and their sum are refused at admission. The sum that is on devices at a time makes a ticket wait; such a ticket never blocks others,
-and is not passed over by them. The user's (or group's) own idle leases step aside for it.
+The number of leases, and the sum of their fractions, are checked at admission. The sum of the fractions that are on devices at a time makes
+a ticket wait. Such a ticket does not block others and is not passed over by them; idle leases of the same user (or group) leave for it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ __all__ = ["describe_absent", "excess_milli", "limit_refusal", "over_limit", "vi
 
 
 def limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
-    """Return whose limits a lease counts against: "user" or "group", what they have, what they may have."""
+    """Yield the limits that apply to a lease: "user" or "group", the account, its limits."""
     yield "user", books.accounts.owner(pool.name, spec.owner), pool.user_limits
     for name, limits in pool.group_limits:
         if name == spec.group and name:
@@ -31,7 +31,7 @@ def limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[
 def limit_refusal(
     books: Books, pool: PoolSpec, spec: LeaseSpec, *, instead_of: LeaseSpec | None = None
 ) -> Reason | None:
-    """Say why a new lease (or another size for one that exists) is more than its user or group may have, or return None."""
+    """Return why a new lease, or another size instead of `instead_of`, exceeds a limit of its user or group; None: it does not."""
     for who, account, limits in limits_for(books, pool, spec):
         name = f"{who} {account.name!r}"
         if limits.leases is not None and instead_of is None and account.leases >= limits.leases:
@@ -62,12 +62,12 @@ def _counts_for(who: str, account: Account, lease: Lease) -> bool:
 
 
 def without_process(books: Books, pool: PoolSpec) -> list[Lease]:
-    """Return the pool's leases that no process stands behind."""
+    """Return the pool's leases without a process."""
     return [lease for lease in books.by_state[LeaseState.UNATTACHED].values() if lease.spec.pool == pool.name]
 
 
 def describe_absent(books: Books, leases: Sequence[Lease]) -> str:
-    """Say of leases without a process what they are, and when the last of them ends."""
+    """Describe leases without a process, and say when the last of them expires."""
     left_ms = max((lease.expires_ms or 0) - books.now_ms for lease in leases)
     alone = len(leases) == 1
     who, has = ("a kernel", "has") if alone else (f"{len(leases)} kernels", "have")
@@ -75,7 +75,7 @@ def describe_absent(books: Books, leases: Sequence[Lease]) -> str:
 
 
 def excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
-    """Return by whose limit, and by how much, so many more milli-GPU on devices would be too much."""
+    """Return the limits that `milli` more on devices would exceed: "user" or "group", account, excess, limit."""
     pool = books.policy(lease)
     return [
         (who, account, account.resident_milli + milli - limits.resident_milli, limits.resident_milli)
@@ -85,7 +85,7 @@ def excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Acco
 
 
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
-    """Say why a lease that waits may not come onto a device now, or return None."""
+    """Return why limits keep a waiting lease off its device now, or None."""
     for who, account, _, most in excess_milli(books, lease, milli):
         there = [other for other in account.holders.values() if other.spec.pool == lease.spec.pool]
         return Reason(
@@ -100,9 +100,9 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
 def victims_of_same_user(
     books: Books, lease: Lease, milli: int, hint: Callable[[int], None]
 ) -> tuple[Lease, ...] | None:
-    """Return idle leases of the same user (group) that bring the lease within its limits if they leave; None: there are not enough.
+    """Return idle leases of the same user (group) whose leaving brings the lease within its limits; None: there are not enough.
 
-    Those that are leaving count already. `hint` is told when time alone makes another one willing.
+    Leases that are leaving count already. `hint` is called with the time when another one may be suspended.
     """
     chosen: dict[str, Lease] = {}
     for _, account, excess, _ in excess_milli(books, lease, milli):
@@ -114,7 +114,7 @@ def victims_of_same_user(
             if left <= 0:
                 break
             may_leave = other is not lease and other.lease_id not in chosen and steps_aside(other, lease)
-            if may_leave and _is_willing(books, other, hint):
+            if may_leave and _may_be_suspended(books, other, hint):
                 chosen[other.lease_id] = other
                 left -= other.milli
         if left > 0:
@@ -122,7 +122,7 @@ def victims_of_same_user(
     return tuple(chosen.values())
 
 
-def _is_willing(books: Books, lease: Lease, hint: Callable[[int], None]) -> bool:
+def _may_be_suspended(books: Books, lease: Lease, hint: Callable[[int], None]) -> bool:
     if lease.occupancy is not OccupancyKind.IDLE or lacks_device(books, lease):
         return False
     from_ms = suspendable_from_ms(books.policy(lease), lease)

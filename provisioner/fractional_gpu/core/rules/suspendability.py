@@ -1,8 +1,8 @@
-"""Who stays on its device: leases whose state cannot be saved are nobody's victims, and nobody tries again and again.
+"""Which leases cannot be suspended, because their state cannot be saved.
 
-A lease stays because of its process (the driver, or its extension, said that it cannot be checkpointed), its device (MIG, an old
-driver) or its pool (MPS and MIG share without checkpoints). The reason is one sentence, which status and refusals repeat. It is kept on the
-lease and renewed when one of the three changes: who chooses victims looks at `Lease.staying` only.
+The reason may be the process (the driver, or the kernel's extension, said that it cannot be checkpointed), the device (MIG, an old
+driver) or the pool (MPS and MIG share devices without checkpoints). It is one sentence, which status and refusals repeat. It is kept on
+the lease and renewed when one of the three changes; the choice of victims reads `Lease.is_unsuspendable` only.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _UNSEEN = "no extension of ours tells what this kernel uses, and its pool suspen
 
 
 def update_suspendability(books: Books, lease: Lease) -> None:
-    """Write down why the lease stays, if it does."""
+    """Renew the reason why the lease cannot be suspended, if there is one."""
     devices = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
     by_device = next((device.spec.why_not for device in devices if device.spec.why_not), "")
     policy = books.policy(lease)
@@ -30,7 +30,7 @@ def update_suspendability(books: Books, lease: Lease) -> None:
 
 
 def update_all_suspendability(books: Books, leases: Iterable[Lease]) -> None:
-    """Do so for several, and say which devices one lease has as a whole."""
+    """Renew those of several leases, and mark the devices that one lease has exclusively (MIG instances)."""
     whole = {device_id for pool in books.pools.values() if pool.sharing is Sharing.MIG for device_id in pool.devices}
     for device_id, device in books.devices.items():
         device.is_exclusive = device_id in whole

@@ -1,10 +1,11 @@
-"""Who may be suspended on a device, cheapest first: kept between decisions, and looked at again only where something changed.
+"""Which leases of a device may be suspended, cheapest first: kept between decisions, and computed anew only where something changed.
 
-What suspending one costs is the time that its swap takes, dearer where it takes much of the host memory that is left, against the time
-until it is expected to run something again. Costs that are about the same count as the same: then the least recently used goes.
+The cost of a suspend is the time that the swap takes (dearer where it takes much of the host memory that is left), divided by the time
+until the lease is expected to run something again. Costs within about a third of each other count as equal; then the least recently used
+lease comes first.
 
-Beside them: the busy leases of the device, and when each has had its minimum residency. That depends on nothing but the lease and on how
-long swaps take, so it is worked out again only for leases that changed, or when a swap was learnt from.
+Kept with them: the busy leases of the device, and when each has had its minimum residency. That depends only on the lease and on how long
+swaps take, so it is computed anew only for leases that changed, or after a swap was learnt from.
 """
 
 from collections.abc import Collection
@@ -31,13 +32,13 @@ __all__ = [
     "yield_candidates",
 ]
 
-_COST_HOLDS_MS = 5_000  # so long a cost that was worked out is good enough
-_RENEWED_AHEAD_MS = 1_000  # between decisions, so much before
-_KEPT_MS = 10_000  # so long after somebody asked, what was found for a device is kept up to date
+_COST_HOLDS_MS = 5_000  # a computed cost is used for this long
+_RENEWED_AHEAD_MS = 1_000  # between decisions, costs are renewed so long before they are out of date
+_KEPT_MS = 10_000  # a device's ranking is kept up to date for so long after its last use
 
 
 def suspend_cost(books: Books, lease: Lease) -> int:
-    """What suspending the lease costs, in steps of about a third."""
+    """Return the cost of suspending the lease, in steps of about a third."""
     if lease.cost_until_ms <= books.now_ms:
         lease.cost, lease.cost_until_ms = _step(_cost(books, lease)), books.now_ms + _COST_HOLDS_MS
     return lease.cost
@@ -57,7 +58,7 @@ def _step(cost: int) -> int:
 
 
 def victim_ranking(books: Books, device: Device) -> VictimRanking:
-    """Return who is idle on the device and may be suspended now; some may have begun to leave since."""
+    """Return the ranking of the device, up to date; some of its leases may have begun to leave in this pass."""
     found, now_ms = device.victim_ranking, books.now_ms
     if found is None:
         found = device.victim_ranking = VictimRanking(
@@ -76,7 +77,7 @@ def victim_ranking(books: Books, device: Device) -> VictimRanking:
 def busy_candidates(books: Books, found: VictimRanking) -> Collection[tuple[int, Lease]]:
     """Return the busy leases on a device that can be saved, and when each has had its minimum residency (`preemptible_from_ms`).
 
-    `found` is what `ranks` returned just now.
+    `found` is the up-to-date ranking of the device.
     """
     if found.swaps_learnt != books.forecasts.swaps_learnt:
         _renew_working(books, found)
@@ -86,8 +87,7 @@ def busy_candidates(books: Books, found: VictimRanking) -> Collection[tuple[int,
 def yield_candidates(books: Books, found: VictimRanking, priority: int) -> YieldCandidates:
     """Return the busy leases on a device that may be asked to leave at the end of their cells for a ticket of this priority.
 
-    First those that were asked already, then those of the lowest priority, then those that cost least. `found` is what `ranks` returned
-    just now.
+    First those that were asked already, then the lowest priorities, then the least cost. `found` is the up-to-date ranking of the device.
     """
     leases, now_ms = busy_candidates(books, found), books.now_ms
     if found.highest_priority > priority:
@@ -115,10 +115,10 @@ def _yielders(books: Books, leases: Collection[tuple[int, Lease]]) -> YieldCandi
 
 
 def _by_residency(books: Books, leases: Collection[tuple[int, Lease]]) -> tuple[dict[str, Lease], list[int]]:
-    """Return which of the leases may be asked to leave at the end of their cells now, and when the others may."""
+    """Return the leases that may be asked to leave at the end of their cells now, and when each of the others may."""
     now_ms, ready, later_ms = books.now_ms, dict[str, Lease](), list[int]()
     for residency_ms, lease in leases:
-        from_ms = lease.gate.open_until_ms if lease.gate.open_until_ms > residency_ms else residency_ms  # noqa: FURB136 - asked for every lease
+        from_ms = lease.gate.open_until_ms if lease.gate.open_until_ms > residency_ms else residency_ms  # noqa: FURB136 - computed for every lease
         if from_ms <= now_ms:
             ready[lease.lease_id] = lease
         else:
@@ -127,7 +127,7 @@ def _by_residency(books: Books, leases: Collection[tuple[int, Lease]]) -> tuple[
 
 
 def _renew_working(books: Books, found: VictimRanking) -> None:
-    """Work out all residencies anew: a swap is expected to take longer, or shorter, than before."""
+    """Compute all residencies anew, after swaps are expected to take longer, or shorter, than before."""
     found.swaps_learnt, known = books.forecasts.swaps_learnt, found.yield_candidates
     found.busy.update([(one, (had_residency_ms(books, lease), lease)) for one, (_, lease) in found.busy.items()])
     if known is not None:
@@ -137,7 +137,7 @@ def _renew_working(books: Books, found: VictimRanking) -> None:
 
 
 def renew_rankings(books: Books) -> None:
-    """Between two decisions: look at whoever changed on devices that were asked about lately, before somebody asks again."""
+    """Bring the rankings that were used lately up to date between two decisions, so that the next decision need not."""
     now_ms = books.now_ms
     for device in books.devices.values():
         found = device.victim_ranking
@@ -152,7 +152,7 @@ def renew_rankings(books: Books) -> None:
 
 
 def _renew(books: Books, device: Device, found: VictimRanking, ahead_ms: int = 0) -> None:
-    """Put whoever changed, or whose time has come, where it belongs now."""
+    """Rank the leases that changed, or whose time has come, anew."""
     now_ms, stale, later, ranked = books.now_ms, found.changed, found.later, []
     for one in found.ranked:
         lease = one[3]
@@ -187,7 +187,7 @@ def _renew(books: Books, device: Device, found: VictimRanking, ahead_ms: int = 0
 
 
 def device_suspendable_from_ms(books: Books, device: Device, lease: Lease) -> int | None:
-    """Return when a lease may be suspended that stands on the device; None while it does not, is busy, or cannot be saved."""
+    """Return when a lease on the device may be suspended; None if it is not there, is busy, or cannot be saved."""
     if lease.occupancy is not OccupancyKind.IDLE or device.lost or lease.lease_id not in device.holders:
         return None
     if len(lease.device_ids) > 1 and lacks_device(books, lease):
@@ -196,7 +196,7 @@ def device_suspendable_from_ms(books: Books, device: Device, lease: Lease) -> in
 
 
 def device_preemptible_from_ms(books: Books, device: Device, lease: Lease) -> int | None:
-    """Return when a busy lease that stands on the device has had its minimum residency; None for any other, and if it cannot be saved."""
+    """Return when a busy lease on the device has had its minimum residency; None for any other, and if it cannot be saved."""
     if lease.occupancy is not OccupancyKind.BUSY or lease.lease_id not in device.holders:
         return None
     return preemptible_from_ms(books, lease)

@@ -1,8 +1,14 @@
-"""What one pass over the queue has left to give.
+"""What one pass over the queue still has to give.
 
-Of each device it knows two sums: what is free and not kept for a ticket ahead, and what suspends under way or planned will free and is
-not promised yet. A ticket that makes room takes of the second first, so whoever is behind may use at once what is free and not
-needed (law 7). A third sum, of all that idle (and, where the pool preempts, busy) leases hold, tells at once where there is no hope.
+**Sums.** For each device a pass keeps two sums. `free_mib` is free and kept for no ticket ahead. `total_mib` also counts what suspends
+under way or planned will free and no ticket was promised. A ticket that makes room takes from the second sum first, so a later ticket may
+use at once what is free and not needed (law 7). A third sum, what all idle (and busy) leases hold, shows at once where no suspend could
+help.
+
+**Plans.** `plan` finds the leases whose leaving makes room for a ticket at least cost: fewest busy ones, then the least swap time, then the
+fewest. It compares the devices that lack least, and checks host memory for what would be saved. `promise` takes the plan's room out of the
+sums, before its suspends begin: only as many begin as swap channels are free, the others are planned, and `suspend_begun` moves a victim
+from planned to what the books themselves count as leaving.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,12 +25,12 @@ from fractional_gpu.core.units import format_memory
 __all__ = ["Capacity", "Plan"]
 
 
-_ENOUGH = 32  # devices where room could be made are compared, those that lack least: with 8, a third more swaps
+_MOST_COMPARED = 32  # devices where room could be made, those that lack least: comparing 8 gave a third more swaps
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Room can be made for a ticket on these devices by suspending `victims` (none: suspends under way suffice)."""
+    """Suspending `victims` makes room for a ticket on these devices; no victims: suspends under way suffice."""
 
     device_ids: tuple[str, ...]
     victims: tuple[Lease, ...]
@@ -38,13 +44,13 @@ class _DeviceCapacity:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.kept_mib = 0
-        self.coming_mib = 0  # beside what is leaving by the books
-        self.planned_mib = 0  # held by idle leases that are to leave
+        self.coming_mib = 0  # freed by planned suspends, less what was promised of this and of suspends under way
+        self.planned_mib = 0  # held by idle leases whose suspend is planned
         self.free_mib = device.free_mib
         self.total_mib = device.free_mib + device.mib_by_occupancy[OccupancyKind.SUSPENDING]
 
     def refresh(self) -> None:
-        """Work the sums out."""
+        """Compute the sums anew."""
         device = self.device
         free_mib = device.free_mib
         if self.kept_mib:
@@ -53,16 +59,16 @@ class _DeviceCapacity:
         self.total_mib = free_mib + device.mib_by_occupancy[OccupancyKind.SUSPENDING] + self.coming_mib
 
     def reachable_mib(self, *, busy: bool) -> int:
-        """What there would be if everybody idle stepped aside; with `busy` those, too."""
+        """Return what there would be if all idle leases left; with `busy`, those too."""
         sums = self.device.mib_by_occupancy
         most_mib = self.total_mib + sums[OccupancyKind.IDLE] - self.planned_mib
         return most_mib + sums[OccupancyKind.BUSY] if busy else most_mib
 
 
 class Capacity:
-    """The room of all devices, MiB. What a ticket was promised is gone for those behind it.
+    """The capacity of all devices in one pass, MiB. What a ticket was promised is gone for those behind it.
 
-    A spot holds its sums ready; whoever changes the books of a device tells `changed`.
+    Sums are kept ready. After a change to the books of a device the caller calls `refresh`.
     """
 
     def __init__(self, books: Books, victims: Victims) -> None:
@@ -70,67 +76,65 @@ class Capacity:
         self._victims = victims
         self._devices = {device_id: _DeviceCapacity(device) for device_id, device in books.devices.items()}
         self.planned: set[str] = set()
-        self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at the end of their cells
-        self.short_of_host_memory: set[str] = (
-            set()
-        )  # idle leases for which there is too little host memory: others may serve if these do not
+        self.asked_to_yield: set[str] = set()  # leases that make room for a ticket ahead at a cell's end
+        self.short_of_host_memory: set[str] = set()  # idle leases that there is too little host memory for
         self._planned_host_mib = 0
-        self.version = 0  # of what is free, kept or to come
+        self.version = 0  # grows with every change of the sums
 
     # -- sums ------------------------------------------------------------------------------------------------------------
 
     def refresh(self, device_ids: Iterable[str]) -> None:
-        """The books of these devices changed."""
+        """Take over the changed books of these devices."""
         self.version += 1
         for device_id in device_ids:
             if device_id in self._devices:
                 self._devices[device_id].refresh()
 
     def free_mib(self, device_id: str) -> int:
-        """What is free on the device and not kept; negative if more is kept than there is."""
+        """Return what is free on the device and not kept; negative if more is kept than there is."""
         return self._devices[device_id].free_mib
 
     def total_mib(self, device_id: str) -> int:
-        """What is free, or comes, and is neither kept nor promised."""
+        """Return what is free, or will be, and is neither kept nor promised."""
         return self._devices[device_id].total_mib
 
     def any_free(self, devices: Iterable[str]) -> bool:
-        """Whether anything at all is free and not kept on these devices."""
-        for device_id in devices:  # noqa: SIM110 - asked for every ticket
+        """Return whether anything is free and not kept on these devices."""
+        for device_id in devices:  # noqa: SIM110 - computed for every ticket
             if self._devices[device_id].free_mib > 0:
                 return True
         return False
 
     def idle_could_free(self, devices: Iterable[str], need_mib: int) -> bool:
-        """Whether idle leases could make room somewhere."""
+        """Return whether idle leases could make room on one of the devices."""
         for device_id in devices:  # noqa: SIM110 - as above
             if self._devices[device_id].reachable_mib(busy=False) >= need_mib:
                 return True
         return False
 
     def can_ever_serve(self, device_id: str, need_mib: int) -> bool:
-        """Whether the device could ever have room for the need."""
-        spot = self._devices.get(device_id)
-        return spot is not None and spot.device.lease_capacity_mib >= need_mib
+        """Return whether the device could have room for the need if no other lease were there."""
+        sums = self._devices.get(device_id)
+        return sums is not None and sums.device.lease_capacity_mib >= need_mib
 
     def is_exhausted(self, devices: Iterable[str]) -> bool:
-        """Whether nobody can be served on these devices any more, whoever steps aside."""
+        """Return whether nothing is left on these devices, even if all leases left."""
         return all(self._devices[device_id].reachable_mib(busy=True) <= 0 for device_id in devices)
 
     # -- where -----------------------------------------------------------------------------------------------------------
 
     def fits(self, devices: Sequence[str], need_mib: int) -> bool:
-        """Whether the need fits on each of these devices now."""
+        """Return whether the need fits on each of these devices now."""
         return all(self._devices[device_id].free_mib >= need_mib for device_id in devices)
 
     def pick(self, devices: Sequence[str], need_mib: int, count: int = 1) -> tuple[str, ...] | None:
-        """Return the devices that the need leaves least room on, the first among equals; None if it fits nowhere."""
+        """Return the devices that would have least left (best fit), the first among equals; None if the need fits nowhere."""
         if count > 1:
             fitting = [device_id for device_id in devices if self.free_mib(device_id) >= need_mib]
             return self._cheapest_of_one_name(fitting, count, self.free_mib)
-        best, least_mib, spots = None, -1, self._devices
+        best, least_mib, by_id = None, -1, self._devices
         for device_id in devices:
-            left_mib = spots[device_id].free_mib - need_mib
+            left_mib = by_id[device_id].free_mib - need_mib
             if left_mib >= 0 and (best is None or left_mib < least_mib):
                 best, least_mib = device_id, left_mib
         return None if best is None else (best,)
@@ -138,7 +142,7 @@ class Capacity:
     def _cheapest_of_one_name(
         self, devices: Iterable[str], count: int, cost: Callable[[str], int]
     ) -> tuple[str, ...] | None:
-        """Return so many devices of one name that cost least together; None if there are not so many."""
+        """Return the `count` devices of one name with the least total cost; None if no name has that many."""
         by_name: dict[str, list[str]] = {}
         for device_id in devices:
             by_name.setdefault(self._books.devices[device_id].spec.name, []).append(device_id)
@@ -147,14 +151,14 @@ class Capacity:
         return tuple(best) if best else None
 
     def keep(self, device_id: str, need_mib: int) -> None:
-        """Keep room that is free, or becomes free, for a ticket."""
-        spot = self._devices[device_id]
-        spot.kept_mib += need_mib
-        spot.refresh()
+        """Keep room that is free, or becomes free, for a ticket; a negative need gives it back."""
+        sums = self._devices[device_id]
+        sums.kept_mib += need_mib
+        sums.refresh()
         self.version += 1
 
     def closest_device(self, devices: Iterable[str], need_mib: int) -> str | None:
-        """Return the device that lacks least for the need, among those that could ever have room for it."""
+        """Return the device that lacks least for the need, of those that could ever have room for it."""
         possible = [
             device_id for device_id in devices if self._devices[device_id].device.lease_capacity_mib >= need_mib
         ]
@@ -172,9 +176,9 @@ class Capacity:
         also: tuple[Lease, ...] = (),
         between_cells: bool = False,
     ) -> Plan | Reason | None:
-        """Return how to make room at least cost, a reason of its own why that cannot be done, or None. `also` leave in any case.
+        """Return how to make room at least cost, or why that fails for want of host memory, or None.
 
-        `between_cells`: how it could be made if busy leases left at the end of their cells.
+        `also` leave in any case. `between_cells`: plan with busy leases that leave at the end of their cells.
         """
         plans: dict[str, tuple[Lease, ...]] = {}
         busy, host_mib = between_cells or self._victims.may_preempt_busy(lease), self._host_left_mib
@@ -182,7 +186,7 @@ class Capacity:
         for victim in also:
             host_mib -= victim.host_need_mib
         for short_mib, device_id in self._shortages(devices, need_mib, also, busy=busy):
-            if len(plans) >= count + _ENOUGH:
+            if len(plans) >= count + _MOST_COMPARED:
                 break
             victims = self._victims.choose(
                 device_id, short_mib, lease, taken, also, busy=busy, host_mib=host_mib, between_cells=between_cells
@@ -196,6 +200,7 @@ class Capacity:
             chosen = self._cheapest(plans, count, home)
             if chosen is None:
                 return short_of_host
+            # Victims on several of the devices count once. A plan that host memory is too short for is dropped, and the next tried.
             victims = tuple(dict.fromkeys([*also, *[victim for device_id in chosen for victim in plans[device_id]]]))
             short_of_host = self.short_of_host(Plan(chosen, victims))
             if short_of_host is None:
@@ -206,15 +211,15 @@ class Capacity:
     def _shortages(
         self, devices: Sequence[str], need_mib: int, also: tuple[Lease, ...], *, busy: bool
     ) -> list[tuple[int, str]]:
-        """Return what is lacking where there is hope, least first."""
+        """Return what each device lacks, least first, of those where suspends can make enough room."""
         found = []
         for device_id in devices:
-            spot = self._devices[device_id]
-            if spot.reachable_mib(busy=busy) < need_mib or spot.device.lease_capacity_mib < need_mib:
+            sums = self._devices[device_id]
+            if sums.reachable_mib(busy=busy) < need_mib or sums.device.lease_capacity_mib < need_mib:
                 continue
             given = sum(victim.held_mib for victim in also if device_id in victim.device_ids) if also else 0
-            found.append((need_mib - spot.total_mib - given, device_id))
-        if len(found) > _ENOUGH:
+            found.append((need_mib - sums.total_mib - given, device_id))
+        if len(found) > _MOST_COMPARED:
             found.sort(key=lambda one: one[0])
         return found
 
@@ -223,7 +228,7 @@ class Capacity:
     ) -> tuple[str, ...] | None:
         if count == 1 and len(plans) == 1:
             return tuple(plans)
-        if home and count > 1:  # all of them or none, whatever kind they are
+        if home and count > 1:  # saved state of several devices goes back to all of them, whatever their kinds
             return home if all(device_id in plans for device_id in home) else None
         costs = {device_id: self._cost(victims) for device_id, victims in plans.items()}
         if count == 1:
@@ -231,7 +236,7 @@ class Capacity:
         return self._cheapest_of_one_name(plans, count, lambda device_id: costs[device_id][1] + costs[device_id][2])
 
     def _cost(self, victims: tuple[Lease, ...]) -> tuple[int, int, int, int]:
-        """Return how many of them are busy, what their swaps cost, how many they are, and when one of them was active last."""
+        """Return what orders plans: busy victims, the cost of all swaps, the number of victims, the latest activity of one."""
         busy = swaps = latest_ms = 0
         for victim in victims:
             busy += victim.is_working
@@ -244,7 +249,7 @@ class Capacity:
         return self._books.host_left_mib - self._planned_host_mib
 
     def short_of_host(self, plan: Plan) -> Reason | None:
-        """Say that there is too little host memory for what the plan would save, or return None."""
+        """Return a reason if there is too little host memory for what the plan would save, else None."""
         victims = plan.victims
         if not victims:
             return None
@@ -263,7 +268,7 @@ class Capacity:
         )
 
     def could_serve(self, device_id: str, need_mib: int, lease: Lease) -> bool:
-        """Whether the device would have the room for the lease if everybody else there who can step aside did, now or later."""
+        """Return whether the device would have room for the lease if all others there that ever can leave did."""
         device = self._devices[device_id].device
         stays_mib = device.mib_by_occupancy[OccupancyKind.FIXED] + sum(
             other.held_mib
@@ -274,7 +279,7 @@ class Capacity:
         return device.lease_capacity_mib - stays_mib >= need_mib
 
     def victims_for_kept_room(self, device_id: str, need_mib: int, lease: Lease) -> list[Lease]:
-        """Return idle leases there whose room is still lacking, and for which there is host memory, cheapest first."""
+        """Return idle leases of the device, cheapest first, that free what is still lacking and that host memory suffices for."""
         device, host_left_mib = self._devices[device_id].device, self._books.host_left_mib
         lack_mib = need_mib - device.free_mib - device.mib_by_occupancy[OccupancyKind.SUSPENDING]
         chosen = []
@@ -291,40 +296,40 @@ class Capacity:
         return chosen
 
     def suspending_leases(self, device_id: str) -> list[str]:
-        """Return the leases whose suspend is under way there."""
+        """Return the leases of the device whose suspend is under way."""
         holders = self._devices[device_id].device.holders.values()
         return [lease.lease_id for lease in holders if lease.occupancy is OccupancyKind.SUSPENDING]
 
     def promise(self, plan: Plan, need_mib: int, *, firm: bool) -> None:
-        """Give a ticket the room that its plan makes, and of what is free only what it needs beside.
+        """Promise a ticket the room that its plan makes, and keep of what is free only what the ticket needs beside that.
 
-        Firm: it gets all it needs of what is free, now or later, because the plan may fail and it must not be passed over again.
+        `firm`: keep all that the ticket needs, as the plan may fail and the ticket must not be passed over again.
         """
         for victim in plan.victims:
             self.planned.add(victim.lease_id)
             self._planned_host_mib += victim.host_need_mib
             self._expect_freed(victim, victim.held_mib)
         for device_id in plan.device_ids:
-            spot = self._devices[device_id]
-            made_mib = 0 if firm else min(need_mib, max(0, spot.total_mib - spot.free_mib))
-            spot.coming_mib -= made_mib
+            sums = self._devices[device_id]
+            made_mib = 0 if firm else min(need_mib, max(0, sums.total_mib - sums.free_mib))
+            sums.coming_mib -= made_mib
             self.keep(device_id, need_mib - made_mib)
 
     def protect(self, lease: Lease) -> None:
-        """Room is made for a lease where it is: if it had to leave for somebody else now, that would be in vain."""
+        """Exclude a lease from the victims: room is being made for it where it is, which its suspend would waste."""
         self.planned.add(lease.lease_id)
 
     def suspend_begun(self, victim: Lease) -> None:
-        """A planned suspend has begun: from now on the books count what it frees, and its host memory."""
+        """Note that a planned suspend has begun: the books count what it frees, and its host memory, from now on."""
         self._planned_host_mib -= victim.host_mib
         self._expect_freed(victim, -victim.held_mib)
 
     def _expect_freed(self, victim: Lease, held_mib: int) -> None:
         self.version += 1
         for device_id in victim.device_ids:
-            spot = self._devices.get(device_id)
-            if spot is not None:
-                spot.coming_mib += held_mib
+            sums = self._devices.get(device_id)
+            if sums is not None:
+                sums.coming_mib += held_mib
                 if not victim.is_working:
-                    spot.planned_mib += held_mib
-                spot.refresh()
+                    sums.planned_mib += held_mib
+                sums.refresh()

@@ -1,7 +1,7 @@
-"""Bringing saved leases back before anybody asks, because host memory is short and a device has room.
+"""Early resumes: while host memory is short and a device has room, saved leases come back before they are wanted.
 
-Only while nobody waits for room (a ticket comes first), no more than host memory lacks, those first whose own control group is short, then
-whoever was active last: it is likely to be the next to run. What was brought back is not saved again before host memory allows it.
+That happens only while no ticket waits, and for no more than host memory lacks. Leases whose own control group is short come first, then
+the most recently active one, which is likely to run next. A lease that came back early is not saved again before host memory allows it.
 """
 
 from fractional_gpu.core.books.books import Lease
@@ -15,25 +15,25 @@ __all__ = ["HostMemoryRelief"]
 
 
 class HostMemoryRelief:
-    """Relieves the host."""
+    """Begins early resumes."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
 
     def relieve(self) -> None:
-        """Begin early resumes, as far as swap channels are free, while host memory is short and somebody fits on a device."""
+        """Begin early resumes while host memory is short, swap channels are free and a saved lease fits on a device."""
         books = self._books
         while not books.waiting and self._changes.channel_free:
             excess_mib = books.host_saved_mib - books.host_budget_mib
-            if excess_mib > 0:  # what is on its way back leaves soon
+            if excess_mib > 0:  # leases that are resuming leave host memory soon
                 excess_mib -= sum(lease.saved_mib for lease in books.by_state[LeaseState.RESUMING].values())
             if (excess_mib <= 0 and not books.under_host_pressure) or not self._begin(excess_mib):
                 return
 
     def _begin(self, excess_mib: int) -> bool:
-        """Begin one, if there is one."""
-        for lease in self._order(anybody=excess_mib > 0):
+        """Begin one early resume if possible; return whether it began."""
+        for lease in self._order(any_lease=excess_mib > 0):
             device_ids = self._devices_for(lease)
             if device_ids and over_limit(self._books, lease, lease.milli) is None:
                 why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
@@ -42,17 +42,19 @@ class HostMemoryRelief:
                 return True
         return False
 
-    def _order(self, *, anybody: bool) -> list[Lease]:
+    def _order(self, *, any_lease: bool) -> list[Lease]:
         now_ms = self._changes.now_ms
         saved = [
             lease
             for lease in self._books.by_state[LeaseState.SUSPENDED].values()
-            if (anybody or lease.under_host_pressure) and lease.retries.resume_after_ms <= now_ms and not lease.revoked
+            if (any_lease or lease.under_host_pressure)
+            and lease.retries.resume_after_ms <= now_ms
+            and not lease.revoked
         ]
         return sorted(saved, key=lambda lease: (not lease.under_host_pressure, -lease.last_active_ms, lease.lease_id))
 
     def _devices_for(self, lease: Lease) -> tuple[str, ...]:
-        """Return its home if there is room, else the devices of those it may go to that have the least room to spare."""
+        """Return its home if there is room, else the allowed devices with the least room to spare; empty: none."""
         able = [
             device_id
             for device_id in eligible_devices(self._books, self._books.policy(lease), lease)

@@ -1,15 +1,14 @@
-"""Moving a lease to other devices: it is suspended where it is and resumed at once on its target, where room is kept for it meanwhile.
+"""Moving a lease to other devices: it is suspended where it is and resumed at once on its target, where room is kept meanwhile.
 
-Four cases: an administrator asked for it (`moving_asked`); an idle lease goes where it can grow; an idle one that makes room for a
-ticket goes where there is room for it now, instead of only being suspended; a busy one does where nobody idle can make room and its pool
-moves busy leases. Only leases on one device are moved for others. A lease on its way waits with a ticket from the beginning, before all
-others of its priority; if its target cannot have it after all (a stranger came, the device was lost), it is a suspended lease with a
-ticket like any other.
+There are four cases: an administrator requests it; an idle lease goes where it can grow; an idle lease that makes room for a ticket goes
+where it fits now, instead of only being suspended; a busy lease does so where idle leases cannot make room and its pool moves busy ones
+(`move_busy`). Only leases on one device are moved for others.
 
-A move that an administrator asks for: an idle lease goes to another device of its pool, or stays, with the reason.
+A lease on its way has a ticket from the beginning, before all others of its priority. If its target cannot have it after all (a process
+of no lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
 
-It begins at once or not at all: room that is kept for others on their way, or is being made for a ticket, is not taken, and where another
-swap is under way whoever asked tries again. From then on it is a move like any other (`moving`).
+A move that an administrator requests begins at once or is declined. It takes no room that is kept for leases on their way or is being
+made for a ticket. While another swap is under way it is declined as `BUSY_CHANNEL`, and the requester tries again.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ __all__ = ["BUSY_CHANNEL", "Migrations", "begin_move", "kept_mib", "move_on_requ
 
 
 def kept_mib(lease: Lease) -> int:
-    """What is kept for a lease on its way, on each of its targets, MiB."""
+    """Return what is kept for a lease on its way, on each of its targets, MiB."""
     grows = lease.ticket.resize_to if lease.ticket is not None else None
     return max(lease.need_mib, grows.reserve_mib if grows is not None else 0)
 
@@ -45,7 +44,7 @@ class Migrations:
         self._victims = victims
 
     def move_to_grow(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Where an idle lease cannot grow, it may go where there is room now. Returns whether it does."""
+        """Move an idle lease that cannot grow where it is to a device with room for that. Returns whether it moves."""
         if not self._changes.channel_free or lease.count > 1 or not self._victims.may_leave(lease):
             return False
         need_mib = self._books.reserve_mib(lease, spec)
@@ -56,7 +55,7 @@ class Migrations:
         return True
 
     def move_aside(self, victim: Lease, lease: Lease) -> bool:
-        """A lease makes room: have it go where there is room for it now; an idle one only if the beneficiary need not wait for that."""
+        """Move a lease that makes room to a device where it fits now; an idle one only if the beneficiary needs no resume itself."""
         if victim.count > 1 or victim.ticket is not None or victim.revoked:
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
@@ -69,7 +68,7 @@ class Migrations:
         return True
 
     def plan_busy_move(self, lease: Lease, devices: Sequence[str], need_mib: int) -> Plan | None:
-        """Return a busy lease that fits elsewhere and whose room is what the ticket lacks; None: there is none."""
+        """Return a plan with one busy lease that fits elsewhere and holds what the ticket lacks; None if there is none."""
         pool = self._books.policy(lease)
         if not (pool.move_busy and pool.may_move) or lease.count > 1 or not self._changes.channel_free:
             return None
@@ -115,8 +114,8 @@ def begin_move(
     *,
     beneficiary: Lease | None = None,
 ) -> None:
-    """Suspend the lease, for a `beneficiary` that gets its room, and have it wait, before all others, for its targets."""
-    ticket = lease.ticket  # it may have one already, to grow
+    """Suspend the lease for the `beneficiary` of its room, if any, with a ticket for its targets before all others."""
+    ticket = lease.ticket  # it has one already if it waits to grow
     if ticket is None:
         ticket = changes.new_ticket(first=True)
         ticket.preempted = lease.busy
@@ -129,11 +128,11 @@ def begin_move(
 
 
 BUSY_CHANNEL = "swap-channel"
-"""The reason of a refusal that is over as soon as another kernel's swap is."""
+"""The code of a refusal that ends with another kernel's swap."""
 
 
 def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Reason | None:
-    """Begin the move. Returns why the lease stays where it is, or None. Whether it can be suspended at all is asked before."""
+    """Begin a requested move. Returns why the lease stays, or None. The caller has checked that it can be suspended at all."""
     refused = REVOKED if lease.revoked else _not_movable(changes, lease)
     if refused is not None:
         return refused
@@ -185,7 +184,7 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
 
 
 def _roomiest(changes: Changes, devices: tuple[str, ...]) -> tuple[str | None, int]:
-    """Return where most is free that is kept for nobody, and how much, MiB."""
+    """Return the device with the most free memory that is kept for no lease, and how much that is, MiB."""
     kept: dict[str, int] = {}
     for other in changes.books.leases.values():
         for device_id in other.ticket.kept_on if other.ticket is not None else ():

@@ -1,8 +1,8 @@
-"""Whose turn it is: after every event, whoever waits is served as far as can be.
+"""After every event, the scheduler serves the waiting leases as far as possible.
 
-In this order: leases whose time is over end; suspends that somebody asked for, or that a breached cap, an emptied device or an ended
-seat demands, begin;
-tickets are served; host memory is relieved; leases that have idled long enough are suspended. One swap channel serves all of them.
+In this order: leases whose time is over end; suspends begin that were requested, or that a breached cap, a drained device or an ended
+seat demands; tickets are served; host memory is relieved; leases that were idle for long enough are suspended. All of them share the
+swap channels.
 """
 
 from fractional_gpu.core.books.books import Lease
@@ -27,11 +27,11 @@ from fractional_gpu.core.units import format_duration, format_memory
 
 __all__ = ["Scheduler"]
 
-_SPARE_PASSES = 4  # over the queue in one event, beside two for everybody who waits; a second one is rare
+_SPARE_PASSES = 4  # over the queue in one event, beside two for each waiting lease; a second pass is rare
 
 
 class Scheduler:
-    """Serves whoever waits. `wake_ms`: the next moment at which time alone changes a decision."""
+    """Serves waiting leases. `wake_ms`: the next time at which time alone changes a decision."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -73,7 +73,7 @@ class Scheduler:
 
     def _serve_tickets(self) -> None:
         self._recheck_ms = None
-        # each further pass follows a ticket that was served, or that needs more than it said
+        # Bounded: each further pass follows a ticket that was served, or that needs more than it said.
         for _ in range(_SPARE_PASSES + 2 * self._books.waiting):
             if not self._books.waiting:
                 break
@@ -89,7 +89,7 @@ class Scheduler:
                 self._changes.open_gate(lease)
 
     def wake_ms(self) -> int | None:
-        """Return when to serve again though nothing happens, or None. What waits for an answer needs no alarm."""
+        """Return when to serve again if no event comes, or None. What waits for the result of an operation needs no alarm."""
         due = (
             self._deadlines.next_ms(),
             self._recheck_ms,
@@ -100,7 +100,7 @@ class Scheduler:
         return min((at_ms for at_ms in due if at_ms is not None and at_ms > self._changes.now_ms), default=None)
 
     def _take_due(self) -> None:
-        """Do what the clock alone demands, but for idle suspensions."""
+        """Do what the clock alone demands, except idle suspensions."""
         now_ms, ripe = self._changes.now_ms, self._deadlines.ripe
         for lease_id, lease in list(ripe.items()):
             if lease.state is LeaseState.ENDED:
@@ -146,7 +146,7 @@ class Scheduler:
                 self._changes.begin_suspend(lease, "suspend.asked", f"{lease.suspend_requested_by} asked for it")
 
     def move_requested(self, lease: Lease, device_id: str | None) -> None:
-        """An administrator wants it elsewhere: it goes at once, or stays."""
+        """Move the lease at an administrator's request, at once or not at all."""
         wait = (lease.state is LeaseState.RESIDENT and self.cannot_suspend(lease)) or move_on_request(
             self._changes, lease, device_id
         )
@@ -165,7 +165,7 @@ class Scheduler:
                 self._changes.begin_suspend(lease, "suspend.breach", "it uses more than its cap")
 
     def cannot_suspend(self, lease: Lease) -> Reason | None:
-        """Say why a resident, idle lease cannot be suspended at all now, or return None."""
+        """Return why a resident, idle lease cannot be suspended now, or None."""
         if lease.is_unsuspendable:
             return Reason("not-checkpointable", lease.unsuspendable_reason)
         if lacks_device(self._books, lease):
@@ -177,7 +177,7 @@ class Scheduler:
         return Reason("host-memory", f"saving it takes up to {need} of host memory, of which {left} are left")
 
     def _suspend_idle(self) -> bool:
-        """Suspend who has idled for long enough. Returns whether room was kept for one of them, to grow where it was."""
+        """Suspend leases that were idle for long enough. Returns whether room had been kept for one of them to grow in place."""
         now_ms, kept = self._changes.now_ms, False
         for lease in list(self._deadlines.ripe.values()):
             if not self._changes.channel_free:
@@ -199,7 +199,7 @@ class Scheduler:
         return kept
 
     def _makes_room_to_grow(self, lease: Lease) -> bool:
-        """Whether neighbours are stepping aside so that it can grow where it is: if it left now, they would have done so in vain."""
+        """Return whether neighbours are leaving so that the lease can grow in place: its own suspend would waste that."""
         ticket = lease.ticket
         if ticket is None or not lease.is_growing or ticket.wait is None or ticket.wait_pass != self._books.passes:
             return False

@@ -1,8 +1,8 @@
-"""Whom to suspend for somebody who waits.
+"""Which leases to suspend for a waiting one.
 
-Idle leases first, those that cost least first (`ranking`), then nobody in vain. Busy ones are taken only where the pool preempts, and only
-those that the beneficiary goes before (`fairness`): the lowest priority, then whoever is furthest ahead. At the end of their cells, busy
-ones may be counted on in any pool (`yielding`).
+Idle leases come first, cheapest first (`victim_cost`), and none is taken whose memory is not needed. Busy leases are taken only where the
+pool preempts, and only those that the beneficiary precedes (`fairness`): the lowest priority first, then the one furthest ahead of its
+share. Busy leases that leave at the end of a cell are possible victims in any pool (`yielding`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,19 +23,19 @@ __all__ = ["Victims"]
 
 
 class Victims:
-    """Candidates on each device, as they are in one pass. `hint_ms`: when somebody else becomes one by time alone."""
+    """The candidates on each device in one pass. `recheck_ms`: when time alone adds one."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
         self.recheck_ms: int | None = None
 
     def recheck_at(self, at_ms: int) -> None:
-        """Time alone changes something then."""
+        """Note a future time at which the candidates change."""
         if at_ms > self._books.now_ms and (self.recheck_ms is None or at_ms < self.recheck_ms):
             self.recheck_ms = at_ms
 
     def may_preempt_busy(self, lease: Lease) -> bool:
-        """Whether the lease could have busy ones preempted at all."""
+        """Return whether the lease may preempt any busy lease."""
         pool = self._books.policy(lease)
         if lease.is_growing:
             return False
@@ -44,11 +44,11 @@ class Victims:
         return lease.spec.priority > self._books.accounts.lowest_priority[lease.spec.pool]
 
     def never_leaves(self, lease: Lease) -> bool:
-        """Whether the lease does not step aside for anybody, idle or not."""
+        """Return whether the lease leaves for no other lease, even when idle."""
         return lease.is_unsuspendable or lease.pinned_until_ms > self._books.now_ms or lacks_device(self._books, lease)
 
     def may_leave(self, lease: Lease) -> bool:
-        """Whether the lease is idle and may be suspended now."""
+        """Return whether the lease is idle and may be suspended now."""
         if lease.occupancy is not OccupancyKind.IDLE or lacks_device(self._books, lease):
             return False
         from_ms = suspendable_from_ms(self._books.policy(lease), lease)
@@ -70,10 +70,10 @@ class Victims:
         host_mib: int | None = None,
         between_cells: bool = False,
     ) -> tuple[Lease, ...] | None:
-        """Return leases whose room covers the shortage, none of them in vain; None if there are not enough.
+        """Return leases whose memory covers the shortage, each of them needed; None if there are not enough.
 
-        Of who rests, those for which `host_mib` of host memory suffice, if there are enough of them; else the others, too. With `busy`
-        (`takes_busy`) also who works and may be preempted; `between_cells`: or who may be asked to leave at the end of its cell.
+        Idle leases that `host_mib` of host memory suffice for are enough if possible; otherwise idle leases beyond that are taken, too.
+        `busy` adds leases that may be preempted, `between_cells` those that may be asked to leave at the end of a cell.
         """
         if short_mib <= 0:
             return ()
@@ -89,7 +89,7 @@ class Victims:
     def _is_too_little(
         self, found: VictimRanking, short_mib: int, beneficiary: Lease, *, busy: bool, between_cells: bool
     ) -> bool:
-        """Whether all candidates together do not cover the shortage: most often that is so, and known at once."""
+        """Return whether all candidates together fall short. That is the most frequent outcome, and known from totals."""
         short_mib -= found.ready_mib
         if between_cells:
             return short_mib > 0 and self._yielders(found, beneficiary).mib < short_mib
@@ -107,14 +107,14 @@ class Victims:
             yield from self._preemptible(found, beneficiary)
 
     def _yielders(self, found: VictimRanking, beneficiary: Lease) -> YieldCandidates:
-        """Return who is busy and may be asked to leave at the end of its cell, first those that were asked already."""
+        """Return the busy leases that may be asked to leave at the end of a cell, those asked already first."""
         known = yield_candidates(self._books, found, beneficiary.spec.priority)
         if known.next_ms is not None:
             self.recheck_at(known.next_ms)
         return known
 
     def idle_victims(self, device_id: str) -> list[Lease]:
-        """Return who is idle on the device and may be suspended now, cheapest first; some may have begun to leave in this pass."""
+        """Return the idle leases of the device that may be suspended, cheapest first; some may have begun to leave in this pass."""
         return self._ranks(device_id).ready
 
     def _ranks(self, device_id: str) -> VictimRanking:
@@ -124,7 +124,7 @@ class Victims:
         return found
 
     def _preemptible(self, ranked: VictimRanking, beneficiary: Lease) -> list[Lease]:
-        """Return who is busy and may be preempted for the lease now."""
+        """Return the busy leases that may be preempted for the beneficiary now, in the order of choice."""
         books, found = self._books, []
         for from_ms, lease in busy_candidates(books, ranked):
             before_ms = goes_before_from_ms(books, beneficiary, lease)
@@ -141,14 +141,14 @@ class Victims:
 def _enough(
     able: Iterator[Lease], short_mib: int, taken: set[str], also: Sequence[Lease], host_mib: int | None
 ) -> tuple[tuple[Lease, ...], bool]:
-    """Return the first of the leases whose room covers the shortage, or none, and whether one was left out for want of host memory."""
+    """Return the first leases that cover the shortage, or none, and whether one was left out for want of host memory."""
     chosen: list[Lease] = []
     room, too_large = 0, False
     for other in able:
         if other.lease_id in taken or other in also:
             continue
         if too_large and other.busy:
-            break  # nobody is preempted because the host has no memory for one who rests
+            break  # a busy lease is not preempted because host memory is too short for an idle one
         if host_mib is not None:
             need_mib = other.host_need_mib
             if need_mib > host_mib:
@@ -158,12 +158,12 @@ def _enough(
         chosen.append(other)
         room += other.held_mib
         if room >= short_mib:
-            return tuple(_none_in_vain(chosen, room - short_mib)), too_large
+            return tuple(_without_spare(chosen, room - short_mib)), too_large
     return (), too_large
 
 
-def _none_in_vain(chosen: list[Lease], spare_mib: int) -> list[Lease]:
-    """Return the leases without those, last ones first, whose room is not needed: so much is to spare."""
+def _without_spare(chosen: list[Lease], spare_mib: int) -> list[Lease]:
+    """Return the leases without those that fit into what is to spare, dropping the last (dearest) first."""
     needed = []
     for lease in reversed(chosen):
         if lease.held_mib <= spare_mib:

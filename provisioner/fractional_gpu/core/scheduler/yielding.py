@@ -1,16 +1,17 @@
-"""Room at the end of a cell: a kernel that runs one cell after another is never idle for long, and makes room all the same.
+"""Room at the end of a cell: a kernel that runs one cell after another is never idle for long, and still makes room.
 
-For a ticket that fits nowhere, and that nobody idle can make room for, the gates of busy leases are closed where these leases' leaving
-would let it in, alone or with what else is free, leaves or rests. That holds under any `preempt`, and no device has to be quiet for it:
+If a ticket fits nowhere and idle leases cannot make room for it, the arbiter closes the gates of busy leases whose leaving would let it
+in, together with what is free, leaving or idle. That holds for every `preempt` policy, and needs no quiet device:
 
-- A lease is asked only after its minimum residency, for a ticket of at least its own priority, and not while it is pinned, or after a
-  suspend that failed. The cell that runs goes on.
-- Its next cell asks, and has its place in the queue from then on. That cell is behind the ticket, and until it is let in nothing of its
-  kernel runs: the lease can be suspended at once, as an idle one.
-- If several leases have to leave, the first one to end its cell waits for the others, but no longer than its own swap takes, and at
-  least a second (`gate_opens_ms`): some of them may run a cell that never ends. It is not asked again before another minimum residency.
-- Gates that no ticket needs closed any more are opened by the pass that finds so. While the swap channel is in use, no pass looks that far:
-  they stay as they are until the swap has ended.
+- A lease is asked only after its minimum residency, for a ticket of at least its own priority, and not while it is pinned or after a
+  failed suspend. The running cell goes on.
+- The lease's next cell asks before it runs, and has its place in the queue from then on, behind the ticket. Until it is let in, its
+  kernel runs nothing, so the lease can be suspended at once like an idle one.
+- If several leases have to leave, the first one to end its cell waits for the others, but only as long as its own swap takes, and at
+  least a second (`gate_opens_ms`), because another one may run a cell that never ends. It is not asked again before another minimum
+  residency has passed.
+- The pass that finds a gate closed for no ticket opens it. While the swap channel is in use, passes do not look that far: gates stay as
+  they are until the swap has ended.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ __all__ = ["CellYields"]
 
 
 class CellYields:
-    """Whose gates are closed, in one pass over the queue."""
+    """Closes and opens gates in one pass over the queue."""
 
     def __init__(self, changes: Changes, room: Capacity, victims: Victims) -> None:
         self._changes = changes
@@ -35,7 +36,7 @@ class CellYields:
         self._victims = victims
 
     def ask(self, lease: Lease, devices: Sequence[str], key: BucketKey) -> None:
-        """Close the gates of the leases that could let the ticket in at the end of their cells, if they suffice."""
+        """Close the gates of leases that can make enough room for the ticket at the end of their cells, if there are such."""
         plan = self._capacity.plan(lease, devices, key.need_mib, key.devices, between_cells=True)
         if not isinstance(plan, Plan):
             return
@@ -45,7 +46,7 @@ class CellYields:
                 self._changes.close_gate(victim)
 
     def open_others(self) -> None:
-        """At the end of a pass: open the gates that need not stay closed, and those that were closed for too long."""
+        """Open the gates that no ticket needs closed, and those closed for too long. Called at the end of a pass."""
         if not self._changes.channel_free:
             return
         for lease in list(self._books.gates_closed.values()):
@@ -56,7 +57,7 @@ class CellYields:
                 self._wait_for_others(lease, lease.gate.ticket.asked_ms)
 
     def _wait_for_others(self, lease: Lease, since_ms: int) -> None:
-        """Its cell has ended, and those of others that have to leave with it have not."""
+        """Open the gate of a lease whose cell has ended if the others have taken too long, else look again when they have."""
         until_ms = gate_opens_ms(self._books, lease, since_ms)
         if until_ms > self._books.now_ms:
             self._victims.recheck_at(until_ms)
