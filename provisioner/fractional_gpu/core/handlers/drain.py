@@ -1,7 +1,7 @@
-"""Emptying a device: whoever is on it leaves as soon as may be. Pins do not protect from it, nor does minimum residency.
+"""Draining a device: its leases leave as soon as possible. Pins do not protect from it, nor does minimum residency.
 
-Idle leases are suspended at once, busy ones when they become idle, or at once where the administrator says so. What cannot be saved (its
-process, its device, host memory) stays until it can.
+Idle leases are suspended at once. Busy ones follow when they become idle, or at once where the administrator says so. What cannot be saved
+(its process, its device, host memory) stays until it can.
 """
 
 from fractional_gpu.core.books.books import Device, Lease
@@ -13,7 +13,7 @@ __all__ = ["DeviceDrains"]
 
 
 class DeviceDrains:
-    """Empties devices. `hint_ms`: when time alone lets another lease leave."""
+    """Drains devices. `recheck_ms`: when time alone lets another lease leave."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -21,7 +21,7 @@ class DeviceDrains:
         self.recheck_ms: int | None = None
 
     def begin(self, device_id: str, *, evict_busy: bool) -> None:
-        """An administrator wants the device empty."""
+        """Begin to drain a device."""
         device = self._books.devices.get(device_id)
         if device is None:
             return
@@ -31,7 +31,7 @@ class DeviceDrains:
             self._record_begun(lease, device)
 
     def end(self, device_id: str) -> None:
-        """The device takes part again."""
+        """End the drain of a device."""
         device = self._books.draining.pop(device_id, None)
         if device is not None:
             device.draining = device.evict_busy = False

@@ -1,4 +1,4 @@
-"""What happens to leases from outside: they are asked for, found, attached; they want the GPU, run, rest, and end."""
+"""Events of a lease's life: it is requested, recovered, attached; it wants the GPU, runs, rests, and ends."""
 
 from fractional_gpu.core.books.books import Lease
 from fractional_gpu.core.changes.changes import Changes
@@ -14,7 +14,7 @@ from fractional_gpu.core.rules.suspendability import update_suspendability
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_memory
 
-__all__ = ["FOUND", "SOMEWHERE", "Lifecycle"]
+__all__ = ["FOUND", "NEEDS_DEVICE", "Lifecycle"]
 
 FOUND = {
     LeaseState.UNATTACHED: Cause.FOUND_UNATTACHED,
@@ -23,7 +23,7 @@ FOUND = {
     LeaseState.SUSPENDED: Cause.FOUND_SUSPENDED,
     LeaseState.QUARANTINED: Cause.FOUND_UNKNOWN,
 }
-"""What a lease can be found as."""
+"""The states that a lease can be found in, and the cause of that transition."""
 _FOUND_AS = {
     LeaseState.UNATTACHED: "no process of this kernel",
     LeaseState.NO_CONTEXT: "this kernel alive, with nothing on a GPU",
@@ -31,8 +31,8 @@ _FOUND_AS = {
     LeaseState.SUSPENDED: "this kernel's memory saved on the host",
     LeaseState.QUARANTINED: "this kernel in a state that it examines",
 }
-SOMEWHERE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
-"""Found on a device, or saved from one."""
+NEEDS_DEVICE = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDED})
+"""States that are impossible without a device."""
 
 
 class Lifecycle:
@@ -65,7 +65,7 @@ class Lifecycle:
             self._start_reservations.request(lease)
 
     def recovered(self, event: LeaseRecovered) -> None:
-        """Take over what a new broker found. Raises ValueError for what cannot be found."""
+        """Take over a lease that a new broker found. Raises ValueError for a state that cannot be found."""
         if event.state not in FOUND:
             allowed = ", ".join(sorted(FOUND))
             raise ValueError(f"lease {event.spec.lease_id} cannot be recovered as {event.state}; allowed: {allowed}")
@@ -73,8 +73,8 @@ class Lifecycle:
             return
         changes, state = self._changes, event.state
         device_ids = event.device_ids or ((event.device_id,) if event.device_id is not None else ())
-        if state in SOMEWHERE and not device_ids:
-            state = LeaseState.QUARANTINED  # resident or saved, but where? that is no truth
+        if state in NEEDS_DEVICE and not device_ids:
+            state = LeaseState.QUARANTINED  # resident or saved, and its device is unknown
         lease = Lease(spec=event.spec, state=next_state(None, FOUND[state]), generation=event.generation)
         lease.since_ms = lease.last_active_ms = changes.now_ms
         lease.busy = event.busy and state is not LeaseState.UNATTACHED
@@ -91,7 +91,7 @@ class Lifecycle:
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
 
     def settle_found(self, lease: Lease, state: LeaseState, device_ids: tuple[str, ...], saved_mib: int) -> None:
-        """Write down what a lease in this state holds, whether there is room for it or not. What it held for certain stays held."""
+        """Record what a lease that was found in this state holds, even beyond what is free. What it certainly held stays held."""
         held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
@@ -109,7 +109,7 @@ class Lifecycle:
             self._changes.restart_expiry(lease)
 
     def attached(self, lease: Lease, *, gated: bool) -> None:
-        """A process stands behind the lease."""
+        """Note that a process stands behind the lease."""
         if lease.left_behind:
             lease.left_behind, lease.last_active_ms = "", self._changes.now_ms
             self._changes.record(lease.lease_id, "attached", "a new kernel runs beside what the last one left behind")
@@ -132,14 +132,14 @@ class Lifecycle:
             self._changes.emit_granted(lease)
             return
         self._changes.change_state(lease, Cause.ATTACHED, "attached", "the kernel runs and has not used a GPU yet")
-        if not gated:  # nothing keeps it from using the GPU
+        if not gated:  # no gate keeps it from using the GPU
             self._changes.file_ticket(lease)
 
     def left_behind(self, lease: Lease, what: str) -> None:
-        """The kernel process is gone, and processes of its tree still have device memory: what the lease holds stays held.
+        """Keep what the lease holds, as processes of its tree outlive the kernel and still have device memory.
 
-        They use the device without a cell, so the lease counts as busy: it takes turns where the pool preempts. What is saved can be
-        wanted by no cell any more, so it gets a ticket.
+        They use the device without a cell, so the lease counts as busy and takes turns where the pool preempts. No cell can want saved
+        state any more, so that gets a ticket.
         """
         changes = self._changes
         if not (lease.held_mib or lease.saved_mib) or lease.state is LeaseState.UNATTACHED:
@@ -150,7 +150,7 @@ class Lifecycle:
                 self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
             if lease.busy:
                 changes.forecast_recorder.busy_changed(lease, busy=False)
-            if lease.gate.ticket is not None:  # it ended with its kernel
+            if lease.gate.ticket is not None:  # the cell ended with its kernel
                 self._books.set_gate(lease, closed=True)
             self._books.set_busy(lease, busy=True)
             sentence = f"the kernel process ended; {what} still has device memory and keeps the lease's room"
@@ -159,17 +159,17 @@ class Lifecycle:
                 changes.decline_suspend(lease, "busy", sentence)
         if lease.state in (LeaseState.SUSPENDED, LeaseState.RESUMING):  # a resume may fail to start
             changes.file_ticket(lease, preempted=True)
-        changes.requeued.update(self._books.queue.lines)  # those who wait for its room are told of it
+        changes.requeued.update(self._books.queue.lines)  # tickets that wait for its room show it
 
     def exited(self, lease: Lease) -> None:
-        """The process is gone."""
+        """Free what the lease holds: its process is gone."""
         if lease.state is LeaseState.UNATTACHED:
             return
         if lease.pinned_until_ms:
             self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
         if lease.busy and not lease.left_behind:
             self._changes.forecast_recorder.busy_changed(lease, busy=False)
-        if lease.revoked:  # no server is there to start another kernel for it
+        if lease.revoked:  # no server exists that could start another kernel for it
             self._changes.end(lease, Cause.RELEASED, "seat-ended")
             return
         self._changes.release_everything(lease)
@@ -179,13 +179,13 @@ class Lifecycle:
         )
 
     def released(self, lease: Lease, reason: str) -> None:
-        """The lease is over."""
+        """End the lease."""
         if lease.pinned_until_ms:
             self._pins.refund(lease)
         self._changes.end(lease, Cause.RELEASED, reason)
 
     def wanted(self, lease: Lease, *, urgent: bool) -> bool:
-        """The kernel needs the GPU. Returns whether that matters to anybody."""
+        """Let the kernel in, or give it a ticket. Returns whether any decision depends on it."""
         if lease.revoked:
             return False
         if lease.state is LeaseState.RESIDENT:
@@ -211,9 +211,9 @@ class Lifecycle:
         return not self._changes.is_known_unservable(lease)
 
     def unwanted(self, lease: Lease) -> bool:
-        """Nobody waits for it any more; the cell of a preempted kernel still does, and so does whoever has it grow.
+        """Withdraw the ticket, as no cell waits any more. Returns whether any decision depends on it.
 
-        What a kernel left behind was never wanted by anybody, and comes back all the same.
+        A preempted cell still waits, a claim to grow stays, and so does the ticket of what a kernel left behind.
         """
         ticket = lease.ticket
         self._books.parked.pop(lease.lease_id, None)
@@ -229,10 +229,10 @@ class Lifecycle:
         left_out = left_out and not ticket.urgent
         self._changes.forecast_recorder.ticket_given_up(lease)
         self._changes.withdraw_ticket(lease)
-        return not left_out  # nothing was kept for it, nor promised to it, and it decided about nobody's turn
+        return not left_out  # a ticket that was left out kept nothing and decided about no turn
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
-        """It began or ended to run something. Returns whether that matters to anybody."""
+        """Note that the kernel began or ended to run something. Returns whether any decision depends on it."""
         if busy == lease.busy or lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return False
         lease.last_active_ms = self._changes.now_ms
@@ -240,11 +240,11 @@ class Lifecycle:
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
         counted = lease.suspend_requested or lease.lease_id in self._books.expected_victims
         if busy and not counted and not self._books.shares_by_time(lease) and not lease.gate.closed:
-            return False  # whoever works gives nothing away; an alarm for it comes in vain
+            return False  # a lease that begins to work frees nothing
         return lease.state is LeaseState.RESIDENT
 
     def measured(self, lease: Lease, used_mib: int) -> bool:
-        """Its use of device memory was measured. Returns whether that matters to anybody."""
+        """Take a measurement of its device memory. Returns whether any decision depends on it."""
         if lease.state not in (LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDING):
             return False
         need_mib, stayed, used = lease.host_need_mib, lease.is_unsuspendable, lease.used_mib
@@ -257,16 +257,14 @@ class Lifecycle:
         breaches = self._memory_caps.measured(lease)
         matters = breaches or lease.host_need_mib != need_mib or lease.is_unsuspendable != stayed
         matters |= self._resizer.measured(lease)
-        if (
-            used_mib != used and lease.busy and self._books.waiting
-        ):  # what swapping it takes decides from when on it may be preempted
-            matters = True
+        if used_mib != used and lease.busy and self._books.waiting:
+            matters = True  # its use decides how long its swap takes, and so from when on it may be preempted
         if matters:
             self._books.requeue(lease)
         return matters
 
     def shrunk(self, lease: Lease, event: Shrunk) -> bool:
-        """It gave its caches back, or could not. Returns whether that matters to a ticket or a suspend."""
+        """Note that the kernel gave its caches back, or could not. Returns whether any decision depends on it."""
         if (
             not lease.shrink.is_requested
             or lease.generation != event.generation
@@ -280,7 +278,7 @@ class Lifecycle:
         return True
 
     def suspend_requested(self, lease: Lease, by: str) -> None:
-        """Its user or an administrator, `by`, asks for its suspend."""
+        """Take a request of `by` (its user, an administrator) to suspend the lease, or decline it."""
         if lease.state is not LeaseState.RESIDENT:
             sentence = f"the kernel is {lease.state}: only a resident one can be suspended"
             self._changes.decline_suspend(lease, "not-resident", sentence)
@@ -295,7 +293,7 @@ class Lifecycle:
             self._books.set_suspend_requested(lease, by=by)  # served at once, or declined with the reason
 
     def checkpointable(self, lease: Lease, why_not: str) -> None:
-        """Its process can, or cannot, be checkpointed. One that can again is not left alone any longer for the suspends that failed."""
+        """Note whether the process can be checkpointed. If it can again, failed suspends delay the next one no longer."""
         if lease.why_not and not why_not:
             lease.retries.forget_suspends()
         lease.why_not = why_not

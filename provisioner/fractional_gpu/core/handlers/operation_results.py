@@ -1,4 +1,4 @@
-"""What became of operations: suspends, resumes, and looks at leases of which nobody knew what they are."""
+"""Results of operations: suspends, resumes, and searches for the truth about quarantined leases."""
 
 from fractional_gpu.core.books.books import Lease, Operation
 from fractional_gpu.core.books.records import Reason
@@ -12,7 +12,7 @@ from fractional_gpu.core.events import (
     TruthFound,
 )
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
-from fractional_gpu.core.handlers.lifecycle import FOUND, SOMEWHERE, Lifecycle
+from fractional_gpu.core.handlers.lifecycle import FOUND, NEEDS_DEVICE, Lifecycle
 from fractional_gpu.core.handlers.resize import Resizer
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.rules.suspendability import update_suspendability
@@ -24,7 +24,7 @@ _FIRST_RETRY_MS = 1000  # after a resume that could not start; doubled each time
 
 
 class OperationResults:
-    """One method per kind of answer."""
+    """One method per kind of result."""
 
     def __init__(self, changes: Changes, lifecycle: Lifecycle, resizing: Resizer) -> None:
         self._resizer = resizing
@@ -33,7 +33,7 @@ class OperationResults:
         self._lifecycle = lifecycle
 
     def suspended(self, event: SuspendFinished) -> None:
-        """Take the outcome of a suspend in."""
+        """Take the outcome of a suspend."""
         changes, books = self._changes, self._books
         finished = changes.finish_operation(Operation(event.operation_id, event.lease_id, SUSPEND, event.generation))
         if finished is None:
@@ -67,9 +67,9 @@ class OperationResults:
                 self._rolled_back(lease, event.outcome, sentence)
 
     def _settle_claims(self, lease: Lease) -> tuple[bool, bool]:
-        """A busy kernel that had to make room waits for its turn, and one that waited to grow has its new size: return which is so."""
+        """Apply a claim to grow, and give a preempted kernel a ticket. Returns whether a ticket was filed, and a claim applied."""
         changes, claim = self._changes, lease.ticket.resize_to if lease.ticket is not None else None
-        if lease.ticket is not None and claim is not None:  # it is on no device now: nothing keeps it from growing
+        if lease.ticket is not None and claim is not None:  # on no device, it needs no room to grow
             then, kept_on = lease.ticket.after_suspend, lease.ticket.kept_on
             self._books.dequeue(lease)
             if self._resizer.is_allowed(lease, claim):
@@ -109,7 +109,7 @@ class OperationResults:
         self._resizer.claim_missing(lease)
 
     def _drop_ticket(self, lease: Lease) -> None:
-        """The lease is on its device still, or again: whatever it waited for is there, but for room to grow."""
+        """Drop the ticket of a lease that is still, or again, on its device; a claim to grow stays."""
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None:
             ticket.after_suspend, ticket.kept_on = None, ()
@@ -117,7 +117,7 @@ class OperationResults:
             self._changes.withdraw_ticket(lease)
 
     def _pause_ms(self, lease: Lease, outcome: SuspendOutcome) -> int:
-        """How long the lease is left alone: what cannot be saved for long, what was only at a bad moment for a moment, then longer."""
+        """Return how long no suspend is tried: long if the lease cannot be saved, else a moment, doubled with each failure."""
         longest_ms = self._books.policy(lease).retry_refused_ms
         if outcome is not SuspendOutcome.ABORTED:
             return longest_ms
@@ -125,7 +125,7 @@ class OperationResults:
         return min(_FIRST_RETRY_MS << min(lease.retries.aborted_suspends - 1, 16), longest_ms)
 
     def resumed(self, event: ResumeFinished) -> None:
-        """Take the outcome of a resume in."""
+        """Take the outcome of a resume."""
         changes, books = self._changes, self._books
         finished = changes.finish_operation(Operation(event.operation_id, event.lease_id, RESUME, event.generation))
         if finished is None:
@@ -158,7 +158,7 @@ class OperationResults:
                 changes.quarantine(lease, sentence)
 
     def truth_found(self, lease: Lease, event: TruthFound) -> None:
-        """Take in what a quarantined lease really is."""
+        """Take the truth about a quarantined lease."""
         changes = self._changes
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
             changes.record(lease.lease_id, "answer.stale", f"it was found {event.state}, which nobody asks any more")
@@ -166,17 +166,15 @@ class OperationResults:
         if event.state is LeaseState.QUARANTINED and event.sentence:
             lease.reason, lease.sentence = FOUND_FAILED, event.sentence
             changes.record(lease.lease_id, FOUND_FAILED, event.sentence)
-            changes.requeued.add(lease.spec.pool)  # a cell that waits hears of it
+            changes.requeued.add(lease.spec.pool)  # a waiting cell shows the reason
             return
         device_ids = lease.device_ids
         if event.device_id is not None and event.device_id not in device_ids:
             device_ids = (event.device_id,)
         if event.state is LeaseState.SUSPENDED:
-            device_ids = (
-                lease.home_ids or device_ids
-            )  # a resume that failed leaves what was saved where it was saved from
+            device_ids = lease.home_ids or device_ids  # a failed resume leaves the state where it was saved from
         unknown = event.state not in FOUND or event.state is LeaseState.QUARANTINED
-        if unknown or (event.state in SOMEWHERE and not device_ids):
+        if unknown or (event.state in NEEDS_DEVICE and not device_ids):
             changes.record(lease.lease_id, "truth.impossible", f"it was found {event.state}, which cannot be all")
             changes.effects.append(LookAgain(lease_id=lease.lease_id, generation=lease.generation))
             return

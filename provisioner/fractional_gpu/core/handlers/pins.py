@@ -1,7 +1,7 @@
-"""Pins: a lease that is not suspended for others, nor for being idle, for a while.
+"""Pins: for a while a lease is not suspended for others, nor for being idle.
 
-A pin costs its owner's budget in the pool, which comes back evenly over a day; what is left of a pin that ends early comes back at
-once. The end of a pin is a deadline like others. A person's wish to suspend the lease ends its pin; an emptied device ignores it.
+A pin costs its owner's budget in the pool, which comes back evenly over a day; what is left of a pin that ends early comes back at once.
+The end of a pin is a deadline like others. A request to suspend the lease ends its pin; a drained device ignores it.
 """
 
 from fractional_gpu.core.books.books import Lease
@@ -25,7 +25,7 @@ class Pins:
         self._books = changes.books
 
     def pin(self, lease: Lease, duration_ms: int) -> None:
-        """Pin the lease from now on, or say why not. Replaces the pin there was."""
+        """Pin the lease from now on, or decline. Replaces an earlier pin."""
         pool, account = self._books.policy(lease), self._books.accounts.of(lease)
         no_seat = (REVOKED.code, REVOKED.sentence) if lease.revoked else None
         refused = no_seat or self._refusal(lease, pool, account, duration_ms)
@@ -57,21 +57,21 @@ class Pins:
         )
 
     def unpin(self, lease: Lease, reason: str, sentence: str) -> None:
-        """End the pin, if there is one; what is left of it goes back to the budget."""
+        """End the pin, if there is one; the rest of it goes back to the budget."""
         if lease.pinned_until_ms:
             self.refund(lease)
             self._changes.record(lease.lease_id, reason, sentence)
         self._changes.effects.append(Pinned(lease_id=lease.lease_id, until_ms=0))
 
     def refund(self, lease: Lease) -> None:
-        """End the pin without a word: the lease ends."""
+        """End the pin of a lease that ends, without an effect."""
         account = self._books.accounts.of(lease)
         self._settle(account, self._books.policy(lease))
         account.pinned_ms = max(0, account.pinned_ms - self._left_ms(lease))
         self._set(lease, 0)
 
     def restore(self, lease: Lease, until_ms: int) -> None:
-        """Take over a pin that a new broker found; what is left of it is spent."""
+        """Take over a pin that a new broker found in the ledger; the rest of it counts as spent."""
         if until_ms <= self._changes.now_ms or lease.state is LeaseState.UNATTACHED:
             return
         account = self._books.accounts.of(lease)
@@ -87,7 +87,7 @@ class Pins:
         return max(0, lease.pinned_until_ms - self._changes.now_ms)
 
     def _spent_ms(self, account: Account, pool: PoolSpec) -> int:
-        """What is used up of the budget now: it comes back evenly over a day."""
+        """Return what is used up of the budget now, as it comes back evenly over a day."""
         passed_ms = self._changes.now_ms - account.pinned_at_ms
         back_ms = passed_ms if pool.pin_budget_ms is None else pool.pin_budget_ms * passed_ms // _DAY_MS
         return max(0, account.pinned_ms - back_ms)

@@ -1,12 +1,13 @@
-"""Another size for a lease that exists.
+"""Another size for an existing lease.
 
-Smaller: at once, if what it uses fits. Larger while it is not on a device: at once. Larger while it is: its claim waits in the same line as
-tickets and is served where the lease is; idle neighbours step aside for it, and an idle lease that may move goes where there is
-room. A claim outlives the lease's own suspend, whose end makes it true at once. A newer request replaces it.
+A smaller size applies at once, if what the lease uses fits. A larger one applies at once while the lease is on no device. Otherwise the
+lease's claim waits in the queue like any ticket and is served where the lease is: idle neighbours leave for it, or the lease, if it is
+idle and may move, goes where there is room. A claim outlives the lease's own suspend, at the end of which it applies. A newer request
+replaces it.
 
-Where reservations follow use, they keep ahead of it: beyond the pool's headroom they have room for as much growth as there was between the
-last two measurements, and at most for another headroom. So a kernel that grows steadily, by less than the headroom from one measurement to
-the next, stays within its reservation though one of them is missed.
+Where reservations follow use, they keep ahead of it. Beyond the pool's headroom they have room for as much growth as there was between the
+last two measurements, and at most for another headroom. So a kernel that grows steadily, by less than the headroom from one measurement
+to the next, stays within its reservation even if one of them is missed.
 """
 
 from dataclasses import replace
@@ -34,7 +35,7 @@ class Resizer:
         self._books = changes.books
 
     def requested(self, lease: Lease, event: ResizeRequested) -> None:
-        """Somebody asks for another size."""
+        """Apply, queue or decline a requested size."""
         spec = replace(
             lease.spec,
             fraction_milli=event.fraction_milli,
@@ -89,7 +90,7 @@ class Resizer:
         return min(lease.growth_mib, self._books.policy(lease).headroom_mib)
 
     def _extra_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """What the lease lacks on each of its devices; where it has a device as a whole, only what is more than that."""
+        """Return what the lease lacks on each of its devices. An exclusive device counts as a whole."""
         reserve_mib, has_mib = self._target_mib(lease, spec), lease.held_mib
         devices = [self._books.devices[one] for one in lease.device_ids if one in self._books.devices]
         if devices and all(device.is_exclusive for device in devices):
@@ -121,7 +122,7 @@ class Resizer:
             return self._books.refresh_size(lease)
         ticket = lease.ticket
         if ticket is not None and ticket.resize_to is not None and ticket.resize_to is not lease.spec:
-            return self._set_extra(lease, ticket, ticket.resize_to)  # somebody asked for another size, too
+            return self._set_extra(lease, ticket, ticket.resize_to)  # a requested size waits as well
         return self._follow(lease, ticket)
 
     def _follow(self, lease: Lease, ticket: Ticket | None) -> bool:
@@ -148,7 +149,7 @@ class Resizer:
         return changed
 
     def pool_configured(self, pool: str) -> None:
-        """A pool's policy changed: leases that hold less than it wants them to ask for the rest, and claims follow it."""
+        """Follow a changed policy: claims are computed anew, and leases that hold less than it wants claim the rest."""
         for state in (LeaseState.RESIDENT, LeaseState.UNATTACHED):
             for lease in list(self._books.by_state[state].values()):
                 if lease.spec.pool != pool:
@@ -158,7 +159,7 @@ class Resizer:
                 self.claim_missing(lease)
 
     def claim_missing(self, lease: Lease) -> None:
-        """A lease that holds less than its pool wants it to (by now) asks for the rest."""
+        """Claim the rest for a lease that holds less than its pool wants it to."""
         if lease.held_mib and lease.ticket is None and lease.size_mib > lease.held_mib:
             self._claim(lease, lease.spec)
 
@@ -174,12 +175,12 @@ class Resizer:
             self._changes.record(lease.lease_id, "resize.withdrawn", f"it waits no more to grow: {why}")
 
     def grow_in_place(self, lease: Lease) -> None:
-        """There is room on the lease's own devices: give it what it waits for."""
+        """Give the lease what it waits for: there is room on its own devices."""
         ticket, spec = lease.ticket, lease.ticket.resize_to if lease.ticket is not None else None
         if ticket is None or spec is None:
             return
         lacks_mib = self._extra_mib(lease, spec)
-        if lacks_mib > ticket.extra_mib:  # a device that it has as a whole is smaller now
+        if lacks_mib > ticket.extra_mib:  # a device that it has exclusively is smaller now
             self._set_extra(lease, ticket, spec)
         else:
             self._changes.withdraw_ticket(lease)
@@ -188,11 +189,11 @@ class Resizer:
                 self._apply(lease, spec)
                 if lease.held_mib > held_mib:
                     self._changes.granted_devices.update(lease.device_ids)
-            else:  # its pool may want more for it by now than it had when it asked
+            else:  # its pool may want it to hold more by now
                 self.claim_missing(lease)
 
     def is_allowed(self, lease: Lease, spec: LeaseSpec) -> bool:
-        """Whether the size is still within the limits, of which others may have taken since it was asked; decline it if not."""
+        """Return whether the size is still within the limits, which others may have used up meanwhile; decline it if not."""
         pool = self._books.pools.get(spec.pool)
         if pool is None or spec is lease.spec:
             return True

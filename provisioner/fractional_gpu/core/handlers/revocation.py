@@ -1,9 +1,9 @@
-"""Leases whose seat has ended: the server that they were given to is gone, and their kernels are not.
+"""Leases whose seat has ended: the hub server that had the seat is gone, and its kernels still live.
 
 - A revoked lease counts for its owner as before. The pool promises it nothing, it has no ticket and no pin, and it keeps its size.
-- While it is on a device it is suspended as soon as possible, in the middle of a cell, too. It does not become resident again before
-  it draws on another seat. One that cannot be suspended (its process, its device, host memory) stays until it can.
-- It ends with its process. When `revoked_ttl_ms` of its pool are over, its processes are ended; that is repeated while they live.
+- While it is on a device it is suspended as soon as possible, even in the middle of a cell. It does not become resident again before it
+  draws on another seat. A lease that cannot be suspended (its process, its device, host memory) stays until it can.
+- It ends with its process. When the pool's `revoked_ttl_ms` has passed, its processes are ended; that is repeated while they live.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ _AGAIN_MS: Final = 60_000
 
 
 class Revocations:
-    """Revokes leases, and takes them off their devices. `hint_ms`: when time alone lets another one leave."""
+    """Revokes leases, and takes them off their devices. `recheck_ms`: when time alone lets another one leave."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -37,7 +37,7 @@ class Revocations:
         self.recheck_ms: int | None = None
 
     def revoke(self, lease: Lease, since_ms: int) -> None:
-        """The lease's seat has ended. It must not be pinned any more."""
+        """Revoke a lease whose seat has ended. The caller has ended its pin."""
         changes, books = self._changes, self._books
         if lease.revoked:
             return
@@ -60,7 +60,7 @@ class Revocations:
         )
 
     def reinstate(self, lease: Lease, seat: str) -> None:
-        """The lease draws on another seat. A kernel whose cell was preempted waits for its turn again."""
+        """Reinstate a lease that draws on another seat. A kernel whose cell was preempted waits for its turn again."""
         changes = self._changes
         if not lease.revoked:
             return
@@ -87,7 +87,7 @@ class Revocations:
                 self._changes.ask_to_shrink(lease)
 
     def end_processes_if_due(self, lease: Lease) -> None:
-        """Have the processes ended of a lease whose time is over."""
+        """Have the processes of a revoked lease ended if its time is over."""
         now_ms = self._changes.now_ms
         if lease.ends_ms is None or lease.ends_ms > now_ms:
             return

@@ -1,15 +1,15 @@
-"""Room for kernels that are about to start: a lease that asks for its reservation before a process stands behind it (not gated).
+"""Reservations for kernels that are about to start: an ungated lease asks for its room before a process stands behind it.
 
 Nothing proves that such a process ever comes, so what leases without a process hold or ask for is bounded:
 
-- Of the leases of one owner (a user, or the hub's user of a seat), as many hold or queue for room as take `unattached_share` of the
-  pool's memory, one at least, and one only while such leases alone keep out a ticket of another owner. The others are `parked`: they
-  have no ticket, and file one when an earlier lease has its process, ends or loses its room. So their place in the queue is behind the
-  tickets that other owners have filed meanwhile.
-- Room is kept for `unattached_hold_ms`. After that it is given to a ticket that needs it. While no ticket waits in the pool the lease keeps
-  the room: a kernel that starts slowly on an idle machine loses nothing.
+- Of the leases of one owner (a user, or the hub's user of a seat), as many hold or queue for room as take `unattached_share` of the pool's
+  memory, and at least one. It is only one while such leases alone keep out a ticket of another owner. The others are `parked`: they have no
+  ticket, and file one when an earlier lease has its process, ends or loses its room. So their place in the queue is behind the tickets
+  that other owners have filed meanwhile.
+- Room is kept for `unattached_hold_ms`. After that it goes to a ticket that needs it. While no ticket waits in the pool the lease keeps the
+  room: a kernel that starts slowly on an idle machine loses nothing.
 
-How many leases an owner may have without a process is checked at admission (`requests`).
+Admission checks how many leases without a process an owner may have.
 """
 
 from fractional_gpu.core.books.books import Books, Lease
@@ -26,15 +26,15 @@ _Owner = tuple[str, str]  # pool, owner
 
 
 class StartReservations:
-    """Which leases may hold, or queue for, room before their start."""
+    """Decides which leases hold, or queue for, room before their start."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
-        self._lapsed: dict[str, Lease] = {}  # room was kept for them long enough; they have it still
+        self._lapsed: dict[str, Lease] = {}  # their hold is over, and they still have the room
 
     def request(self, lease: Lease, *, urgent: bool = False) -> None:
-        """File a ticket for a lease that wants its room before its start, or park it behind the others of its owner."""
+        """File a ticket for a lease that wants room before its start, or park it behind others of its owner."""
         books = self._books
         if lease.ticket is None and lease.lease_id not in books.parked:
             books.parked[lease.lease_id] = lease
@@ -51,7 +51,7 @@ class StartReservations:
             self._changes.file_ticket(lease, before_start=True, urgent=urgent)
 
     def file_parked(self) -> None:
-        """File the tickets of parked leases whose owners hold and ask for little enough by now, in the order of asking."""
+        """File tickets of parked leases, in the order of asking, as far as what their owners hold and ask for allows."""
         if not self._books.parked:
             return
         taken = self._taken_mib()
@@ -63,14 +63,14 @@ class StartReservations:
                 there_mib + need_mib <= share_mib(self._books, lease) and not self._keep_out_others(lease)
             )
             if owner in full or not may:
-                full.add(owner)  # a smaller one does not pass it
+                full.add(owner)  # a smaller lease of the owner does not pass it
                 continue
             taken[owner] = there_mib + need_mib
             del self._books.parked[lease.lease_id]
             self._changes.file_ticket(lease, before_start=True)
 
     def _keep_out_others(self, lease: Lease) -> bool:
-        """Whether a ticket of another owner would fit if leases without a process held nothing: more of these could pass it, one by one."""
+        """Return whether only leases without a process keep out a ticket of another owner, which more of them could pass one by one."""
         starting: dict[str, int] = {}
         for other in self._books.by_state[LeaseState.UNATTACHED].values():
             for device_id in other.occupied_ids:
@@ -88,7 +88,7 @@ class StartReservations:
         )
 
     def _free_or_idle_mib(self, device_id: str) -> int:
-        """Return what is free on a device, and what its idle leases would make free."""
+        """Return what is free on a device, or would be without its idle leases."""
         device = self._books.devices[device_id]
         return (
             device.free_mib
@@ -107,13 +107,13 @@ class StartReservations:
         return taken
 
     def mark_lapsed(self, lease: Lease) -> None:
-        """The clock has come to where room was kept for the lease long enough."""
+        """Note that the lease's hold is over, if it is."""
         if _may_lapse(lease, self._books.now_ms):
             self._lapsed[lease.lease_id] = lease
             self._books.mark_changed(lease)  # its next deadline is its end
 
     def reclaim_lapsed(self) -> bool:
-        """Free the room that was kept long enough, in pools where a ticket still waits. Returns whether any was freed."""
+        """Free room whose hold is over, in pools where a ticket waits for room. Returns whether any was freed."""
         freed = False
         for lease in list(self._lapsed.values()):
             if not _may_lapse(lease, self._books.now_ms):
@@ -125,7 +125,7 @@ class StartReservations:
         return freed
 
     def _is_wanted(self, lease: Lease) -> bool:
-        """Whether another lease could use its room: a ticket that waits for room, or a parked lease."""
+        """Return whether a ticket that waits for room, or a parked lease, could use the lease's room."""
         pool = lease.spec.pool
         line = self._books.queue.lines.get(pool, ())
         return any(other.bucket is not None and other is not lease for other in line) or any(
@@ -145,7 +145,7 @@ class StartReservations:
 
 
 def share_mib(books: Books, lease: Lease) -> int:
-    """Return what leases without a process of one owner may hold of the lease's pool together, MiB."""
+    """Return what one owner's leases without a process may hold together in the lease's pool, MiB."""
     pool = books.policy(lease)
     sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
     return sum(sizes) * pool.unattached_share_milli // 1000
