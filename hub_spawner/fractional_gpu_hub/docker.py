@@ -2,7 +2,7 @@
 
 - Each user's containers run with a uid of their own (`gpu_first_uid` plus the hub's number of the user): the uid keeps users from each
   other's leases, and root in a container that shares the machine's processes would be the machine's administrator.
-- The broker must see the kernels' processes and hear them on the loopback interface: the containers share the machine's processes
+- The broker must see the kernels' processes and read their IOPub on the loopback interface: the containers share the machine's processes
   and network (`pid_mode`, `network_mode`), as servers without containers do. Their files are their own.
 - Into a container go the broker's socket and the seat's file, read-only, and the GPUs.
 - A container ends with its server: a container that is used again would have the environment of an earlier seat.

@@ -57,14 +57,14 @@ class _SpawnError(web.HTTPError):
 def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
     """Return the error that stops a spawn. `hint` is shown on the page only."""
     status = _STATUS.get(reason, 400)
-    said = f"{_capital(sentence)}." + (f" {hint}" if hint else "")
-    html = f"<strong>Your server was not started.</strong> {escape(said)}"
+    text = f"{_capital(sentence)}." + (f" {hint}" if hint else "")
+    html = f"<strong>Your server was not started.</strong> {escape(text)}"
     if SpawnException is not None:
         error: web.HTTPError = SpawnException(sentence, reason=reason, message_html=html, status_code=status)
     else:
         error = _SpawnError(status, "%s", sentence, reason=reason)
     # The page shows these in either version; without them it shows the exception's own text.
-    error.jupyterhub_message = f"Your server was not started. {said}"  # type: ignore[attr-defined]
+    error.jupyterhub_message = f"Your server was not started. {text}"  # type: ignore[attr-defined]
     error.jupyterhub_html_message = html  # type: ignore[attr-defined]
     return error
 
@@ -153,7 +153,7 @@ HUB_METRICS = (
 
 
 def _registered(kind: type[_M], name: str) -> _M | None:
-    """Return what is registered under the name already; prometheus_client has no public way to ask."""
+    """Return what is registered under the name already; prometheus_client has no public way to find it."""
     known = REGISTRY._names_to_collectors.get(name)  # noqa: SLF001
     return known if isinstance(known, kind) else None
 

@@ -38,7 +38,7 @@ class LeasedKernel:
         self._notices = Notices(shell, notice)
         self._first_grant = FirstGrant(self._hooks)
         self.gate = Gate(self._limits.bind, self._first_grant.bind)
-        self._acquirer = Acquirer(settings, self.gate, hears=lambda: self._channel.is_connected)
+        self._acquirer = Acquirer(settings, self.gate, is_reachable=lambda: self._channel.is_connected)
         self._blockers = CheckpointBlockers(self._report_blocker, self._hooks)
         shrinker = Shrinker(
             self._on_main_loop,

@@ -13,7 +13,7 @@ _NEEDED = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_SERVICE_URL", "JUPYTERHUB_AP
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until told to stop. Returns the exit status; what is missing is said on stderr."""
+    """Serve until the process is stopped. Returns the exit status; an error is printed on stderr."""
     hub = os.getppid()
     parser = argparse.ArgumentParser(
         prog="python -m fractional_gpu_hub.service",

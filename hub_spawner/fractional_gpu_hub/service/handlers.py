@@ -79,7 +79,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
     async def prepare(self) -> None:
         """Identify the user. Raises HTTPError for a request that another site caused, and for a user without a scope."""
         _refuse_other_sites(self.request)
-        await self.hub_auth.get_user(self, sync=False)  # asks the hub off the loop, once
+        await self.hub_auth.get_user(self, sync=False)  # one call to the hub, off the loop
         user = self.current_user
         if user is None:
             if self._cached_hub_user:  # a user of the hub, but without access to this service

@@ -122,8 +122,8 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
         notes.append(f"other programs hold {format_memory(device.stranger_mib)}{by}")
     if device.why_not:
         notes.append(f"kernels there stay on it: {device.why_not}")
-    told = [(device.busy_percent, "% busy", 1), (device.temperature_c, " °C", 1), (device.power_mw, " W", 1000)]
-    if sensors := [f"{round(value / per)}{unit}" for value, unit, per in told if value is not None]:
+    readings = [(device.busy_percent, "% busy", 1), (device.temperature_c, " °C", 1), (device.power_mw, " W", 1000)]
+    if sensors := [f"{round(value / per)}{unit}" for value, unit, per in readings if value is not None]:
         notes.append(", ".join(sensors))
     return notes
 

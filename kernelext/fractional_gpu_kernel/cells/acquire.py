@@ -4,13 +4,13 @@ Two threads take part in a wait:
 
 - The thread that is to run the cell calls `Acquirer.wait_for_gpu`. It blocks on a queue of notes, never on a socket, and so stays
   interruptible: on the main thread SIGINT puts a note into the queue (`SimpleQueue.put` may be called from a signal handler), and the
-  handler that was there before is back when the wait is over. This also works within an asynchronous cell, whose own handler is looked
-  at only when the event loop runs again, and an interrupt cannot strike between two steps that belong together. The thread of a subshell
+  handler that was there before is back when the wait is over. This also works within an asynchronous cell, whose own handler is looked at
+  only when the event loop runs again, and an interrupt cannot strike between two steps that belong together. The thread of a subshell
   gets no signals: there a wait ends with the broker's answer.
-- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and passes each line on to every queue. The first cell that waits
-  starts it, later ones join it, and when the last one leaves, its connection is closed, which withdraws the ticket.
+- The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and passes each line on to every queue. The first cell that
+  waits starts it, later ones join it, and when the last one leaves, its connection is closed, which withdraws the ticket.
 
-What the notes say, and how a wait ends:
+The notes, and what they do to the wait:
 
     Progress       reason, place and forecast. A wait that takes longer than `QUIET_S` shows them in one line, which is gone before the
                    cell's own output. With `overlap` (a pool's choice) the cell enters a shut gate; its ticket stays until the gate opens
@@ -20,9 +20,9 @@ What the notes say, and how a wait ends:
 
 What the ticket's thread does when a call fails:
 
-- A broker that dies is started again and asked again. A broker that breaks `MAX_FRUITLESS` times in a row without a line in between, or
-  that cannot be started, refuses the cell.
-- A broker that runs and does not answer is waited for, and the line says so (`fractional_gpu.client.silence`).
+- A broker that dies is started again, and the call repeated. A broker that breaks `MAX_FRUITLESS` times in a row without a line in
+  between, or that cannot be started, refuses the cell.
+- The wait goes on for a broker that runs and does not answer, and the line says so (`fractional_gpu.client.silence`).
 - A process that can make no call any more (`is_local`: no descriptors, another user) waits as long as the broker's commands still come
   through: the broker sees a busy kernel without a ticket, makes a ticket for it, and opens the gate in its turn. Without commands, the
   cell is refused.
@@ -96,13 +96,13 @@ class _Ticket:
 class Acquirer:
     """Holds the ticket of one kernel while cells wait.
 
-    `hears` says whether the broker's commands reach this process, so that the broker can open the gate by itself.
+    `is_reachable` returns whether the broker's commands reach this process, so that the broker can open the gate by itself.
     """
 
-    def __init__(self, settings: Settings, gate: Gate, hears: Callable[[], bool] = bool) -> None:
+    def __init__(self, settings: Settings, gate: Gate, is_reachable: Callable[[], bool] = bool) -> None:
         self._settings = settings
         self._gate = gate
-        self._hears = hears
+        self._is_reachable = is_reachable
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
         self._ticket: _Ticket | None = None
@@ -245,7 +245,7 @@ class Acquirer:
 
     def _wait_without_calls(self, ticket: _Ticket, why: str) -> RefusedError | None:
         """This process can make no call: wait a moment, in which the broker may open the gate by itself."""
-        if not self._hears():
+        if not self._is_reachable():
             return RefusedError(_UNREACHABLE.format(why=why))
         self._notify(ticket, _waiting("cannot-ask", _CANNOT_ASK.format(why=why)))
         ticket.withdrawn.wait(_CALL_AGAIN_S)

@@ -8,8 +8,8 @@ Two daemon threads, started a moment after the kernel so that they take nothing 
 
 A broken stream is opened again with growing pauses, whatever a cell did to this process (`settings.LOCAL_FAILURES`), and a command that
 cannot be obeyed is answered with "busy". An answer that cannot be sent is tried again for as long as the broker waits for it; then the
-kernel's user learns, once, that the broker goes by what it sees. The channel never starts a broker: an unused kernel needs none, and a cell
-that waits starts one itself.
+kernel's user learns, once, that the broker goes by what it sees. The channel never starts a broker: an unused kernel needs none, and a
+cell that waits starts one itself.
 """
 
 import threading
@@ -73,7 +73,7 @@ class BrokerChannel:
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
-        self._needs_pulse = True  # until the broker says that it sees by itself whether its stream is read
+        self._needs_pulse = True  # until a command shows that the broker sees by itself whether its stream is read
         self._is_connected = False
         self._has_warned = False
 
@@ -116,7 +116,7 @@ class BrokerChannel:
             client.close()
         return client
 
-    def _hang_up(self, client: "BrokerClient | None") -> None:
+    def _discard(self, client: "BrokerClient | None") -> None:
         if client is not None:
             client.close()
             if client in self._clients:
@@ -136,8 +136,8 @@ class BrokerChannel:
         while not self._stop.is_set():
             longest = LONGEST_PAUSE_S
             try:
-                heard = self._follow()
-                pause = FIRST_PAUSE_S if heard else pause
+                got_command = self._follow()
+                pause = FIRST_PAUSE_S if got_command else pause
             except FractionalGPUError as error:
                 if not (isinstance(error, BrokerUnavailableError) or is_local(error)):
                     longest = LONGEST_PAUSE_UNKNOWN_S
@@ -152,7 +152,7 @@ class BrokerChannel:
         from fractional_gpu.protocol.errors import BrokerUnavailableError  # noqa: PLC0415 - off the kernel's start
         from fractional_gpu.protocol.messages import GateHello  # noqa: PLC0415 - off the kernel's start
 
-        heard = False
+        got_command = False
         client = self._connect()
         try:
             hello = GateHello(
@@ -164,7 +164,7 @@ class BrokerChannel:
             )
             for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
                 self._is_connected = True
-                heard = heard or bool(
+                got_command = got_command or bool(
                     number or command.verb
                 )  # its greeting does not count: a broker that sends no more may be gone at once
                 self._needs_pulse = self._needs_pulse and not command.hears
@@ -172,15 +172,15 @@ class BrokerChannel:
                 with suppress(*LOCAL_FAILURES):  # a failure here must not end the stream
                     self._settings.restore_token_file()
         except BrokerUnavailableError:
-            if not heard:
+            if not got_command:
                 raise
         finally:
             self._is_connected = False
-            self._hang_up(client)
+            self._discard(client)
             if not self._needs_pulse:  # the next broker may be another version
                 self._needs_pulse = True
                 self._answers.put(None)  # wake the other thread, which waits without a timeout
-        return heard
+        return got_command
 
     def _try_to_obey(self, command: "GateCommand") -> None:
         """Obey; a process that cannot (out of threads or descriptors, a closed main loop, replaced functions) says so instead."""
@@ -247,7 +247,7 @@ class BrokerChannel:
                 answer = None if self._gate.is_open else (0, "pulse", "")
             if answer is not None:
                 client = self._deliver(client, GateAnswer(number=answer[0], word=answer[1], detail=answer[2]))
-        self._hang_up(client)
+        self._discard(client)
 
     def _deliver(self, client: "BrokerClient | None", answer: "GateAnswer") -> "BrokerClient | None":
         """Send one answer; return the connection for the next one."""
@@ -259,7 +259,7 @@ class BrokerChannel:
                 client = client or self._connect()
                 client.answer(self._settings.lease_id, answer)
             except FractionalGPUError as error:
-                self._hang_up(client)
+                self._discard(client)
                 client = None
                 if not is_local(error):
                     return (
@@ -267,7 +267,7 @@ class BrokerChannel:
                     )
                 why = describe(error)
             except LOCAL_FAILURES as error:
-                self._hang_up(client)
+                self._discard(client)
                 client, why = None, describe(error)
             else:
                 return client

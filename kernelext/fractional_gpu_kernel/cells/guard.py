@@ -19,9 +19,9 @@ A cell that waits for input (`InputRequests`) needs no GPU meanwhile: its kernel
 
 - `input()`, `getpass` and the prompts of debuggers all end in the kernel's `raw_input` or `getpass`, which are wrapped on the instance.
 - The marks of the cell, and of the cells around it, do not keep the gate open then, and the broker learns which requests wait. Only the
-  thread that runs the cell counts: a prompt in a thread of the user's says nothing about the cell. Cells of other subshells go on.
+  thread that runs the cell counts: a prompt in a thread of the user's does not pause the cell. Cells of other subshells go on.
 - With the answer, where the gate was shut meanwhile, the cell waits as at its beginning. An interrupt instead of an answer lets the cell
-  go on at once, for it is to end: what it still asks of the GPU blocks until the broker has seen it.
+  go on at once, for it is to end: its further calls of the GPU block until the broker has seen it.
 - Work on the GPU besides (threads, children) is seen by the devices' counters, as in any idle kernel.
 """
 
@@ -152,7 +152,7 @@ class CellGuard:
         return None
 
     def _before_gpu_cell(self, mark: Mark, *, silent: bool) -> None:
-        """Apply limits that have changed; after the first grant, ask the driver for devices."""
+        """Apply limits that have changed; after the first grant, check that the driver finds devices."""
         # A lower limit is kept back while another cell runs: it could fail that cell's next allocation.
         if self._limits.is_stale and not (self._limits.is_lowered and self._gate.runs_beside(mark)):
             self._limits.refresh()

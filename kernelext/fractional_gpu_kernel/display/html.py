@@ -1,7 +1,7 @@
 """Small pieces of HTML that are readable in light and dark themes.
 
 Colours are JupyterLab's CSS variables with a fallback that holds on both backgrounds, for notebooks that other programs show. What
-colour says, the text says too. Every text passes through `escape`: it may come from the broker, and so from another user.
+colour shows, the text says, too. Every text passes through `escape`: it may come from the broker, and so from another user.
 """
 
 import html

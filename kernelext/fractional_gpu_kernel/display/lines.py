@@ -1,4 +1,4 @@
-"""Lines of text in a cell's output: a sentence, a line that changes in place, and what the line of a wait says.
+"""Lines of text in a cell's output: a sentence, a line that changes in place, and the text of a wait's line.
 
 Everything that is shown has two forms: HTML for notebooks, plain text for consoles, logs and screen readers.
 """

@@ -173,8 +173,8 @@ class TopView:
         return "this kernel" if lease.lease_id == self._own else lease.label or f"your kernel {lease.lease_id[:8]}"
 
 
-_LEGEND = "In the bars: used by anybody (#), reserved beyond that (+), free (-)."
-_LEGEND_HTML = "In the bars, from the left: used by anybody, reserved beyond that, free."
+_LEGEND = "In the bars: used (#), reserved beyond that (+), free (-)."
+_LEGEND_HTML = "In the bars, from the left: used, reserved beyond that, free."
 _NO_DEVICES = "This machine's broker manages no GPU."
 
 

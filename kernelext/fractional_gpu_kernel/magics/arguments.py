@@ -36,7 +36,7 @@ _SPANS = ("10m", "1h", "1d")
 
 
 class Argument(NamedTuple):
-    """An argument or an option (with dashes). `values` are proposals; `kind` names those that are made when they are asked for."""
+    """An argument or an option (with dashes). `values` are proposals; `kind` names those that are made on demand."""
 
     name: str
     metavar: str
@@ -77,7 +77,7 @@ _MEMORY = Argument(
 _POOL = Argument(
     "--pool", "NAME", "the pool of this kernel; another one needs a restart with another kernelspec", (), "pool"
 )
-_LATER = Argument("--later", "", "ask when this cell is over, so that an idle kernel may also move to another GPU")
+_LATER = Argument("--later", "", "do it when this cell has ended, so that an idle kernel may also move to another GPU")
 COMMANDS = {
     command.name: command
     for command in (
@@ -104,7 +104,7 @@ COMMANDS = {
             (Argument("duration", "DURATION", "how long, such as 30m or 2h, or `always` (default: 30m)", _PINS),),
             "The pool limits how long one pin may last and how much of a day a user may pin; a refusal says what is left. `always` pins "
             "for half an hour (or what the pool allows) and renews that until %gpu unpin, until the kernel ends, or until the budget "
-            "is spent, which is said at the next cell. Draining a device and the limits of an administrator go before pins.",
+            "is spent, which is shown at the next cell. Draining a device and the limits of an administrator go before pins.",
         ),
         Command("unpin", "end the pin; what is left of it goes back to the budget"),
         Command(
@@ -135,12 +135,12 @@ BURST = Command(
     (_fraction(required=True), _MEMORY),
     "The cell waits until its share is there, as for the GPU. A share that is not larger than the kernel's own changes nothing. The "
     "share is given back also if the cell fails or is interrupted; if more memory is still in use than the kernel's own share "
-    "holds, that is said, and tried again after each cell.",
+    "holds, the cell says so, and it is tried again after each cell.",
 )
 
 
 class ArgumentsError(Exception):
-    """What was typed is not understood; the text says what is allowed."""
+    """The arguments are not understood; the text names what is allowed."""
 
 
 class HelpAsked(Exception):  # noqa: N818 - not an error

@@ -7,11 +7,11 @@ At once (`call_broker`):
 - If the answer takes longer than a moment, a second connection follows the broker's status of this lease for the live line.
 - A broker that does not answer is reported within 5 s: on the live line, where there is one, else as an error.
 
-When the cell has ended (`AfterCell`): the kernel is busy with the very message that carries the cell, and a broker suspends, or moves, only
-an idle kernel. So such a command leaves a note; when the cell has ended and its event loop has gone on, a thread makes the call (the broker
-waits a moment for the kernel to become idle), and the result takes the note's place. A subshell has a loop of its own: a command in it does
-not wait for the main shell, whose cell may stand at a breakpoint. Of two commands that contradict each other the later one wins: it
-withdraws the earlier one, of the same cell or of an earlier one, as long as the broker has not begun.
+When the cell has ended (`AfterCell`): the kernel is busy with the very message that carries the cell, and a broker suspends, or moves,
+only an idle kernel. So such a command leaves a note; when the cell has ended and its event loop has gone on, a thread makes the call (the
+broker waits a moment for the kernel to become idle), and the result takes the note's place. A subshell has a loop of its own: a command
+in it does not wait for the main shell, whose cell may stand at a breakpoint. Of two commands that contradict each other the later one
+wins: it withdraws the earlier one, of the same cell or of an earlier one, as long as the broker has not begun.
 """
 
 import asyncio
@@ -198,7 +198,7 @@ class _StatusFollower:
                         self._notify(lease)
 
 
-Call = Callable[["BrokerClient"], str]  # returns what to say when it was the last one
+Call = Callable[["BrokerClient"], str]  # returns the sentence to show if it is the last one
 
 
 class AfterCell:

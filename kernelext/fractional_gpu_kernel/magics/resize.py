@@ -101,19 +101,19 @@ class Resizer:
             self._bursts[mark] = Size(status.fraction_milli, status.reserve_mib)
         self._take(_limit_mib(status))
 
-    def end(self, mark: object, say: Callable[[str], None]) -> None:
+    def end(self, mark: object, show: Callable[[str], None]) -> None:
         """A cell has ended: give back what no other burst needs, and what is owed.
 
-        If the mark's own burst cannot be given back, `say` gets the reason. Raises nothing of the broker's.
+        If the mark's own burst cannot be given back, `show` gets the reason. Raises nothing of the broker's.
         """
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
             changed = self._own is not None
         if changed and (had_burst or self.is_owed):
-            self._give_back(say if had_burst else None)
+            self._give_back(show if had_burst else None)
 
-    def _give_back(self, say: Callable[[str], None] | None) -> None:
-        """Go back to the largest share that is still requested; without `say`, quietly. An interrupt leaves it owed."""
+    def _give_back(self, show: Callable[[str], None] | None) -> None:
+        """Go back to the largest share that is still requested; without `show`, quietly. An interrupt leaves it owed."""
         with self._lock:
             own = self._own
             if own is None:
@@ -129,8 +129,8 @@ class Resizer:
             with self._lock:
                 if not self._bursts:
                     self._own = None
-        elif say is not None:
-            say(
+        elif show is not None:
+            show(
                 f"The larger share of this cell is not given back yet: {failure.rstrip('.')}. It is tried again at the end of each cell; "
                 f"this kernel's own share is {format_fraction(target.milli)} GPU{_memory(target)}."
             )
@@ -199,8 +199,8 @@ class CellBursts:
     def end(self, mark: object, *, silent: bool) -> None:
         """A cell has ended: give back its burst, and what earlier ones still owe."""
 
-        def say(sentence: str) -> None:
+        def show(sentence: str) -> None:
             if not silent:
                 publish(self._shell, Sentence(sentence))
 
-        self._resizer.end(mark, say)
+        self._resizer.end(mark, show)

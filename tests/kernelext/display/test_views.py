@@ -119,7 +119,7 @@ def test_top_names_ones_own_and_sums_up_the_others() -> None:
         "  [--------------------] 0 MiB used, 0 MiB reserved of 140 GiB",
         "on no GPU",
         "  1/4 GPU  your kernel lease-3  suspended, waits at place 1",
-        "In the bars: used by anybody (#), reserved beyond that (+), free (-).",
+        "In the bars: used (#), reserved beyond that (+), free (-).",
     ]
     words = html_of(view).words
     for cell in ("this kernel", "eval.ipynb", "others", "40 GiB", "waits at place 1"):
