@@ -1,10 +1,10 @@
-"""What is counted for Prometheus as it happens, in one place: every event and effect of the arbiter passes here, and nothing else is asked.
+"""Counts for Prometheus, as it happens: every event and effect of the arbiter passes here.
 
 - The table `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those that are read from the books at each scrape.
   docs/metrics.md is written from both.
 - Base units: seconds and bytes. No label is a user, a lease, a kernel or a path; labels come from the configuration (pools, devices) and
-  from sets in the code, and what should ever exceed `_MOST_VALUES` values is `other`.
-- A wait lasts from the first wish for the GPU to the grant; a kernel that is on its device waits 0 s, which is counted, too. Times are
+  from sets in the code, and values beyond the first `_MOST_VALUES` of a label become `other`.
+- A wait lasts from the first request for the GPU to the grant; a kernel that is on its device waits 0 s, which is counted, too. Times are
   the broker's own clock: what an earlier broker began is not in them.
 """
 
@@ -46,7 +46,7 @@ __all__ = ["COUNTED", "PREFIX", "Metric", "Metrics"]
 PREFIX = "jupyter_gpu_"
 _MIB = 2**20
 _MOST_VALUES = 64
-_LOOK_S = 2.0
+_LAG_INTERVAL_S = 2.0
 _WAITS_S = (0.0, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 _SWAPS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _WRITES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -84,14 +84,14 @@ COUNTED = (
 
 
 class Metrics:
-    """The counters of one broker, and the registry that they are in. Everything runs on the broker's loop."""
+    """The counters of one broker, and their registry. Everything runs on the broker's loop."""
 
     def __init__(self, arbiter: Arbiter) -> None:
         self.registry = CollectorRegistry()
         self._arbiter = arbiter
-        self._metrics: dict[str, Any] = {metric.name: self._made(metric) for metric in COUNTED}
+        self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in COUNTED}
         self._values: dict[tuple[str, str], set[str]] = {}
-        self._children: dict[tuple[str, ...], Any] = {}  # by metric and labels: found once
+        self._children: dict[tuple[str, ...], Any] = {}  # by metric and labels: each is looked up once
         self._pools: dict[str, str] = {}  # by lease
         self._wanted_s: dict[str, float] = {}  # by lease: since when it waits
         self._swaps: dict[int, tuple[float, str, int]] = {}  # by operation: when it began, its kind, MiB
@@ -101,14 +101,14 @@ class Metrics:
             LeaseEnded: self._ended,
             Granted: self._granted,
             Declined: lambda effect, _: self._count("declined", about=effect.about or "suspend", reason=effect.reason),
-            Suspend: self._suspends,
-            Resume: self._resumes,
+            Suspend: self._suspend_began,
+            Resume: self._resume_began,
             StateChanged: self._state_changed,
             CapBreached: lambda effect, _: self._count("cap_breaches", action=effect.action.value),
         }
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Count an event and what the arbiter answered. Costs a look into a dictionary for each."""
+        """Count an event and the effects that the arbiter returned. Costs a dictionary lookup for each."""
         now_s = time.monotonic()
         match event:
             case Wanted(lease_id=lease_id):
@@ -134,11 +134,11 @@ class Metrics:
     async def watch_loop(self) -> None:
         """Measure how late the loop is, until cancelled."""
         while True:
-            due_s = time.monotonic() + _LOOK_S
-            await asyncio.sleep(_LOOK_S)
+            due_s = time.monotonic() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
             self._metrics["loop_lag_seconds"].observe(max(0.0, time.monotonic() - due_s))
 
-    def _made(self, metric: Metric) -> Counter | Histogram:
+    def _create(self, metric: Metric) -> Counter | Histogram:
         name = PREFIX + metric.name
         if metric.kind == "counter":
             return Counter(name, metric.help, metric.labels, registry=self.registry)
@@ -150,7 +150,7 @@ class Metrics:
             return child
         bounded = {name: self._bounded(metric, name, one) for name, one in labels.items()}
         child = self._metrics[metric].labels(**bounded)
-        if bounded == labels:  # what is `other` is not kept: there may be any number of them
+        if bounded == labels:  # values that became `other` are not kept: there may be any number of them
             self._children[key] = child
         return child
 
@@ -193,12 +193,12 @@ class Metrics:
         if self._wanted_s.pop(lease_id, None) is not None:
             self._count("waits_abandoned", pool=self._pool_of(lease_id))
 
-    def _suspends(self, effect: Suspend, now_s: float) -> None:
+    def _suspend_began(self, effect: Suspend, now_s: float) -> None:
         self._swaps[effect.operation_id] = (now_s, "suspend", 0)
         if effect.preempt:
             self._count("preemptions", pool=self._pool_of(effect.lease_id))
 
-    def _resumes(self, effect: Resume, now_s: float) -> None:
+    def _resume_began(self, effect: Resume, now_s: float) -> None:
         moved = effect.from_device_id is not None and effect.from_device_id != effect.device_id
         view = self._arbiter.lease(effect.lease_id)
         self._swaps[effect.operation_id] = (now_s, "move" if moved else "resume", view.saved_mib if view else 0)
@@ -206,7 +206,7 @@ class Metrics:
     def _finished(self, operation_id: int, outcome: str, well: bool, saved_mib: int | None, now_s: float) -> None:
         begun_s, kind, mib = self._swaps.pop(operation_id, (now_s, "", 0))
         if not kind:
-            return  # begun by an earlier broker
+            return  # an earlier broker began it
         if not well:
             self._count("swap_failures", kind=kind, outcome=str(outcome))
             return

@@ -1,15 +1,15 @@
-"""How often somebody may do something: a bucket of tokens each, refilled with time."""
+"""Rate limits: a bucket of tokens for each key, refilled with time."""
 
 import time
 from collections.abc import Callable, Hashable
 
 __all__ = ["TokenBucket"]
 
-_KEPT = 1024  # buckets; beyond that the full ones are forgotten, which changes nothing
+_KEPT = 1024  # buckets; beyond that full ones are forgotten, which changes nothing
 
 
 class TokenBucket:
-    """`per_s` in the long run and `burst` at once, for each key by itself."""
+    """Allows `per_s` in the long run and `burst` at once, for each key separately."""
 
     def __init__(self, per_s: float, burst: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -18,7 +18,7 @@ class TokenBucket:
         self._buckets: dict[Hashable, tuple[float, float]] = {}  # key -> (tokens left, at that time)
 
     def take(self, key: Hashable) -> float:
-        """Take a token. Returns 0, or in how many seconds there will be one if there is none."""
+        """Take a token and return 0; if there is none, return in how many seconds there will be one."""
         now_s = self._clock()
         left = self._left(self._buckets.get(key, (self._burst, now_s)), now_s)
         if left < 1:

@@ -281,7 +281,7 @@ def test_nothing_is_kept_of_leases_that_were_refused_or_are_over() -> None:
 
 async def test_a_loop_that_is_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, seen = Metrics(Arbiter()), asyncio.Event()
-    monkeypatch.setattr("fractional_gpu.broker.metrics._LOOK_S", 0.001)
+    monkeypatch.setattr("fractional_gpu.broker.metrics._LAG_INTERVAL_S", 0.001)
     histogram = metrics._metrics["loop_lag_seconds"]
     observe = histogram.observe
 

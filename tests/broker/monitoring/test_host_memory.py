@@ -112,7 +112,7 @@ async def test_pressure_is_told_when_it_comes_and_when_it_goes(
     world = World(state)
     seen: list[bool] = []
     for short in (False, True, True, False):
-        monkeypatch.setattr(world.watcher, "_pressure", lambda pids, _now_s, short=short: set(pids) if short else set())
+        monkeypatch.setattr(world.sampler, "_pressure", lambda pids, _now_s, short=short: set(pids) if short else set())
         events = [event for event in await world.told() if isinstance(event, HostPressureSeen)]
         assert all(event.lease_id == LEASE for event in events)
         seen += [event.pressed for event in events]

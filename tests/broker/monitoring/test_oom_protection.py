@@ -388,8 +388,8 @@ async def test_in_a_full_group_the_one_that_filled_it_is_taken_and_told_why(tmp_
             assert one.ask(f"hold {SAVED_MIB[one.lease_id]}") == "whole"
         driver.has_context(neighbour.popen.pid, S.RUNNING, 100)
         async with broker_of(tmp_path, driver, first, second, neighbour) as broker:
-            watcher = Sampler(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
-            await watcher.sample()
+            sampler = Sampler(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
+            await sampler.sample()
             protection = OomProtection(broker, tmp_path / "ledger.oom.json")
             if protected:
                 await protection.apply()
@@ -422,10 +422,10 @@ async def test_who_ends_by_itself_is_not_said_to_have_been_killed(tmp_path: Path
     with memory_group(LIMIT_MIB) as group, process("first", group) as victim, process("neighbour", group) as one:
         driver.has_context(one.popen.pid, S.RUNNING, 100)
         async with broker_of(tmp_path, driver, one) as broker:
-            watcher = Sampler(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
+            sampler = Sampler(broker, {DEVICE: DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)}, lambda _: 4096)
             await asyncio.to_thread(victim.ask, f"hold {LIMIT_MIB}")  # of no lease, and before the broker looked
             assert victim.popen.wait(DEADLINE_S) == -9
-            await watcher.sample()
+            await sampler.sample()
             one.end()
             await until(broker, "neighbour", L.UNATTACHED)
             assert broker.kernels["neighbour"].notices == []

@@ -75,7 +75,7 @@ class World:
         self.pool = PoolSpec(name="default", devices=(DEVICE,))
         self.budget_mib = 4096
         device = DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)
-        self.watcher = Sampler(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
+        self.sampler = Sampler(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
 
     def lease(self, lease_id: str) -> LeaseView | None:
         return self.view if lease_id == LEASE else None
@@ -111,7 +111,7 @@ class World:
     async def told(self) -> list[Event]:
         """What one look tells."""
         self.events = []
-        await self.watcher.sample()
+        await self.sampler.sample()
         return self.events
 
 
@@ -164,11 +164,11 @@ async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they
 
     monkeypatch.setattr(world.monitor, "use", counted)
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
-    await asyncio.gather(*(world.watcher.refresh() for _ in range(20)))
+    await asyncio.gather(*(world.sampler.refresh() for _ in range(20)))
     assert [event.used_mib for event in world.events if isinstance(event, LeaseMeasured)] == [300]
     assert len(looks) == 1
     world.monitor.mib[os.getpid()] = 350
-    await world.watcher.refresh()
+    await world.sampler.refresh()
     assert world.view.used_mib == 350
     assert len(looks) == 2
 
@@ -278,14 +278,14 @@ def test_a_stopped_kernel_is_told_while_somebody_waits_and_again_when_it_goes_on
     with subprocess.Popen([sys.executable, "-S", "-c", "open(0).read()"], stdin=subprocess.PIPE) as process:
         world.kernel.identity = identify(process.pid)
         world.kernel.requests.waiters = int(waited_for)
-        world.watcher.look_at_stopped()
+        world.sampler.check_stopped()
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        world.watcher.look_at_stopped()
+        world.sampler.check_stopped()
         world.kernel.requests.waiters = 0
         process.send_signal(signal.SIGCONT)
         os.waitpid(process.pid, os.WCONTINUED)
-        world.watcher.look_at_stopped()
+        world.sampler.check_stopped()
         process.kill()
     assert world.stopped == ([True, False] if waited_for else [])
 
@@ -297,10 +297,10 @@ def test_a_kernel_without_a_context_whose_extension_did_not_answer_is_not_waited
     world = World(LeaseState.NO_CONTEXT)
     world.kernel.link = GateLink(1000.0)
     world.kernel.cell.executing_since_s = 1000.0 - 5
-    world.watcher.relieve_silent()
+    world.sampler.request_for_silent()
     assert world.wanted == []
     world.kernel.link.mute = True
-    world.watcher.relieve_silent()
+    world.sampler.request_for_silent()
     assert world.wanted == [LEASE]
 
 
@@ -349,10 +349,10 @@ def test_a_kernel_that_needs_the_gpu_and_cannot_say_so_gets_a_ticket(  # noqa: P
         world.kernel.link = GateLink(now_s - silent_s)
         world.kernel.link.exempt = exempt
     world.kernel.cell.executing_since_s = now_s - busy_s if busy_s else None
-    world.watcher.relieve_silent()
+    world.sampler.request_for_silent()
     assert world.wanted == [LEASE] * wanted
     world.kernel.requests.waiters = 1
-    world.watcher.relieve_silent()
+    world.sampler.request_for_silent()
     assert world.wanted == [LEASE] * wanted, "its own ticket is enough"
 
 
@@ -381,8 +381,8 @@ def test_only_time_in_which_the_broker_looked_counts_as_silence(
     link.stream = Reader(reads=reads)
     for _ in range(30):  # as often as a driver that is slow to answer, or a machine that stood still, lets it
         now_s += between_s
-        world.watcher.look_at_lines()
-        world.watcher.relieve_silent()
+        world.sampler.check_gates()
+        world.sampler.request_for_silent()
     assert bool(world.wanted) is not reads
 
 
@@ -401,8 +401,8 @@ def test_who_is_held_up_is_not_stuck_and_has_time_to_read_when_he_goes_on(
         nonlocal now_s
         for _ in range(63):
             now_s += 2.0
-            world.watcher.look_at_lines()
-            world.watcher.relieve_silent()
+            world.sampler.check_gates()
+            world.sampler.request_for_silent()
 
     try:
         world.kernel.identity = identify(process.pid)
@@ -431,7 +431,7 @@ async def test_the_next_look_comes_soon_when_anything_happens_or_a_cell_runs(
     if not executing:
         asyncio.get_running_loop().call_soon(anything_changed.set)
     async with asyncio.timeout(DEADLINE_S) as patience:  # half of what the pause lasts at rest
-        await world.watcher._pause(anything_changed)
+        await world.sampler._pause(anything_changed)
     assert not patience.expired()
     assert anything_changed.is_set() is not executing
 
@@ -440,6 +440,6 @@ async def test_at_rest_the_next_look_is_that_of_the_next_sample(monkeypatch: pyt
     monkeypatch.setattr(watch_module, "_BUSY_INTERVAL_S", 0.01)
     monkeypatch.setattr(watch_module, "_STEP_S", DEADLINE_S * 2)
     async with asyncio.timeout(DEADLINE_S) as patience:  # half of what a step lasts when anything happens
-        await World().watcher._pause(anything_changed := asyncio.Event())
+        await World().sampler._pause(anything_changed := asyncio.Event())
     assert not patience.expired()
     assert not anything_changed.is_set()

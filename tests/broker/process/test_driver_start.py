@@ -85,7 +85,7 @@ class World:
         return view
 
     def why_not(self, device_id: str = DEVICE) -> str:
-        """What the arbiter was told of the device, as the watcher will tell it again."""
+        """What the arbiter was told of the device, as the sampler will tell it again."""
         (view,) = [one for one in self.broker.arbiter.devices() if one.device_id == device_id]
         assert view.why_not == self.specs[device_id].why_not
         return view.why_not
@@ -260,7 +260,7 @@ async def test_a_lost_device_is_not_called_found(tmp_path: Path) -> None:
         worker.proceed.release()
         await settled(world, worker, 2)
         assert [view.lost for view in world.broker.arbiter.devices()] == [True, False]
-        assert world.specs[DEVICE].why_not == "", "the watcher tells it when the device is back"
+        assert world.specs[DEVICE].why_not == "", "the sampler tells it when the device is back"
 
 
 async def test_the_worker_of_a_killed_broker_is_waited_for_and_then_the_driver_is_started(

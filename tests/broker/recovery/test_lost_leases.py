@@ -270,12 +270,12 @@ async def test_a_lease_of_unknown_size_gets_the_one_that_it_uses(socket: Path, c
     with carrier("one", socket, connection=connection) as process:
         driver.has_context(process.pid, S.CHECKPOINTED, 300)
         async with started(socket, driver) as (broker, lost):
-            assert not await lost._is_sized("one")
+            assert not await lost._settle_size("one")
         driver.states[process.pid] = S.RUNNING  # it was brought back
         async with started(socket, driver) as (broker, lost):
             assert view_of(broker, "one").spec.fraction_milli == 1000
             assert lost._unsized == {"one"}, "a broker later it is still to be done"
-            assert await lost._is_sized("one")
+            assert await lost._settle_size("one")
             spec = view_of(broker, "one").spec
             assert (spec.fraction_milli, spec.reserve_mib) == (500, 500)
 

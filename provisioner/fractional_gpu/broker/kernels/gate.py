@@ -1,9 +1,8 @@
 """The broker's end of the line to one kernel's extension: commands go down a stream, answers come back as requests.
 
-Does Python still run in the kernel? An extension used to prove it with a request every few seconds, its pulse. Now the broker sees by
-itself whether the stream is read, at a fraction of the cost: it writes a keep-alive, and a moment later it has been read or not (how
-our client sees to it that this takes a step of Python: `BrokerClient.gate`). Extensions that pulse, and brokers that cannot see it,
-do as before.
+The broker must know whether Python still runs in the kernel. It writes a keep-alive, and sees a moment later whether the stream was read,
+which takes a step of Python in the kernel (`BrokerClient.gate` sees to that). Where the broker cannot see that, and from extensions of
+earlier versions, a request every few seconds, the pulse, shows the same.
 """
 
 import asyncio
@@ -17,17 +16,19 @@ from fractional_gpu.protocol.messages import GateAnswer, GateCommand, GateVerb
 
 __all__ = ["OPEN_LINE_S", "GateLink", "Stream"]
 
-OPEN_LINE_S: Final = 3 * PULSE_S  # from one keep-alive to the next while the gate is open: nobody needs a proof
+OPEN_LINE_S: Final = (
+    3 * PULSE_S
+)  # from one keep-alive to the next while the gate is open: no decision depends on it then
 _RESERVED: Final = re.compile(r"\breserved_mib=(\d{1,9})\b", re.ASCII)
 _MOST_INPUTS = 64
-_QUEUE = 64  # commands not yet read by the extension; a reader that slow has lost the line
+_QUEUE = 64  # commands that the extension has not read; when it is full, the line is given up
 
 
 class Stream(Protocol):
-    """What carries the commands to the extension."""
+    """Carries the commands to the extension."""
 
     def keep_alive(self) -> bool:
-        """Write an empty command; returns whether that was possible, for another line may be under way. Waits for nothing."""
+        """Write an empty command, without waiting; return False if another write is under way."""
 
     def is_read(self) -> bool | None:
         """Whether the extension has read everything that was written; None: unknown here."""
@@ -41,12 +42,14 @@ class GateLink:
         self.exempt = False  # the running cell declared that it does not use the GPU (`%%cpu`, `%gpu`)
         self.inputs: frozenset[str] = frozenset()  # the requests that wait for input, and use no GPU
         self.closed = False
-        self.mute = False  # the last question got no answer, and nothing was said since
+        self.mute = False  # the last command got no answer in time, and nothing came from the extension since
         self.detail = ""  # of the last answer
-        self.reserved_mib: int | None = None  # what frameworks held when the last command was answered, if that told
+        self.reserved_mib: int | None = (
+            None  # what frameworks held when the last command was answered, if the answer says so
+        )
         self.stream: Stream | None = None  # once it carries anything
-        self._line_s = now_s  # when the last keep-alive was written, or last seen not to be read
-        self._on_its_way = False  # it has not been seen to be read
+        self._line_s = now_s  # when the last keep-alive was written, or last seen unread
+        self._on_its_way = False  # that keep-alive has not been seen to be read
         self._numbers = itertools.count(1)
         self._queue: asyncio.Queue[GateCommand | None] = asyncio.Queue(_QUEUE)
         self._answers: dict[int, asyncio.Future[str]] = {}
@@ -56,7 +59,7 @@ class GateLink:
         self._put(GateCommand(verb=verb, sentence=sentence, environment=dict(environment or {})))
 
     async def ask(self, verb: GateVerb, timeout_s: float) -> str:
-        """Send a command and return the extension's word, or "" when none came in time or the line broke. Cancellation forgets it."""
+        """Send a command and return the extension's word, or "" if none came in time or the line broke. Cancellation drops the answer."""
         if self.closed:
             return ""
         self.reserved_mib = None  # an older answer's
@@ -90,14 +93,14 @@ class GateLink:
             waiting.set_result(answer.word)
 
     def look(self, now_s: float, every_s: float = PULSE_S) -> None:
-        """Note whether the extension reads, and keep the line alive, `every_s`. For the watcher, every moment; never blocks."""
+        """Note whether the extension reads, and write a keep-alive if the last one is `every_s` old. Called often; never blocks."""
         if self.stream is None or self.closed:
             return
         if self._on_its_way:
             read = self.stream.is_read()
             if read is False:
                 self._line_s = now_s
-                return  # nothing more is written until it is
+                return  # no further keep-alive until this one is read: its silence is what counts
             if read:
                 self.last_pulse_s = max(self.last_pulse_s, self._line_s)
             self._on_its_way = False
@@ -109,7 +112,7 @@ class GateLink:
         return not self.closed and self._queue.empty() and self.stream is not None and self.stream.is_read() is True
 
     def forgive(self, seconds: float, now_s: float) -> None:
-        """Count these last seconds as no silence: nobody looked, or the process could not read."""
+        """Do not count the last seconds as silence: the line was not looked at, or the process was stopped and could not read."""
         self.last_pulse_s = min(now_s, self.last_pulse_s + seconds)
         self._line_s = min(now_s, self._line_s + seconds)
 
@@ -120,7 +123,7 @@ class GateLink:
         return await self._queue.get()
 
     def close(self) -> None:
-        """End the line: whoever waits for an answer gets "" now."""
+        """End the line. Each `ask` that waits for an answer returns "" now."""
         if self.closed:
             return
         self.closed = True

@@ -1,18 +1,17 @@
 """Is the kernel busy? The broker's own subscription to a kernel's IOPub.
 
-IOPub says busy and idle for every message on the shell and control channels; what counts as use are the types in `USES`. Subshells
-overlap, so the watch keeps a *set* of busy parent message ids, never a flag. IOPub can lose messages and a late subscriber
-gets no current state, so a fresh watch is in doubt, and doubt counts as busy, until the kernel has answered a `kernel_info`
-request on its shell channel *and* the idle status of that very request came over IOPub: then the subscription is live and the
-main shell is idle. A broken connection and a kernel that says that it starts bring the doubt back. While a kernel stays busy without
-a sound, each shell that is said to be busy is probed in the same way, in case an idle was lost. A shell answers in order, so its
-answer clears what it was said to be busy with, and nothing of another shell. A probe waits in the queue of a busy shell, and costs
-its user time there when it gets its turn: probes are repeated ever more rarely.
-
-A kernel is its user's: it may say as much as it likes, and the broker must serve everybody else meanwhile. Everything else gets a turn
-between two messages, what is too long for a status is not even verified, and few messages of a bounded size wait to be taken in (what
-is beyond them waits in the kernel, which loses it in the end). One frame over `_LONGEST_FRAME` breaks the connection: a kernel that
-publishes images of such a size is in doubt, thus busy, until it is next idle.
+- IOPub says busy and idle for every message on the shell and control channels; the types in `USES` count as use. Subshells overlap, so
+  the watch keeps a *set* of busy parent message ids, never a flag.
+- Doubt counts as busy. IOPub can lose messages and a late subscriber gets no current state, so a fresh watch is in doubt until the kernel
+  has answered a `kernel_info` request on its shell channel *and* the idle status of that very request came over IOPub: then the
+  subscription is live and the main shell is idle. A broken connection and a kernel that says that it starts bring the doubt back.
+- While a kernel stays busy without a message, each busy shell is probed in the same way, in case an idle was lost. A shell answers in
+  order, so its answer clears what it was busy with, and nothing of another shell. A probe waits in the queue of a busy shell and takes
+  time from its user there, so probes are repeated ever more rarely.
+- A kernel is its user's: it may send as much as it likes, and the broker must serve all others meanwhile. Other tasks get a turn between
+  two messages, what is too long for a status is not even verified, and few messages of a bounded size wait to be read (what is beyond
+  them waits in the kernel, which drops it in the end). One frame over `_LONGEST_FRAME` breaks the connection: a kernel that publishes
+  images of such a size is in doubt, thus busy, until it is next idle.
 """
 
 import asyncio
@@ -47,19 +46,18 @@ _BROKEN = (
 )
 _DELIMITER = b"<IDS|MSG>"
 _MAIN = ""  # the shell that is no subshell
-_PROBE_PATIENCE_S = (
-    0.5  # in doubt, a probe without an answer is sent again after this long, and then after twice as long each time
-)
-_SILENCE_S = 60.0  # busy without a message for this long: ask, and then after twice as long each time
+# In doubt, a probe without an answer is sent again after this long, and then after twice as long each time.
+_PROBE_PATIENCE_S = 0.5
+_SILENCE_S = 60.0  # busy without a message for this long: probe, and then after twice as long each time
 _LONGEST_PATIENCE_S = 3600.0
-_MOST_BUSY = 10_000  # parents kept; more than this is doubt, not memory
+_MOST_BUSY = 10_000  # parents that are kept; with more, the watch is in doubt again
 _LONGEST_ID = 200
 _LONGEST_STATUS = 2**20  # bytes; a status has two headers and a word
 _LONGEST_FRAME = 16 * 2**20  # bytes
 _MOST_WAITING = 16  # messages
 _REJOIN_S, _LONGEST_REJOIN_S = 0.2, 30.0  # pauses after a connection that broke: the next one is twice as long ...
 _LASTING_S = 10.0  # ... unless the connection lasted for this long
-_START_S = 30.0  # a kernel that starts listens by then; it is tried at a quick and even pace, so that its first messages are heard
+_START_S = 30.0  # a starting kernel listens by then; until then attempts follow quickly, so that its first messages are received
 _START_RETRY_S = 0.05
 _RETRY_S, _LONGEST_RETRY_S = 0.1, 15.0  # between attempts that are refused after that: ever more rarely
 _SHELL_RETRY_S = 2.0
@@ -75,9 +73,9 @@ class _Status(msgspec.Struct):
     execution_state: str = ""
 
 
-_NOBODY = _Header()
+_NO_PARENT = _Header()
 _decode_header = msgspec.json.Decoder(_Header).decode
-_decode_parent = msgspec.json.Decoder(_Header | None).decode  # null: xeus kernels say so of what nobody asked for
+_decode_parent = msgspec.json.Decoder(_Header | None).decode  # null: xeus kernels send it with what no request caused
 _decode_status = msgspec.json.Decoder(_Status).decode
 
 
@@ -86,7 +84,7 @@ def _ms(seconds: float) -> int:
 
 
 def _try_rarely(socket: zmq.asyncio.Socket) -> None:
-    """Have what is connected from now on tried ever more rarely while it is refused."""
+    """Have ZeroMQ retry connections that are refused ever more rarely, for what is connected from now on."""
     socket.reconnect_ivl, socket.reconnect_ivl_max = _ms(_RETRY_S), _ms(_LONGEST_RETRY_S)
 
 
@@ -102,12 +100,12 @@ class IOPubWatch:
         self._connection = connection
         self._changed = changed
         self._busy: dict[str, str] = {}  # message id -> the shell that handles it
-        self._probes: dict[str, str] = {}  # our own message id -> the shell that was asked
+        self._probes: dict[str, str] = {}  # our own message id -> the shell that was probed
         self._certain = False
         self._doubt_since_s = time.monotonic()
-        self._heard = asyncio.Event()
+        self._message_came = asyncio.Event()
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
-        # Our kernelspecs run ipykernel, whose topics tell status from output; what other kernels call theirs is unknown.
+        # The topics of ipykernel, which our kernelspecs run, distinguish status from output. Those of other kernels are unknown.
         self._iopub.subscribe(b"kernel." if ipykernel else b"")
         self._line_events: zmq.asyncio.Socket = self._iopub.get_monitor_socket(_JOINED | _BROKEN)
         self._iopub.reconnect_ivl = _ms(_START_RETRY_S)
@@ -116,22 +114,22 @@ class IOPubWatch:
         _try_rarely(self._shell)
         self._shell.reconnect_ivl = _ms(_SHELL_RETRY_S)
         self._shell_joined = self._rejoined = False
-        work = (self._listen(), self._keep_line(), self._doubt(), self._drain())
+        work = (self._listen(), self._keep_line(), self._resolve_doubt(), self._drain())
         self._tasks = [asyncio.create_task(one) for one in work]
 
     @property
     def busy(self) -> bool:
-        """Whether a use is under way or nobody knows."""
+        """Whether a use is under way, or may be."""
         return not self._certain or bool(self._busy)
 
     @property
     def doubt_s(self) -> float:
-        """For how long now nobody has known whether the kernel is busy, because it does not answer, seconds."""
+        """For how long the kernel has not answered, so that whether it is busy is unknown, seconds."""
         return 0.0 if self._certain else time.monotonic() - self._doubt_since_s
 
     @property
     def is_certain(self) -> bool:
-        """Whether nothing is handled that is not known here."""
+        """Whether everything that the kernel handles is known here."""
         return self._certain
 
     @property
@@ -163,7 +161,7 @@ class IOPubWatch:
 
     @staticmethod
     async def _next(socket: zmq.asyncio.Socket) -> list[bytes]:
-        """Wait for a message. Others get their turn first even if one is there; nothing is lost if this is cancelled then."""
+        """Wait for a message. Other tasks get their turn first, even if one is there. Cancelled: no message is lost."""
         await asyncio.sleep(0)
         frames: list[bytes] = await socket.recv_multipart()
         return frames
@@ -173,15 +171,16 @@ class IOPubWatch:
             frames = await self._next(self._iopub)
             before = (self.busy, len(self._busy))
             self._take(frames)
-            self._heard.set()
+            self._message_came.set()
             if (self.busy, len(self._busy)) != before:
                 self._changed()
 
     async def _keep_line(self) -> None:
         """Follow the state of the IOPub connection, and connect again after a pause when it broke.
 
-        What was said while the connection was broken is not known. ZeroMQ retries a refused connection by itself, ever more rarely, but
-        one that is accepted and then closed ten times a second, and one that a too long frame broke not at all.
+        What was sent while the connection was broken is lost, so the watch is in doubt again. ZeroMQ retries a refused connection by
+        itself, ever more rarely. But it retries one that is accepted and then closed ten times a second, and one that a too long frame
+        broke not at all: those are disconnected here, and connected again after a growing pause.
         """
         pause_s = _REJOIN_S
         joined_s: float | None = None
@@ -198,7 +197,7 @@ class IOPubWatch:
             self._iopub.disconnect(self._connection.iopub)
             was_certain, self._certain = self._certain, False
             self._doubt_since_s = time.monotonic() if was_certain else self._doubt_since_s
-            self._heard.set()
+            self._message_came.set()
             if was_certain:
                 self._changed()
             lasted = joined_s is not None and time.monotonic() - joined_s >= _LASTING_S
@@ -214,12 +213,12 @@ class IOPubWatch:
         if self._shell_joined:
             self._shell.disconnect(self._connection.shell)
             self._rejoined = True  # a probe may have been lost: send another one
-            self._heard.set()
+            self._message_came.set()
         self._shell_joined = True
         self._shell.connect(self._connection.shell)
 
     def _take(self, frames: list[bytes]) -> None:
-        """Learn from one IOPub message; what is too long, cannot be read or is not signed with the kernel's key teaches nothing."""
+        """Evaluate one IOPub message. What is too long, malformed or not signed with the kernel's key is ignored."""
         with suppress(ValueError, msgspec.DecodeError, RecursionError):
             signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]
             if sum(map(len, parts)) > _LONGEST_STATUS:
@@ -228,26 +227,26 @@ class IOPubWatch:
                 return
             header, parent, _metadata, content = parts
             if _decode_header(header).msg_type == "status":
-                self._learn(_decode_parent(parent) or _NOBODY, _decode_status(content).execution_state)
+                self._apply_status(_decode_parent(parent) or _NO_PARENT, _decode_status(content).execution_state)
 
-    def _learn(self, about: _Header, state: str) -> None:
-        """Take note of a status message about the message whose header is given."""
+    def _apply_status(self, about: _Header, state: str) -> None:
+        """Evaluate a status message about the message with this header."""
         if state == "starting":
             self._busy.clear()
             self._doubt_since_s = time.monotonic() if self._certain else self._doubt_since_s
-            self._certain = False  # the new incarnation has not said anything about itself yet
+            self._certain = False  # of the new incarnation nothing is known yet
         elif state == "idle":
             self._busy.pop(about.msg_id, None)
             if (shell := self._probes.get(about.msg_id)) is not None:
-                self._answered(shell)
+                self._clear_shell(shell)
         elif state == "busy" and about.msg_type in USES and len(about.msg_id) <= _LONGEST_ID:
             self._busy[about.msg_id] = (about.subshell_id or _MAIN)[:_LONGEST_ID]
             if len(self._busy) > _MOST_BUSY:
                 self._busy.clear()
                 self._certain, self._doubt_since_s = False, time.monotonic()
 
-    def _answered(self, shell: str) -> None:
-        """Whatever this shell was doing when it was asked is over: it answers in order."""
+    def _clear_shell(self, shell: str) -> None:
+        """Clear what this shell was doing when it was probed: a shell answers in order, so all of that is over."""
         self._busy = {msg_id: by for msg_id, by in self._busy.items() if by != shell}
         self._probes = {msg_id: asked for msg_id, asked in self._probes.items() if asked != shell}
         if shell == _MAIN:
@@ -259,41 +258,41 @@ class IOPubWatch:
             digest.update(part)
         return digest.hexdigest().encode()
 
-    async def _doubt(self) -> None:
-        """Probe the main shell until certain, and after a long silence whatever is said to be busy."""
+    async def _resolve_doubt(self) -> None:
+        """Probe the main shell until certain, and after a long silence every shell that is busy."""
         while True:
             await self._become_certain()
             patience_s = _SILENCE_S
             while self._certain:
-                if await self._hear(patience_s):
+                if await self._wait_for_message(patience_s):
                     patience_s = _SILENCE_S
                     continue
                 for shell in set(self._busy.values()):
-                    await self._ask(shell)
+                    await self._probe(shell)
                 patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)
 
     async def _become_certain(self) -> None:
         patience_s = _PROBE_PATIENCE_S
         while not self._certain:
             self._rejoined = False
-            await self._ask(_MAIN)
+            await self._probe(_MAIN)
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     while not (self._certain or self._rejoined):
-                        await self._hear(None)
+                        await self._wait_for_message(None)
             patience_s = _PROBE_PATIENCE_S if self._rejoined else min(2 * patience_s, _LONGEST_PATIENCE_S)
 
-    async def _hear(self, patience_s: float | None) -> bool:
+    async def _wait_for_message(self, patience_s: float | None) -> bool:
         """Return whether a message came, or the connection broke, within the patience."""
-        self._heard.clear()
+        self._message_came.clear()
         try:
             async with asyncio.timeout(patience_s):
-                await self._heard.wait()
+                await self._message_came.wait()
         except TimeoutError:
             return False
         return True
 
-    async def _ask(self, shell: str) -> None:
+    async def _probe(self, shell: str) -> None:
         probe = uuid.uuid4().hex
         self._probes[probe] = shell
         header = {
@@ -309,6 +308,6 @@ class IOPubWatch:
         await self._shell.send_multipart([_DELIMITER, self._sign(parts) if self._connection.key else b"", *parts])
 
     async def _drain(self) -> None:
-        """Throw the shell replies away; IOPub tells what matters."""
+        """Drop the shell replies: IOPub has all that matters."""
         while True:
             await self._next(self._shell)

@@ -1,4 +1,4 @@
-"""What clients say of themselves, checked: the wish for a lease against the pools, and the process behind one against /proc."""
+"""Checks what clients say of themselves: the request for a lease against the pools, and the process of a kernel against /proc."""
 
 import asyncio
 import grp
@@ -51,7 +51,7 @@ _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Who asks: credentials from the socket, the token if one was sent, and on whose behalf an administrator says to ask."""
+    """The client: its credentials from the socket, its token if it sent one, and the user for whom an administrator says to act."""
 
     credentials: PeerCredentials
     token: str | None = field(repr=False)
@@ -130,7 +130,7 @@ def user_group(uid: int, pool: PoolSpec) -> str:
 
 
 def _sizes(arbiter: Arbiter, pool: PoolSpec) -> list[int]:
-    """Return what each device of the pool can give, MiB."""
+    """Return what each device of the pool can lease, MiB."""
     sizes = [device.leasable_mib for device in arbiter.devices() if device.device_id in pool.devices]
     if not sizes:
         raise NoRoomError(
@@ -140,7 +140,7 @@ def _sizes(arbiter: Arbiter, pool: PoolSpec) -> list[int]:
 
 
 def cap_mib(arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, memory_mib: int | None) -> int:
-    """Return the memory that a kernel may use: what it asked for, or the fraction's share. Raises BadRequestError, NoRoomError."""
+    """Return the memory that a kernel may use: as requested, or the fraction's share. Raises BadRequestError, NoRoomError."""
     sizes = _sizes(arbiter, pool)
     if memory_mib is None:
         return max(1, min(sizes) * fraction_milli // 1000)
@@ -167,7 +167,7 @@ def fraction_for(arbiter: Arbiter, pool: PoolSpec, used_mib: int) -> tuple[int, 
 def guaranteed_mib(
     arbiter: Arbiter, pool: PoolSpec, fraction_milli: int, reserve_mib: int, request_mib: int | None
 ) -> int | None:
-    """Return the memory that is guaranteed, where a pool reserves by use: what was asked, or the fraction's share of a device.
+    """Return the memory that is guaranteed, where a pool reserves by use: as requested, or the fraction's share of a device.
 
     None: all of the cap. Raises BadRequestError.
     """
@@ -189,7 +189,7 @@ def guaranteed_mib(
 
 
 async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
-    """Return the process that the request states, if it is what it is said to be. Raises BadRequestError or ForbiddenError."""
+    """Return the process that the request states, if /proc agrees. Raises BadRequestError or ForbiddenError."""
     try:
         identity = identify(request.pid)
         uid = owner_uid(request.pid)
@@ -214,7 +214,7 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
 
 
 def server_of(peer: Peer) -> ProcessIdentity | None:
-    """Return the process that asks, which starts the kernel of the lease; None where it cannot be seen (another pid namespace)."""
+    """Return the client's process, which starts the lease's kernel; None where it is invisible (another pid namespace)."""
     try:
         return identify(peer.credentials.pid) if peer.credentials.pid > 0 else None
     except (ProcessLookupError, PermissionError):
@@ -233,8 +233,8 @@ def token_file_of(identity: ProcessIdentity) -> str:
 async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
     """Return the variable once it is what is expected, or what it is after a moment.
 
-    Whoever starts a process hears that it worked when the old program's descriptors are closed; only after that does Linux
-    put the new environment in place, and until then an empty one is read. Raises as `environment_value`.
+    `exec` closes the old program's descriptors, by which its parent learns that it worked, before Linux puts the new environment in place.
+    Until then an empty environment is read. Raises as `environment_value`.
     """
     end_s = time.monotonic() + _EXEC_PATIENCE_S
     while (value := environment_value(pid, name)) != expected and time.monotonic() < end_s:  # noqa: ASYNC110 - nothing signals it

@@ -1,10 +1,10 @@
 """What a pool's way of sharing puts into its kernels' environment, and what it needs of the machine.
 
-- `mps`: the thread percentage is the fraction (a cap on multiprocessors, not a reservation), the pinned memory limit is the memory
-  cap, for each device that the kernel sees. The control daemon is the administrator's to run.
+- `mps`: the thread percentage is the fraction (a cap on multiprocessors, not a reservation), and the pinned memory limit is the memory
+  cap, for each device that the kernel sees. The administrator runs the control daemon.
 - `mig`: the kernel may use the whole instance, whatever the fraction came to.
-- HAMi-core, where the administrator names its library, is preloaded when the kernel starts. Kernels of one machine would share its
-  books, so each lease gets a file of its own for them.
+- HAMi-core is preloaded when the kernel starts, if the administrator names its library. Its bookkeeping file would be shared by all
+  kernels of a machine, so each lease gets a file of its own.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ _MIG = "MIG-"
 
 
 def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: Sequence[DeviceView]) -> dict[str, str]:
-    """Return what binds a kernel to its share. `limit_mib` is its cap on each device; `held` are the devices it has, if any yet."""
+    """Return what binds a kernel to its share. `limit_mib`: its cap on each device; `held`: the devices that it has so far."""
     if pool.sharing is Sharing.MPS:
         limits = ",".join(f"{place}={limit_mib}M" for place in range(max(1, spec.devices)))
         return {
@@ -40,7 +40,7 @@ def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: S
 
 
 def launch_environment(pool: PoolSpec, spec: LeaseSpec) -> dict[str, str]:
-    """Return what must be there when the kernel's process starts."""
+    """Return the variables that the kernel's process must start with."""
     if not pool.hami_library:
         return {}
     return {
@@ -53,13 +53,13 @@ def launch_environment(pool: PoolSpec, spec: LeaseSpec) -> dict[str, str]:
 
 
 def remove_books(lease_id: str) -> None:
-    """Remove the file in which HAMi-core kept the books of a lease that is over, if there is one and we may."""
+    """Remove the bookkeeping file of HAMi-core for a lease that is over, if there is one and we may."""
     with suppress(PermissionError):
         _books(lease_id).unlink(missing_ok=True)
 
 
 def check_pools(pools: Sequence[PoolSpec], names: Mapping[str, str], *, simulated: bool) -> None:
-    """Check what only the machine can tell; `names` of its devices by id. Raises ConfigError that says what to do."""
+    """Check the pools against the machine; `names`: of its devices, by id. Raises ConfigError that says what to do."""
     for pool in pools:
         if pool.hami_library and not Path(pool.hami_library).is_file():
             raise ConfigError(

@@ -1,8 +1,8 @@
 """Is host memory short where saved state lies? Then leases come back early, as far as devices have room.
 
 What was saved from a device lies in the memory of the kernel's own process: it counts against the machine and against every control group
-above that process. Two things are told to the arbiter: the budget of all saved state, which is less than what is saved already when the
-machine itself is short, and each suspended lease whose own control group is. A group is looked at the more rarely the more room it has.
+above that process. The arbiter gets two things: the budget of all saved state, which is less than what is saved already when the machine
+itself is short, and each suspended lease whose own control group is. A group is read the more rarely the more room it has.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free beside what
 _KEPT_FREE_LEAST_MIB: Final = 256
 # What processes take of the room in their control group within a second, at most and about: one thread alone fills a GiB or two.
 _FILLED_MIB_S: Final = 8192.0
-_LONGEST_S: Final = 10.0  # until somebody is looked at again, however much room there is
+_LONGEST_S: Final = 10.0  # until a group is read again, however much room it has
 
 
 class HostBudget:
@@ -28,25 +28,24 @@ class HostBudget:
         self._room = room
 
     def __call__(self, saved_mib: int) -> int:
-        """Return the budget now; less than `saved_mib` means that so much should go back to devices. Raises OSError, ValueError."""
+        """Return the budget now. What it is below `saved_mib` should go back to devices. Raises OSError, ValueError."""
         return max(0, min(self._configured_mib, saved_mib + self._room().mib - self._kept_free_mib))
 
 
 class HostMemoryPressure:
-    """Whose own control groups have no room left. `room(pid)` returns what one process may still take; else it is looked up."""
+    """Finds leases whose own control groups have no room left. `room(pid)` returns what one process may still take, for tests."""
 
     def __init__(
         self, room: Callable[[int], Headroom] | None = None, system: Callable[[], Headroom] = system_headroom
     ) -> None:
         self._room = room
         self._system = system
-        self._rooms: dict[str, tuple[int, float]] = {}  # of whom there is no need to look: pid, and until when
+        self._rooms: dict[str, tuple[int, float]] = {}  # leases not to be read yet: pid, and until when
 
     def __call__(self, pids: Mapping[str, int], now_s: float) -> set[str]:
         """Return those of the leases (with their kernels' pids) that are pressed.
 
-        Where the machine as a whole has no room, nobody's group is to blame. Raises OSError, ValueError for a machine that cannot be
-        read.
+        Where the machine as a whole has no room, no group is to blame. Raises OSError, ValueError for a machine that cannot be read.
         """
         if not pids or self._system().mib == 0:
             return set()
@@ -63,7 +62,7 @@ class HostMemoryPressure:
             try:
                 left_mib = room(pid).mib
             except (OSError, ValueError):
-                continue  # it ended, or its groups cannot be read: a suspend would be refused for that, this is no pressure
+                continue  # it ended, or its groups cannot be read: that makes a suspend refuse, and is no pressure
             if left_mib == 0:
                 pressed.add(lease_id)
             self._rooms[lease_id] = pid, now_s + min(_LONGEST_S, left_mib / _FILLED_MIB_S)

@@ -3,11 +3,10 @@
 What is saved from a device lies in the kernel's own process. So a suspended kernel looks like the biggest process to the killer, which then
 takes exactly the one whose state must not be lost, though another one filled the memory.
 
-The rules:
 - While a lease has saved state, its processes' adjustment is lowered by that state's share of the memory that would be full first (the
-  smallest of its control groups, else the machine): they count as they would without it. What else they use still counts.
+  smallest of its control groups, or the machine): they count as they would without it. What else they use still counts.
 - As far as is permitted: root with CAP_SYS_RESOURCE may; any other broker may as far as the kernels' adjustment was raised before.
-- What an adjustment was is in a file before it is changed. A broker that is killed leaves it to the next one to put it back.
+- The old value of an adjustment is in a file before it is changed. A broker that is killed leaves it to the next one to put it back.
 - It is put back once the state is on a device again. What a process of the kernel starts meanwhile inherits the adjustment. So that no user
   collects protected processes, those that the user has started since and that have it are set back, too: every half minute, and at the end.
   Only a value below 0 is looked for, which users cannot give themselves, and not among root's processes, whose services have such values.
@@ -44,8 +43,8 @@ __all__ = ["Lowered", "OomProtection", "protect_this_process"]
 
 log = logging.getLogger(__name__)
 
-_OURS: Final = -500
-"""For the broker and its worker: after everything of users, before what the system cannot do without."""
+_OWN_ADJUSTMENT: Final = -500
+"""For the broker and its worker: they are taken after all processes of users, and before what the system cannot do without."""
 _SWEEP_S: Final = 30.0
 _SHORTEST_S: Final = 0.05
 _SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
@@ -56,7 +55,7 @@ Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A process whose adjustment was lowered, since a tick after boot: what it was, for how much, and what it was given."""
+    """A process whose adjustment was lowered: from what, for how much saved state, to which values, and since which tick after boot."""
 
     identity: ProcessIdentity
     lease_id: str
@@ -74,8 +73,8 @@ class Lowered:
         return cls(identity=identity, lease_id=str(data["lease_id"]), given=given, **numbers)
 
     @property
-    def tells_children(self) -> bool:
-        """Whether a process that has one of its values, and was started by its user since, has inherited it."""
+    def is_inherited_visibly(self) -> bool:
+        """Whether a process that has one of its values, and that its user started since, must have inherited it."""
         return self.uid != 0 and any(value < 0 for value in self.given)
 
 
@@ -86,8 +85,8 @@ class OomProtection:
         self._broker = broker
         self._record = record
         self._lowered: dict[ProcessIdentity, Lowered] = {}
-        self._beyond: set[ProcessIdentity] = set()  # those whose adjustment we may not lower at all
-        self._said = False
+        self._not_permitted: set[ProcessIdentity] = set()  # processes whose adjustment may not be lowered at all
+        self._reported = False
         self._swept_s = -math.inf
 
     async def run(self) -> None:
@@ -108,7 +107,7 @@ class OomProtection:
         """Bring every adjustment up to date once. What fails is logged and tried the next time."""
         try:
             await asyncio.to_thread(self._apply, self._wanted())
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there is no thread for it
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread could be started
             log.warning("the out-of-memory killer's adjustments could not be brought up to date: %s", error)
 
     def _wanted(self) -> Wanted:
@@ -128,7 +127,7 @@ class OomProtection:
             self._sweep()
         for one in over:
             self._put_back(one)
-        self._beyond &= {identity for _, processes in wanted.values() for identity in processes}
+        self._not_permitted &= {identity for _, processes in wanted.values() for identity in processes}
         for lease_id, (uid, processes) in wanted.items():
             for identity, saved_mib in processes.items():
                 with suppress(ProcessLookupError, PermissionError):  # it ended, or is not to be touched by our user
@@ -139,14 +138,14 @@ class OomProtection:
 
     def _protect(self, lease_id: str, uid: int, identity: ProcessIdentity, saved_mib: int) -> None:
         before = self._lowered.get(identity)
-        if identity in self._beyond or (before is not None and before.saved_mib == saved_mib):
+        if identity in self._not_permitted or (before is not None and before.saved_mib == saved_mib):
             return
         was = adjustment(identity.pid) if before is None else before.was
         target = max(LEAST, was - math.ceil(1000 * saved_mib / max(1, smallest_limit(identity.pid).mib)))
         if target >= was:
             return
         since, given = (_ticks(), ()) if before is None else (before.since, before.given)
-        # What it was must be known before it is changed.
+        # The old value must be on the disk before it is changed: a broker that is killed here leaves the next one to put it back.
         one = Lowered(
             identity=identity,
             lease_id=lease_id,
@@ -158,20 +157,20 @@ class OomProtection:
         )
         self._write({**self._lowered, identity: one})
         if before is not None:
-            put_back(identity, target)  # it was to be lower
+            put_back(identity, target)  # the target is lower than what an earlier state got
         now = lower(identity, target)
         if now > target:
-            self._say_refused(identity, was, now)
+            self._report_refusal(identity, was, now)
         if now < was:
             self._lowered[identity] = replace(one, given=(*one.given, now))
         else:
             self._lowered.pop(identity, None)
-            self._beyond.add(identity)
+            self._not_permitted.add(identity)
         self._write(self._lowered)
 
-    def _say_refused(self, identity: ProcessIdentity, was: int, now: int) -> None:
-        if not self._said:
-            self._said = True
+    def _report_refusal(self, identity: ProcessIdentity, was: int, now: int) -> None:
+        if not self._reported:
+            self._reported = True
             log.info(
                 "this broker may not lower the out-of-memory killer's adjustment of process %d from %d below %d (CAP_SYS_RESOURCE is "
                 "missing): suspended kernels count there with their saved state, in full or in part",
@@ -187,9 +186,9 @@ class OomProtection:
     def _sweep(self) -> None:
         """Set back what inherited an adjustment, and forget processes that have ended."""
         self._swept_s = time.monotonic()
-        told = [one for one in self._lowered.values() if one.tells_children]
-        snapshot = scan() if told else None
-        for one in told:
+        inherited = [one for one in self._lowered.values() if one.is_inherited_visibly]
+        snapshot = scan() if inherited else None
+        for one in inherited:
             for child in snapshot.started(one.uid, one.since) if snapshot is not None else ():
                 if child not in self._lowered:
                     with suppress(ProcessLookupError):
@@ -207,7 +206,7 @@ class OomProtection:
         replace_file(self._record, json.dumps([asdict(one) for one in lowered.values()]).encode("ascii"))
 
     def _read(self) -> None:
-        """Take over what an earlier broker changed. A record that cannot be read is left: nothing of it can be put back."""
+        """Take over what an earlier broker changed. A record that cannot be read is ignored: nothing of it can be put back."""
         try:
             found = [Lowered.from_dict(one) for one in json.loads(self._record.read_text(encoding="ascii"))]
         except FileNotFoundError:
@@ -219,7 +218,7 @@ class OomProtection:
 
 
 def _ticks() -> int:
-    """Return clock ticks since boot, as the start times of processes are told."""
+    """Return clock ticks since boot, the unit of processes' start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
@@ -233,12 +232,13 @@ def _living(found: Iterable[Lowered]) -> list[Lowered]:
 
 
 def protect_this_process() -> None:
-    """Have the killer take users' processes before this one and those that it starts, as far as is permitted."""
+    """Make the killer take users' processes before this one and those that it starts, as far as is permitted."""
     me = os.getpid()
     try:
-        if adjustment(me) > _OURS:
+        if adjustment(me) > _OWN_ADJUSTMENT:
             log.info(
-                "the out-of-memory killer's adjustment of the broker and its worker is %d", lower(identify(me), _OURS)
+                "the out-of-memory killer's adjustment of the broker and its worker is %d",
+                lower(identify(me), _OWN_ADJUSTMENT),
             )
     except (OSError, ValueError) as error:
         log.warning("the out-of-memory killer's adjustment of the broker could not be set: %s", error)

@@ -1,4 +1,8 @@
-"""The broker's eyes: who uses which device, how much host memory is left, and which kernels wait in silence."""
+"""Periodic sampler of device usage, host memory and unresponsive kernels.
+
+A sample is read in a thread, and evaluated on the loop only if no lease changed state meanwhile: otherwise what is on the devices would be
+charged to leases that have left them, or come since.
+"""
 
 import asyncio
 import logging
@@ -45,12 +49,16 @@ log = logging.getLogger(__name__)
 _BUSY_INTERVAL_S = 2.0
 _QUIET_INTERVAL_S = 10.0
 _STEP_S = 0.5
-_REFRESH_PAUSE_S = 0.25  # between two samples that readers ask for
-_LOOKS = 3  # for one sample, while changes overtake them
+_REFRESH_PAUSE_S = 0.25  # between two samples for readers
+_ATTEMPTS = 3  # at one sample, while changes overtake it
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
-_LONG_MOMENT_S = 10.0  # the same for one without a context whose extension is connected, and asks by itself as a rule
-_SILENCE_S = 2.5 * PULSE_S  # an extension that has not been heard of for this long: its Python does not run
-_LOOK_S = 5.0  # from one look at the lines to the next; what is more than that (a driver that answers late) is no silence of theirs
+_LONG_MOMENT_S = (
+    10.0  # the same for one without a context whose extension is connected, and as a rule requests the GPU itself
+)
+_SILENCE_S = 2.5 * PULSE_S  # the Python of an extension that was silent for this long does not run
+_LOOK_S = (
+    5.0  # from one look at the gates to the next; time beyond that (a driver that answers late) is no silence of theirs
+)
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
 
 
@@ -64,7 +72,7 @@ class _Sample:
 
 
 class Sampler:
-    """Samples until cancelled. `host_budget(saved_mib)` returns what suspended state may take in all, MiB."""
+    """Samples one broker's devices and kernels. `host_budget(saved_mib)` returns what suspended state may take in all, MiB."""
 
     def __init__(self, broker: Broker, devices: dict[str, DeviceSpec], host_budget: Callable[[int], int]) -> None:
         self._broker = broker
@@ -74,12 +82,12 @@ class Sampler:
         self._pressure = HostMemoryPressure()
         self._pressed: set[str] = set()
         self._budget_mib: int | None = None
-        self._looked_s = time.monotonic()  # at the lines
+        self._looked_s = time.monotonic()  # at the gates
         self._sampling = asyncio.Lock()
         self._begun_s = -math.inf  # the last sample
 
     async def run(self) -> None:
-        """Sample for ever."""
+        """Sample until cancelled."""
         sampled_s = -math.inf
         while True:
             anything_changed = self._broker.anything_changed
@@ -88,13 +96,13 @@ class Sampler:
                 async with self._sampling:
                     await self._sample_if_possible()
                 sampled_s = time.monotonic()
-            self.look_at_lines()
-            self.relieve_silent()
-            self.look_at_stopped()
+            self.check_gates()
+            self.request_for_silent()
+            self.check_stopped()
             await self._pause(anything_changed)
 
     async def _pause(self, anything_changed: asyncio.Event) -> None:
-        """Until the next look: a moment while anything happens, for somebody may soon need a voice; at rest until the next sample."""
+        """Wait until the next look: a moment while anything happens, for a kernel may soon need a ticket; at rest until the next sample."""
         if not any(kernel.cell.executing_since_s is not None for kernel in self._broker.kernels.values()):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_BUSY_INTERVAL_S):
@@ -104,7 +112,7 @@ class Sampler:
         await asyncio.sleep(_STEP_S)
 
     async def refresh(self) -> None:
-        """Sample for a reader who wants to see what is true now. Cancelled: there is no new sample.
+        """Sample for a reader that needs what is true now. Cancelled: there is no new sample.
 
         Requests that come together share one sample, and one follows another after a pause: readers cannot keep the broker busy.
         """
@@ -115,27 +123,28 @@ class Sampler:
                 await self._sample_if_possible()
 
     async def _sample_if_possible(self) -> None:
-        """Look once. A machine that is short of descriptors or memory is looked at the next time: leases must not suffer for it."""
+        """Sample once. On a machine that is short of descriptors or memory the next sample follows in its turn: leases do not suffer."""
         self._begun_s = time.monotonic()
         try:
             await self.sample()
         except OSError as error:
-            log.error("the devices and the machine could not be looked at: %s", error)  # noqa: TRY400 - the sentence says it
+            log.error("the devices and the machine could not be sampled: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
-        """Look once and tell the arbiter what changed. A look that a state change overtook is thrown away, but no three running.
+        """Read once and report to the arbiter what changed. A reading that a state change overtook is dropped, at most twice in a row.
 
-        Whoever changes a lease of theirs without end would blind the broker. The third look is told but for the use of the leases that
-        changed during it; what they have given back since counts as a stranger's until the next sample, so nobody is let in too early.
+        A user who changes a lease without end would otherwise blind the broker. The third reading counts, but for the use of the leases
+        that changed during it. What those have given back since counts as a stranger's until the next sample, so no lease is let in too
+        early.
         """
-        self._tell_host_budget()
-        for left in reversed(range(_LOOKS)):
+        self._report_host_budget()
+        for left in reversed(range(_ATTEMPTS)):
             before = self._broker.changes
             seen = {kernel: kernel.changes for kernel in self._broker.kernels.values()}
             known = {identity.pid for _, identity in self._live()}
-            sample = await asyncio.to_thread(self._look, known, self._saved())
+            sample = await asyncio.to_thread(self._read, known, self._saved())
             if self._broker.changes == before or not left:
-                self._tell(sample, {kernel for kernel, changes in seen.items() if kernel.changes == changes})
+                self._evaluate(sample, {kernel for kernel, changes in seen.items() if kernel.changes == changes})
                 return
 
     def _live(self) -> list[tuple[Kernel, ProcessIdentity]]:
@@ -150,7 +159,7 @@ class Sampler:
             if view.state is LeaseState.SUSPENDED and kernel.identity is not None
         }
 
-    def _look(self, known: set[int], saved: dict[str, int]) -> _Sample:
+    def _read(self, known: set[int], saved: dict[str, int]) -> _Sample:
         """In a thread: read every device; scan /proc only if a process other than a kernel itself uses one."""
         uses: dict[str, DeviceUse | None] = {}
         for device_id in self._devices:
@@ -176,7 +185,7 @@ class Sampler:
             log.debug("the sensors of device %s could not be read: %s", device_id, error)
             return DeviceSensors()
 
-    def _tell(self, sample: _Sample, unchanged: set[Kernel]) -> None:
+    def _evaluate(self, sample: _Sample, unchanged: set[Kernel]) -> None:
         broker = self._broker
         owners = self._owners(sample.snapshot)
         broker.enforcement.see(sample.uses, owners)
@@ -185,7 +194,7 @@ class Sampler:
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:
-                self._tell_stranger(device_id, None)
+                self._report_stranger(device_id, None)
                 continue
             broker.used_mib[device_id] = use.used_mib
             for process in use.processes:
@@ -196,15 +205,15 @@ class Sampler:
         for (lease_id, device_id), mib in on_device.items():
             used.setdefault(lease_id, {})[device_id] = mib
         for kernel in [one for one in broker.kernels.values() if one in unchanged]:
-            self._tell_lease(kernel, used.get(kernel.lease_id, {}))
+            self._report_lease(kernel, used.get(kernel.lease_id, {}))
         self._note_processes(sample.uses, owners)
         for device_id, use in sample.uses.items():
             if use is not None:
                 charged = sum(process.used_mib for process in use.processes)
                 charged += broker.survivors.unfreed_mib(device_id, use)
-                self._tell_stranger(device_id, charged - self._covered(device_id, on_device))
+                self._report_stranger(device_id, charged - self._covered(device_id, on_device))
         broker.survivors.was_sampled()
-        self._tell_pressure(sample.pressed)
+        self._report_pressure(sample.pressed)
 
     def _owners(self, snapshot: Snapshot | None) -> dict[int, Owner]:
         owners: dict[int, Owner] = {}
@@ -217,7 +226,7 @@ class Sampler:
         return owners
 
     def _note_processes(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
-        """Have the ledger remember processes of kernels that use a device, and look at those that ended kernels left behind."""
+        """Save processes of kernels that use a device, and refresh those that ended kernels left behind."""
         used_mib: dict[str, dict[int, int]] = {}
         for use in uses.values():
             for process in use.processes if use is not None else ():
@@ -234,7 +243,7 @@ class Sampler:
                 self._broker.survivors.refresh(kernel, mine)
 
     def _covered(self, device_id: str, on_device: dict[tuple[str, str], int]) -> int:
-        """What leases use within their reservations; what goes past one counts as a stranger's, because nothing else covers it."""
+        """Return what leases use within their reservations. Use beyond counts as a stranger's, because no reservation covers it."""
         covered = 0
         for (lease_id, device), mib in on_device.items():
             view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
@@ -242,17 +251,17 @@ class Sampler:
                 covered += min(mib, view.reserved_mib)
         return covered
 
-    def _tell_lease(self, kernel: Kernel, used: dict[str, int]) -> None:
+    def _report_lease(self, kernel: Kernel, used: dict[str, int]) -> None:
         kernel.measurement.seen_on = frozenset(used)
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
             kernel.measurement.reported, kernel.measurement.grew = None, False
             return
         measured = (sum(used.values()), bool(used))
-        # What the arbiter knew of a process that has ended is forgotten there, and may come again unchanged.
+        # The arbiter forgets the use of a process that has ended; the next one may have exactly the same.
         changed = kernel.measurement.reported != measured or view.used_mib != measured[0]
         grows = measured[0] > view.used_mib
-        # Where its reservation follows its use the arbiter counts on more growth, until it hears that there was none.
+        # Where its reservation follows its use, the arbiter expects more growth until it gets a measurement without growth.
         if changed or kernel.measurement.grew:
             kernel.measurement.reported, kernel.measurement.grew = (
                 measured,
@@ -262,14 +271,14 @@ class Sampler:
                 LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured[0], armed=measured[1])
             )
 
-    def _tell_pressure(self, pressed: set[str]) -> None:
-        """Tell whose control group is short of memory, and for whom that is over."""
+    def _report_pressure(self, pressed: set[str]) -> None:
+        """Report the leases whose control group is short of memory, and those for which that is over."""
         for lease_id in sorted(pressed ^ self._pressed):
             now = lease_id in pressed
             self._broker.dispatch(HostPressureSeen(at_ms=now_ms(), lease_id=lease_id, pressed=now))
         self._pressed = pressed
 
-    def _tell_stranger(self, device_id: str, stranger_mib: int | None) -> None:
+    def _report_stranger(self, device_id: str, stranger_mib: int | None) -> None:
         if device_id in self._strangers and self._strangers[device_id] == stranger_mib:
             return
         self._strangers[device_id] = stranger_mib
@@ -280,14 +289,14 @@ class Sampler:
             seen = DeviceSeen(at_ms=now_ms(), device=self._devices[device_id], stranger_mib=stranger_mib)
             self._broker.dispatch(seen)
 
-    def _tell_host_budget(self) -> None:
+    def _report_host_budget(self) -> None:
         budget_mib = max(0, self._host_budget(self._broker.arbiter.host_saved_mib))
         if self._budget_mib is None or abs(budget_mib - self._budget_mib) >= _HOST_STEP_MIB:
             self._budget_mib = budget_mib
             self._broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=budget_mib))
 
-    def look_at_lines(self) -> None:
-        """Find out whose Python runs."""
+    def check_gates(self) -> None:
+        """Look at each gate's line: is the kernel's Python running?"""
         now_s = time.monotonic()
         unseen_s = now_s - self._looked_s - _LOOK_S
         self._looked_s = now_s
@@ -299,8 +308,8 @@ class Sampler:
                 is_open = view is not None and view.state is LeaseState.RESIDENT
                 kernel.link.look(now_s, OPEN_LINE_S if is_open else PULSE_S)
 
-    def look_at_stopped(self) -> None:
-        """Find kernels on a device that are stopped, while others wait: they cannot make room before they go on."""
+    def check_stopped(self) -> None:
+        """Find stopped kernels on a device, while others wait: they cannot make room before they go on."""
         waited_for = any(
             kernel.requests.waiters or kernel.cell.ticket_by_broker for kernel in self._broker.kernels.values()
         )
@@ -308,14 +317,14 @@ class Sampler:
             if kernel.stopped or (waited_for and view.state is LeaseState.RESIDENT):
                 self._broker.set_stopped(kernel, stopped=_is_held_up(kernel))
 
-    def relieve_silent(self) -> None:
-        """A kernel that needs the GPU and cannot say so gets a ticket: nobody is left blocked, or without a reservation, for ever."""
+    def request_for_silent(self) -> None:
+        """File a ticket for a kernel that needs the GPU and cannot request it: otherwise it would stay blocked, or unreserved, for ever."""
         now_s = time.monotonic()
         for kernel in list(self._broker.kernels.values()):
             link, since_s = kernel.link, kernel.cell.executing_since_s
             silent = link is not None and now_s - link.last_pulse_s > _SILENCE_S
             if kernel.requests.waiters or (since_s is None and not silent):
-                continue  # almost everybody, almost always
+                continue  # almost every kernel, almost always
             view = self._broker.arbiter.lease(kernel.lease_id)
             if view is None:
                 continue
@@ -323,14 +332,14 @@ class Sampler:
                 link.forgive(now_s - link.last_pulse_s, now_s)
                 silent = False
             busy_s = 0.0 if since_s is None else now_s - since_s
-            if self._needs_voice(kernel, view, busy_s, silent=silent):
+            if self._needs_ticket(kernel, view, busy_s, silent=silent):
                 self._broker.request_on_behalf(kernel)
 
     @staticmethod
-    def _needs_voice(kernel: Kernel, view: LeaseView, busy_s: float, *, silent: bool) -> bool:
+    def _needs_ticket(kernel: Kernel, view: LeaseView, busy_s: float, *, silent: bool) -> bool:
         link = kernel.link
         if view.state is LeaseState.NO_CONTEXT:
-            # The extension that should have asked never came (it may have failed to load), or cannot reach the broker any more.
+            # The extension that should have requested the GPU never came (it may have failed to load), or cannot reach the broker.
             if link is None or link.mute:
                 return busy_s > _MOMENT_S
             return busy_s > _LONG_MOMENT_S and not link.exempt
@@ -342,7 +351,7 @@ class Sampler:
 
 
 def _is_held_up(kernel: Kernel) -> bool:
-    """Whether somebody stopped the process or debugs it: it is not stuck, and needs no GPU before it goes on."""
+    """Whether the process is stopped or debugged: it is not stuck, and needs no GPU before it goes on."""
     try:
         return kernel.identity is not None and read_stat(kernel.identity.pid).held_up
     except OSError:  # it ended, or this cannot be seen

@@ -1,11 +1,11 @@
 """Ends a broker whose event loop stands still, with the stacks of all its threads in the log.
 
-A broker whose loop is blocked serves nobody, and no part of it that runs on the loop can notice. A thread does: it hands the loop a
+A broker whose loop is blocked serves no request, and no part of it that runs on the loop can notice. A thread can: it hands the loop a
 callback and waits until the loop has run it. A broker that was ended so is started again by the next client that needs one, or by its
-supervisor, and finds in the journal what it had in hand: for kernels and ledger it is like a SIGKILL, which is tested at every step.
+supervisor, and finds in the ledger what it had begun: for kernels and ledger it is like a SIGKILL, which is tested at every step.
 
 What may rightly take the loop's time: decisions and replies (milliseconds), the status of thousands of leases (tenths of a second), and a
-line of the log on a slow disk. Ledger and audit log are written, and devices, /proc and checkpoints are waited for, in other threads or
+line of the log on a slow disk. Everything else (ledger, audit log, devices, /proc, checkpoints) is waited for in other threads or
 processes. So the limit can be short against a person's patience and long against all of that: 30 s by default.
 
 - Only time in which this thread ran counts. A broker that was stopped (SIGSTOP, a frozen control group, a machine that slept) was not
@@ -80,13 +80,13 @@ class Watchdog:
     def _run(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
         tick_s = min(_LONGEST_TICK_S, limit_s / _TICKS)
         still_s, looked_s = 0.0, self._clock()
-        answered = _asked(loop)
+        answered = _probe(loop)
         while not self._over.wait(tick_s):
             now_s = self._clock()
-            # A tick that took longer than two was spent stopped, or starved of the processor, as the loop was.
+            # This thread was stopped, or got no processor, in what a tick took beyond two ticks; so was the loop.
             passed_s, looked_s = min(now_s - looked_s, 2 * tick_s), now_s
             if answered.is_set():
-                still_s, answered = 0.0, _asked(loop)
+                still_s, answered = 0.0, _probe(loop)
             elif _is_debugged():
                 still_s = 0.0
             else:
@@ -99,8 +99,8 @@ class Watchdog:
                 _write(f"the event loop went on after {still_s:.0f} s: the broker serves on")
 
 
-def _asked(loop: asyncio.AbstractEventLoop) -> threading.Event:
-    """Return what the loop sets as soon as it gets to it."""
+def _probe(loop: asyncio.AbstractEventLoop) -> threading.Event:
+    """Return an event that the loop sets as soon as it runs callbacks."""
     answered = threading.Event()
     loop.call_soon_threadsafe(answered.set)
     return answered
@@ -117,7 +117,7 @@ def _is_debugged() -> bool:
 
 
 def _write_stacks(still_s: float) -> None:
-    """Write what every thread does into the log, past Python's logging, whose lock the blocked thread may hold."""
+    """Write every thread's stack into the log, without Python's logging, whose lock the blocked thread may hold."""
     _write(
         f"the event loop has stood still for {still_s:.0f} s: the broker ends itself, and is started again where it is needed; no kernel "
         "loses anything by that. What its threads did, the most recent call first:"

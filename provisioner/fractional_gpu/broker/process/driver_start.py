@@ -139,7 +139,7 @@ class DriverStart:
         views = {view.device_id: view for view in broker.arbiter.devices()}
         for device_id in self._describe():
             view = views[device_id]
-            if not view.lost:  # else the event would call it found; the watcher tells the new reason when it is
+            if not view.lost:  # else the event would call it found; the sampler tells the new reason when it is
                 spec = self._specs[device_id]
                 broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=view.stranger_mib))
         for kernel, lease in broker.views():

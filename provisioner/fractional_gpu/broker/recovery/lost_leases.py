@@ -3,13 +3,11 @@
 A ledger can be lost while kernels live: deleted, moved away, replaced by an older copy. Each kernel still has its lease's id and the path
 of its broker's socket in its environment, and a second record of the lease may lie in a file that a broker wrote (`lease_files`).
 
-Rules:
-
 - The ledger wins. A lease that it knows, as live or as ended, is not looked for.
 - A record counts if the process that it names lives (boot, pid, start time), belongs to the user that it names, and carries the lease.
 - Without a record the environment proves one thing: which user's process makes the claim. Such a lease gets priority 0, no seat, the pool
   of its device and the size of what the driver and the devices say it has. A process that has nothing there gets nothing from the
-  search: a flood of processes takes no room. When its kernel asks for the GPU, a lease is requested for it, within every limit.
+  search: a flood of processes takes no room. When its kernel requests the GPU, a lease is requested for it, within every limit.
 - What is saved, of unknown size, comes back to a device that it has alone, and gets the size that it uses then.
 - Where the device of a checkpoint is unknown (several devices, no record), the lease is quarantined: a restore elsewhere could kill it.
 """
@@ -72,7 +70,7 @@ __all__ = ["LostLeases", "living_records"]
 log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 1.0
-_RECALLS_PER_S: Final = 1.0  # of a user: each is a look at every process
+_RECALLS_PER_S: Final = 1.0  # of a user: each reads every process
 _RECALL_BURST: Final = 32
 _DEFAULT_MILLI: Final = 250
 _UNSIZED: Final = "unsized-leases"  # kept in the ledger under this name
@@ -82,7 +80,7 @@ _AWAY: Final = frozenset(
 
 
 class LostLeases:
-    """Looks for the leases of one broker on `socket`, whose second records are `files`.
+    """Finds the lost leases of one broker on `socket`, whose second records are `files`.
 
     `everyone`: it serves all users of the machine, not only its own.
     """
@@ -113,13 +111,13 @@ class LostLeases:
             if one.lease_id not in known and not self._ledger.has_lease(one.lease_id)
         ]
         roots = [identity for record in (*live, *records) if (identity := identity_of(record)) is not None]
-        found = [*records, *await self._examined(lost, roots)]
+        found = [*records, *await self._examine_all(lost, roots)]
         for record in found:
             how = "its second record" if record.spec.lease_id in known else "its processes"
             log.warning("lease %s is not in the ledger: taken back from %s", record.spec.lease_id[:8], how)
         return found
 
-    async def _examined(self, lost: Sequence[Carrier], roots: Sequence[ProcessIdentity]) -> list[LeaseRecord]:
+    async def _examine_all(self, lost: Sequence[Carrier], roots: Sequence[ProcessIdentity]) -> list[LeaseRecord]:
         """Return a record of each of these that has something on a device, or saved from one."""
         if not lost:
             return []
@@ -164,7 +162,7 @@ class LostLeases:
         return _record(one, command, spec, state, where)
 
     def _spec(self, one: Carrier, command: Command, where: Sequence[str], used_mib: int | None) -> LeaseSpec:
-        """Return what the lease may have: the smallest fraction that holds what it uses; all of a device for what is of unknown size."""
+        """Return the lease's spec: the smallest fraction that holds what it uses; a whole device if that is unknown."""
         arbiter = self._broker.arbiter
         pool = self._pool(where)
         leasable = {device.device_id: device.leasable_mib for device in arbiter.devices()}
@@ -195,16 +193,16 @@ class LostLeases:
     # -- afterwards ----------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Give leases of unknown size the one that they use, once they are back on a device. Returns only by cancellation."""
+        """Give leases of unknown size the size that they use, once they are back on a device. Returns only by cancellation."""
         while True:
             await asyncio.sleep(_EVERY_S)
             for lease_id in list(self._unsized):
-                if await self._is_sized(lease_id):
+                if await self._settle_size(lease_id):
                     self._unsized.discard(lease_id)
                     self._keep_unsized()
 
-    async def _is_sized(self, lease_id: str) -> bool:
-        """Whether nothing is left to be done about the lease's size."""
+    async def _settle_size(self, lease_id: str) -> bool:
+        """Set the lease's size if it can be known by now; return whether the size is settled."""
         broker = self._broker
         kernel, view = broker.kernels.get(lease_id), broker.arbiter.lease(lease_id)
         if kernel is None or view is None:
@@ -240,7 +238,7 @@ class LostLeases:
     # -- on demand -----------------------------------------------------------------------------------------------------------
 
     async def recall(self, peer: Peer, lease_id: str) -> None:
-        """Take back the lease of a kernel that asks for itself, if nobody has ended it; does nothing about any other.
+        """Take back the lease of the kernel that makes the request, unless that lease has ended. Any other stays as it is.
 
         Raises NoRoomError, RequestTooLargeError, ConflictError or TooManyRequestsError where its lease cannot be had now: nothing of the
         kernel is lost by that. Cancelled: the lease is there, or not yet.
@@ -257,7 +255,7 @@ class LostLeases:
             files = await asyncio.to_thread(read_lease_files, self.files.folder)
             records = [one for one in files if one.spec.lease_id == lease_id and one.uid == uid and _lives(one)]
             lost = [one for one in await asyncio.to_thread(carriers, uid) if one.lease_id == lease_id]
-            records = records or await self._examined(lost, [])
+            records = records or await self._examine_all(lost, [])
             if records:
                 await take_over(broker, self._swaps, records)
             elif lost:
@@ -279,7 +277,7 @@ class LostLeases:
             )
 
     async def _request(self, one: Carrier) -> None:
-        """Ask for a new lease, of the same id, for a kernel that has nothing on a device."""
+        """Request a new lease, of the same id, for a kernel that has nothing on a device."""
         broker = self._broker
         if self._swaps.off:
             raise ConflictError(
@@ -300,7 +298,7 @@ class LostLeases:
             reserve_mib=reserve_mib,
             request_mib=guaranteed_mib(broker.arbiter, pool, milli, reserve_mib, None),
             group=user_group(one.uid, pool),
-            gated=True,  # its extension asked
+            gated=True,  # its extension made the request
             label=command.label,
         )
         record = _record(one, command, spec, LeaseState.NO_CONTEXT)

@@ -1,10 +1,8 @@
-"""What `/proc` tells about processes that carry a lease in their environment, for a broker that lost its ledger.
+"""What `/proc` says about processes that carry a lease in their environment, for a broker that lost its ledger.
 
-Rules:
-
-- Everything that is read here is the process's own to write (environment, command line, connection file), so it decides nothing about
-  sizes, priorities or other users: only the uid and the identity of the process are the kernel's word.
-- A file that the command line names is read only if it belongs to the process's user, and never waited for.
+- A process writes its environment, its command line and its connection file itself. So they decide nothing about sizes, priorities or
+  other users: only the uid and the identity of the process come from the operating system.
+- A file that the command line names is read only if it belongs to the process's user, and without waiting for it.
 """
 
 import json
@@ -53,7 +51,7 @@ class Carrier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a process's command line says of it. `connection` is a connection file's JSON, checked, or UNKNOWN_CONNECTION."""
+    """What a process's command line says of it. `connection`: a connection file's JSON, checked, or UNKNOWN_CONNECTION."""
 
     connection: str = UNKNOWN_CONNECTION
     kernel_id: str = ""
@@ -106,7 +104,7 @@ def still_carries(identity: ProcessIdentity, uid: int, lease_id: str) -> bool:
 
 
 def command_of(one: Carrier) -> Command:
-    """Return what the process's command line says; nothing of a process that is gone. Blocks."""
+    """Return what the process's command line says; an empty `Command` for a process that is gone. Blocks."""
     pid = one.identity.pid
     try:
         words = [os.fsdecode(word) for word in read_file(f"{PROC}/{pid}/cmdline").split(b"\0")]

@@ -3,8 +3,6 @@
 A lease without a process is kept for the next process of its kernel. Only one process starts that: the lease's server, which is a Jupyter
 server, a script that uses jupyter_client, or a launcher that becomes the kernel.
 
-Rules:
-
 - The server of a lease is the process that asked for the lease, and from each `attach` on the process that attached the kernel. A server
   that takes over a kernel attaches it again.
 - If the kernel's process has ended and the server has ended, the lease ends at once. While the server lives it may start the kernel again:
@@ -45,7 +43,7 @@ def has_lost_server(kernel: Kernel) -> bool:
 
 
 class AbandonedLeases:
-    """Looks for such leases of one broker."""
+    """Finds and ends such leases of one broker."""
 
     def __init__(self, broker: Runtime) -> None:
         self._broker = broker

@@ -1,10 +1,10 @@
-"""Finds out what contexts take on each kind of device, so that frameworks' limits leave room for them.
+"""Learns what contexts take on each kind of device, so that frameworks' limits leave room for them.
 
-A kernel's extension tells what the frameworks' allocators hold when it has given caches back (the answer to `shrink`); the device
-tells what it charges to the process. Both are known of one moment at each suspend, where the process is locked. A kernel over its cap
-is asked as soon as it is idle, too: where nothing is ever suspended, this is where a limit that left too little room shows.
+A kernel's extension says what the frameworks' allocators hold when it has given caches back (the answer to `shrink`); the device says what
+it charges to the process. Both are known of one moment at each suspend, where the process is locked. A kernel over its cap is asked as
+soon as it is idle, too: where nothing is ever suspended, this is where a limit that left too little room shows.
 
-What is learnt reaches kernels with the variables of their next grant; one that was over its cap gets it at once.
+What is learned reaches kernels with the variables of their next grant; one that was over its cap gets it at once.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _SHRINK_TIMEOUT_S: Final = 10.0
 _AGAIN_S: Final = 5.0
-_NOBODY: Final = -1  # a uid that no user has
+_NO_USER: Final = -1  # a uid that no user has
 
 
 class ContextLearner:
@@ -40,17 +40,17 @@ class ContextLearner:
     def context_mib(self, lease_id: str, device_ids: Sequence[str]) -> int:
         """Return what a context takes in the lease's kernel on these devices, the largest, MiB."""
         devices, kernel = self._broker.devices, self._broker.kernels.get(lease_id)
-        uid = kernel.uid if kernel is not None else _NOBODY
+        uid = kernel.uid if kernel is not None else _NO_USER
         known = [self.sizes.estimate_mib(devices[one].name, uid) for one in device_ids if one in devices]
         return max(known, default=FLOOR_MIB)
 
     def suspended(self, kernel: Kernel) -> None:
-        """Learn from a suspend that is over; what it left undone teaches nothing."""
+        """Learn from a suspend that is over. One that failed is ignored."""
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state is not LeaseState.SUSPENDED or kernel.identity is None or kernel.link is None:
             return
         if kernel.identity in kernel.checkpoint.sizes:
-            self._saw(kernel, kernel.checkpoint.homes, kernel.checkpoint.sizes[kernel.identity])
+            self._learn(kernel, kernel.checkpoint.homes, kernel.checkpoint.sizes[kernel.identity])
 
     def breached(self, kernel: Kernel) -> None:
         """Ask a kernel that is over its cap as soon as it is idle. Returns at once."""
@@ -75,7 +75,7 @@ class ContextLearner:
                 continue
             link, device_ids = kernel.link, self._broker.records.may_use(kernel)
             if link is None or not device_ids:
-                return  # it ended, or is being suspended, which teaches the same
+                return  # it ended, or is being suspended, from which the same is learned
             word = await link.ask(GateVerb.SHRINK, _SHRINK_TIMEOUT_S)
             if word != "busy":  # a cell began before the main loop came to it
                 break
@@ -88,15 +88,15 @@ class ContextLearner:
         try:
             use = await asyncio.to_thread(self._broker.monitor.use, device_ids[0])
         except GPUError:
-            return False  # the next breach, or a suspend, tells
+            return False  # the next breach, or a suspend, repeats the chance
         if kernel.in_use or kernel.identity is None or kernel.link is not link:
-            return False  # what was counted is not of the moment that the answer was of
+            return False  # the device counted a later moment than the answer's
         used_mib = sum(one.used_mib for one in use.processes if one.pid == kernel.identity.pid)
-        self._saw(kernel, device_ids, used_mib)
+        self._learn(kernel, device_ids, used_mib)
         return device_ids == self._broker.records.may_use(kernel)
 
-    def _saw(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
-        """Take in what the kernel's own process has on its only device. Of several devices nothing tells which holds what."""
+    def _learn(self, kernel: Kernel, device_ids: Sequence[str], used_mib: int) -> None:
+        """Learn from what the kernel's own process has on its only device. Of several devices it is unknown which holds what."""
         reserved_mib = kernel.link.reserved_mib if kernel.link is not None else None
         view = self._broker.arbiter.lease(kernel.lease_id)
         device = self._broker.devices.get(device_ids[0]) if len(device_ids) == 1 else None

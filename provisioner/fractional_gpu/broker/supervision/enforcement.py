@@ -1,11 +1,13 @@
-"""The backstop behind every other limit: what the devices count per process is compared with what the broker allowed.
+"""Enforces memory caps and the devices' claims: what the devices count per process is compared with what the broker allowed.
 
-- A lease over its cap (the arbiter decides when that is a breach): its notebook is told, and where the pool says `kill` those of its
-  processes that use a device are ended at once.
-- Processes on a managed device that belong to no lease are shown, and where the pool says `refuse` they are ended: asked to end when
-  they have been there for `PATIENCE_S`, made to after as long again. Programs that only draw, NVIDIA's own servers, and whatever
-  carries the id of a living lease are left alone.
-- Nobody is ended on the strength of a number alone: a process is known by its start time, and signalled through its pidfd.
+It backs up every other limit:
+
+- A lease over its cap (the arbiter decides when that is a breach): its notebook gets a notice, and where the pool says `kill`, those of its
+  processes that use a device are killed at once.
+- Processes on a managed device that belong to no lease are shown. Where the pool says `refuse`, they get SIGTERM when they have been there
+  for `PATIENCE_S`, and SIGKILL after as long again. Programs that only draw, NVIDIA's own servers, and every process that carries the id
+  of a living lease are left alone.
+- No process is ended on the strength of a pid alone: a process is known by its start time, and signalled through its pidfd.
 """
 
 import logging
@@ -44,20 +46,20 @@ _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 
 
 class Enforcement:
-    """Watches what leases and strangers really use. `clock` in seconds, for tests."""
+    """Compares what leases and strangers really use with what they may. `clock` in seconds, for tests."""
 
     def __init__(self, broker: Runtime, clock: Callable[[], float] = time.monotonic) -> None:
         self.strangers: dict[str, list[Stranger]] = {}  # by device
-        self.exempt_pids: set[int] = set()  # pids of processes that the broker tries things on
+        self.exempt_pids: set[int] = set()  # pids of processes on which the broker tests checkpoints
         self._broker = broker
         self._clock = clock
         self._users: dict[str, set[ProcessIdentity]] = {}  # by lease: its processes that use a device
-        self._unwanted: dict[ProcessIdentity, float] = {}  # strangers to be ended, and since when
-        self._asked: set[ProcessIdentity] = set()  # those that were asked to end
-        self._beyond: set[ProcessIdentity] = set()  # those that we may not end
+        self._unwanted: dict[ProcessIdentity, float] = {}  # strangers to be ended, and since when they are there
+        self._terminated: set[ProcessIdentity] = set()  # strangers that got SIGTERM
+        self._not_permitted: set[ProcessIdentity] = set()  # strangers that the broker's user may not signal
 
     def see(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
-        """Take in who uses which device, and by pid whose processes these are."""
+        """Evaluate a sample: the use of each device, and each process's lease, by pid. Ends strangers where a pool says so."""
         self._users = {}
         unwanted: dict[ProcessIdentity, float] = {}
         for device_id, use in uses.items():
@@ -72,13 +74,13 @@ class Enforcement:
                 for identity in self._foreign(strangers):
                     unwanted[identity] = self._unwanted.get(identity, self._clock())
         self._unwanted = unwanted
-        self._asked &= set(unwanted)
-        self._beyond &= set(unwanted)
+        self._terminated &= set(unwanted)
+        self._not_permitted &= set(unwanted)
         for identity, since_s in unwanted.items():
-            self._turn_out(identity, self._clock() - since_s)
+            self._end_stranger(identity, self._clock() - since_s)
 
     def breached(self, breach: CapBreached) -> None:
-        """Tell the notebook; end the processes where the pool says so."""
+        """Show the breach in the notebook; kill the processes where the pool says so."""
         kernel = self._broker.kernels.get(breach.lease_id)
         if kernel is None:
             return
@@ -87,12 +89,12 @@ class Enforcement:
             alive = [one for one in self._users.get(breach.lease_id, set()) if not self._signal(one, signal.SIGKILL)]
             if alive:
                 sentence += f" (the broker's user may not end process {alive[0].pid})"
-        self._tell(kernel, sentence, after_restart=breach.action is Breach.KILL)
+        self._notify(kernel, sentence, after_restart=breach.action is Breach.KILL)
 
     @staticmethod
-    def _tell(kernel: Kernel, sentence: str, *, after_restart: bool) -> None:
+    def _notify(kernel: Kernel, sentence: str, *, after_restart: bool) -> None:
         if after_restart:
-            kernel.notices.append(sentence)  # whoever reads it is the kernel that comes after this one
+            kernel.notices.append(sentence)  # for the kernel that comes after this one
         elif kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence)
 
@@ -101,10 +103,10 @@ class Enforcement:
         return any(device_id in pool.devices and pool.strangers is Strangers.REFUSE for pool in pools)
 
     def _foreign(self, strangers: Iterable[ProcessUse]) -> list[ProcessIdentity]:
-        """Return those that are not to be there."""
+        """Return those that may be ended."""
         found = []
         for process in strangers:
-            identity = _known(process.pid) if process.kind is not ProcessKind.GRAPHICS else None
+            identity = _living(process.pid) if process.kind is not ProcessKind.GRAPHICS else None
             if identity is not None and not self._is_spared(process.pid):
                 found.append(identity)
         return found
@@ -119,16 +121,17 @@ class Enforcement:
             lease_id = None
         return pid in self.exempt_pids or command.startswith(_SERVERS) or lease_id in self._broker.kernels
 
-    def _turn_out(self, identity: ProcessIdentity, there_s: float) -> None:
-        if there_s < PATIENCE_S or identity in self._beyond:
+    def _end_stranger(self, identity: ProcessIdentity, there_s: float) -> None:
+        """Signal a stranger that has been there for `there_s` seconds, if it is time."""
+        if there_s < PATIENCE_S or identity in self._not_permitted:
             return
         number = signal.SIGKILL if there_s >= 2 * PATIENCE_S else signal.SIGTERM
-        if number is signal.SIGTERM and identity in self._asked:
+        if number is signal.SIGTERM and identity in self._terminated:
             return
-        self._asked.add(identity)
+        self._terminated.add(identity)
         log.warning("process %d uses a device that is refused to strangers: %s", identity.pid, number.name)
         if not self._signal(identity, number):
-            self._beyond.add(identity)
+            self._not_permitted.add(identity)
 
     @staticmethod
     def _signal(identity: ProcessIdentity, number: signal.Signals) -> bool:
@@ -149,8 +152,8 @@ class Enforcement:
         return True
 
 
-def _known(pid: int) -> ProcessIdentity | None:
-    """Return who has this pid, None if nobody whom we can see."""
+def _living(pid: int) -> ProcessIdentity | None:
+    """Return the living process that has this pid, None if there is none that can be read."""
     try:
         identity = identify(pid)
         return identity if is_alive(identity) else None

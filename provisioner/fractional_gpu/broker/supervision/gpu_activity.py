@@ -1,16 +1,16 @@
-"""Is a kernel that runs no cell really idle? The devices' own counters of who works on them, beside IOPub.
+"""Is a kernel that runs no cell really idle? Decided by the devices' own counters of work, beside IOPub.
 
 A thread that a cell left behind, or a child process, works without a busy message. So a resident kernel that has just become idle by its
 messages still counts as busy until the counters have shown that its whole process tree is quiet, and counts as busy again whenever they
 show work.
 
-- What a cell did before it ended says nothing. A device tells of work with a delay (`settle_us`): for so long after a cell's end nobody
-  knows yet.
+- What a cell did before it ended says nothing. A device reports work with a delay (`settle_us`): for so long after a cell's end it is
+  not known yet.
 - Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses is one piece of work.
-- A device that tells nothing (MIG instances and some virtual machines do not) leaves it to the messages. It is asked again every minute:
-  a driver that was restarted may tell.
-- All times are since boot: no clock that is set makes a kernel busy or quiet.
-- A person who asks for a suspend means it: then only the messages count (`Kernel.suspend_wishes`), and work under way is waited for.
+- For a device that reports nothing (MIG instances and some virtual machines), the messages alone decide. It is read again every minute:
+  a driver that was restarted may report.
+- All times are since boot: setting the clock makes no kernel busy or quiet.
+- While a client waits for a suspend (`PendingRequests.suspend_waiters`), only the messages count, and work under way is waited for.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ __all__ = ["QUIET_S", "UNANSWERED_QUIET_S", "GpuActivity"]
 log = logging.getLogger(__name__)
 
 QUIET_S: Final = 2.0
-UNANSWERED_QUIET_S: Final = 5.0  # of a kernel whose extension does not answer: nothing else tells that it is idle
+UNANSWERED_QUIET_S: Final = 5.0  # of a kernel whose extension does not answer: nothing else shows that it is idle
 _INTERVAL_S: Final = 1.0
-_NOBODY_S: Final = 2.0  # while nobody works, or nobody is resident and idle: a resume says nothing here
+_QUIET_INTERVAL_S: Final = 2.0  # while no kernel works, or none is resident and idle: a resume gives no sign here
 _SHORTEST_S: Final = 0.05
-_ASK_AGAIN_S: Final = 60.0  # a device that told nothing
+_READ_AGAIN_S: Final = 60.0  # a device that reported nothing
 _S: Final = 1_000_000  # microseconds
 
 
@@ -54,23 +54,23 @@ class GpuActivity:
         self._broker = broker
         self._since_boot_us = since_boot_us
         self._steady_s = steady_s
-        self._silent: dict[str, float] = {}  # devices that tell nothing, and when each is asked again
+        self._silent: dict[str, float] = {}  # devices that report nothing, and when each is read again
         self._settle_us = 0  # the longest of the devices'
         self._news = asyncio.Event()
-        self._looks = False  # nobody is held to be at work by somebody who does not look
+        self._looks = False  # until `run`, no kernel counts as working: no look would ever end that
 
     def see(self, kernel: Kernel, view: LeaseView) -> None:
-        """Note whether the kernel is in use by its messages. Called before anybody asks whether it is busy."""
+        """Note whether the kernel is in use by its messages. To be called before its `busy` is read."""
         if kernel.in_use or kernel.identity is None:
             kernel.gpu_work.clear()
         elif kernel.gpu_work.idle_us is None:
             kernel.gpu_work.idle_us, kernel.gpu_work.last_us = self._since_boot_us(), 0
-            told = self._looks and view.device_id not in self._silent
-            kernel.gpu_work.working = told and view.state is LeaseState.RESIDENT
+            reports = self._looks and view.device_id not in self._silent
+            kernel.gpu_work.working = reports and view.state is LeaseState.RESIDENT
             self._news.set()
 
     async def run(self) -> None:
-        """Look for ever: soon after a kernel became idle, else now and then."""
+        """Read the counters until cancelled: soon after a kernel became idle, and at intervals."""
         self._looks = True
         while True:
             self._news.clear()
@@ -78,17 +78,17 @@ class GpuActivity:
             if watched:
                 try:
                     await self._look(watched)
-                except OSError as error:  # short of descriptors or memory: the next look may do better
-                    log.error("who works on the devices could not be seen: %s", error)  # noqa: TRY400 - the sentence says it
+                except OSError as error:  # short of descriptors or memory: the next look may succeed
+                    log.error("the devices' work could not be read: %s", error)  # noqa: TRY400 - the sentence says it
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s() if watched else _NOBODY_S):
+                async with asyncio.timeout(self._pause_s() if watched else _QUIET_INTERVAL_S):
                     await self._news.wait()
                 await asyncio.sleep(_SHORTEST_S)
 
     async def is_quiet(self, kernel: Kernel) -> bool:
         """Return whether no device of the lease has seen work of its processes for `UNANSWERED_QUIET_S`.
 
-        A device that tells nothing leaves it to the messages. One that cannot be read is not known to be quiet.
+        A device that reports nothing leaves it to the messages. One that cannot be read is not known to be quiet.
         """
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:
@@ -119,13 +119,13 @@ class GpuActivity:
         return found
 
     def _pause_s(self) -> float:
-        """Until the first of those of which nothing is known yet can be known; longer while everybody is known to be quiet."""
+        """Return the time until the first kernel of which nothing is known yet can be known; longer while all are known to be quiet."""
         now_us = self._since_boot_us()
         working = [
             one for one in self._broker.kernels.values() if one.gpu_work.idle_us is not None and one.gpu_work.working
         ]
         if not working:
-            return _NOBODY_S
+            return _QUIET_INTERVAL_S
         dues = [
             one.gpu_work.idle_us + self._settle_us - now_us
             for one in working
@@ -144,7 +144,7 @@ class GpuActivity:
                 continue  # it was restarted or runs a cell meanwhile
             if activity is None:
                 self._conclude(kernel, working=False)
-            elif activity.worked_us or kernel.gpu_work.working:  # else it stays quiet
+            elif activity.worked_us or kernel.gpu_work.working:  # otherwise it stays quiet
                 self._judge(kernel, identity, activity, snapshot)
 
     def _read(
@@ -161,9 +161,10 @@ class GpuActivity:
             if activity is None:
                 if device_id not in self._silent:
                     log.info(
-                        "device %s does not tell who works on it: kernels are idle by their messages alone", device_id
+                        "device %s does not report its processes' work: kernels are idle by their messages alone",
+                        device_id,
                     )
-                self._silent[device_id] = self._steady_s() + _ASK_AGAIN_S
+                self._silent[device_id] = self._steady_s() + _READ_AGAIN_S
             else:
                 self._silent.pop(device_id, None)
                 found[device_id] = activity
@@ -181,11 +182,11 @@ class GpuActivity:
             kernel.gpu_work.last_us = max(kernel.gpu_work.last_us, worked_us)
         unsettled = activity.known_until_us < idle_us + activity.settle_us
         recent = kernel.gpu_work.last_us > 0 and activity.known_until_us - kernel.gpu_work.last_us < QUIET_S * _S
-        # Nothing was known of it a moment ago: it stays as it is. What has been quiet for long does not become busy by waiting.
+        # While nothing is settled it stays as it is: a kernel that has been quiet for long does not become busy by waiting.
         self._conclude(kernel, working=recent or (unsettled and kernel.gpu_work.working))
 
     def _pids(self, kernel: Kernel, identity: ProcessIdentity, snapshot: Snapshot | None) -> set[int]:
-        """Return the processes of the kernel; without a snapshot only the kernel's own."""
+        """Return the pids of the kernel's processes; without a snapshot only the kernel's own."""
         if snapshot is None:
             return {identity.pid}
         return {identity.pid} | {one.pid for one in members_of(kernel, identity, snapshot, self._broker.roots())}

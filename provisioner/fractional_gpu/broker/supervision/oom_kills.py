@@ -1,11 +1,10 @@
-"""Did the system's out-of-memory killer end a kernel? Found out from the counters of control groups, for the sentence that its user gets.
+"""Did the system's out-of-memory killer end a kernel? Decided by the counters of control groups, for the sentence that its user gets.
 
-The rules:
 - Each group counts its killed processes. A kernel that ends while its group's counter has risen counts as killed; one kill accounts for
   one kernel.
 - A kill older than `_WINDOW_S` accounts for none. The window is wider than it takes a process of many GiB to end after it was killed.
-- The broker is not the parent of kernels and cannot read how they ended. Where it may read the system's log, that decides. Else a process
-  that the killer took beside the kernel, in the same seconds and the same group, can be mistaken for it.
+- The broker is not the parent of kernels and cannot read how they ended. Where it may read the system's log, that decides. Otherwise a
+  process that the killer took beside the kernel, in the same seconds and the same group, can be mistaken for it.
 """
 
 import logging
@@ -52,7 +51,7 @@ class OomKills:
         self._counters: dict[Path, Counter] = {}
 
     def follow(self, pid: int, now_s: float) -> None:
-        """Know a new kernel's group from now on: it may be killed before the next look."""
+        """Count kills in a new kernel's group from now on: the kernel may be killed before the next look."""
         self.see(self.look({*self._files, pid}, now_s))
 
     def look(self, pids: Collection[int], now_s: float) -> KillsSeen:
@@ -77,7 +76,7 @@ class OomKills:
         return KillsSeen(files=files, counters=counters, gone=frozenset(known.keys() - set(pids)))
 
     def see(self, seen: KillsSeen) -> None:
-        """Take in what `look` found. Kernels that came or ended since it began stay as they are."""
+        """Apply what `look` found. Kernels that came or ended since it began stay as they are."""
         self._files = {pid: file for pid, file in {**seen.files, **self._files}.items() if pid not in seen.gone}
         for file, counter in seen.counters.items():
             known = self._counters.get(file)

@@ -1,14 +1,13 @@
 """What is left of a kernel's processes when the kernel itself has ended, and the device memory that they hold.
 
-The rules:
 - A lease's room is not free because its kernel has ended. It is free when no process of the kernel's tree has device memory, on a device
   or saved on the host, and the devices no longer count what the tree had: the driver frees memory after a process has ended.
 - While processes with device memory are left, the lease goes on: it holds what it held, counts for its owner as before, takes turns where
   its pool preempts, and is brought back if it was suspended. A new kernel of the same lease takes it over as it is.
 - Processes that are about to end with their kernel get `_MOMENT_S` for it.
-- Memory that a device still counts after `FREED_S`, and charges to no process, is a stranger's from then on, until it is gone.
-- `after_kernel: "end"` ends what is left (see `ending`). A process is ended only if it is certain which one it is: its identity, its
-  user, and that it was seen in the tree. The kernel itself is left to whoever started it.
+- Memory that a device still counts after `FREED_S`, and charges to no process, is a stranger's from then on, until it is freed.
+- `after_kernel: "end"` ends what is left (`kernels.ending`). A process is ended only if it is certain which one it is: its identity, its
+  user, and that it was seen in the tree. The kernel itself is left to the process that started it.
 """
 
 import asyncio
@@ -56,12 +55,14 @@ _IN_A_SWAP: Final = frozenset(
 
 
 class Survivors:
-    """Follows leases whose kernels have ended. One per broker; everything runs on its loop."""
+    """Follows leases whose kernels have ended. One per broker. Everything runs on its loop."""
 
     def __init__(self, broker: Runtime, inspector: ProcessInspector) -> None:
         self.uncounted_mib: dict[str, int] = {}  # by device: what it holds beyond what it charges to processes, at rest
         self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
-        self.sampled = asyncio.Event()  # the devices were read and the arbiter was told; a new one for each sample
+        self.sampled = (
+            asyncio.Event()
+        )  # set when the arbiter has the next sample of the devices; a new one for each sample
         self._broker = broker
         self._inspector = inspector
         self._ends: set[asyncio.Task[None]] = set()
@@ -69,18 +70,18 @@ class Survivors:
     # -- the end of a kernel's process --------------------------------------------------------------------------------------
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """The kernel's process, which the broker follows no more, has ended or is replaced: free the room once it is free."""
+        """Handle that the kernel's process, which the broker follows no more, has ended or is replaced: free its room once it is free."""
         if not kernel.ending.survivors:
             kernel.ending.root = root
         if kernel.ending.task is None:
             if _holds(self._view(kernel)):
                 kernel.ending.task = asyncio.get_running_loop().create_task(self._settle(kernel, root))
-                kernel.ending.task.add_done_callback(_failed)
+                kernel.ending.task.add_done_callback(_log_failure)
             else:
-                self._gone(kernel)
+                self._free(kernel)
 
     async def release(self, kernel: Kernel, reason: str = "released") -> None:
-        """End the lease, at once or with what its kernel left behind; returns when it is known which. Cancelled: it goes on."""
+        """End the lease, at once or with what its kernel left behind. Returns when it is known which. Cancelled: the ending goes on."""
         if not kernel.ending.released:
             kernel.ending.released, kernel.ending.reason = True, reason
         kernel.notify()
@@ -96,20 +97,20 @@ class Survivors:
             await asyncio.wait([ending])
 
     def adopt(self, kernel: Kernel) -> None:
-        """A new process is the kernel of a lease whose last one left processes behind: they are its own from now on."""
+        """Make the processes that the last kernel of a lease left behind the new kernel's own."""
         if kernel.ending.survivors:
             kernel.forget_process()
             kernel.ending.survivors = ()
 
     async def _settle(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
-        """Look until nothing is left and the room is free, or what is left is known."""
+        """Look until nothing is left and the room is free, or until it is known what is left."""
         begun_s = time.monotonic()
         try:
             while _holds(self._view(kernel)):
                 left, unfreed = await self._look(kernel, root)
                 passed_s = time.monotonic() - begun_s
                 if left and passed_s < _MOMENT_S:
-                    await _ended([one.identity for one in left], _MOMENT_S - passed_s)
+                    await _wait_for_end([one.identity for one in left], _MOMENT_S - passed_s)
                 elif left:
                     if self.keep(kernel, left):
                         return
@@ -122,7 +123,7 @@ class Survivors:
                     await asyncio.sleep(_AGAIN_S)
         finally:
             kernel.ending.task = None
-        self._gone(kernel)
+        self._free(kernel)
 
     async def _look(self, kernel: Kernel, root: ProcessIdentity | None) -> tuple[list[Survivor], list[str]]:
         """Return what is left, and the devices that still count memory of what has ended. Unknown counts as not freed."""
@@ -158,7 +159,7 @@ class Survivors:
         return known_mib is None or uncounted_mib(use) <= known_mib + _SLACK_MIB
 
     async def _give_up(self, kernel: Kernel, device_ids: list[str]) -> None:
-        """Count what the devices did not free as a stranger's, before the lease's room is given away."""
+        """Count what the devices did not free as a stranger's. Returns once the arbiter knows: only then is the room given away."""
         log.error(
             "lease %s: %g s after its kernel ended, %s still counts its memory: it is counted as a stranger's until it is freed",
             kernel.lease_id[:8],
@@ -173,7 +174,7 @@ class Survivors:
                 await sampled.wait()
 
     def unfreed_mib(self, device_id: str, use: DeviceUse) -> int:
-        """Return what the device counts of processes that ended long ago; at rest, remember what is normal there."""
+        """Return what the device still counts of processes that ended long ago; while no kernel ends, remember what is normal there."""
         mib = uncounted_mib(use)
         if device_id in self.unfreed:
             beyond_mib = mib - self.unfreed[device_id]
@@ -185,14 +186,14 @@ class Survivors:
         return 0
 
     def was_sampled(self) -> None:
-        """The arbiter knows what the devices hold now."""
+        """Note that the arbiter knows what the devices hold now."""
         self.sampled.set()
         self.sampled = asyncio.Event()
 
     # -- what is left ---------------------------------------------------------------------------------------------------------
 
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
-        """The lease goes on with what is left; returns False if the first of it has ended meanwhile."""
+        """Let the lease go on with what is left. Returns False if the first process of it has ended meanwhile."""
         first = left[0].identity
         try:
             kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
@@ -211,7 +212,7 @@ class Survivors:
         return True
 
     def refresh(self, kernel: Kernel, used_mib: Mapping[int, int]) -> None:
-        """The devices were read: look again if other processes of an ended kernel have memory than those that are known."""
+        """Evaluate a sample (MiB by pid): look again if other processes of an ended kernel have memory than those that are known."""
         view = self._view(kernel)
         if kernel.ending.task is not None or view is None or view.state is not LeaseState.RESIDENT:
             return
@@ -223,8 +224,8 @@ class Survivors:
                 replace(one, used_mib=used_mib.get(one.identity.pid, 0)) for one in kernel.ending.survivors
             )
 
-    def _gone(self, kernel: Kernel) -> None:
-        """Nothing is left: what the lease held is free."""
+    def _free(self, kernel: Kernel) -> None:
+        """Report that nothing is left: what the lease held is free."""
         kernel.forget_process()
         kernel.ending.survivors, kernel.members = (), frozenset()
         if kernel.ending.released:
@@ -235,7 +236,7 @@ class Survivors:
         else:
             self._broker.exited(kernel)
 
-    # -- ending it ------------------------------------------------------------------------------------------------------------
+    # -- ending what is left ------------------------------------------------------------------------------------------------------------
 
     async def end(self, kernel: Kernel) -> None:
         """End what the kernel left behind, and return when its room is free. Raises ConflictError. Cancelled: it goes on."""
@@ -245,7 +246,7 @@ class Survivors:
                 "the kernel of this lease left nothing behind: shut a running kernel down in Jupyter, or evict it",
                 reason="nothing-left",
             )
-        await end_processes(partial(self._certain, kernel), "process {pid}, which the kernel left behind,")
+        await end_processes(partial(self._certain_processes, kernel), "process {pid}, which the kernel left behind,")
         while kernel.ending.survivors or kernel.ending.task is not None:
             change = kernel.change()
             await self.settled(kernel)
@@ -268,12 +269,13 @@ class Survivors:
         )
         try:
             await end_processes(
-                partial(self._certain, kernel, spare_root=True), "process {pid}, which the kernel left behind,"
+                partial(self._certain_processes, kernel, spare_root=True),
+                "process {pid}, which the kernel left behind,",
             )
         except ConflictError as error:
             log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
 
-    async def _certain(self, kernel: Kernel, *, spare_root: bool = False) -> list[ProcessIdentity]:
+    async def _certain_processes(self, kernel: Kernel, *, spare_root: bool = False) -> list[ProcessIdentity]:
         """Return the processes with device memory that may be ended."""
         if not kernel.ending.survivors:
             return []
@@ -289,7 +291,7 @@ class Survivors:
         ]
 
     async def close(self) -> None:
-        """Stop looking; the next broker looks by itself."""
+        """Stop. The next broker looks by itself."""
         tasks = [kernel.ending.task for kernel in self._broker.kernels.values() if kernel.ending.task is not None]
         for task in (*tasks, *self._ends):
             task.cancel()
@@ -310,7 +312,7 @@ def uncounted_mib(use: DeviceUse) -> int:
 
 
 def described(left: tuple[Survivor, ...]) -> str:
-    """Name what is left, in a form that anybody may see."""
+    """Name what is left, in a form that every user may see."""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return f"process {left[0].identity.pid} ({left[0].name}){more}"
 
@@ -343,7 +345,7 @@ def _read(pid: int, name: str) -> str:
         return ""
 
 
-async def _ended(processes: list[ProcessIdentity], patience_s: float) -> None:
+async def _wait_for_end(processes: list[ProcessIdentity], patience_s: float) -> None:
     """Wait until one of the processes has ended, but not longer."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     pidfds: list[int] = []
@@ -364,6 +366,6 @@ async def _ended(processes: list[ProcessIdentity], patience_s: float) -> None:
             os.close(pidfd)
 
 
-def _failed(task: "asyncio.Task[None]") -> None:
+def _log_failure(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("what a kernel left behind could not be found out", exc_info=error)

@@ -1,16 +1,16 @@
-"""Is this kernel checkpointable at all? Asked once its gate is shut, before anything is locked.
+"""Can this kernel be checkpointed at all? Checked once its gate is shut, before anything is locked.
 
 The driver promises nothing about a process whose checkpoint failed, so what is known not to work is not tried. Each refusal has its own
-reason, and the lease simply stays resident:
+reason, and the lease stays resident:
 
 - what the arbiter knows already: its device, its pool, what its extension or an earlier attempt said;
 - a process that is a client of the MPS server;
-- several CUDA processes that share memory of NCCL: checkpointing one member of a collective hangs the others. Communicators
-  within one machine map segments in /dev/shm, which is what is looked for. What cannot be seen: a collective with a process outside
-  of the kernel's tree (of another kernel, on another machine), and one without shared memory (`NCCL_SHM_DISABLE=1`);
+- several CUDA processes that share memory of NCCL: checkpointing one member of a collective hangs the others. Communicators within one
+  machine map segments in /dev/shm, which can be found. Invisible are a collective with a process outside of the kernel's tree (of
+  another kernel, on another machine), and one without shared memory (`NCCL_SHM_DISABLE=1`);
 - a process into which a profiler or debugger of NVIDIA's was injected (Nsight Systems, Nsight Compute, nvprof, Compute Sanitizer):
-  checkpointing does not work with them. Their own libraries are looked for, and the variable that makes the driver load one.
-  `libcupti` itself says nothing: torch and JAX link it, used or not. Profilers that a kernel starts by itself are its extension's to see.
+  checkpointing does not work with them. They are found by their own libraries, and by the variable that makes the driver load one.
+  `libcupti` itself proves nothing: torch and JAX link it, used or not. Profilers that a kernel starts by itself are found by its extension.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from fractional_gpu.protocol.codec import printable
 
 __all__ = ["Checkpointability"]
 
-_NCCL_SEGMENT = "/dev/shm/nccl-"  # noqa: S108 - a name to look for
+_NCCL_SEGMENT = "/dev/shm/nccl-"  # noqa: S108 - how the names of its files begin
 _FEWEST_MEMBERS = 2  # of a collective
 _INJECTED = (  # how the libraries' names begin
     "libToolsInjection",  # Nsight Systems
@@ -40,11 +40,13 @@ _INJECTION = "CUDA_INJECTION64_PATH"
 
 
 class Checkpointability:
-    """Screens kernels before they are suspended."""
+    """Checks kernels before they are suspended. `refusal` is the `CheckpointCheck` of the broker's swaps."""
 
     def __init__(self, arbiter: Arbiter) -> None:
         self._arbiter = arbiter
-        self._without_tools: set[ProcessIdentity] = set()  # a tool is injected when CUDA starts, or never
+        self._without_tools: set[ProcessIdentity] = (
+            set()
+        )  # checked already: a tool is injected when CUDA starts, or never
 
     async def refusal(self, kernel: Kernel, processes: Collection[ProcessIdentity], host: HostSnapshot) -> str:
         """Return why these CUDA processes of the kernel cannot be checkpointed, a sentence; empty if nothing speaks against it."""
@@ -53,18 +55,18 @@ class Checkpointability:
             return view.unsuspendable_reason
         pids = [process.pid for process in processes]
         clients = {one.pid for use in host.uses.values() for one in use.processes if one.kind is ProcessKind.MPS}
-        if of_ours := clients.intersection(pids):
-            return f"process {min(of_ours)} computes through the MPS server, whose clients the driver cannot checkpoint"
+        if own_clients := clients.intersection(pids):
+            return f"process {min(own_clients)} computes through the MPS server, whose clients the driver cannot checkpoint"
         unknown = set(processes) - self._without_tools
         if not unknown and len(pids) < _FEWEST_MEMBERS:
             return ""  # reading what a process has mapped takes milliseconds
-        if why_not := await asyncio.to_thread(_look, pids, sorted(one.pid for one in unknown)):
+        if why_not := await asyncio.to_thread(_find_obstacle, pids, sorted(one.pid for one in unknown)):
             return why_not
         self._without_tools = {one for one in self._without_tools if one in host.processes} | unknown
         return ""
 
 
-def _look(pids: list[int], unknown: list[int]) -> str:
+def _find_obstacle(pids: list[int], unknown: list[int]) -> str:
     if len(pids) >= _FEWEST_MEMBERS:
         members = [pid for pid in pids if maps(pid, lambda path: path.startswith(_NCCL_SEGMENT))]
         if len(members) >= _FEWEST_MEMBERS:
@@ -76,7 +78,7 @@ def _look(pids: list[int], unknown: list[int]) -> str:
 
 
 def _injected(pid: int) -> str:
-    """Return why a process with an injected profiler is left alone, "" if it has none that can be seen."""
+    """Return why a process with an injected profiler cannot be checkpointed, "" if none is found in it."""
     library = ""
     with suppress(ProcessLookupError, PermissionError):
         library = environment_value(pid, _INJECTION) or ""

@@ -1,10 +1,10 @@
-"""The arbiter's decisions that take time: suspends, resumes, and second looks at what is unknown.
+"""Runs the arbiter's decisions that take time: suspends, resumes, shrinks, and second looks at what is unknown.
 
-- Each begins with its intent in the ledger, and each is answered, whatever happens: an operation without an answer would hold the
-  swap channel for ever.
-- An end that could not be written down (a full disk) is written before the lease's next beginning: the ledger has one open operation
-  a lease, and an old one would be in its way for ever. That goes for an earlier broker's, too. What could not be begun has no end.
-- An operation in hand is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
+- Each begins with its intent in the ledger, and each is answered by an event, whatever happens: an operation without an answer would hold
+  the swap channel for ever.
+- An end that could not be written down (a full disk) is written before the lease's next beginning: the ledger has one open operation a
+  lease, and an old one would block the next for ever. The same goes for an earlier broker's. What could not be begun has no end.
+- An operation that has begun is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
 """
 
 import asyncio
@@ -45,14 +45,17 @@ __all__ = ["Operations"]
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-_FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once; a driver that fails at once must not be hammered
+_FAILED_RESUME_PAUSE_S = (
+    1.0  # the arbiter tries again at once: this limits how often a driver that fails at once is called
+)
 _BROKEN = "the broker failed in the middle of it; its log says why"
 
 
 class Operations:
-    """Carries effects that take time out as tasks. `dispatch` takes their answers, `finished` the kernel of each that is over.
+    """Runs effects that take time as tasks.
 
-    `stepped` is called with the lease before each step of an operation.
+    `dispatch` takes their answers. `stepped` is called with the lease before each step of an operation, `finished` with the kernel of
+    each suspend that is over.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Operations:
         self._unwritten: dict[str, Callable[[], None]] = {}  # by lease: the end of its last operation
 
     def start(self, effect: Suspend | Resume | LookAgain | Shrink) -> None:
-        """Begin to carry it out; returns at once."""
+        """Begin to carry the effect out. Returns at once."""
         match effect:
             case Suspend():
                 self._spawn(self._suspend(effect), self._tasks)
@@ -91,7 +94,7 @@ class Operations:
                 self._spawn(self._shrink(effect), self._looking)
 
     def end(self, lease_id: str, operation_id: int, outcome: str) -> None:
-        """Write down how an operation ended; what cannot be written now is before the lease's next one. Returns at once."""
+        """Write down how an operation ended. What cannot be written now is written before the lease's next one. Returns at once."""
         end = partial(self._writer.ledger.finish, operation_id, outcome, wall_ms())
 
         def keep() -> None:
@@ -107,7 +110,7 @@ class Operations:
         self._look_now = asyncio.Event()
 
     async def close(self) -> None:
-        """Finish what is in hand and drop the looks and shrinks. Nothing may be started any more."""
+        """Finish the operations that have begun and drop the looks and shrinks. Nothing may be started any more."""
         for task in self._looking:
             task.cancel()
         while self._tasks or self._looking:
@@ -172,7 +175,7 @@ class Operations:
             if kernel is None or view is None:
                 outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
                 return
-            # Looking changes nothing: it need not wait until the intent is written.
+            # Reading the processes changes nothing: it does not wait until the intent is written.
             _, seen = await asyncio.gather(self._begin(effect, "resume", view.saved_mib), self._swaps.glance())
             written = True
             step = partial(self._step, effect)
@@ -199,7 +202,7 @@ class Operations:
                 self.end(effect.lease_id, effect.operation_id, str(outcome))
 
     async def _look_again(self, effect: LookAgain) -> None:
-        """Look until the truth is known or the lease has moved on. A failure of the driver is reported once, and looked at again."""
+        """Look until the truth is known or the lease has moved on. A process that failed is reported once, and looked at again."""
         reported = ""
         for attempt in count():
             with suppress(TimeoutError):
@@ -211,16 +214,16 @@ class Operations:
                 if kernel is None or view is None or view.generation != effect.generation:
                     return
                 if kernel.checkpoint.needs_driver and self._swaps.off:
-                    continue  # what the devices say is no answer for it
+                    continue  # what the devices say does not answer it (`recovery`)
                 truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
-            except OSError as error:  # short of descriptors or memory: the next look may do better
+            except OSError as error:  # short of descriptors or memory: the next look may succeed
                 log.error("lease %s could not be looked at: %s", effect.lease_id[:8], error)  # noqa: TRY400 - as it says
                 continue
             if truth is None or (truth.state is LeaseState.QUARANTINED and truth.sentence == reported):
                 continue
             state, device_id = truth.state, truth.device_id
             if state is LeaseState.NO_CONTEXT and view.device_id is not None:
-                # Nobody can say whether its gate is open: keep the reservation.
+                # Its gate may be open, and its next cell create a context: keep the reservation.
                 state, device_id = LeaseState.RESIDENT, view.device_id
             self._dispatch(
                 TruthFound(
@@ -238,7 +241,7 @@ class Operations:
             reported = truth.sentence
 
     async def _begin(self, effect: Suspend | Resume, kind: str, saved_mib: int) -> None:
-        """Write the intent down, after the end of what was before. Raises LedgerError: then nothing was begun."""
+        """Write the intent down, after the end of the operation before. Raises LedgerError: then nothing was begun."""
         record = OperationRecord(
             operation_id=effect.operation_id,
             lease_id=effect.lease_id,
