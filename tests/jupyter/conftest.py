@@ -1,8 +1,7 @@
 """Real kernels in an environment of their own, whose extension is a stand-in that only says that it was loaded.
 
-The stand-in lies in the `site-packages` of a virtual environment, where an installed extension lies: behind the
-notebook's folder on
-ipykernel's `sys.path`, so that shadowing is possible as it is in life.
+The stand-in lies in the `site-packages` of a virtual environment, as an installed extension does: on `sys.path`, ipykernel puts the
+notebook's folder before it, so a module of that folder can shadow it.
 """
 
 import json

@@ -70,6 +70,9 @@ def test_two_launched_kernels_take_turns_and_keep_every_byte(world: World) -> No
                 for _ in range(2):
                     for client in (first, second):
                         assert must(client, CHECK) == "intact\n"
+                assert (
+                    must(first, "import sys; print(sys.flags.safe_path, len(sys.argv))") == "False 3\n"
+                )  # program, -f, its file
                 pids = {int(must(client, "import os; print(os.getpid())")) for client in (first, second)}
             leases = world.status().leases
             assert {lease.pid for lease in leases} == pids  # the processes that were started are the kernels

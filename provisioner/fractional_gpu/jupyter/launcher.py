@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.host.ipykernel_command import find_ipykernel
+from fractional_gpu.host.process import read_stat
 from fractional_gpu.jupyter.kernel_command import plan_kernel
 from fractional_gpu.jupyter.kernel_config import parse_kernel_config
 from fractional_gpu.jupyter.kernel_lease import (
@@ -171,10 +172,9 @@ def _remove_stale_tokens() -> None:
 def _start_time(pid: int) -> str | None:
     """Return when the process started, in clock ticks since boot; None: there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return str(read_stat(pid).start_time)
     except OSError:
         return None
-    return text.rpartition(")")[2].split()[19]
 
 
 if __name__ == "__main__":
