@@ -1,4 +1,7 @@
-"""Everything the arbiter can ask its driver (broker or simulator) to do."""
+"""What the arbiter asks its driver (broker or simulator) to do.
+
+Recorded event logs contain digests over the names of effects and their fields, so these names are a format.
+"""
 
 from dataclasses import dataclass
 
@@ -9,6 +12,7 @@ __all__ = [
     "CloseGate",
     "Declined",
     "Effect",
+    "EndProcesses",
     "Granted",
     "LeaseAdmitted",
     "LeaseEnded",
@@ -41,7 +45,7 @@ class LeaseAdmitted(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRefused(Effect):
-    """The request was refused: a code, and a sentence that says what was asked, what there is and what to do."""
+    """The request was refused: a code, and a sentence with what was requested, what there is and what to do."""
 
     lease_id: str
     reason: str
@@ -55,7 +59,7 @@ class Declined(Effect):
     lease_id: str
     reason: str
     sentence: str
-    about: str = ""  # what was asked: "suspend" (also when empty), "pin", "resize" or "move"
+    about: str = ""  # the request: "suspend" (also when empty), "pin", "resize" or "move"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +83,13 @@ class Suspend(Effect):
     host_mib: int  # reserved on the host for what will be saved
     device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
     preempt: bool = False  # the lease is busy and is suspended all the same: do not wait for its gate or its idleness
-    between_cells: bool = False  # no cell runs; the next one waits at the closed gate, and was told to
+    between_cells: bool = False  # no cell runs; the next one waits at the closed gate
     for_lease_id: str = ""  # the lease that needs the room, if one does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGate(Effect):
-    """The resident lease makes room at the end of its cell: have its next cell ask before it runs, and leave the running one alone.
+    """The resident lease makes room at the end of its cell: make its next cell ask before it runs, and let the running one go on.
 
     A cell that asks is `Wanted`; where no extension of ours guards the cells, so is one that begins. `Granted` opens the gate again.
     """
@@ -95,9 +99,9 @@ class CloseGate(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink(Effect):
-    """Have the idle kernel give cached device memory back, for host memory is too short to save all it holds.
+    """Make the idle kernel give cached device memory back, as host memory is too short to save all it holds.
 
-    Answer with `Shrunk` carrying the same generation, whatever comes of it.
+    Answer with `Shrunk` and the same generation in any case.
     """
 
     lease_id: str
@@ -120,7 +124,7 @@ class Resume(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapBreached(Effect):
-    """The lease uses more than its cap: tell the kernel; with `Breach.KILL` end those of its processes that use the device."""
+    """The lease uses more than its cap: inform the kernel; with `Breach.KILL` end those of its processes that use the device."""
 
     lease_id: str
     action: Breach
@@ -129,7 +133,7 @@ class CapBreached(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(Effect):
-    """The lease has another size, or (by measured use) another reservation: tell the kernel its memory limit."""
+    """The lease has another size, or (by measured use) another reservation: set the kernel's memory limit."""
 
     lease_id: str
     fraction_milli: int

@@ -1,6 +1,7 @@
-"""Everything that can happen, as data. `at_ms` is the time of the event; the arbiter has no other clock.
+"""What can happen, as data. `at_ms` is the time of the event; the arbiter has no other clock.
 
-Times never go back for the arbiter: an earlier `at_ms` than the last one counts as the last one.
+The arbiter's time never goes back: an earlier `at_ms` than the last one counts as the last one. Event logs hold the names of events and
+their fields, so these names are a format.
 """
 
 from dataclasses import dataclass
@@ -67,14 +68,14 @@ class DeviceSeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLost(Event):
-    """A device fell off the bus or answers nothing: it admits nobody until seen again."""
+    """A device fell off the bus or answers nothing: it admits no lease until it is seen again."""
 
     device_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """An administrator empties a device: it admits nobody, and who is on it is suspended; with `evict_busy` busy leases too."""
+    """An administrator drains a device: it admits no lease, and leases on it are suspended; with `evict_busy` busy ones too."""
 
     device_id: str
     evict_busy: bool = False
@@ -114,7 +115,7 @@ class LeaseRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecovered(Event):
-    """A broker that starts tells what it found to be true of a lease of its ledger. Never refused: truth may over-commit a device."""
+    """What a starting broker found to be true of a lease of its ledger. Never refused: the truth may over-commit a device."""
 
     spec: LeaseSpec
     state: LeaseState  # unattached, unarmed, resident, suspended or quarantined
@@ -124,7 +125,7 @@ class LeaseRecovered(Event):
     busy: bool = False
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first; empty: only that one
     pinned_until_ms: int = 0
-    sentence: str = ""  # for people, of a lease about which there is more to say than its state
+    sentence: str = ""  # for people, where there is more to say than the state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +198,7 @@ class Wanted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unwanted(Event):
-    """Nobody waits any more (interrupt, client gone): the ticket is withdrawn; a resume under way is finished all the same."""
+    """No cell waits any more (interrupt, client gone): the ticket is withdrawn; a resume under way is completed."""
 
     lease_id: str
 
@@ -238,7 +239,7 @@ class Checkpointable(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPressureSeen(Event):
-    """Whether host memory is short where the saved state of this lease lies (its control group): it comes back early if it can."""
+    """Whether host memory is short where the saved state of this lease lies (its control group): the lease comes back early if it can."""
 
     lease_id: str
     pressed: bool

@@ -1,4 +1,4 @@
-"""What is always true of the books (the laws that can be seen in one moment), recomputed from scratch."""
+"""What is always true of the books (the laws that hold at one moment), recomputed from scratch."""
 
 from fractional_gpu.core.books.accounts import guaranteed_mib
 from fractional_gpu.core.books.books import (
@@ -89,7 +89,7 @@ def _leases(books: Books) -> list[str]:
             broken.append(f"{name} holds a reservation")
         if lease.state in HOLDING - {LeaseState.QUARANTINED} and not lease.has_reservation:
             broken.append(f"{name} has no reservation")
-        # In an operation it holds what was reserved when that began, also if its pool has another policy by now.
+        # During an operation it holds what was reserved at the beginning, even if the policy has changed since.
         least_mib = lease.saved_each_mib if lease.state in _IN_OPERATION else _least_mib(books, lease)
         settled = lease.state is not LeaseState.QUARANTINED and not lease.is_growing
         if lease.has_reservation and lease.held_mib < least_mib and settled:
@@ -155,7 +155,7 @@ def _revoked(books: Books) -> list[str]:
 
 
 def _least_mib(books: Books, lease: Lease) -> int:
-    """What a lease holds at least on each of its devices: its cap, or what it is guaranteed."""
+    """Return what a lease holds at least on each of its devices: its cap, or its guaranteed memory."""
     spec = lease.spec
     if books.policy(lease).reserve_by is ReserveBy.CAP or spec.request_mib is None:
         return spec.reserve_mib
@@ -209,7 +209,7 @@ def _moves(books: Books) -> list[str]:
 
 
 def _kept_ready(books: Books) -> list[str]:
-    """What is worked out once and kept says the same as if it were worked out now."""
+    """Check that kept results equal what would be computed now."""
     broken = []
     for bucket in books.queue.buckets.values():
         for lease in bucket.members if bucket.devices is not None else ():
@@ -226,7 +226,7 @@ def _kept_ready(books: Books) -> list[str]:
 
 
 def _buckets(books: Books) -> list[str]:
-    """What buckets keep of their tickets and of their owners' accounts, and where each of them is found."""
+    """Check what buckets keep of their tickets and accounts, and the indexes of buckets."""
     queue, broken = books.queue, []
     found = {**queue.unshaped}
     for shape in queue.shapes.values():

@@ -1,6 +1,6 @@
-"""Plain data the arbiter reasons about. Integers only: memory in MiB, fractions in milli-GPU, time in milliseconds.
+"""The data types of the arbiter. Integers only: memory in MiB, fractions in milli-GPU, time in milliseconds.
 
-Nothing here has behaviour beyond validation of itself; the decisions are in `arbiter`, the legal moves in `transitions`.
+No behaviour is here; the decisions are in `arbiter`, the legal transitions in `transitions`.
 """
 
 from dataclasses import dataclass, field
@@ -27,15 +27,15 @@ __all__ = [
 
 
 class LeaseState(StrEnum):
-    """Where a lease stands; `transitions.TABLE` says which moves are legal."""
+    """The state of a lease; `transitions.TABLE` says which changes are legal. The values are on the wire and in ledgers."""
 
     UNATTACHED = "unattached"  # no live process; holds no device memory; expires after the pool's time to live
-    NO_CONTEXT = "unarmed"  # a live process without a CUDA context and without a reservation
+    NO_CONTEXT = "unarmed"  # a live process without a CUDA context and without a reservation; the value is the state's older name
     RESIDENT = "resident"  # holds a reservation on its device
     SUSPENDING = "suspending"  # a suspend operation is under way; reservation still held
     SUSPENDED = "suspended"  # saved_mib lie in host memory; no reservation on any device
     RESUMING = "resuming"  # a resume operation is under way; reservation already held
-    QUARANTINED = "quarantined"  # the truth is unknown; reservation (device and host) kept until somebody has looked
+    QUARANTINED = "quarantined"  # the truth is unknown; reservations (device and host) are kept until it is found
     ENDED = "ended"
 
 
@@ -44,7 +44,7 @@ HOLDING = frozenset({LeaseState.RESIDENT, LeaseState.SUSPENDING, LeaseState.RESU
 
 
 FOUND_FAILED = "found.failed"
-"""The reason of a quarantined lease of which the driver says that it failed: waiting would not help its kernel."""
+"""The reason of a quarantined lease whose process the driver reports as failed: waiting does not help its kernel."""
 
 
 class ReserveBy(StrEnum):
@@ -71,10 +71,10 @@ class Breach(StrEnum):
 
 
 class AfterKernel(StrEnum):
-    """What becomes of processes that a kernel started, that outlive it and have device memory."""
+    """What becomes of a kernel's processes that outlive it and have device memory."""
 
-    KEEP = "keep"  # they go on, with the room that was the kernel's
-    END = "end"  # they are asked to end, and made to after a grace
+    KEEP = "keep"  # they go on and keep the kernel's room
+    END = "end"  # they are asked to end, and killed after a grace
 
 
 class Strangers(StrEnum):
@@ -86,7 +86,7 @@ class Strangers(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A forecast in milliseconds: what is expected, and the bounds that four of five outcomes lie between."""
+    """A forecast in milliseconds: the expected value, and bounds that four of five outcomes lie between."""
 
     expected_ms: int
     low_ms: int
@@ -95,7 +95,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one user, or one group, may have of a pool; None: no limit. The first two refuse a new lease, the last one makes it wait."""
+    """What one user, or one group, may have of a pool; None: no limit. The first two refuse new leases, the last one makes them wait."""
 
     leases: int | None = None
     milli: int | None = None  # sum of the fractions of all leases, milli-GPU
@@ -113,7 +113,7 @@ class DeviceSpec:
     name: str
     memory_mib: int
     overhead_mib: int = 0
-    why_not: str = ""  # why nothing on it can be checkpointed, a sentence: leases there stay resident; empty: it can
+    why_not: str = ""  # why nothing on it can be checkpointed, a sentence; empty: it can
 
     @property
     def leasable_mib(self) -> int:
@@ -151,20 +151,20 @@ class PoolSpec:
     preempt_priorities: bool = (
         True  # a higher priority preempts busy leases of a lower one after their minimum residency
     )
-    max_pin_ms: int = 14_400_000  # longest pin; 0: nobody may pin
+    max_pin_ms: int = 14_400_000  # longest pin; 0: no pins
     pin_budget_ms: int | None = (
         28_800_000  # pinned time per user and day, which comes back evenly over a day; None = unlimited
     )
     warn_before_ms: int = 0  # announce an idle suspension so long before it; 0 = not at all
     max_devices: int = 8  # whole devices that one lease may ask for
-    max_priority: int = 0  # the highest that a user who is no administrator may ask for
+    max_priority: int = 0  # the highest that a user without administrator rights may request
     user_limits: Limits = Limits()  # of every user
     group_limits: tuple[tuple[str, Limits], ...] = ()  # by group
     sharing: Sharing = Sharing.TIME_SLICE
     breach: Breach = Breach.WARN  # what happens to a lease that uses more than its cap
     strangers: Strangers = Strangers.SHOW  # what happens to processes of no lease on the pool's devices
     after_kernel: AfterKernel = AfterKernel.KEEP  # what becomes of what an ended kernel left on the device
-    suspend_unseen: bool = True  # kernels without our extension may be suspended, though nobody can tell what they use
+    suspend_unseen: bool = True  # kernels without our extension, whose use is unknown, may be suspended
     hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none
     overlap_resume: bool = (
         False  # a cell runs on while its kernel's resume is under way, and blocks in its first call of the device
@@ -193,7 +193,7 @@ class LeaseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseView:
-    """A read-only picture of one lease, for status and for the ledger."""
+    """A read-only view of one lease, for status and for the ledger."""
 
     spec: LeaseSpec
     state: LeaseState
@@ -209,7 +209,7 @@ class LeaseView:
     sentence: str  # the same for people
     reserved_mib: int = 0  # what it holds on `device_id` now (an unattached lease may hold its reservation in advance)
     host_reserved_mib: int = 0  # reserved in host memory for what a suspend under way will save
-    suspend_requested: bool = False  # somebody asked for its suspend, which waits for the swap channel
+    suspend_requested: bool = False  # its suspend was requested, and waits for the swap channel
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first
     pinned_until_ms: int = 0  # not suspended for others, nor for being idle, before this
     resume_ms: int | None = None  # predicted time to bring it back, for one that is suspended
@@ -225,7 +225,7 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
-    """A read-only picture of one device, MiB. Over-committed: reservations and strangers exceed what may be leased."""
+    """A read-only view of one device, MiB. Over-committed: reservations and strangers exceed what may be leased."""
 
     device_id: str
     name: str
@@ -236,7 +236,7 @@ class DeviceView:
     stranger_mib: int
     over_committed: bool
     lost: bool
-    draining: bool = False  # admits nobody; who is on it leaves as soon as may be
+    draining: bool = False  # admits no lease; its leases leave as soon as possible
     why_not: str = ""  # why leases there cannot be suspended, a sentence
 
 
@@ -251,7 +251,7 @@ class TicketView:
     reason: str  # why it waits, machine-readable
     sentence: str  # why it waits, for people
     blockers: tuple[str, ...] = field(default=())  # lease ids it waits for
-    urgent: bool = False  # goes before others of its priority
+    urgent: bool = False  # precedes others of its priority
     need_mib: int = 0  # what it will hold once it is served
     kept_on: tuple[str, ...] = ()  # devices where room is kept for it, because it was passed over too often
-    expected: Span | None = None  # how long it will still wait; None: cannot be told
+    expected: Span | None = None  # how long it will still wait; None: unknown

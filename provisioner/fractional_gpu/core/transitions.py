@@ -1,6 +1,6 @@
-"""The legal moves of a lease, as data.
+"""The legal state changes of a lease, as data.
 
-The table is the truth: the arbiter makes no move that is not in it, and the picture in the documents is drawn from it
+The table is the truth: the arbiter makes no change that is not in it, and the picture in the documents is drawn from it
 (`python -m fractional_gpu.core.transitions`).
 """
 
@@ -13,7 +13,7 @@ __all__ = ["TABLE", "Cause", "IllegalTransitionError", "diagram", "next_state"]
 
 
 class Cause(StrEnum):
-    """Why a lease moves."""
+    """Why a lease changes its state."""
 
     ADMITTED = "admitted"
     ATTACHED = "attached"
@@ -40,7 +40,7 @@ class Cause(StrEnum):
 
 
 class IllegalTransitionError(RuntimeError):
-    """The arbiter was about to make a move that is not in the table: a bug, never the caller's fault."""
+    """The arbiter was about to make a change that is not in the table: a bug, never the caller's fault."""
 
 
 _S = LeaseState
@@ -81,11 +81,11 @@ TABLE: Mapping[LeaseState | None, Mapping[Cause, LeaseState]] = {
     _S.QUARANTINED: {**_FOUND, **_END},
     _S.ENDED: {},
 }
-"""`None` is a lease that the arbiter does not know yet."""
+"""State -> cause -> next state. `None`: a lease that the arbiter does not know yet."""
 
 
 def next_state(old: LeaseState | None, cause: Cause) -> LeaseState:
-    """Return where the move leads. Raises IllegalTransitionError."""
+    """Return the next state. Raises IllegalTransitionError."""
     try:
         return TABLE[old][cause]
     except KeyError:

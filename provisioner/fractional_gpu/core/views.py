@@ -1,4 +1,4 @@
-"""Read-only pictures of the books, for status, for the ledger and for whoever waits."""
+"""Read-only views of the books, for status, for the ledger and for waiting cells."""
 
 from fractional_gpu.core.books.books import Books, Lease, Ticket
 from fractional_gpu.core.changes.forecast_recorder import ForecastRecorder, shown_span
@@ -16,7 +16,7 @@ __all__ = ["device_views", "lease_view", "ticket_view", "ticket_views"]
 
 
 def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
-    """Return the lease as others see it."""
+    """Return the view of a lease."""
     return LeaseView(
         spec=lease.spec,
         state=lease.state,
@@ -46,9 +46,9 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
 
 
 def ticket_view(
-    books: Books, lease: Lease, foresight: ForecastRecorder, moment: FormatTime | None = None
+    books: Books, lease: Lease, foresight: ForecastRecorder, format_time: FormatTime | None = None
 ) -> TicketView | None:
-    """Return the lease's place in its pool's queue, or None. `moment` says times of day in its sentence."""
+    """Return the lease's place in its pool's queue, or None. `format_time` writes times of day in its sentence."""
     if lease.ticket is None:
         return None
     place = books.queue.place(lease)
@@ -56,13 +56,13 @@ def ticket_view(
         other.ticket is not None and other.spec.pool == lease.spec.pool and books.queue.place(other) < place
         for other in books.by_state[LeaseState.RESUMING].values()
     )
-    return _ticket_view(books, lease, lease.ticket, place - served, foresight.ticket_wait(lease), moment)
+    return _ticket_view(books, lease, lease.ticket, place - served, foresight.ticket_wait(lease), format_time)
 
 
 def _ticket_view(  # noqa: PLR0917 - one caller's loop, and one more
-    books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None, moment: FormatTime | None
+    books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None, format_time: FormatTime | None
 ) -> TicketView:
-    wait = wait_reason(books, lease, ticket, moment)
+    wait = wait_reason(books, lease, ticket, format_time)
     return TicketView(
         lease_id=lease.lease_id,
         position=position,
@@ -79,15 +79,15 @@ def _ticket_view(  # noqa: PLR0917 - one caller's loop, and one more
 
 
 def ticket_views(
-    books: Books, pool: str, foresight: ForecastRecorder, moment: FormatTime | None = None
+    books: Books, pool: str, foresight: ForecastRecorder, format_time: FormatTime | None = None
 ) -> list[TicketView]:
     """Return the pool's queue in order."""
     waits = foresight.queue_waits.waits_of_pool(pool)
     views, served = [], 0
     for place, (lease, wait) in enumerate(zip(books.queue.line(pool), waits, strict=True), 1):
         if lease.ticket is not None:
-            views.append(_ticket_view(books, lease, lease.ticket, place - served, wait, moment))
-        served += lease.state is LeaseState.RESUMING  # it has its room, so the tickets behind do not wait for it
+            views.append(_ticket_view(books, lease, lease.ticket, place - served, wait, format_time))
+        served += lease.state is LeaseState.RESUMING  # it has its room, so tickets behind do not wait for it
     return views
 
 

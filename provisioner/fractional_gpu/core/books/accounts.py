@@ -1,11 +1,11 @@
 """What owners and groups have of each pool: totals for limits, and virtual time for fair shares.
 
 An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy (or pinned) on a device;
-so does a lease's among its owner's. Who is behind is served first. Whoever comes back after a pause starts where the least of those
-who contend stands: nobody saves up for later (start-time fair queueing, Goyal, Vin and Cheng 1996). Whoever only rests on a device
-pays nothing, because it steps aside for anybody. A pause between two cells (`_PAUSE_MS`) is no absence.
+so does a lease's among its owner's. The one with the least virtual time is served first. An owner that contends again after a pause
+starts where the least of the contending ones stands, so no share is saved up (start-time fair queueing, Goyal, Vin and Cheng 1996). An
+idle lease on a device pays nothing, because it leaves for any other. A pause between two cells (`_PAUSE_MS`) is no absence.
 
-Accounts of owners without leases are kept for as long as they say something that an empty one would not, and no more than `_MOST_GONE`.
+Accounts of owners without leases are kept for as long as they differ from an empty account, and at most `_MOST_FORMER` of them.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fractional_gpu.core.model import LeaseSpec, LeaseState
 
 __all__ = ["Accounts", "guaranteed_mib", "virtual_ms"]
 
-_MOST_GONE = 4096
+_MOST_FORMER = 4096
 _DAY_MS = 86_400_000
 _PAUSE_MS = 10_000
 _UNIT = 100  # the usual weight
@@ -31,15 +31,15 @@ def guaranteed_mib(spec: LeaseSpec) -> int:
     return (spec.reserve_mib if spec.request_mib is None else min(spec.request_mib, spec.reserve_mib)) * spec.devices
 
 
-def _was_away(since_ms: int | None, now_ms: int) -> bool:
+def _was_absent(since_ms: int | None, now_ms: int) -> bool:
     return since_ms is None or now_ms - since_ms > _PAUSE_MS
 
 
 class Accounts:
-    """All accounts. `Books` tells it whatever changes; `is_fair` says whether a lease's pool shares by virtual time."""
+    """All accounts, kept up to date by `Books`. `shares_by_time` returns whether a lease's pool shares by virtual time."""
 
-    def __init__(self, is_fair: Callable[[Lease], bool]) -> None:
-        self._shares_by_time = is_fair
+    def __init__(self, shares_by_time: Callable[[Lease], bool]) -> None:
+        self._shares_by_time = shares_by_time
         self.owners: dict[tuple[str, str], Account] = {}
         self.groups: dict[tuple[str, str], Account] = {}
         self.lowest_priority: dict[str, int] = {}  # by pool, of its leases
@@ -47,7 +47,7 @@ class Accounts:
         self.promised_mib: dict[str, int] = {}  # by pool: what was guaranteed
         self._contending: dict[str, dict[str, Account]] = {}  # by pool, then owner
         self._contending_weight: dict[str, int] = {}  # by pool: the sum of their weights, where it is known
-        self._floors: dict[str, int] = {}  # by pool: virtual time that nobody who comes back is below
+        self._floors: dict[str, int] = {}  # by pool: least virtual time of an owner that contends again
         self._former: dict[tuple[str, str], Account] = {}  # owners without leases
 
     # -- totals ----------------------------------------------------------------------------------------------------------
@@ -138,11 +138,11 @@ class Accounts:
         self._guarantee(spec, sign)
 
     def revoke(self, lease: Lease) -> None:
-        """The pool promises the lease nothing any more; it counts for its owner as before."""
+        """Take back the pool's promise to the lease, which counts for its owner as before."""
         self._guarantee(lease.spec, -1)
 
     def reinstate(self, lease: Lease) -> None:
-        """The pool promises the lease what it did before it was revoked."""
+        """Promise a revoked lease again what it was promised before."""
         self._guarantee(lease.spec, 1)
 
     def _guarantee(self, spec: LeaseSpec, sign: int) -> None:
@@ -152,7 +152,7 @@ class Accounts:
             del self.promised_mib[spec.pool]
 
     def reserve(self, lease: Lease, sign: int) -> None:
-        """Count that the lease holds a reservation from now on (1), or does not any more (-1)."""
+        """Count a lease that holds a reservation from now on (1), or does not any more (-1)."""
         for account in self._accounts_of(lease.spec):
             account.resident_milli += sign * lease.milli
             if sign > 0:
@@ -161,13 +161,13 @@ class Accounts:
                 del account.holders[lease.lease_id]
 
     def _forget_former(self, now_ms: int) -> None:
-        """Drop accounts of nobody: two of those that say nothing any more, or the oldest where there are too many."""
+        """Check the two oldest accounts without leases: drop those that equal an empty account, or all where there are too many."""
         for key in list(self._former)[:2]:
             account = self._former[key]
             pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is back after a day
             says = pinned or virtual_ms(account.usage, account.weight) > self._floors.get(key[0], 0)
             del self._former[key]
-            if says and len(self._former) < _MOST_GONE:
+            if says and len(self._former) < _MOST_FORMER:
                 self._former[key] = account
 
     # -- shares ----------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Accounts:
         return virtual_ms(usage, account.weight), virtual_ms(mine, lease.spec.weight)
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
-        """Return the sums of the weights of the owners who contend in the lease's pool, and of its owner's leases that do.
+        """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do.
 
         Both are at least its own.
         """
@@ -197,10 +197,10 @@ class Accounts:
         return max(owners, account.weight), max(account.contending_weight, lease.spec.weight, 1)
 
     def meter(self, lease: Lease, now_ms: int) -> None:
-        """Begin or stop to count the lease's use, and note whether it contends, as its state says; only where the pool shares by time."""
+        """Start or stop the lease's meter, and note whether it contends, by its state. Only where the pool shares by virtual time."""
         fair = self._shares_by_time(lease)
         if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
-            return  # nobody asks
+            return  # no decision depends on it
         metered = fair and lease.state is LeaseState.RESIDENT and (lease.is_working or lease.pinned_until_ms > now_ms)
         waits = lease.ticket is not None or lease.gate.ticket is not None
         contends = fair and (metered or waits or lease.state is LeaseState.RESUMING or lease.preempted)
@@ -230,12 +230,12 @@ class Accounts:
             self._contending_weight.pop(pool, None)
             self._settle(account, now_ms)
             self._floors[pool] = floor = max(self._floors.get(pool, 0), self._least_virtual_ms(contending, now_ms))
-            if _was_away(account.idle_since_ms, now_ms):
+            if _was_absent(account.idle_since_ms, now_ms):
                 account.usage = max(account.usage, -(-floor * account.weight // _UNIT))
             contending[account.name] = account
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
-        if _was_away(lease.meter.idle_since_ms, now_ms):
+        if _was_absent(lease.meter.idle_since_ms, now_ms):
             lease.meter.usage = max(lease.meter.usage, -(-account.floor * max(1, lease.spec.weight) // _UNIT))
         account.contenders[lease.lease_id] = lease
 

@@ -1,7 +1,8 @@
 """The arbiter's books: leases, devices, tickets, and running totals that every change keeps exact.
 
-Nobody writes `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `state` or `busy` of a lease but `Books`, so the totals per device, owner
-and of the host are always the sums that `invariants` recomputes. Whatever changed is in `touched` until `deadlines` has looked at it.
+Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, `gate` and (but for a lease that is emptied or recovered)
+`busy` of a lease. So the totals per device, owner and host are always the sums that `invariants` recomputes. Leases that changed are in
+`changed` until `deadlines` has taken them into account.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,8 +29,6 @@ from fractional_gpu.core.model import (
 
 __all__ = ["Account", "Books", "Device", "Lease", "OccupancyKind", "Operation", "Reason", "Ticket"]
 
-_STAYING = {LeaseState.SUSPENDING: OccupancyKind.SUSPENDING}
-
 
 class Books:
     """Everything the arbiter knows."""
@@ -46,12 +45,12 @@ class Books:
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
-        self.under_host_pressure: dict[str, Lease] = {}  # whose saved state lies where host memory is short
-        self.suspend_requested: dict[str, Lease] = {}  # somebody asked for their suspend
-        self.moving: dict[str, Lease] = {}  # on their way to a device where room is kept for them
-        self.parked: dict[str, Lease] = {}  # they want room before their start, and may not ask for it yet (`starting`)
-        self.expected_victims: set[str] = set()  # idle leases that the last pass counted on to make room
-        self.gates_closed: dict[str, Lease] = {}  # whose gates are closed for others
+        self.under_host_pressure: dict[str, Lease] = {}  # their saved state lies where host memory is short
+        self.suspend_requested: dict[str, Lease] = {}  # their suspend was requested and has not begun
+        self.moving: dict[str, Lease] = {}  # on their way to devices where room is kept for them
+        self.parked: dict[str, Lease] = {}  # want room before their start, and may not have a ticket yet (`starting`)
+        self.expected_victims: set[str] = set()  # idle leases that the last pass expects to make room
+        self.gates_closed: dict[str, Lease] = {}  # leases whose gates are closed
         self.draining: dict[str, Device] = {}
         self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
         self.changed: dict[str, Lease] = {}
@@ -60,7 +59,7 @@ class Books:
             tuple[str, object], tuple[str, ...]
         ] = {}  # by pool and home, until a device or pool changes
         self._pool_of: dict[str, str] = {}  # by device
-        self._gone_pools: dict[str, PoolSpec] = {}  # of leases whose pool is not configured
+        self._gone_pools: dict[str, PoolSpec] = {}  # of leases whose pool is not configured (any more)
         self._number = 0
 
     # -- leases ----------------------------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ class Books:
         self.queue.rebucket(lease)
 
     def set_busy(self, lease: Lease, *, busy: bool) -> None:
-        """Say whether the lease runs something."""
+        """Set whether the lease runs something."""
         lease.busy = busy
         lease.has_run |= busy
         lease.cost_until_ms = 0
@@ -103,7 +102,7 @@ class Books:
         self.refresh(lease)
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
-        """Say whether the lease's gate is closed for others, and which place its next cell has, if that waits there."""
+        """Close or open the lease's gate; `next_cell`: the ticket of the cell that waits there."""
         lease.gate.closed, lease.gate.ticket = closed, next_cell
         if closed:
             self.gates_closed[lease.lease_id] = lease
@@ -112,7 +111,7 @@ class Books:
         self.refresh(lease)
 
     def set_reservation(self, lease: Lease, device_ids: Sequence[str], held_mib: int = 0) -> None:
-        """Say where the lease's reservation is and how large on each device, or (0) where it was."""
+        """Set where the lease's reservation is and its size on each device; 0: where it was."""
         held_mib = held_mib if device_ids else 0
         if bool(held_mib) != bool(lease.held_mib):
             self.accounts.reserve(lease, 1 if held_mib else -1)
@@ -120,26 +119,23 @@ class Books:
         self.refresh(lease)
 
     def set_host_memory(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
-        """Say what the lease has in host memory, and what is reserved there for it."""
+        """Set what the lease has in host memory, and what is reserved there for it."""
         self.host_saved_mib += saved_mib - lease.saved_mib
         self.host_reserved_mib += reserved_mib - lease.host_mib
         lease.saved_mib, lease.host_mib = saved_mib, reserved_mib
         self.spread_saved(lease)
 
     def spread_saved(self, lease: Lease) -> None:
-        """Work out what must be reserved on each device for what was saved.
-
-        Of several devices, evenly: it is not known what came from which.
-        """
+        """Compute what must be reserved on each device for saved state: an even part, as it is unknown what came from which device."""
         lease.saved_each_mib = self._fitting_mib(lease, -(-lease.saved_mib // lease.count))
         lease.size_mib = self._fitting_mib(lease, self.reserve_mib(lease, lease.spec))
 
     def _fitting_mib(self, lease: Lease, each_mib: int) -> int:
         """Return what must be reserved on each device for a lease that may have so much there, saved or reserved.
 
-        A kernel that grew into the overhead of its device, or whose devices had less overhead once, has more than a device of that kind
-        leases, and must be able to come back: all that such a device leases is reserved, and as no other lease is there then, the rest
-        lies in the overhead.
+        A kernel that grew into the overhead of its device, or whose devices had less overhead before, has more than such a device leases,
+        and must be able to come back. All that the device leases is reserved for it then; as no other lease is there, the rest fits into
+        the overhead.
         """
         if not lease.saved_mib:
             return each_mib
@@ -150,14 +146,14 @@ class Books:
         return leasable_mib if fits_alone else each_mib
 
     def resize(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Give a lease another size; what it holds stays as it is."""
+        """Give a lease another size; what it holds does not change."""
         self.accounts.resize(lease, spec, self.now_ms)
         lease.size_mib = self.reserve_mib(lease, spec)
         self.refresh(lease)
         self.queue.rebucket(lease)
 
     def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
-        """What the lease holds on each of its devices if it has this size, MiB: its cap, or what it uses (or has saved) and headroom."""
+        """Return what a lease of this size reserves on each device, MiB: its cap, or its use (or saved state) and headroom."""
         pool, request_mib = self.policy(lease), spec.reserve_mib if spec.request_mib is None else spec.request_mib
         if pool.reserve_by is ReserveBy.CAP:
             return max(spec.reserve_mib, lease.saved_each_mib)
@@ -165,7 +161,7 @@ class Books:
         return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
 
     def refresh_size(self, lease: Lease) -> bool:
-        """What the lease uses changed, and with it what it would need. Returns whether it did."""
+        """Compute the size anew after the use changed. Returns whether it changed."""
         before, lease.size_mib = lease.size_mib, self.reserve_mib(lease, lease.spec)
         if lease.size_mib != before:
             self.queue.rebucket(lease)
@@ -180,21 +176,21 @@ class Books:
             self.suspend_requested.pop(lease.lease_id, None)
 
     def revoke(self, lease: Lease, ends_ms: int) -> None:
-        """Note that the lease's seat has ended, and when its processes are ended. The pool promises it nothing any more."""
+        """Revoke a lease whose seat has ended; its processes are ended at `ends_ms`. The pool promises it nothing any more."""
         self.accounts.revoke(lease)
         lease.ends_ms = ends_ms
         self.revoked[lease.lease_id] = lease
         self.refresh(lease)
 
     def reinstate(self, lease: Lease, spec: LeaseSpec) -> None:
-        """Note that a revoked lease draws on another seat: `spec` differs in that alone."""
+        """Reinstate a revoked lease that draws on another seat: `spec` differs in the seat alone."""
         lease.spec, lease.ends_ms = spec, None
         self.accounts.reinstate(lease)
         del self.revoked[lease.lease_id]
         self.refresh(lease)
 
     def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
-        """Keep room on these devices for a lease that is on its way there; none: not any more."""
+        """Set the devices the lease is being moved to, where room is kept; none: it is not being moved."""
         lease.target_ids = tuple(device_ids)
         if device_ids:
             self.moving[lease.lease_id] = lease
@@ -203,7 +199,7 @@ class Books:
         self.queue.rebucket(lease)
 
     def mark_changed(self, lease: Lease) -> None:
-        """Something changed about the lease that its deadlines, or who may be suspended on its devices, depend on."""
+        """Mark a lease whose deadlines, or whose place among the victims of its devices, may have changed."""
         self.changed[lease.lease_id] = lease
         for device_id in lease.occupied_ids:
             device = self.devices.get(device_id)
@@ -211,14 +207,14 @@ class Books:
                 device.mark_stale(lease)
 
     def refresh(self, lease: Lease) -> None:
-        """Bring every total and index up to date with the lease."""
+        """Bring all totals and indexes up to date with the lease."""
         self.mark_changed(lease)
         if not lease.held_mib:
             footing = OccupancyKind.NONE
         elif lease.state is LeaseState.RESIDENT:
             footing = OccupancyKind.BUSY if lease.is_working else OccupancyKind.IDLE
         else:
-            footing = _STAYING.get(lease.state, OccupancyKind.FIXED)
+            footing = OccupancyKind.SUSPENDING if lease.state is LeaseState.SUSPENDING else OccupancyKind.FIXED
         ids = lease.device_ids if footing else ()
         if (footing, lease.held_mib, ids) != (lease.occupancy, lease.occupied_mib, lease.occupied_ids):
             for device_id in lease.occupied_ids:
@@ -257,7 +253,7 @@ class Books:
     # -- pools and devices -----------------------------------------------------------------------------------------------
 
     def add_device(self, device: Device) -> None:
-        """Take a new device in; leases that were found before it came stand on it from now on."""
+        """Add a device; leases that were recovered on it earlier count there from now on."""
         device_id = device.spec.device_id
         self.devices[device_id] = device
         for lease in self.leases.values():
@@ -276,7 +272,7 @@ class Books:
             self.accounts.meter(lease, self.now_ms)
 
     def mark_all_changed(self) -> None:
-        """A device or pool changed, which may concern every lease."""
+        """Mark all leases and drop all that was derived: a device or pool changed."""
         self.destinations.clear()
         for bucket in self.queue.buckets.values():
             bucket.devices = None
@@ -288,7 +284,7 @@ class Books:
         self.changed.update(self.leases)
 
     def holders(self, device_id: str) -> Iterable[Lease]:
-        """Return who holds something on a device, in the order in which they came."""
+        """Return the leases that hold something on a device, in the order in which they came."""
         device = self.devices.get(device_id)
         return () if device is None else device.holders.values()
 
@@ -297,7 +293,7 @@ class Books:
         return self._pool_of.get(device_id)
 
     def policy(self, lease: Lease) -> PoolSpec:
-        """Return the pool's policy; for a lease whose pool is not configured (any more) the usual one, without devices."""
+        """Return the policy of the lease's pool; the default one, without devices, if the pool is not configured (any more)."""
         pool = self.pools.get(lease.spec.pool)
         return self._gone_pool(lease.spec.pool) if pool is None else pool
 
@@ -314,7 +310,7 @@ class Books:
 
     @property
     def lines(self) -> dict[str, list[Lease]]:
-        """Who waits, by pool."""
+        """Waiting leases, by pool."""
         return self.queue.lines
 
     @property
@@ -338,10 +334,10 @@ class Books:
         return ticket
 
     def requeue(self, lease: Lease) -> None:
-        """Something changed about the lease that its place in the queue, or its deadlines, depend on."""
+        """Bring the lease's bucket up to date, and mark it as changed."""
         self.queue.rebucket(lease)
         self.mark_changed(lease)
 
     def waiting_leases(self) -> list[Lease]:
-        """Return the leases with tickets, in the order in which they are served (but for those passed over too often)."""
+        """Return the leases with tickets, in the order in which they are served (but for tickets that keep room)."""
         return list(merge(*(self.queue.line(pool) for pool in self.queue.lines), key=by_rank))

@@ -1,8 +1,8 @@
-"""The queue: who waits, in which order, and in which bucket.
+"""The queue: which leases wait, in which order, and in which bucket.
 
-A pool's line is sorted by priority, then the urgent, then first come first served; where a pool shares by virtual time, that comes before
-the order of asking. Tickets that nothing but room can serve also lie in buckets: all in one bucket have the same need, may go to
-the same devices, and count against the same limits. A pass over the queue looks at the heads of buckets only.
+A pool's line is sorted by priority, then urgency, then the order of asking; where a pool shares by virtual time, that comes before the
+order of asking. Tickets that only need room also lie in buckets: all in one bucket have the same need, may go to the same devices, and
+count against the same limits. A pass over the queue visits buckets, not lines.
 """
 
 from bisect import bisect_left, insort
@@ -22,8 +22,8 @@ __all__ = ["Queue", "by_rank"]
 
 _Policy = Callable[[Lease], PoolSpec]
 _Share = Callable[[Lease], tuple[int, int]]
-by_rank: Callable[[Lease], tuple[int, bool, int]] = attrgetter("ticket.rank")  # in a pool's line
-_by_place: Callable[[Lease], tuple[int, int]] = attrgetter("ticket.bucket_rank")  # in a bucket
+by_rank: Callable[[Lease], tuple[int, bool, int]] = attrgetter("ticket.rank")  # the order of a pool's line
+_by_place: Callable[[Lease], tuple[int, int]] = attrgetter("ticket.bucket_rank")  # the order of a bucket
 
 
 class Queue:
@@ -32,14 +32,14 @@ class Queue:
     def __init__(self, policy: _Policy, share: _Share) -> None:
         self._policy = policy
         self._share = share
-        self.lines: dict[str, list[Lease]] = {}  # sorted, but for virtual time
+        self.lines: dict[str, list[Lease]] = {}  # sorted, except by virtual time
         self.buckets: dict[tuple[object, ...], Bucket] = {}
         self.shapes: dict[tuple[object, ...], BucketShape] = {}
         self.unshaped: dict[int, Bucket] = {}  # without a shape, by number
         self.created = 0  # buckets so far
         self.waiting = 0
         self.urgent = 0
-        self.unexplained: dict[str, Lease] = {}  # whose ticket is new, or in another bucket than before
+        self.unexplained: dict[str, Lease] = {}  # leases whose ticket is new, or in another bucket than before
 
     # -- tickets ---------------------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class Queue:
         return ticket
 
     def line(self, pool: str) -> list[Lease]:
-        """Return who waits in a pool, in order."""
+        """Return the waiting leases of a pool, in order."""
         line = self.lines.get(pool, [])
         if not line or not self._policy(line[0]).preempt_equals:
             return line
@@ -83,7 +83,7 @@ class Queue:
         return bisect_left(line, by_rank(lease), key=by_rank) + 1
 
     def all_waiting(self) -> Iterator[Lease]:
-        """Return everybody who waits, pool by pool."""
+        """Yield all waiting leases, pool by pool."""
         for pool in self.lines:
             yield from self.line(pool)
 
@@ -155,7 +155,7 @@ class Queue:
             del self.shapes[_shape(bucket.key)]
 
     def rebucket_all(self) -> None:
-        """Do so for everybody: policies changed, and with them perhaps where room may be kept."""
+        """Put all tickets into their buckets after policies changed; room is kept anew, perhaps elsewhere."""
         for line in self.lines.values():
             for lease in line:
                 self.rebucket(lease)
@@ -190,7 +190,7 @@ class Queue:
 
 
 def _is_plain(key: BucketKey) -> bool:
-    """Whether the tickets of a bucket only wait for room and for their owner's turn."""
+    """Return whether the tickets of a bucket wait for room and their owner's turn only, so that it has a shape."""
     grows = isinstance(key.home, str)
     special = key.urgent or key.room_kept or key.paused or key.targets or key.due or key.milli or grows
     return key.fair and bool(key.need_mib) and not special
@@ -201,7 +201,7 @@ def _shape(key: BucketKey) -> tuple[object, ...]:
 
 
 def _milli(lease: Lease, ticket: Ticket) -> int:
-    """What the ticket adds to what its owner has on devices."""
+    """Return what the ticket adds to what its owner has on devices, milli-GPU."""
     if ticket.resize_to is None:
         return lease.milli
     return max(0, ticket.resize_to.fraction_milli * ticket.resize_to.devices - lease.milli)
