@@ -12,9 +12,18 @@ from fractional_gpu.host.process import ProcessIdentity
 
 if TYPE_CHECKING:
     from fractional_gpu.broker.kernels.kernel import Kernel
-    from fractional_gpu.broker.persistence.lease_records import LeaseRecords
 
-__all__ = ["Runtime"]
+__all__ = ["Records", "Runtime"]
+
+
+class Records(Protocol):
+    """What writes leases into the ledger (`LeaseRecords`), as the parts see it."""
+
+    def save(self, kernel: "Kernel", *, limit: bool = False) -> None:
+        """Write the lease as it stands; with `limit`, send the kernel its memory limit once that is on the disk. Returns at once."""
+
+    def may_use(self, kernel: "Kernel") -> tuple[str, ...]:
+        """Return the devices that the kernel may use now: it is resident, and the ledger has its reservation."""
 
 
 class Runtime(Protocol):
@@ -37,7 +46,7 @@ class Runtime(Protocol):
         """The devices that the broker manages, by id."""
 
     @property
-    def records(self) -> "LeaseRecords":
+    def records(self) -> Records:
         """What writes leases into the ledger."""
 
     def dispatch(self, event: Event) -> list[Effect]:
