@@ -105,10 +105,18 @@ def test_a_full_backlog_is_waited_out_until_the_timeout(short_path: Path) -> Non
                 client.ping()
 
 
-def test_a_socket_that_may_not_be_opened_says_so(short_path: Path) -> None:
-    error = http._why_no_connection(str(short_path), PermissionError(13, "Permission denied"))
-    assert "may not be opened by this user" in error
-    assert "cannot be reached: Some reason" in http._why_no_connection("p", OSError(99, "Some reason"))
+@pytest.mark.parametrize(
+    ("error", "reason", "says"),
+    [
+        (PermissionError(13, "Permission denied"), "no-access", "may not be opened by this user"),
+        (OSError(99, "Some reason"), "no-broker", "cannot be reached: Some reason"),
+    ],
+    ids=["no access", "another error"],
+)
+def test_a_socket_that_cannot_be_opened_says_why(error: OSError, reason: str, says: str) -> None:
+    unavailable = http._no_connection("/run/broker.sock", error)
+    assert unavailable.reason == reason
+    assert says in str(unavailable)
 
 
 def test_a_process_that_can_open_nothing_more_is_told_so_and_not_that_nobody_serves(short_path: Path) -> None:

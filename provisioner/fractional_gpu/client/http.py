@@ -1,11 +1,15 @@
-"""The little HTTP/1.1 that the lease API needs, over a UNIX socket, by hand.
+"""The part of HTTP/1.1 that the lease API needs, over a UNIX socket.
 
-Why by hand: every kernel imports this. `http.client` brings the whole `email` package with it, which no kernel has
-loaded; this file brings nothing new.
+Why not `http.client`: every kernel imports this module. In a process that has loaded ipykernel, `http.client` takes 2.5 ms of processor
+time and 300 KiB more to import, and 57 us in place of 25 for each call, since it parses headers as e-mail. It has no limits on a reply's
+size, either.
 
-Rules: one request is under way on a connection at a time; a connection that did not finish cleanly (error, interrupt,
-a stream left early) is closed, never used again; everything read has a limit. Replies with Content-Length, chunked
-replies and replies that end with the connection are understood.
+Rules:
+
+- One request is under way on a connection at a time.
+- A connection that did not finish cleanly (error, interrupt, a stream left early) is closed and never used again.
+- Everything that is read has a limit.
+- The body of a reply may have a Content-Length, come in chunks, or end with the connection.
 """
 
 import errno
@@ -13,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from fractional_gpu.client.broker_process import listener_pid, not_answering
@@ -34,10 +38,11 @@ from fractional_gpu.protocol.versions import OWN, Version, from_header
 
 __all__ = ["Call", "Connection"]
 
-_open_socket = socket.socket  # a cell may replace it in its module, and its kernel must still be heard
+_open_socket = socket.socket  # a cell may replace it in its module, and its kernel must still reach the broker
 
 MAX_REPLY_BYTES = 32 * 1024 * 1024  # a whole host's status
-MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: a whole host again
+MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: again a whole host's status
+_PIECE_BYTES = 64 * 1024
 _BACKLOG_RETRY_S = 0.02
 _VERSION = f"{VERSION_HEADER}: {OWN.to_header()}"
 _LONGEST_RETRY_S = 30.0
@@ -49,14 +54,14 @@ class Connection:
     """One connection to the broker. Not for two threads at once; `abort` alone may be called from another thread.
 
     `timeout_s` bounds each wait for the broker in seconds; None waits for ever. Raises BrokerUnavailableError when
-    nobody listens at `path`, or no socket can be had.
+    no broker listens at `path`, or no socket can be had.
     """
 
     def __init__(self, path: str, timeout_s: float | None) -> None:
         self.path = path
-        self.pid = os.getpid()  # a fork's child must not speak on its parent's connection
+        self.pid = os.getpid()  # a forked child must not speak on its parent's connection
         self.status = 0
-        self.answered = False  # the first byte of the last request's reply has come
+        self.answered = False  # the first line of the last request's reply has come
         self._headers: dict[str, str] = {}
         self._used_s = time.monotonic()
         self._socket = _connect(path, timeout_s)
@@ -68,34 +73,32 @@ class Connection:
         self._socket.close()
 
     def abort(self) -> None:
-        """Wake whoever is blocked reading (it sees the end of the stream). Safe from any thread."""
+        """Wake a thread that is blocked reading (it sees the end of the stream). Safe from any thread."""
         if self.pid == os.getpid():
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
             except OSError:
-                return  # already closed: nobody is blocked
+                return  # already closed: no thread is blocked
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """Bound each following wait, in seconds."""
         self._socket.settimeout(timeout_s)
 
     def is_idle(self) -> bool:
-        """Whether a kept-alive connection can carry another request: still open, ours, and nothing unasked in it.
+        """Whether a kept connection can carry another request: still open, of this process, and without unread bytes.
 
-        One that the broker may be closing at this moment, because it was not used for long, cannot.
+        A connection that was not used for long is not idle: the broker may be closing it at this moment.
         """
         if self.pid != os.getpid() or time.monotonic() - self._used_s > _LONGEST_IDLE_S:
             return False
-        self._socket.settimeout(
-            0
-        )  # with a timeout Python would wait for it before it looks; the next call sets its own
+        self._socket.settimeout(0)  # with a timeout `recv` would wait first; the next call sets its own
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
         except OSError:
             return False
-        return False  # the end of the stream, or bytes that nobody asked for
+        return False  # the end of the stream, or bytes that belong to no request
 
     def send(
         self,
@@ -107,9 +110,8 @@ class Connection:
     ) -> None:
         """Send one request; `headers` are further ones, each one line of printable ASCII.
 
-        Raises BrokerUnavailableError when the broker is gone or takes nothing in time.
-
-        Raises BadRequestError or RequestTooLargeError, before anything is sent, for what the broker could not read.
+        Raises BrokerUnavailableError when the broker is gone or takes nothing in time. Raises BadRequestError or
+        RequestTooLargeError, before anything is sent, for what the broker could not read.
         """
         if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
             raise BadRequestError(
@@ -124,72 +126,58 @@ class Connection:
             lines.append(f"Authorization: Bearer {token}")
         lines.extend(f"{name}: {value}" for name, value in headers.items())
         if body is not None:
-            lines.append("Content-Type: application/json")
-        if body is not None or method == "POST":
-            lines.append(f"Content-Length: {len(body or b'')}")
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         self.status, self.answered, self._headers = 0, False, {}
         self._used_s = time.monotonic()
         try:
             self._socket.sendall(head + (body or b""))
         except (BrokenPipeError, ConnectionResetError):
-            return  # the broker may have said why before it hung up: reading tells, and raises what this would have
+            return  # the broker may have said why before it hung up: reading returns that, or raises this error
         except OSError as error:
             raise self._broken(error) from error
 
     def read_head(self) -> None:
-        """Read the reply's status line and headers into `status`.
-
-        Raises BrokerUnavailableError, InternalBrokerError.
-        """
-        status_line = self._line(MAX_HEADER_BYTES)
-        parts = status_line.split(None, 2)
-        if len(parts) < 2 or not parts[0].startswith(b"HTTP/1.") or len(parts[1]) != 3 or not parts[1].isdigit():
+        """Read the reply's status line and headers. Raises BrokerUnavailableError, InternalBrokerError."""
+        status_line = self._line()
+        version, status, *_ = [*status_line.split(None, 2), b"", b""]
+        if not version.startswith(b"HTTP/1.") or len(status) != 3 or not status.isdigit():
             raise InternalBrokerError(f"what answers at {self.path} is not a broker: it does not speak HTTP/1.1")
-        self.status = int(parts[1])
+        self.status = int(status)
         total = len(status_line)
-        while line := self._line(MAX_HEADER_BYTES).rstrip(b"\r\n"):
+        while line := self._line().rstrip(b"\r\n"):
             total += len(line)
             if total > MAX_HEADER_BYTES:
                 raise InternalBrokerError(f"the broker's answer has headers of more than {MAX_HEADER_BYTES} bytes")
-            name, _, value = line.partition(b":")
-            self._headers[name.decode("latin-1").strip().lower()] = value.decode("latin-1").strip()
-        if self._headers.get("connection", "").lower() == "close" or parts[0] == b"HTTP/1.0":
+            name, _, value = line.decode("latin-1").partition(":")
+            self._headers[name.strip().lower()] = value.strip()
+        if version == b"HTTP/1.0":
             self._headers["connection"] = "close"
 
     @property
     def version(self) -> Version | None:
-        """Which version answered, if it said so."""
+        """The version of the broker that replied, if it says so."""
         return from_header(self._headers.get(VERSION_HEADER.lower()))
 
     @property
     def retry_s(self) -> float:
-        """After how many seconds the broker wants to be asked again."""
-        text = self._headers.get("retry-after", "")
-        return (
-            float(min(int(text), _LONGEST_RETRY_S))
-            if text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER
-            else 1.0
-        )
+        """After how many seconds the broker accepts the request again."""
+        seconds = self._number("retry-after")
+        return 1.0 if seconds is None else min(float(seconds), _LONGEST_RETRY_S)
 
     @property
     def keeps_alive(self) -> bool:
         """Whether the broker keeps the connection open after this reply."""
-        return self._headers.get("connection") != "close" and (self._is_chunked or self._length is not None)
+        closes = self._headers.get("connection", "").lower() == "close"
+        return not closes and (self._is_chunked or self._length is not None)
 
     def read_body(self) -> bytes:
         """Return the whole body. Raises BrokerUnavailableError (cut short) and InternalBrokerError (too long)."""
-        length = self._length
-        if length is not None and not self._is_chunked:
-            if length > MAX_REPLY_BYTES:
-                raise InternalBrokerError(f"the broker's answer is longer than {MAX_REPLY_BYTES} bytes")
-            return self._exactly(length)
         parts: list[bytes] = []
         total = 0
         for part in self._parts():
             total += len(part)
-            if total > MAX_REPLY_BYTES:
-                raise InternalBrokerError(f"the broker's answer is longer than {MAX_REPLY_BYTES} bytes")
+            _check_size(total)
             parts.append(part)
         return b"".join(parts)
 
@@ -210,58 +198,55 @@ class Connection:
 
     @property
     def _length(self) -> int | None:
-        if self.status in {204, 304}:
-            return 0
-        text = self._headers.get("content-length", "")
+        return 0 if self.status in {204, 304} else self._number("content-length")
+
+    def _number(self, header: str) -> int | None:
+        text = self._headers.get(header, "")
         return int(text) if text.isascii() and text.isdigit() and len(text) <= _LONGEST_NUMBER else None
 
     def _parts(self) -> Iterator[bytes]:
         """Yield pieces of the body as they arrive."""
-        if not self._is_chunked:
-            while part := self._some():
+        if self._is_chunked:
+            yield from self._chunks()
+        elif self._length is None:
+            while part := self._receive(self._reader.read1, _PIECE_BYTES):
                 yield part
-            return
+        else:
+            _check_size(self._length)
+            yield self._exactly(self._length)
+
+    def _chunks(self) -> Iterator[bytes]:
         while True:
-            size_text = self._line(MAX_HEADER_BYTES).split(b";")[0].strip()
             try:
-                size = int(size_text, 16)
+                size = int(self._line().split(b";")[0].strip(), 16)
             except ValueError:
-                raise InternalBrokerError(
-                    "the broker's answer is cut into chunks in a way that HTTP does not know"
-                ) from None
-            if not 0 <= size <= MAX_REPLY_BYTES:
-                raise InternalBrokerError(f"the broker's answer is longer than {MAX_REPLY_BYTES} bytes")
+                raise InternalBrokerError("the broker's answer has chunks that are not HTTP/1.1's") from None
+            _check_size(size)
             if size == 0:
-                while self._line(MAX_HEADER_BYTES).rstrip(b"\r\n"):  # trailers
+                while self._line().rstrip(b"\r\n"):  # trailers
                     pass
                 return
             yield self._exactly(size)
-            self._line(MAX_HEADER_BYTES)
+            self._line()
 
-    def _line(self, limit: int) -> bytes:
-        try:
-            line = self._reader.readline(limit + 1)
-        except OSError as error:
-            raise self._broken(error) from error
-        if len(line) > limit:
-            raise InternalBrokerError(f"the broker's answer has a line of more than {limit} bytes")
+    def _line(self) -> bytes:
+        line = self._receive(self._reader.readline, MAX_HEADER_BYTES + 1)
+        if len(line) > MAX_HEADER_BYTES:
+            raise InternalBrokerError(f"the broker's answer has a line of more than {MAX_HEADER_BYTES} bytes")
         if not line.endswith(b"\n"):
             raise self._broken(None)
         self.answered = True
         return line
 
     def _exactly(self, size: int) -> bytes:
-        try:
-            data = self._reader.read(size)
-        except OSError as error:
-            raise self._broken(error) from error
+        data = self._receive(self._reader.read, size)
         if len(data) < size:
             raise self._broken(None)
         return data
 
-    def _some(self) -> bytes:
+    def _receive(self, read: Callable[[int], bytes], size: int) -> bytes:
         try:
-            return self._reader.read1(64 * 1024)
+            return read(size)
         except OSError as error:
             raise self._broken(error) from error
 
@@ -276,20 +261,20 @@ class Connection:
 
 
 class Call:
-    """One call, on whichever connections it is made. `give_up` may be called from another thread."""
+    """One call, on one connection after the other. `give_up` may be called from another thread."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()  # the lock of an event may be held when a child is forked
+        self._pid = os.getpid()  # the event's lock may be held when a child is forked
         self._given_up = threading.Event()
         self._connection: Connection | None = None
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody wants its answer any more."""
+        """Whether `give_up` was called."""
         return self._given_up.is_set()
 
     def use(self, connection: Connection | None) -> None:
-        """Go on on this connection (None: on none). Raises BrokerUnavailableError if the call is given up."""
+        """Continue on this connection (None: on none). Raises BrokerUnavailableError if the call is given up."""
         self._connection = connection
         if connection is not None:
             self._check()
@@ -300,9 +285,10 @@ class Call:
         self._check()
 
     def give_up(self) -> None:
-        """Wake it, whatever it waits for: it raises BrokerUnavailableError, and sends nothing more."""
+        """Wake the call from any wait: it raises BrokerUnavailableError, and sends nothing more."""
         if self._pid == os.getpid():
-            self._given_up.set()  # first: a connection that is taken from now on is looked at by `use`
+            # The flag is set first: `use` checks it for each connection that is taken from now on.
+            self._given_up.set()
             if (connection := self._connection) is not None:
                 connection.abort()
 
@@ -311,51 +297,64 @@ class Call:
             raise BrokerUnavailableError("the call to the GPU broker was given up", reason="hung-up")
 
 
-def _connect(path: str, timeout_s: float | None) -> socket.socket:
-    """Return a connected socket.
+def _check_size(size: int) -> None:
+    if not 0 <= size <= MAX_REPLY_BYTES:
+        raise InternalBrokerError(f"the broker's answer is longer than {MAX_REPLY_BYTES} bytes")
 
-    A full backlog (EAGAIN on UNIX sockets, where TCP would wait) is waited out until the timeout. Raises BrokerUnavailableError,
-    with the reason "no-descriptor" where it is this process that cannot have a socket: that says nothing of the broker.
+
+def _connect(path: str, timeout_s: float | None) -> socket.socket:
+    """Return a connected socket, after waiting for room in a full backlog. Raises BrokerUnavailableError.
+
+    The error's reason is "no-descriptor" where this process can have no socket: that says nothing about the broker.
     """
     try:
         sock = _open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
         why = f"this process can open no socket to the GPU broker at {path}: {error.strerror}"
         raise BrokerUnavailableError(why, reason="no-descriptor") from error
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         sock.settimeout(timeout_s)
         while True:
             try:
                 sock.connect(path)
-            except BlockingIOError:
-                if deadline is not None and time.monotonic() >= deadline:
+            except BlockingIOError:  # a full backlog: TCP would wait, UNIX sockets fail with EAGAIN
+                if deadline_s is not None and time.monotonic() >= deadline_s:
                     raise
                 time.sleep(_BACKLOG_RETRY_S)  # nothing signals that the backlog has room again
             else:
                 return sock
     except OSError as error:
         sock.close()
-        # A full backlog is a broker's that is there, and takes nobody in: another must not be started beside it.
-        reasons: dict[type[OSError], str] = {BlockingIOError: "timeout", PermissionError: "no-access"}
-        reason = reasons.get(type(error), "no-broker")
-        raise BrokerUnavailableError(_why_no_connection(path, error), reason=reason) from error
+        raise _no_connection(path, error) from error
     except BaseException:
         sock.close()
         raise
 
 
-def _why_no_connection(path: str, error: OSError) -> str:
-    if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
-        return (
-            f"no GPU broker serves at {path}; start one with `jupyter gpu broker`, "
-            "or set JUPYTER_GPU_SOCKET to the socket of one that runs"
+def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
+    if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+        reason, why = (
+            "no-broker",
+            (
+                f"no GPU broker serves at {path}; start one with `jupyter gpu broker`, "
+                "or set JUPYTER_GPU_SOCKET to the socket of one that runs"
+            ),
         )
-    if isinstance(error, PermissionError):
-        return f"the socket of the GPU broker, {path}, may not be opened by this user; ask the administrator for access"
-    if isinstance(error, BlockingIOError) or error.errno == errno.EAGAIN:
-        return (
-            f"the GPU broker at {path} takes no connections now: it is overloaded or stopped; if it stays so, "
-            f"`jupyter gpu broker --restart --socket {path}` replaces it, which loses nothing of any kernel"
+    elif isinstance(error, PermissionError):
+        reason, why = (
+            "no-access",
+            (f"the socket of the GPU broker, {path}, may not be opened by this user; ask the administrator for access"),
         )
-    return f"the GPU broker at {path} cannot be reached: {error.strerror or error}"
+    elif error.errno == errno.EAGAIN:
+        # A full backlog belongs to a broker that runs and accepts no connection: a second one must not be started beside it.
+        reason, why = (
+            "timeout",
+            (
+                f"the GPU broker at {path} takes no connections now: it is overloaded or stopped; if it stays so, "
+                f"`jupyter gpu broker --restart --socket {path}` replaces it, which loses nothing of any kernel"
+            ),
+        )
+    else:
+        reason, why = "no-broker", f"the GPU broker at {path} cannot be reached: {error.strerror or error}"
+    return BrokerUnavailableError(why, reason=reason)
