@@ -25,7 +25,7 @@ from fractional_gpu.host import claims, failpoints, process
 from fractional_gpu.jupyter.kernel_config import parse_kernel_config
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
-from fractional_gpu.protocol import acting, versions
+from fractional_gpu.protocol import versions
 from fractional_gpu.protocol.codec import decode_json, decode_reply, decode_request, error_body
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -49,6 +49,7 @@ from fractional_gpu.protocol.messages import (
     Pong,
     ResizeRequest,
 )
+from fractional_gpu.protocol.names import decode_acting_for
 from fractional_gpu.protocol.seats import OfferRequest, PoolChange, SeatRequest
 
 __all__ = ["TARGETS"]
@@ -310,10 +311,10 @@ def kernelspec(data: bytes) -> None:
 def headers(data: bytes) -> None:
     """The headers of ours in a request."""
     text = data.decode("latin-1")
-    found = versions.from_header(text)
+    found = versions.Version.from_header(text)
     assert found is None or found.to_header().isprintable()
     try:
-        name = acting.from_header(text.split("\n"))
+        name = decode_acting_for(text.split("\n"))
     except BadRequestError:
         return
     assert name is not None

@@ -14,7 +14,6 @@ from fractional_gpu.protocol.messages import Done, LeaseRequest
 from fractional_gpu.protocol.versions import (
     OWN,
     Version,
-    from_header,
     hint,
     refusal,
 )
@@ -91,9 +90,9 @@ def test_a_client_does_not_begin_with_a_broker_of_another_protocol(
 
 @given(st.text(max_size=60) | st.from_regex(r"[0-9a-z.+]{1,42}; protocol=[0-9]{1,8}", fullmatch=True))
 def test_any_header_is_a_version_or_none(text: str) -> None:
-    version = from_header(text)
+    version = Version.from_header(text)
     if version is not None:
         assert version.to_header().isascii()
-        assert from_header(version.to_header()) == version
+        assert Version.from_header(version.to_header()) == version
         assert bool(refusal(client=OWN, broker=version)) == (version.protocol != OWN.protocol)
         assert bool(hint(client=OWN, broker=version)) == (version.release != OWN.release)

@@ -27,7 +27,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from fractional_gpu.client.http import Call, Connection
-from fractional_gpu.protocol.acting import ACTING_FOR, to_header
 from fractional_gpu.protocol.codec import decode_json, decode_reply, encode_request
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -64,6 +63,7 @@ from fractional_gpu.protocol.messages import (
     Story,
     WaitLine,
 )
+from fractional_gpu.protocol.names import ACTING_FOR, encode_acting_for
 from fractional_gpu.protocol.versions import OWN, hint
 
 __all__ = ["BrokerClient"]
@@ -97,7 +97,7 @@ class BrokerClient:
         self.acting_for = acting_for
         self._idle: deque[Connection] = deque()  # append and pop are atomic: no lock that a fork could leave locked
         self._active: set[Call] = set()
-        self._headers = {} if acting_for is None else {ACTING_FOR: to_header(acting_for)}
+        self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
 
     def __enter__(self) -> Self:
         return self

@@ -34,7 +34,7 @@ from fractional_gpu.protocol.limits import (
     MAX_STRING,
     VERSION_HEADER,
 )
-from fractional_gpu.protocol.versions import OWN, Version, from_header
+from fractional_gpu.protocol.versions import OWN, Version
 
 __all__ = ["Call", "Connection"]
 
@@ -157,7 +157,7 @@ class Connection:
     @property
     def version(self) -> Version | None:
         """The version of the broker that replied, if it says so."""
-        return from_header(self._headers.get(VERSION_HEADER.lower()))
+        return Version.from_header(self._headers.get(VERSION_HEADER.lower()))
 
     @property
     def retry_s(self) -> float:

@@ -12,13 +12,13 @@ Rules:
 
 import re
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fractional_gpu import __version__
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 
-__all__ = ["LOWEST_MSGSPEC", "OWN", "Version", "check_msgspec", "from_header", "hint", "msgspec_problem", "refusal"]
+__all__ = ["LOWEST_MSGSPEC", "OWN", "Version", "check_msgspec", "hint", "msgspec_problem", "refusal"]
 
 LOWEST_MSGSPEC = "0.19"  # as in pyproject.toml
 
@@ -29,8 +29,7 @@ _RESTARTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
+class Version(NamedTuple):
     """A release of this project and the number of the protocol that it speaks."""
 
     release: str
@@ -40,14 +39,14 @@ class Version:
         """Return the header's value."""
         return f"{self.release}; protocol={self.protocol}"
 
+    @staticmethod
+    def from_header(value: str | None) -> "Version | None":
+        """Return the version in a header's value; None without the header, and for an unreadable one."""
+        found = _HEADER.fullmatch(value or "")
+        return Version(found[1], int(found[2])) if found is not None else None
+
 
 OWN = Version(__version__, PROTOCOL_VERSION)
-
-
-def from_header(value: str | None) -> Version | None:
-    """Return what the header's value says; None without one, and for one that cannot be read."""
-    found = _HEADER.fullmatch(value or "")
-    return Version(found[1], int(found[2])) if found is not None else None
 
 
 def refusal(*, client: Version, broker: Version) -> str:
@@ -62,7 +61,7 @@ def refusal(*, client: Version, broker: Version) -> str:
 
 
 def hint(*, client: Version, broker: Version | None) -> str:
-    """Return what to add to an error that another version may be the reason of, or ""."""
+    """Return what to add to an error that different versions may have caused, or ""."""
     if broker is None or broker.release == client.release:
         return ""
     return (

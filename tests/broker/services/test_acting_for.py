@@ -11,8 +11,8 @@ from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.host.peers import PeerCredentials
-from fractional_gpu.protocol.acting import MAX_ACTING_FOR, from_header, to_header
 from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.protocol.names import MAX_ACTING_FOR, decode_acting_for, encode_acting_for
 from tests.broker.live import LiveBroker
 
 NAMES = st.text(min_size=1, max_size=MAX_ACTING_FOR).filter(lambda name: name.isprintable() and not name.isspace())
@@ -20,11 +20,11 @@ NAMES = st.text(min_size=1, max_size=MAX_ACTING_FOR).filter(lambda name: name.is
 
 @given(name=NAMES)
 def test_any_printable_name_survives_the_header(name: str) -> None:
-    value = to_header(name)
+    value = encode_acting_for(name)
     assert value.isascii()
     assert value.isprintable()
     assert " " not in value
-    assert from_header([value]) == name
+    assert decode_acting_for([value]) == name
 
 
 @pytest.mark.parametrize("name", ["", " ", "ada\n", "a\0b", "\x1b[2J", "x" * 256, "\ud800", "one\r\nX-Evil: two"])

@@ -21,7 +21,6 @@ from fractional_gpu.host import failpoints
 from fractional_gpu.host.peers import peer_credentials
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol import versions
-from fractional_gpu.protocol.acting import ACTING_FOR, from_header
 from fractional_gpu.protocol.codec import decode_request, error_body, printable
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -33,6 +32,7 @@ from fractional_gpu.protocol.errors import (
     UnauthorizedError,
 )
 from fractional_gpu.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
+from fractional_gpu.protocol.names import ACTING_FOR, decode_acting_for
 
 __all__ = ["Handler", "StreamHandler"]
 
@@ -86,7 +86,7 @@ class Handler(web.RequestHandler):
         return limiter
 
     def _check_version(self) -> None:
-        client = versions.from_header(self.request.headers.get(VERSION_HEADER))
+        client = versions.Version.from_header(self.request.headers.get(VERSION_HEADER))
         if client is not None and (why := versions.refusal(client=client, broker=versions.OWN)):
             raise BadRequestError(why, reason="version")
 
@@ -98,7 +98,7 @@ class Handler(web.RequestHandler):
                 "leave it out",
                 reason="not-admin",
             )
-        return from_header(values)
+        return decode_acting_for(values)
 
     def audited(self, act: str, target: str, **parameters: object) -> AbstractAsyncContextManager[Act | None]:
         """Return a block in which an administrator's act is done, and written into the audit log; anybody else's is not there.

@@ -14,7 +14,7 @@ from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError
 from fractional_gpu.protocol.limits import MAX_NAME
-from fractional_gpu.protocol.names import unprintable
+from fractional_gpu.protocol.names import describe_unprintable
 from fractional_gpu.protocol.seats import SeatRequest
 
 __all__ = [
@@ -90,7 +90,7 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
 def _check_name(whose: str, name: str, remedy: str) -> None:
     if len(name) > MAX_NAME:
         raise BadRequestError(f"the name of the {whose} has {len(name)} characters; allowed: {MAX_NAME}; {remedy}")
-    if found := unprintable(name):
+    if found := describe_unprintable(name):
         raise BadRequestError(
             f"the name of the {whose}, {name!a}, has {found}, which could change how lists and logs show it; a name may have no "
             f"character that cannot be printed; {remedy}, or start the server without a GPU (fraction 'none')",
