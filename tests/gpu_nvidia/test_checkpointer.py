@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 
 from fractional_gpu.gpu.interface import (
-    Checkpointer,
     GPUError,
     GPUErrorCode,
     ProcessState,
@@ -70,11 +69,6 @@ def fails(code: GPUErrorCode, match: str, call: Callable[[], object]) -> None:
     with pytest.raises(GPUError, match=match) as caught:
         call()
     assert caught.value.code is code
-
-
-def test_it_is_a_checkpointer(one: NvidiaCheckpointer) -> None:
-    checkpointer: Checkpointer = one
-    assert checkpointer is one
 
 
 def test_a_process_goes_through_the_whole_round(one: NvidiaCheckpointer, driver: FakeDriver, pid: int) -> None:

@@ -55,7 +55,8 @@ def test_a_second_claim_is_refused_and_names_the_holder(device_id: str, holder: 
 def test_a_claim_vanishes_with_its_holder_however_it_ends(device_id: str, holder: subprocess.Popen[bytes]) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    DeviceClaim.claim(device_id).close()
+    with DeviceClaim.claim(device_id) as claim:
+        assert claim.fileno() >= 0
 
 
 def test_a_claim_ends_when_it_is_closed(device_id: str) -> None:
@@ -74,8 +75,14 @@ def test_a_refused_claim_leaves_nothing_open(device_id: str) -> None:
 
 
 def test_devices_are_claimed_one_by_one(device_id: str) -> None:
-    with DeviceClaim.claim(device_id), DeviceClaim.claim(device_id + "-other"):
-        pass
+    other = f"{device_id}-other"
+    with DeviceClaim.claim(device_id):
+        with DeviceClaim.claim(other), pytest.raises(DeviceClaimedError) as caught:
+            DeviceClaim.claim(other)
+        assert caught.value.device_id == other
+        with pytest.raises(DeviceClaimedError) as caught:
+            DeviceClaim.claim(device_id)
+        assert caught.value.device_id == device_id
 
 
 def test_too_many_curious_claimants_are_refused_without_blocking_until_they_are_drained(

@@ -38,8 +38,8 @@ def test_one_who_says_nothing_does_not_keep_the_service_from_its_place(monkeypat
     monkeypatch.setattr(startup_placeholder, "_PEER_S", 0.05)
     port = _free_port()
     early = StartupPlaceholder(f"http://127.0.0.1:{port}")
-    with socket.create_connection(("127.0.0.1", port), timeout=30):
-        early.hand_over().close()
+    with socket.create_connection(("127.0.0.1", port), timeout=30), early.hand_over() as listener:
+        assert listener.getsockname()[1] == port
 
 
 def test_a_port_that_is_still_held_is_waited_for() -> None:
@@ -50,7 +50,8 @@ def test_a_port_that_is_still_held_is_waited_for() -> None:
         thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    made[0].hand_over().close()
+    with made[0].hand_over() as listener:
+        assert url.endswith(f":{listener.getsockname()[1]}")
 
 
 def test_one_that_stays_held_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

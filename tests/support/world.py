@@ -81,6 +81,11 @@ class World:
             "XDG_STATE_HOME": str(folder / "state"),
         }
 
+    @classmethod
+    def new(cls, simulate: str = "1x1GiB") -> Self:
+        """A world in a folder of its own, to be closed. Its path is short: UNIX sockets allow 107 bytes."""
+        return cls(Path(tempfile.mkdtemp(prefix="jfg-")), simulate)
+
     @property
     def state(self) -> Path:
         """Where the broker's ledger lies, or will."""
@@ -183,6 +188,11 @@ class World:
 
     def close(self) -> None:
         """Stop the broker and remove everything; fails if a process is left that still uses the simulated host."""
+        self.end_broker()
+        shutil.rmtree(self.folder)
+
+    def end_broker(self) -> None:
+        """Stop the broker and remove the simulated host; fails if a process is left that still uses it."""
         pid = self.broker_pid()
         if pid is not None:
             self.end(pid, signal.SIGTERM)
@@ -190,7 +200,6 @@ class World:
         if folder.exists():
             with suppress(FileNotFoundError):
                 until(lambda: self._destroyed(folder), "the simulated host has no users")
-        shutil.rmtree(self.folder)
 
     @staticmethod
     def _destroyed(folder: Path) -> bool:
@@ -203,8 +212,8 @@ class World:
 
 @contextmanager
 def new_world(simulate: str = "1x1GiB") -> Iterator[World]:
-    """A world that ends with the block. Its path is short: UNIX sockets allow 107 bytes."""
-    world = World(Path(tempfile.mkdtemp(prefix="jfg-")), simulate)
+    """A world that ends with the block."""
+    world = World.new(simulate)
     try:
         yield world
     finally:
@@ -291,6 +300,21 @@ class Server:
         notebook = Notebook(self, kernel_id)
         self._notebooks.append(notebook)
         return notebook
+
+    @property
+    def reusable(self) -> bool:
+        """Whether it runs, and has started every kernel that it was to start."""
+        return self.process.poll() is None and not self._refused
+
+    def clear(self) -> None:
+        """Shut every kernel down, and hang up."""
+        for notebook in self._notebooks:
+            notebook.close()
+        self._notebooks.clear()
+        for session in self.request("GET", "api/sessions"):
+            self.request("DELETE", f"api/sessions/{session['id']}")
+        for kernel in self.request("GET", "api/kernels"):
+            self.request("DELETE", f"api/kernels/{kernel['id']}")
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """End the server and reap it."""

@@ -1,0 +1,91 @@
+"""One Jupyter server for many tests: between two of them its world becomes as it was, except for the server's own process."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.world import Server, World
+
+__all__ = ["SharedServer"]
+
+_FOLDERS = ("data", "run", "config", "home", "notebooks", "ipython")
+_OF_THE_SERVER = ("jpserver-*", "jupyter_cookie_secret")
+
+
+class SharedServer:
+    """Starts a world with a server when the first test borrows it, and another one after a test that failed or ended the server."""
+
+    def __init__(self) -> None:
+        self._lent: tuple[World, Server] | None = None
+
+    @contextmanager
+    def borrowed(self) -> Iterator[World]:
+        """Lend the world for one test. Fails, as a world's end does, if a process is left that still uses the simulated host."""
+        with self._closed_on_error():
+            if self._lent is None:
+                self._lent = _new()
+            world, server = self._lent
+            environment = dict(world.environment)
+            yield world
+            if not server.reusable:
+                self.close()
+                return
+            server.clear()
+            world.end_broker()
+            _empty(world.folder)
+            world.environment = environment
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def server_of(self, world: World) -> Server | None:
+        """Return the server if this is its world."""
+        return self._lent[1] if self._lent is not None and self._lent[0] is world else None
+
+    def close(self) -> None:
+        """End the server and its world, if there are any."""
+        if self._lent is not None:
+            world, server = self._lent
+            self._lent = None
+            try:
+                server.stop()
+            finally:
+                world.close()
+
+
+def _new() -> tuple[World, Server]:
+    world = World.new()
+    try:
+        return world, Server(world)
+    except BaseException:
+        world.close()
+        raise
+
+
+def _empty(folder: Path) -> None:
+    """Remove everything but what the server has written at its start; a test may have removed or changed any folder."""
+    kept = {path for pattern in _OF_THE_SERVER for path in (folder / "run").glob(pattern)}
+    for path in folder.iterdir():
+        if path.name not in _FOLDERS and path.name != "server.err":
+            _remove(path)
+    for name in _FOLDERS:
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        place.chmod(0o700)
+        for path in place.iterdir():
+            if path not in kept:
+                _remove(path)
+    (folder / "server.err").write_bytes(b"")  # the server goes on at its end: it appends
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
