@@ -3,11 +3,15 @@
 `tests/run failpoints` takes them all.
 """
 
+import importlib
+import runpy
+import sys
 from collections.abc import Iterator
+from operator import attrgetter
 
 import pytest
 
-from tests.support.dying import Story, points_of
+from tests.support.dying import INJECTED, Story, points_of
 from tests.support.steered import SteeredStory
 from tests.support.world import new_world
 
@@ -34,6 +38,13 @@ def story() -> Iterator[Story]:
         made = Story(world)
         yield made
         made.close()
+
+
+def test_every_injected_point_names_a_function_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))  # what the file adds to it is for other processes
+    for module, (_, functions) in runpy.run_path(str(INJECTED / "sitecustomize.py"))["POINTS"].items():
+        for name in functions:
+            assert callable(attrgetter(name)(importlib.import_module(module))), f"{module}: {name}"
 
 
 def test_every_step_is_a_point(story: Story) -> None:

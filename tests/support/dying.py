@@ -16,10 +16,10 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, released, settled, workers
 from tests.support.world import DEADLINE_S, Notebook, Reply, Server, World, until
 
-__all__ = ["Life", "Story", "points_of"]
+__all__ = ["INJECTED", "Life", "Story", "points_of"]
 
 MIB = 64
-_INJECTED = Path(__file__).with_name("injected")
+INJECTED = Path(__file__).with_name("injected")
 _ATTEMPTS = 3
 
 
@@ -58,7 +58,7 @@ class Story:
         self._excused: tuple[type[Exception], ...] = ()
         self._lives: list[Life] = []
         world.environment[VARIABLE] = str(self.file)
-        world.environment["PYTHONPATH"] = f"{_INJECTED}:{world.environment['PYTHONPATH']}"
+        world.environment["PYTHONPATH"] = f"{INJECTED}:{world.environment['PYTHONPATH']}"
         world.configure(self.config)
         (self.spec,) = world.install(750)
         world.start_broker()

@@ -38,7 +38,7 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "fractional_gpu.jupyter.kernel_record": ("server", ("KeptRecord.write", "KeptRecord.remove")),
     "fractional_gpu.client.client": ("kernel", ("BrokerClient.answer",)),
     "fractional_gpu_kernel.cells.broker_channel": ("kernel", ("BrokerChannel._follow", "BrokerChannel._obey")),
-    "fractional_gpu_kernel.cells.acquire": ("kernel", ("Acquirer._ask",)),
+    "fractional_gpu_kernel.cells.acquire": ("kernel", ("Acquirer._call",)),
     "fractional_gpu_kernel.cells.gate": ("kernel", ("Gate.open", "Gate.close", "Gate.enter", "Gate.leave")),
 }
 
