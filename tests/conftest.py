@@ -37,7 +37,10 @@ def _own_state() -> Iterator[None]:
 
 # -- several processes (pytest -n) -----------------------------------------------------------------------------------------
 
-SLOW = ("e2e", "hub", "jupyter", "labextension", "kernelext")
+SLOW = ("e2e", "hub", "labextension", "jupyter", "kernelext")
+"""These rooms first: no process is left alone with a long test at the end."""
+SPLIT = ("e2e", "hub")
+"""Here the next test goes to the next process, except where a file's tests share something; elsewhere the next file does."""
 _TESTS = Path(__file__).parent
 _SHARES = re.compile(r'\(scope="(class|module)"')
 
@@ -48,17 +51,17 @@ def room(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take the folders with the longest tests first: with several processes, none is left with them alone at the end."""
+    """Take the rooms with long tests first."""
     order = {folder: place for place, folder in enumerate(SLOW)}
     items.sort(key=lambda item: order.get(item.path.relative_to(_TESTS).parts[0], len(order)))
 
 
 class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Each process takes the next file, in order. Of a file with long tests that share nothing it takes only the next test."""
+    """A process that is free takes the next test, or the next file, in the order in which they were collected."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return nodeid if room(nodeid) in SLOW and not _shares(self.config.rootpath / file) else file
+        return nodeid if room(nodeid) in SPLIT and not _shares(self.config.rootpath / file) else file
 
 
 @cache
