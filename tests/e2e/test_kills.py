@@ -178,7 +178,7 @@ def _worker_alone(world: World) -> list[int]:
 
 
 # Each pair of operation, fault and victim comes once; with JUPYTER_GPU_ALL_KILLS every victim dies at every step.
-SAMPLE = {
+SAMPLE: dict[Callable[[World], list[int]], list[tuple[str, str]]] = {
     _broker_alone: [("lock", "late"), ("checkpoint", "hang"), ("restore", "late"), ("unlock", "hang")],
     _broker_and_worker: [("lock", "hang"), ("checkpoint", "late"), ("restore", "hang"), ("unlock", "late")],
     _worker_alone: [("lock", "hang"), ("checkpoint", "hang"), ("restore", "late"), ("unlock", "late")],

@@ -1,0 +1,90 @@
+"""The words of `jupyter gpu`, as people read them: golden/help.txt and golden/status.txt."""
+
+import argparse
+from pathlib import Path
+
+from fractional_gpu.commands.main import COMMANDS, _overview, _subcommand
+from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.protocol.messages import Stranger
+from tests.commands.pictures import a_device, a_host, a_lease
+from tests.support.golden import check_wording
+
+GOLDEN = Path(__file__).with_name("golden")
+WAITING = a_lease(
+    lease_id="77aa00bb11cc",
+    state="suspended",
+    saved_mib=4096,
+    used_mib=0,
+    age_ms=90_000,
+    position=1,
+    sentence="waits until train.ipynb has finished its cell",
+)
+HOSTS = {
+    "no GPU, no kernel": a_host(),
+    "simulated, over-committed and lost devices; a busy kernel and one that waits": a_host(
+        simulated=True,
+        host_saved_mib=4096,
+        devices=[
+            a_device(index=1, device_id="GPU-0002", pool="", lost=True, memory_mib=1024),
+            a_device(
+                name="Simulated GPU", used_mib=12_288, stranger_mib=6144, reserved_mib=12_288, over_committed=True
+            ),
+        ],
+        leases=[
+            a_lease(label="train.ipynb", busy=True, fraction_milli=500, reserve_mib=12_288, used_mib=6144),
+            WAITING,
+        ],
+    ),
+    "other programs, sensors, and kernels that cannot leave": a_host(
+        devices=[
+            a_device(
+                stranger_mib=400,
+                strangers=[Stranger(pid=pid, user="bob", used_mib=100) for pid in (1, 2, 3, 4)],
+                busy_percent=43,
+                temperature_c=51,
+                power_mw=230_400,
+                why_not="the driver is too old",
+            )
+        ],
+        leases=[a_lease(label="a.ipynb", stays="MPS")],
+    ),
+    "each state": a_host(
+        leases=[
+            a_lease(lease_id=f"{number:08x}0000", state=state, busy=busy, working=working)
+            for number, (state, busy, working) in enumerate(
+                [
+                    ("unattached", False, False),
+                    ("unarmed", False, False),
+                    ("resident", False, False),
+                    ("resident", True, False),
+                    ("resident", True, True),
+                    ("suspending", False, False),
+                    ("suspended", False, False),
+                    ("resuming", False, False),
+                    ("quarantined", False, False),
+                ]
+            )
+        ]
+    ),
+}
+
+
+def test_the_words_of_the_status_are_as_they_were_read() -> None:
+    check_wording(GOLDEN / "status.txt", {heading: render_status(host) for heading, host in HOSTS.items()})
+
+
+def described(parser: argparse.ArgumentParser) -> str:
+    """What a parser explains, in an order and form that no version of argparse changes."""
+    lines = [parser.description or ""]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            lines += [f"  {name}\n{described(inner)}" for name, inner in action.choices.items()]
+        elif not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
+            names = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+            lines.append(f"  {names}: {(action.help or '') % {**vars(action), 'prog': parser.prog}}")
+    return "\n".join([*lines, parser.epilog or ""])
+
+
+def test_the_words_of_the_help_are_as_they_were_read() -> None:
+    parsers = {"jupyter gpu": _overview(), **{name: _subcommand(name)[1] for name in COMMANDS}}
+    check_wording(GOLDEN / "help.txt", {name: described(parser) for name, parser in parsers.items()})

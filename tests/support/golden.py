@@ -1,0 +1,24 @@
+"""Wording lies in golden files, one for each surface that people read; other tests assert codes and fields.
+
+`tests/run golden` writes the files anew: read the difference as a person who sees these texts for the first time, and commit it.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+__all__ = ["check_wording"]
+
+_WRITE = bool(os.environ.get("JUPYTER_GPU_WRITE_GOLDEN"))
+
+
+def check_wording(file: Path, passages: Mapping[str, str]) -> None:
+    """Compare what a surface says, by heading, with its golden file; write the file instead where that was asked for."""
+    text = "\n".join(f"==== {heading}\n{passage.rstrip()}\n" for heading, passage in passages.items())
+    if _WRITE:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        pytest.skip(f"{file.name} was written")
+    assert text == file.read_text(encoding="utf-8"), f"`tests/run golden` writes {file.name} anew"
