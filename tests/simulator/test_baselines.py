@@ -2,8 +2,8 @@
 
 import pytest
 
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import run_baseline
-from fractional_gpu.simulator.errors import SimulationError
 from fractional_gpu.simulator.traces import Cell, Session
 
 HOUR_MS = 3_600_000

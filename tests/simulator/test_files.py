@@ -6,8 +6,8 @@ import pytest
 
 from fractional_gpu.core.effects import LeaseEnded
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.simulator import SimulationError, TraceError
 from fractional_gpu.simulator.baselines import run_baseline
-from fractional_gpu.simulator.errors import SimulationError, TraceError
 from fractional_gpu.simulator.log import EventLog, digest, replay
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.picture import picture

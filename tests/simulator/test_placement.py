@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.simulator.errors import SimulationError, TraceError
+from fractional_gpu.simulator import SimulationError, TraceError
 from fractional_gpu.simulator.placement import (
     Node,
     NodeShape,

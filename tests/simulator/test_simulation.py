@@ -13,7 +13,7 @@ from fractional_gpu.core.model import (
     PoolSpec,
     ReserveBy,
 )
-from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.search import fewest_devices

@@ -14,8 +14,8 @@ from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, WAITING, run_baseline
-from fractional_gpu.simulator.errors import SimulationError
 from fractional_gpu.simulator.log import EventLog, replay
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.picture import picture

@@ -1,4 +1,4 @@
-"""How many hub seats a device can carry: a forecast of the wait, not a sum of caps.
+"""How many hub seats a device can carry, by a forecast of waits instead of a sum of caps.
 
 **The model.** A seat is active for `duty_milli` thousandths of the time that its server lives, independently of the others, and while it
 is active it needs `mib` of its device. What is needed at a random moment is then the sum of independent on-or-off terms: a
@@ -13,16 +13,15 @@ of one another), so it finds no room with probability P(S > C | i active), S the
 each seat's in proportion to its activity, that is E[N; S > C] / E[N], N the number of active seats. So two sums are carried through
 the convolution: P(S = s) and E[N; S = s].
 
-**How long it then waits.** Somebody's cell has to end first. Cells that use a GPU last two minutes in the median (a 48-hour excerpt of
-an industrial notebook platform's trace: median 2 min, third quartile 5 min); taken as memoryless, half of them are over after each
-further two minutes. That several are active, so that the first ends sooner, and that the arbiter preempts, is left out: it makes
+**How long it then waits.** A cell of another seat has to end first. Cells that use a GPU last two minutes in the median (a 48-hour
+excerpt of an industrial notebook platform's trace: median 2 min, third quartile 5 min); taken as memoryless, half of them are over after
+each further two minutes. That several are active, so that the first ends sooner, and that the arbiter preempts, is left out: it makes
 waits shorter. That one end may not suffice for a large seat, and that real cells have a heavier tail, is left out too: it makes them
 longer. What suspending and resuming takes (seconds) is not counted: it is paid with room as well.
 
-**What is learnt.** Duty and memory of each user come from what the ledger has seen of them, drawn towards a prior as long as that is
-little. The prior is the same excerpt's: reserved GPUs were busy 25.7 % of the time; a cell used 4.6 GB of device memory in the third
-quartile. Independence is the assumption that breaks first, in a lesson where everybody runs the same cell at once: a pool for lessons
-should have a smaller bound.
+**What is learnt.** Duty and memory of each user come from the ledger, drawn towards a prior while there is little of it. The prior is the
+same excerpt's: reserved GPUs were busy 25.7 % of the time; a cell used 4.6 GB of device memory in the third quartile. Independence is the
+assumption that breaks first, in a lesson where all users run the same cell at once: a pool for lessons should have a smaller bound.
 
 Integers only: memory in MiB, time in milliseconds, chances in millionths; the same seats give the same forecast, in any order.
 """
@@ -47,13 +46,13 @@ __all__ = [
 CELL_MEDIAN_MS = 120_000
 _BINS = 1000  # thousandths of the device
 _WHOLE = 10**12  # probability 1, while it is computed
-_PRIOR_LIVE_MS = 8 * 3_600_000  # so much experience counts as much as the prior: a working day with a server
-_PRIOR_BUSY_MS = 30 * 60_000  # and so much busy time for the memory
+_PRIOR_LIVE_MS = 8 * 3_600_000  # the prior counts as much as this experience: a working day with a server
+_PRIOR_BUSY_MS = 30 * 60_000  # and for memory as much as this busy time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """How somebody uses a GPU: the share of a server's time in which it is busy, and the device memory in use meanwhile."""
+    """How a user uses a GPU: the share of a server's time in which it is busy, and the device memory in use meanwhile."""
 
     duty_milli: int
     active_mib: int
@@ -72,7 +71,7 @@ class SeatLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatDevice:
-    """A device that seats may be placed on, what leases may have of it, and the seats that are on it."""
+    """A device that seats may be placed on: what leases may have of it, and the seats on it."""
 
     device_id: str
     capacity_mib: int
@@ -80,7 +79,7 @@ class SeatDevice:
 
 
 def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usage = PRIOR_USAGE) -> Usage:
-    """Return the habits of somebody who had kernels for `live_ms`, busy for `busy_ms`, with that integral of memory over busy time."""
+    """Return the usage of a user whose kernels lived for `live_ms`, busy for `busy_ms`, with that integral of memory over busy time."""
     busy_ms = min(busy_ms, live_ms)
     duty = (busy_ms * 1000 + prior.duty_milli * _PRIOR_LIVE_MS) // (live_ms + _PRIOR_LIVE_MS)
     mib = (busy_mib_ms + prior.active_mib * _PRIOR_BUSY_MS) // (busy_ms + _PRIOR_BUSY_MS)
@@ -108,7 +107,7 @@ def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad | None, capacity_mi
 
 @lru_cache(maxsize=64)
 def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int) -> tuple[list[int], list[int]]:
-    """Return P(S = s) and E[N; S = s] by need s; the last bin is everything beyond the device. Not to be changed."""
+    """Return P(S = s) and E[N; S = s] by need s; the last bin is everything beyond the device. Cached: callers must not change it."""
     chance, active = [0] * (_BINS + 2), [0] * (_BINS + 2)
     chance[0] = _WHOLE
     for load in loads:
@@ -117,7 +116,7 @@ def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int) -> tuple[list[
 
 
 def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib: int) -> None:
-    """Take one more seat into the distribution, in place: from the largest need down, so that nothing is counted twice."""
+    """Add one seat to the distribution in place, from the largest need down, so that no need is counted twice."""
     shift, duty = -(-load.mib * _BINS // capacity_mib), load.duty_milli
     last = len(chance) - 1
     for need in range(last, -1, -1):

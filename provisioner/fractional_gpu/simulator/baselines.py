@@ -1,12 +1,12 @@
-"""What people do today, on the same trace, so that the figures stand side by side.
+"""What users do without this project, on the same trace, for comparison.
 
-- `reservation`: a session takes its whole GPUs when it opens, and keeps them until it closes; who finds none free waits at the door.
+- `reservation`: a session takes its whole GPUs when it opens, and keeps them until it closes; if none are free it waits at the door.
 - `cull`: the same, and a kernel that ran nothing for an hour is shut down: its variables are lost, its GPUs are free, and its next
   cell waits for GPUs as a new kernel would.
-- `time-slice`: everybody shares every device without limits. Nobody waits; a cell that asks for memory that the neighbours have taken
-  fails, and busy neighbours slow each other down as in `busy`.
+- `time-slice`: all sessions share all devices without limits. None waits; a cell that needs memory that its neighbours have taken fails,
+  and busy neighbours slow each other down as in `machine`.
 
-A wait at the door counts for the next GPU cell. Whoever waits delays everything of the session that comes after.
+A wait at the door counts for the next GPU cell, and delays everything of the session that comes after.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 
-from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.machine import UNSHARED, Running, SharedDevice
 from fractional_gpu.simulator.result import Point, Result, Waits
 from fractional_gpu.simulator.traces import Session
@@ -87,7 +87,7 @@ class _Base:
         heappush(self._moments, (max(self._now_ms, at_ms), self._order, act))
 
     def _think(self, kernel: _Kernel, act: Callable[[], None]) -> None:
-        """Do the next thing as long after the last one as in the trace."""
+        """Schedule the next step as long after the last one as in the trace."""
         cells, at = kernel.session.cells, kernel.next_cell
         before = cells[at - 1].start_ms + cells[at - 1].duration_ms if at else kernel.session.open_ms
         follows = cells[at].start_ms if at < len(cells) else kernel.session.close_ms
@@ -177,7 +177,7 @@ class _Whole(_Base):
 
 
 class _TimeSlice(_Base):
-    """Everybody on every device."""
+    """All sessions share the devices."""
 
     def __init__(self, name: str, trace: Sequence[Session], device_mib: Sequence[int], *, slowdown: bool) -> None:
         super().__init__(name, trace, device_mib)

@@ -1,6 +1,6 @@
-"""The event log: everything the arbiter was told, and a digest of what it said to each, so that a replay can prove the same decisions.
+"""The event log: every event, and a digest of the arbiter's effects, so that a replay can prove the same decisions.
 
-One JSON object a line. The first names the format and how the arbiter was made; every other one is an event with its type and the
+One JSON object a line. The first names the format and the arbiter's settings; every other one is an event with its type and the
 SHA-256 of its effects as canonical JSON (their first 16 hexadecimal digits).
 """
 
@@ -17,7 +17,7 @@ from fractional_gpu.core import events
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect
 from fractional_gpu.core.events import Event
-from fractional_gpu.simulator.errors import SimulationError, TraceError
+from fractional_gpu.simulator import SimulationError, TraceError
 
 __all__ = ["EventLog", "digest", "replay"]
 
@@ -31,7 +31,7 @@ _EVENTS: dict[str, type[Event]] = {
 
 
 def digest(effects: Sequence[Effect]) -> str:
-    """Return what stands for the effects: equal for equal effects, on every machine."""
+    """Return a digest of the effects, equal on every machine."""
     plain = [[type(effect).__name__, asdict(effect)] for effect in effects]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
@@ -56,7 +56,7 @@ class EventLog:
         self._file.close()
 
     def watch(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Take down an event and its effects."""
+        """Record an event and its effects."""
         self._write({"event": type(event).__name__, "fields": asdict(event), "effects": digest(effects)})
 
     def _write(self, line: dict[str, object]) -> None:
@@ -64,11 +64,11 @@ class EventLog:
 
 
 def replay(path: Path) -> tuple[int, int]:
-    """Give a new arbiter the recorded events. Returns how many there were, and how many effects they had.
+    """Replay the recorded events with a new arbiter. Returns the numbers of events and of effects.
 
     Raises TraceError for a log that cannot be read, and SimulationError at the first event whose effects differ.
     """
-    told = said = 0
+    events_seen = effects_seen = 0
     try:
         with path.open(encoding="ascii") as file:
             arbiter = _arbiter(path, file.readline())
@@ -80,12 +80,12 @@ def replay(path: Path) -> tuple[int, int]:
                         f"{path}, line {number}: the arbiter now answers {type(event).__name__} with other effects than recorded "
                         f"({digest(effects)} instead of {expected}); the log is of another version, or a decision is not reproducible"
                     )
-                told, said = told + 1, said + len(effects)
+                events_seen, effects_seen = events_seen + 1, effects_seen + len(effects)
     except OSError as error:
         raise TraceError(f"the log {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path} is not an event log: {error.reason} at byte {error.start}") from error
-    return told, said
+    return events_seen, effects_seen
 
 
 def _arbiter(path: Path, line: str) -> Arbiter:

@@ -1,12 +1,12 @@
 """How cells that run on one device at the same time slow each other down.
 
 The model: a cell with a GPU utilisation of u on an unshared device leaves the device idle for 1 - u of its time. While the busy cells
-of a device want no more than the device has (their utilisations add up to 100 % or less), they fit into each other's pauses and nobody
-is slowed. Past that, time-slicing shares the device out evenly by demand: the GPU's part of every cell takes as many times longer as
+of a device want no more than the device has (their utilisations add up to 100 % or less), they fit into each other's pauses and none is
+slowed. Past that, time-slicing shares the device out evenly by demand: the GPU's part of every cell takes as many times longer as
 the demand exceeds the device, the rest of the cell is not affected. A cell thus takes 1 - u + u * max(1, U) times as long, where U is
 the sum of the utilisations. Costs of switching contexts and of contended caches are left out; the model can be switched off.
 
-The machine that is simulated, and what a session asks of it.
+The module also holds the simulated machine (`Host`), and the lease that a session asks for.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, PoolSpec
 from fractional_gpu.core.units import format_fraction, format_memory
-from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.traces import Session
 
 __all__ = ["UNSHARED", "Host", "Running", "SharedDevice", "SwapSpeed", "fraction_for", "lease_for"]
@@ -56,7 +56,7 @@ class SharedDevice:
         return cell, self._ends(self.running.values() if self._demand() != before else [])
 
     def _demand(self) -> int:
-        """Return the utilisations' sum in percent, 100 where nobody is slowed."""
+        """Return the utilisations' sum in percent, 100 where none is slowed."""
         return max(100, sum(cell.util_percent for cell in self.running.values())) if self.slowdown else 100
 
     def _stretch(self, cell: Running, demand: int) -> int:
@@ -81,7 +81,7 @@ class SharedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapSpeed:
-    """What a suspend or resume takes: ms of its own, and MiB per second in either direction."""
+    """What a suspend or resume takes: a fixed time in ms, and MiB per second in either direction."""
 
     fixed_ms: int = 300
     save_mib_per_s: int = 1_800

@@ -1,4 +1,4 @@
-"""A picture of the runs as one HTML file: SVG only, no script, nothing loaded from elsewhere."""
+"""A report of the runs as one HTML file: SVG only, no script, nothing loaded from elsewhere."""
 
 from collections.abc import Callable, Sequence
 from html import escape

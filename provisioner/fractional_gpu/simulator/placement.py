@@ -1,4 +1,4 @@
-"""The placement benchmark: how much of a cluster's GPUs a policy can give away before what is left fits nobody.
+"""The placement benchmark: how much of a cluster's GPUs a policy can allocate before what is left fits no pod.
 
 The method is that of the FGD paper (Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation
 Gradient Descent", USENIX ATC 2023) and of its published experiments: every pod of the list arrives once, and further ones are drawn
@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
-from fractional_gpu.simulator.errors import TraceError
+from fractional_gpu.simulator import TraceError
 from fractional_gpu.simulator.tables import read_table, whole
 
 __all__ = ["Node", "NodeShape", "Outcome", "PodKind", "Policy", "arrivals", "place", "read_nodes", "read_pods"]

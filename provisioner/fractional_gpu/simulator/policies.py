@@ -1,4 +1,4 @@
-"""Placement policies of the benchmark: those that the FGD paper compares, re-implemented from its description, and ours.
+"""Placement policies of the benchmark: those that the FGD paper compares, re-implemented from its description, and this project's.
 
 Fragmentation, as FGD measures it: what is left of a node's GPUs and a pod drawn from the workload cannot use, in thousandths, expected
 over the workload's typical pods. For pods of one GPU it is a sum over the node's GPUs, and pods of several GPUs only ask how many are
@@ -177,7 +177,9 @@ class Weights:
 
 
 class BalancedDescent(FragmentationDescent):
-    """Ours: fragmentation descent that also minds the balance of CPU and GPU, the default.
+    """This project's: fragmentation descent that also weighs the balance of CPU and GPU.
+
+    The benchmark's `default`. Only the simulator uses it: the broker places leases by the arbiter's own rules (`core.scheduler`).
 
     FGD looks one pod ahead, so it does not see a node run out of CPU while it has whole GPUs left until the next pod no longer fits.
     Here a node has its due of CPU per GPU left, as much as the workload asks for on average. GPU beyond the CPU left is stranded and

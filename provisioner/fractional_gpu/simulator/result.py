@@ -1,4 +1,4 @@
-"""What a run comes to, in the figures that people compare, and the accounts that keep it up to date moment by moment.
+"""The figures of a run, and the accounts that keep them up to date moment by moment.
 
 Accounts add up GPU time, devices in use, and memory a second time: from what kernels hold, not from what they reserve, so that
 `out_of_memory` is what a real driver would have refused.
@@ -15,7 +15,7 @@ __all__ = ["Accounts", "Point", "Result", "Waits", "begin_result", "quantile_ms"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A moment of the run: devices on which somebody holds memory, cells on a GPU, cells that wait for one."""
+    """A moment of the run: devices on which memory is held, cells on a GPU, cells that wait for one."""
 
     at_ms: int
     devices_held: int
@@ -50,7 +50,7 @@ class Result:
     devices: int
     reserved: int = 0  # what the sessions would have reserved, whole GPUs from open to close
     busy: int = 0  # cells on a GPU, each counted as the GPUs it uses
-    held: int = 0  # devices on which somebody holds memory
+    held: int = 0  # devices on which memory is held
     peak_devices_held: int = 0
     waits: Waits = field(default_factory=lambda: Waits(()))
     suspends: int = 0
@@ -64,7 +64,7 @@ class Result:
     timeline: list[Point] = field(default_factory=list)
     forecast_error: dict[str, dict[str, float]] = field(
         default_factory=dict
-    )  # by what was forecast; empty: nothing was
+    )  # by kind of forecast; empty: there were none
 
     def as_json(self) -> dict[str, object]:
         """Return what `--json` prints."""
@@ -137,31 +137,31 @@ class Accounts:
         self.result.timeline.append(Point(self._accounted_ms, self._devices_held, self.running_gpus, self.waiting))
 
     def hold(self, device_ids: Iterable[str]) -> None:
-        """Somebody has a reservation on the devices from now on."""
+        """Count a reservation on the devices from now on."""
         for device_id in device_ids:
             self._devices_held += self._holders[device_id] == 0
             self._holders[device_id] += 1
 
     def let_go(self, device_ids: Iterable[str]) -> None:
-        """Somebody gives them back."""
+        """Count one reservation less on the devices."""
         for device_id in device_ids:
             self._holders[device_id] -= 1
             self._devices_held -= self._holders[device_id] == 0
 
     def use(self, device_ids: Iterable[str], mib: int) -> None:
-        """A kernel takes so much more of each device; negative: gives it back."""
+        """Count `mib` more used on each device; negative: given back."""
         for device_id in device_ids:
             self._used[device_id] += mib
             if mib > 0 and self._used[device_id] > self._sizes[device_id]:
                 self.result.out_of_memory += 1
 
     def save(self, mib: int) -> None:
-        """So much was moved to the host; negative: back to devices."""
+        """Count `mib` moved to the host; negative: back to devices."""
         self.drop_saved(-mib)
         self.result.moved_mib += abs(mib)
 
     def drop_saved(self, mib: int) -> None:
-        """So much of the host's memory is free again."""
+        """Count `mib` of the host's memory as free again."""
         self._host_mib -= mib
         self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib)
 

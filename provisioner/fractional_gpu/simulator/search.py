@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.result import Result
 
 __all__ = ["fewest_devices"]

@@ -1,4 +1,4 @@
-"""Virtual time: a trace of notebook sessions drives the arbiter that the broker drives in real time.
+"""Virtual time: a trace of notebook sessions drives the same arbiter that the broker drives in real time.
 
 - One heap of (time, order) moments; the arbiter's effects come back as later moments; nothing depends on a clock or on hash order.
 - A session's kernel is gated. A GPU cell is asked for: the kernel is busy from then on, `Wanted` goes out unless the lease is resident,
@@ -49,7 +49,7 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState
-from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
 from fractional_gpu.simulator.result import Accounts, Result, Waits, begin_result
 from fractional_gpu.simulator.traces import Cell, Session
@@ -58,7 +58,7 @@ __all__ = ["simulate"]
 
 Watch = Callable[[Event, Sequence[Effect]], None]
 _MEASURED_MS = 2_000  # from one measurement of the broker to the next
-_TURNED_AWAY = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
+_REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
 
 
 @dataclass(slots=True, eq=False)
@@ -126,11 +126,11 @@ class _Run:
 
     def result(self) -> Result:
         """Run to the end."""
-        self._tell(HostMemorySeen(at_ms=0, budget_mib=self._host.host_memory_mib))
+        self._send(HostMemorySeen(at_ms=0, budget_mib=self._host.host_memory_mib))
         for device in self._host.devices:
-            self._tell(DeviceSeen(at_ms=0, device=device))
+            self._send(DeviceSeen(at_ms=0, device=device))
         for pool in self._host.pools:
-            self._tell(PoolConfigured(at_ms=0, pool=pool))
+            self._send(PoolConfigured(at_ms=0, pool=pool))
         for kernel in self._kernels.values():
             self._at(kernel.session.open_ms, partial(self._open, kernel))
         while self._moments:
@@ -158,8 +158,8 @@ class _Run:
         self._order += 1
         heappush(self._moments, (max(at_ms, self._now_ms), self._order, act))
 
-    def _tell(self, event: Event) -> None:
-        """Hand an event to the arbiter and carry out what it says; events that arise on the way come after it."""
+    def _send(self, event: Event) -> None:
+        """Send an event to the arbiter and execute its effects; events that arise on the way follow."""
         self._events.append(event)
         if len(self._events) > 1:
             return
@@ -168,12 +168,12 @@ class _Run:
             if self._watch is not None:
                 self._watch(self._events[0], effects)
             for effect in effects:
-                self._carry_out(effect)
+                self._execute(effect)
             self._events.popleft()
 
-    # -- what the arbiter says ----------------------------------------------------------------------------------------
+    # -- effects of the arbiter ----------------------------------------------------------------------------------------
 
-    def _carry_out(self, effect: Effect) -> None:  # noqa: C901 - one case per effect
+    def _execute(self, effect: Effect) -> None:  # noqa: C901 - one case per effect
         match effect:
             case StateChanged():
                 self._changed(self._kernels[effect.lease_id], effect)
@@ -183,9 +183,9 @@ class _Run:
                 self._suspend(self._kernels[effect.lease_id], effect)
             case Resume():
                 self._resume(self._kernels[effect.lease_id], effect)
-            case Shrink():  # it holds no caches: what it uses is what it needs
+            case Shrink():  # a simulated kernel has no caches
                 kernel = self._kernels[effect.lease_id]
-                self._tell(
+                self._send(
                     Shrunk(
                         at_ms=self._now_ms,
                         lease_id=effect.lease_id,
@@ -205,7 +205,7 @@ class _Run:
             case LeaseEnded(lease_id=lease_id, reason=reason) if reason != "released":
                 self._result.lost += 1
                 self._kernels[lease_id].over = True
-            case LeaseRefused(lease_id=lease_id, reason=reason) if reason in _TURNED_AWAY:
+            case LeaseRefused(lease_id=lease_id, reason=reason) if reason in _REFUSED_BY_LIMIT:
                 self._result.lost += 1
                 self._kernels[lease_id].over = True
             case LeaseRefused(lease_id=lease_id, sentence=sentence):
@@ -213,7 +213,7 @@ class _Run:
 
     def _wake(self, version: int) -> None:
         if version == self._wake_version:
-            self._tell(Tick(at_ms=self._now_ms))
+            self._send(Tick(at_ms=self._now_ms))
 
     def _changed(self, kernel: _Kernel, change: StateChanged) -> None:
         if kernel.state in HOLDING:
@@ -243,7 +243,7 @@ class _Run:
             if not kernel.over:
                 self._accounts.use(device_ids, -mib)
                 self._accounts.save(total_mib)
-            self._tell(
+            self._send(
                 SuspendFinished(
                     at_ms=self._now_ms,
                     lease_id=effect.lease_id,
@@ -265,7 +265,7 @@ class _Run:
         def restored() -> None:
             if not kernel.over:
                 self._accounts.save(-total_mib)
-            self._tell(
+            self._send(
                 ResumeFinished(
                     at_ms=self._now_ms,
                     lease_id=effect.lease_id,
@@ -280,16 +280,16 @@ class _Run:
     # -- a session ------------------------------------------------------------------------------------------------------
 
     def _open(self, kernel: _Kernel) -> None:
-        self._tell(LeaseRequested(at_ms=self._now_ms, spec=kernel.spec))
+        self._send(LeaseRequested(at_ms=self._now_ms, spec=kernel.spec))
         if kernel.over:
             self._ends()
             return
-        self._tell(Attached(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, gated=True))
+        self._send(Attached(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, gated=True))
         first = kernel.session.cells[0].start_ms if kernel.session.cells else kernel.session.close_ms
         self._at(first, partial(self._next, kernel))
 
     def _next(self, kernel: _Kernel) -> None:
-        """The user executes the next cell, or closes the notebook."""
+        """Execute the next cell, or close the notebook."""
         if kernel.next_cell == len(kernel.session.cells):
             self._close(kernel)
             return
@@ -298,14 +298,14 @@ class _Run:
         if not cell.gpus and not self._host.every_cell_asks:
             self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
             return
-        self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=True))
+        self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=True))
         self._accounts.waiting += 1
         view = self._arbiter.lease(kernel.spec.lease_id)
         if kernel.state is LeaseState.RESIDENT and (view is None or not view.gate_closed):
             self._grow(kernel)
             return
         kernel.waiting = True
-        self._tell(Wanted(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+        self._send(Wanted(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
 
     def _granted(self, kernel: _Kernel, grant: Granted) -> None:
         kernel.reserved_mib = grant.reserved_mib or kernel.spec.reserve_mib
@@ -314,14 +314,14 @@ class _Run:
             self._grow(kernel)
 
     def _grow(self, kernel: _Kernel) -> None:
-        """The kernel is let in: it takes the memory its cell needs as far as it may, and runs once it has it."""
+        """Take the memory that the cell of a granted kernel needs, as far as allowed; run the cell once it has all of it."""
         need_mib = kernel.cell.gpu_mib if kernel.cell.gpus and kernel.unfinished is None else kernel.memory_mib
         mib = min(need_mib, kernel.reserved_mib)
         if mib != kernel.memory_mib:
             self._accounts.use(kernel.device_ids, mib - kernel.memory_mib)
             kernel.memory_mib = mib
         if kernel.cell.gpus:
-            self._tell(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
+            self._send(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
         if mib == need_mib:
             kernel.growing = False
             if kernel.spec.request_mib is not None:
@@ -332,17 +332,17 @@ class _Run:
             self._at(self._now_ms + self._host.patience_ms, partial(self._give_up, kernel, kernel.next_cell))
 
     def _measure_again(self, kernel: _Kernel) -> None:
-        """The broker sees that the kernel's use grew no further, and gives back what was reserved ahead of it."""
+        """Measure again as the broker does: the use grew no further, so what was reserved ahead of it is given back."""
         if kernel.state is LeaseState.RESIDENT:
-            self._tell(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
+            self._send(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
 
     def _give_up(self, kernel: _Kernel, cell: int) -> None:
-        """A cell that is still short of memory fails, as an allocation does that the framework's limit refuses."""
+        """Fail a cell that is still short of memory, as an allocation fails at the framework's limit."""
         if kernel.growing and kernel.next_cell == cell:
             kernel.growing = False
             self._result.out_of_memory += 1
             self._begins(kernel)
-            self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
+            self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
             self._done(kernel)
 
     def _begins(self, kernel: _Kernel) -> None:
@@ -351,7 +351,7 @@ class _Run:
             self._waits.append(self._now_ms - kernel.asked_ms)
 
     def _run_cell(self, kernel: _Kernel) -> None:
-        """The cell runs on the kernel's devices from now on; what slows it down is looked for on the first of them."""
+        """Run the cell on the kernel's devices; the first of them decides how much its neighbours slow it down."""
         cell = kernel.cell
         self._begins(kernel)
         running, kernel.unfinished = kernel.unfinished, None
@@ -372,11 +372,11 @@ class _Run:
             return
         kernel = self._kernels[running.session_id]
         self._stop(kernel)
-        self._tell(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
+        self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
         self._done(kernel)
 
     def _stop(self, kernel: _Kernel) -> Running:
-        """Take the running cell off its device; the others there may be quicker for it."""
+        """Take the running cell off its device, which may speed up the others there."""
         stopped, ends = self._shared[kernel.device_ids[0]].finish(kernel.spec.lease_id, self._now_ms)
         kernel.running = None
         self._accounts.running_gpus -= kernel.cell.gpus
@@ -384,7 +384,7 @@ class _Run:
         return stopped
 
     def _done(self, kernel: _Kernel) -> None:
-        """The cell is over: the next one, or the end, comes as long after it as in the trace."""
+        """Schedule the next cell, or the end, as long after this one as in the trace."""
         cell = kernel.cell
         kernel.next_cell += 1
         follows = kernel.cell.start_ms if kernel.next_cell < len(kernel.session.cells) else kernel.session.close_ms
@@ -397,8 +397,8 @@ class _Run:
             self._accounts.use(kernel.device_ids, -kernel.memory_mib)
         if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
             self._accounts.drop_saved(kernel.total_mib)
-        self._tell(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
-        self._tell(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+        self._send(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+        self._send(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
         self._ends()
 
     def _ends(self) -> None:

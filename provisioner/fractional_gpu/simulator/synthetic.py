@@ -38,7 +38,7 @@ def _draw(rng: random.Random, points: Sequence[tuple[float, float]]) -> float:
 def synthetic_sessions(users: int, days: int, seed: int, *, urgent_percent: int = 0) -> list[Session]:
     """Return the sessions of so many users over so many days, in the order in which they open.
 
-    `urgent_percent` of the users, spread evenly among them, have priority 1; what everybody does is the same for every share.
+    `urgent_percent` of the users, spread evenly among them, have priority 1; what all users do is the same for every share.
     """
     rng = random.Random(seed)  # noqa: S311 - a workload, not a secret
     sessions = []

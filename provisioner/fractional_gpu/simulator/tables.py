@@ -1,11 +1,11 @@
-"""Reading CSV files with errors that a person can act on: which file, which line, what was there, what is allowed."""
+"""Reads CSV files. Errors say which file, which line, what was there and what is allowed."""
 
 import csv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from fractional_gpu.simulator.errors import TraceError
+from fractional_gpu.simulator import TraceError
 
 __all__ = ["number", "read_table", "whole"]
 

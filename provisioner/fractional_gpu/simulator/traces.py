@@ -1,4 +1,4 @@
-"""Session traces: what people did in their notebooks, cell by cell, and when each session was open.
+"""Session traces: the cells of each notebook session, and when it was open.
 
 Two CSV files. Cells: `session,user,start_s,duration_s,gpus,gpu_mib,gpu_util`, one row per executed cell; `start_s` and `duration_s` are
 those of an unshared machine, in seconds from the trace's start; `gpus` 0 does not touch the GPU; `gpu_mib` is what the kernel holds
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fractional_gpu.simulator.errors import TraceError
+from fractional_gpu.simulator import TraceError
 from fractional_gpu.simulator.tables import number, read_table, whole
 
 __all__ = ["Cell", "Session", "read_sessions", "write_sessions"]

@@ -1,14 +1,14 @@
-"""Chooses the default placement policy's weights: one weight after another is tried at every value of its grid, and the best is kept.
+"""Chooses the weights of `BalancedDescent` by coordinate search: each weight is tried at every value of its grid, and the best is kept.
 
 The start is fragmentation descent alone (all further weights 0). Rounds over all weights are made until a whole round changes nothing.
-Better is: more GPUs allocated when 130 % were asked for, on average over the seeds, by more than `LEAST_GAIN` points, so that luck of
-the last digit changes nothing. The seeds must not be those that the policies are compared on. The same arguments give the same weights.
+Better is: more GPUs allocated when 130 % were asked for, on average over the seeds, by more than `LEAST_GAIN` points, so that a chance
+in the last digit changes nothing. The seeds must not be those that the policies are compared on. The same arguments give the same weights.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fractional_gpu.simulator.errors import SimulationError
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.placement import NodeShape, PodKind, place
 from fractional_gpu.simulator.policies import BalancedDescent, Weights
 
@@ -39,7 +39,7 @@ def tune(
     seeds: Sequence[int],
     tried: Callable[[Step], None] = lambda _step: None,
 ) -> Step:
-    """Return the best weights found. `tried` hears of every set of weights as it is tried. Raises SimulationError for forbidden seeds."""
+    """Return the best weights found. `tried` is called with each set of weights. Raises SimulationError for forbidden seeds."""
     if forbidden := sorted(set(seeds) & set(COMPARED_SEEDS)):
         raise SimulationError(
             f"weights may not be chosen on seed {forbidden[0]}: the policies are compared on the seeds {COMPARED_SEEDS[0]} to "

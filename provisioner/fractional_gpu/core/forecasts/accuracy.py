@@ -1,4 +1,4 @@
-"""How good forecasts were: the last few hundred of a kind, compared with what happened."""
+"""The accuracy of forecasts: the last few hundred of a kind, compared with what happened."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Accuracy:
         self.recent = list(recent)[-_KEPT:]  # a ring: twice the error in thousandths, and 1 if between the bounds
 
     def compare(self, expected: Span, happened_ms: int) -> None:
-        """Take down a forecast and what happened."""
+        """Record a forecast and what happened."""
         off = abs(expected.expected_ms - happened_ms) * 1000 // max(_LEAST_MS, happened_ms)
         entry = 2 * min(off, _MOST_PERMILLE) + (expected.low_ms <= happened_ms <= expected.high_ms)
         if len(self.recent) < _KEPT:

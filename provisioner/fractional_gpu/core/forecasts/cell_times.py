@@ -1,7 +1,7 @@
-"""How long something that comes again and again lasts (a lease's cells, the gaps between them), for one lease and for all together.
+"""How long a lease's cells, and the gaps between them, last: for one lease and for all together.
 
-A lease's own observations are mixed with what all leases do, which counts for a few observations: a new lease is as all are, one that
-has shown its ways is as it was. Both fade, so ways may change.
+A lease's own observations are mixed with those of all leases, which count for a few: a new lease is like all others, a lease with a history
+is like itself. Both fade, so habits may change.
 """
 
 from array import array
@@ -28,7 +28,7 @@ _REFRESH = 32  # the common distribution is brought up to date after so many obs
 
 
 class CommonDurations:
-    """What all leases do. Starts from `points`: (ms, permille of durations that are shorter)."""
+    """Durations of all leases. Starts from `points`: (ms, permille of durations that are shorter)."""
 
     __slots__ = ("_due", "histogram", "totals", "weights")
 
@@ -39,7 +39,7 @@ class CommonDurations:
         self._refresh()
 
     def add(self, duration_ms: int) -> None:
-        """Count what one of the leases did."""
+        """Count a duration of one of the leases."""
         self.histogram.add(duration_ms)
         self._due -= 1
         if self._due <= 0:
@@ -52,7 +52,7 @@ class CommonDurations:
 
 
 class LeaseDurations:
-    """What one lease does. `totals`: of its own observations and the common ones."""
+    """Durations of one lease. `totals`: of its own observations and the common ones."""
 
     __slots__ = ("_common", "histogram", "totals")
 
@@ -72,9 +72,9 @@ class LeaseDurations:
 
 
 def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
-    """Return what so many thousandths of the rests are shorter than, for something that has lasted `elapsed_ms` already.
+    """Return the quantile (in thousandths) of the remaining time of something that has lasted `elapsed_ms`.
 
-    What has lasted longer than anything known is taken to last about as long again (half of it longer, half shorter).
+    What has lasted longer than anything known is assumed to last about as long again (half of such cases longer, half shorter).
     """
     total = totals[-1]
     gone = weight_below(DURATIONS, totals, elapsed_ms)

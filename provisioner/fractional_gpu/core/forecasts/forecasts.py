@@ -1,16 +1,16 @@
-"""What is likely to happen next, learnt on line: how long swaps, cells and pauses take, and how far off the forecasts were.
+"""Forecasts, learnt on line: how long swaps, cells, gaps between cells and waits take, and how accurate the forecasts were.
 
-- Swaps: a line per kind and type of device (`swaptimes`), with a prior for devices never seen.
-- Cells, and the gaps between them: decayed histograms per lease, mixed with what all leases do (`rhythm`), which starts from published
-  traces of notebook use: cells of 2 min in the middle and 5 min at the 75th percentile, gaps of 1, 3, 8 and 41 min at the 25th to 90th.
-  What is left of a gap or cell is asked given how long it has lasted. A kernel that ends while it idles had no next cell: some gaps
+- Swaps: a line per kind and type of device (`swap_times`), with a prior for devices never seen.
+- Cells, and the gaps between them: decayed histograms per lease, mixed with those of all leases (`cell_times`). They start from published
+  traces of notebook use: cells of 2 min at the median and 5 min at the 75th percentile, gaps of 1, 3, 8 and 41 min at the 25th to 90th.
+  What is left of a gap or cell is conditional on how long it has lasted. A kernel that ends while it idles had no next cell: some gaps
   never end, and the longer one lasts, the likelier it is such a one.
-- Waits: `waits` works one out from the queue and the devices; here it is corrected by how earlier ones turned out, so that four of
-  five waits lie between the bounds whatever that calculation leaves out.
+- Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out, so that four
+  of five waits lie between the bounds whatever that computation leaves out.
 
-Every forecast is later compared with what happened: `errors` says how good they are. Memory is bounded: a lease costs a few
-kilobytes from its first cell until `forget`. Times are the arbiter's, in ms; nothing here has a clock. The same calls give the same
-answers on every machine, so the arbiter may decide by them.
+Every forecast is later compared with what happened (`errors`). Memory is bounded: a lease costs a few kilobytes from its first cell until
+`forget`. Times are the arbiter's, in ms; there is no clock here. The same calls give the same results on every machine, so the arbiter may
+decide by them.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,21 +53,21 @@ _CELLS = (
 _GAPS = ((5_000, 0), (60_000, 250), (180_000, 500), (480_000, 750), (2_460_000, 900), (9_000_000, 960))
 _NEVER_MS = 1 << 40
 _WAIT_MEMORY = 32
-_EVEN_MS = 50  # added to both sides of a ratio of waits: nobody cares about less
+_EVEN_MS = 50  # added to both sides of a ratio of waits, so that shorter ones do not matter
 _WAITS = shaped_weights(RATIOS, ((64, 0), (300, 100), (ONE, 500), (2600, 900), (12_000, 1000)), 8 * 1024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitSpan(Span):
-    """The forecast of a wait, and what it was made from, so that the next ones can be corrected."""
+    """The forecast of a wait, and its basis, by which later ones are corrected."""
 
     kind: str  # what decides it: "swap" or "busy"
-    basis_ms: int  # what was worked out
+    basis_ms: int  # as computed by `queue_wait`
 
 
 @dataclass(slots=True)
 class _Lease:
-    """A lease's ways. At most one of the two times is set."""
+    """The cells and gaps of a lease. At most one of the first two times is set."""
 
     began_ms: int | None = None  # of the cell that runs
     ended_ms: int | None = None  # of the last cell
@@ -78,11 +78,11 @@ class _Lease:
 
 
 class Forecasts:
-    """See the module. The driver may keep `state()` and start the next arbiter from it."""
+    """The forecasts. A driver may keep `state()` and start the next arbiter from it."""
 
     def __init__(self) -> None:
         self._swaps: dict[tuple[str, str], SwapTimes] = {}
-        self.swaps_learnt = 0  # grows whenever `swap_ms` may return something else than before
+        self.swaps_learnt = 0  # grows whenever results of `swap_ms` may change
         self._cells, self._gaps = CommonDurations(_CELLS), CommonDurations(_GAPS)
         self._leases: dict[str, _Lease] = {}
         self._waits: dict[tuple[str, int], Histogram] = {}
@@ -90,7 +90,7 @@ class Forecasts:
         self._accuracy = {what: Accuracy(what) for what in ("wait", SUSPEND, RESUME, "cell")}
 
     def errors(self) -> tuple[ErrorView, ...]:
-        """Return how far off each kind of forecast was lately."""
+        """Return how accurate each kind of forecast was lately."""
         return tuple(accuracy.view() for accuracy in self._accuracy.values())
 
     def state(self) -> ForecastState:
@@ -123,7 +123,7 @@ class Forecasts:
         return forecasts
 
     def take_state(self, read: StateReader) -> None:
-        """Put what was learnt before in the place of what is known now. Raises ValueError; then nothing should be asked of it."""
+        """Replace what is known by what was learnt before. After a ValueError the forecasts must not be used."""
         for name, (swaps, ratios, line) in read.named("swaps", 3):
             kind, _, device_name = name.partition(" ")
             fixed_ms, mib_per_s = read.known(kind, _PRIOR_SWAPS)
@@ -154,7 +154,7 @@ class Forecasts:
     # -- swaps --------------------------------------------------------------------------------------------------------
 
     def swap_finished(self, kind: str, device_name: str, mib: int, took_ms: int) -> None:
-        """Learn from a `SUSPEND` or `RESUME` of so many MiB that was done; leave out those that failed or were rolled back."""
+        """Learn from a successful `SUSPEND` or `RESUME` of so many MiB."""
         line = self._line(kind, device_name)
         self.swaps_learnt += 1
         self._accuracy[kind].compare(_span(line, mib), took_ms)
@@ -165,15 +165,15 @@ class Forecasts:
             self._swaps[kind, device_name] = line
 
     def swap_ms(self, kind: str, device_name: str, mib: int) -> int:
-        """Return how long a swap of so many MiB is expected to take, ms. Costs next to nothing."""
+        """Return how long a swap of so many MiB is expected to take, ms. Cheap."""
         return self.swaps_ms(kind, device_name)(mib)
 
     def swaps_ms(self, kind: str, device_name: str) -> Callable[[int], int]:
-        """Return what says that of many such swaps; it holds until the next one has finished."""
+        """Return a function of MiB for many such swaps, valid until the next one has finished."""
         return (self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind]).expected_ms
 
     def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
-        """Return the same with its bounds."""
+        """Return how long a swap is expected to take, with its bounds."""
         return _span(self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind], mib)
 
     def _line(self, kind: str, device_name: str) -> SwapTimes:
@@ -182,7 +182,7 @@ class Forecasts:
     # -- cells and gaps -------------------------------------------------------------------------------------------------
 
     def cell_began(self, lease_id: str, at_ms: int) -> None:
-        """A lease's first message of a cell came, which ends the gap before it.
+        """Note that a cell of the lease began, which ends the gap before it.
 
         Called again before the cell's end (the lease was let in after a wait, or brought back after it was preempted), it only
         sets the beginning anew: a wait is no part of a cell.
@@ -196,7 +196,7 @@ class Forecasts:
         lease.began_ms, lease.ended_ms, lease.known_until_ms = at_ms, None, -1
 
     def cell_ended(self, lease_id: str, at_ms: int) -> None:
-        """The lease is idle again."""
+        """Note that the lease is idle again."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.began_ms is None:
             return
@@ -222,7 +222,7 @@ class Forecasts:
     def cell_left_ms(self, lease_id: str, now_ms: int) -> int:
         """Return what is left of the lease's cell in half of such cells, ms; 0 if none runs.
 
-        Costs next to nothing: what was worked out holds for an eighth of the time that the cell has run, and a second at least.
+        Cheap: what was worked out holds for an eighth of the time that the cell has run, and a second at least.
         """
         lease = self._leases.get(lease_id)
         if lease is None or lease.began_ms is None:
@@ -243,16 +243,16 @@ class Forecasts:
 
     def next_cell(self, lease_id: str) -> Span:
         """Return how long a cell of the lease takes."""
-        return self._cell(self._leases.get(lease_id, _NOBODY), 0)
+        return self._cell(self._leases.get(lease_id, _UNKNOWN_LEASE), 0)
 
     def next_cell_ms(self, lease_id: str) -> int:
-        """Return what half of the lease's cells are shorter than, ms."""
+        """Return the median length of the lease's cells, ms."""
         lease = self._leases.get(lease_id)
         totals = self._cells.totals if lease is None or lease.cells is None else lease.cells.totals
         return rest_ms(totals, 0, 500)
 
     def forget(self, lease_id: str) -> None:
-        """The lease is over. If it idled, no next cell ever came."""
+        """Forget a lease that is over. If it idled, its last gap never ended."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.ended_ms is not None:
             self._gaps.add(_NEVER_MS)
@@ -299,7 +299,7 @@ class Forecasts:
         self._wait_totals[key] = self._waits[key].totals()
 
 
-_NOBODY = _Lease()
+_UNKNOWN_LEASE = _Lease()
 _WAIT_TOTALS = Histogram(RATIOS, memory=1, weights=_WAITS).totals()
 
 

@@ -1,8 +1,8 @@
 """Distributions learnt on line, in integers: decayed histograms over buckets that grow with the value, like floating point numbers.
 
 A `Scale` cuts the numbers from 0 up into buckets: each power of two into 2**bits equal ones, so that a bucket is never wider than
-a 2**bits-th of its values. A `Histogram` counts what was seen; old observations fade as new ones come. Questions are asked of its
-running totals (`array` of sums from the first bucket on), where between the edges of a bucket the values are taken as spread evenly.
+a 2**bits-th of its values. A `Histogram` counts what was seen; old observations fade as new ones come. Quantiles are
+read from its running totals (`array` of sums from the first bucket on); within a bucket the values count as spread evenly.
 Nothing here calls exp, log or pow, and nothing divides floats: the same observations give the same answers on every machine.
 """
 
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 __all__ = ["STEP", "Histogram", "Scale", "shaped_weights", "value_at", "weight_below"]
 
-STEP = 1024  # what one fresh observation weighs
+STEP = 1024  # weight of a new observation
 
 
 class Scale:

@@ -1,4 +1,4 @@
-"""What was learnt as plain data, and back: only what has the right shape is taken, so that a damaged file cannot bend decisions."""
+"""Forecasts as plain data, and back. Only data of the right shape is accepted, so that a damaged file cannot influence decisions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -20,7 +20,7 @@ def sparse(weights: Sequence[int]) -> list[int]:
 
 
 class StateReader:
-    """Reads one such state. Every method raises ValueError for what is not as written."""
+    """Reads one such state. Every method raises ValueError for data that `state` would not have written."""
 
     def __init__(self, state: object, version: int) -> None:
         self._state = self._mapping(state)
@@ -74,7 +74,7 @@ class StateReader:
         return found
 
     def known(self, name: str, allowed: Mapping[str, _Known]) -> _Known:
-        """Return what the name stands for."""
+        """Return the value of an allowed name."""
         if name not in allowed:
             raise ValueError(f"{name!r:.60} was given; allowed: {', '.join(allowed)}")
         return allowed[name]

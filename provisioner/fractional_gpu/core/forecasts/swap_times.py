@@ -1,10 +1,10 @@
-"""How long a suspend or resume takes: a fixed time and the bytes over the bandwidth, learnt from those that were done.
+"""How long a suspend or resume takes: a fixed time plus the bytes over the bandwidth, learnt from past swaps.
 
-A line through the last swaps of the kind, by least squares of relative errors; swaps far off the line weigh less, so one hiccup does
-not spoil the forecast and a new truth is believed as soon as it has been seen about as often as the old one. A prior line stands beside
-the swaps, scaled to how quick they are: a prior that is ten times too slow is corrected by the first swap whatever its size, and how
-the time divides into its two parts is as in the prior until sizes differ. Floats, with nothing but + - * / and comparisons, so every
-machine learns the same.
+The line through the last swaps of a kind minimizes relative errors by least squares. Swaps far off the line weigh less, so one outlier does
+not spoil the forecast, and a change is believed once it has been seen about as often as the old times. A prior line stands beside the
+swaps, scaled to how quick they are: a prior that is ten times too slow is corrected by the first swap whatever its size, and the ratio of
+the two parts is that of the prior until swaps of different sizes were seen. Floats, with only + - * / and comparisons, so every machine
+learns the same.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ RATIOS = Scale(bits=3, shift=0, most=1 << 20)
 """Ratios of what was to what was expected."""
 ONE = 1088
 """The ratio of what was just as expected: the middle of its bucket, so that the half below and the half above of it are alike."""
-KEPT = 12  # swaps that the line is drawn through
+KEPT = 12  # swaps that the line is fitted to
 _ANCHORS = (0, 8192)  # MiB at which the prior counts ...
-_ANCHOR_WEIGHT = 0.25  # ... as so many swaps
+_ANCHOR_WEIGHT = 0.25  # ... as this many swaps
 _ROUNDS = 3
 _FEW = 4  # swaps
 _FAR = 0.5  # relative errors beyond this weigh less
@@ -60,14 +60,14 @@ class SwapTimes:
         return int(self.fixed_ms + self.ms_per_mib * mib + 0.5)
 
     def bounds_ms(self, mib: int) -> tuple[int, int]:
-        """Return between which times four of five such swaps end, ms."""
+        """Return the bounds that four of five such swaps lie between, ms."""
         expected, total = self.expected_ms(mib), self._totals[-1]
         low = value_at(RATIOS, self._totals, total // 10)
         high = value_at(RATIOS, self._totals, total * 9 // 10)
         return min(expected, expected * low // ONE), max(expected, expected * high // ONE)
 
     def learn(self, mib: int, took_ms: int) -> None:
-        """Take a swap into account."""
+        """Learn from a swap."""
         mib, took_ms = max(0, mib), max(0, took_ms)
         surprising = _off(took_ms, self.fixed_ms + self.ms_per_mib * mib) > _FAR
         self.ratios.add(ratio(took_ms, self.expected_ms(mib)))
@@ -76,7 +76,7 @@ class SwapTimes:
         self._fit(anew=surprising or len(self.swaps) <= _FEW)
 
     def _fit(self, *, anew: bool) -> None:
-        """Draw the line; anew: from the prior at the swaps' middle level on, else from the line there was."""
+        """Fit the line; `anew`: starting from the prior scaled to the median swap, else from the present line."""
         fixed, slope = self._prior
         levels = sorted(took / max(1.0, fixed + slope * mib) for mib, took in self.swaps)
         level = (levels[(len(levels) - 1) // 2] + levels[len(levels) // 2]) / 2
@@ -97,7 +97,7 @@ def _off(took: float, expected: float) -> float:
 def _line(
     swaps: Sequence[tuple[int, int]], anchors: Sequence[tuple[int, float]], fixed: float, slope: float
 ) -> tuple[float, float]:
-    """Return the line that fits best, each swap weighing as it should by the line there was; neither part of it is negative."""
+    """Return the best line, with each swap weighted by its distance from the present one; neither part of it is negative."""
     aa = ab = bb = ay = by = 0.0
     scale = _ANCHOR_WEIGHT
     for points in (anchors, swaps):

@@ -1,10 +1,14 @@
-"""What the leases in the way of a ticket are doing, one clause each: why they stay where they are, and until when.
+"""Why a ticket waits: a code, a sentence, and the leases in the way.
 
-A kernel of the same owner is named by its label; a kernel of another owner is "another user's kernel", and what the driver or its process
-said about it is left out. The same rule holds for `neighbours` in a lease's status. Of what an ended kernel left behind the owner is
-named: the owner may not know of it.
+A pass over the queue computes only the code (`reason_code`), at little cost and only for tickets visited by themselves. The sentence and
+the blockers are computed when they are read (`wait_reason`), as of the last pass. The reason comes from the first of these that has one:
+the state of the ticket's lease, the pass for this ticket, a pause after a failed resume, the pass for its bucket, the room on its
+devices.
 
-Why a ticket waits: the code at little cost after every pass, the sentence and the kernels in the way only when somebody reads it.
+The sentence describes the leases in the way with one clause each: what they do, and until when. A kernel of the same owner is named by
+its label. A kernel of another owner is "another user's kernel", and what the driver or its process said about it is left out. The same
+rule holds for `neighbours` in a lease's status. Only for processes that an ended kernel left behind is the owner named, who may not know
+of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +39,11 @@ __all__ = [
 ]
 
 FormatTime = Callable[[int], str]
-"""Says a moment (the arbiter's ms) as a time of day."""
+"""Returns a time of the arbiter (ms) as a time of day."""
 MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
 _MINUTE_MS = 60_000
+_OTHERS = "another user's kernel"
 _DOING = {
     LeaseState.SUSPENDING: "is being suspended",
     LeaseState.RESUMING: "is being brought back to its device",
@@ -47,102 +52,11 @@ _DOING = {
 }
 
 
-def describe_blockers(
-    books: Books, lease: Lease, told: Sequence[Lease], moment: FormatTime | None = None, *, besides: int = 0
-) -> str:
-    """Return why these leases do not give their room to the ticket's lease now, a clause each; `besides`: so many more do not.
-
-    Without `moment`, times are said from now on ("for 25 min more").
-    """
-    clauses: dict[str, int] = {}
-    for other in told:
-        mine = other.spec.owner == lease.spec.owner
-        if other.left_behind:
-            clauses[_left_behind(other, mine=mine)] = 1
-            continue
-        clause = f"{display_name(other) if mine else _OTHERS} {_doing(books, other, mine=mine, moment=moment)}"
-        clauses[clause] = clauses.get(clause, 0) + 1
-    said = [clause if count == 1 else f"{clause} (and {count - 1} more)" for clause, count in clauses.items()]
-    if besides > 0:
-        said.append(f"{besides} more {'kernel is' if besides == 1 else 'kernels are'} in the way")
-    return "; ".join(said)
+# -- why a ticket waits ---------------------------------------------------------------------------------------------------
 
 
-_OTHERS = "another user's kernel"
-
-
-def name_for(reader: Lease, other: Lease) -> str:
-    """Return what the story of `reader` calls another lease: its notebook where it is of the same owner, else nothing that tells whose."""
-    return display_name(other) if other.spec.owner == reader.spec.owner else _OTHERS
-
-
-def display_name(lease: Lease) -> str:
-    """Return what the lease's owner calls it: its notebook, else the beginning of its id."""
-    label = lease.spec.label
-    if not label:
-        return f"kernel {lease.lease_id[:8]}"
-    return label if len(label) <= _LONGEST_NAME else label[: _LONGEST_NAME - 3] + "..."
-
-
-def _left_behind(lease: Lease, *, mine: bool) -> str:
-    """Say what an ended kernel left on the device, whose it is, and how to end it: its owner can do so, and has no cell to be told."""
-    owner = lease.spec.owner
-    whose = display_name(lease) if mine else f"a kernel of {owner}"
-    who = "end it" if mine else f"{owner} or an administrator can end it"
-    return f"{whose} has ended, but left {lease.left_behind} with device memory: {who} with `jupyter gpu end {lease.lease_id[:8]}`"
-
-
-def _doing(books: Books, lease: Lease, *, mine: bool, moment: FormatTime | None) -> str:
-    """Say what a lease does, or what keeps it where it is."""
-    now_ms = books.now_ms
-    if lease.state is not LeaseState.RESIDENT:
-        return _DOING.get(lease.state, f"is {lease.state}")
-    pinned = ""
-    if lease.pinned_until_ms > now_ms:
-        left = _about(lease.pinned_until_ms - now_ms)
-        pinned = f"is pinned for {left} more" if moment is None else f"is pinned until {moment(lease.pinned_until_ms)}"
-    if lease.busy:
-        lasts_ms = now_ms - lease.last_active_ms
-        runs = (
-            f"has been running a cell for {format_duration(lasts_ms)}"
-            if lasts_ms >= _MINUTE_MS
-            else "is running a cell"
-        )
-        if lease.is_unsuspendable:
-            return f"{runs} and cannot be suspended: {lease.unsuspendable_reason}"
-        return f"{runs} and {pinned}" if pinned else runs
-    if lease.is_unsuspendable:
-        return f"cannot be suspended: {lease.unsuspendable_reason}"
-    if pinned:
-        return pinned
-    return _waits_for(books, lease, mine=mine)
-
-
-def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
-    """Say why an idle lease that can be suspended is not suspended now."""
-    now_ms, willing_ms = books.now_ms, suspendable_from_ms(books.policy(lease), lease)
-    if willing_ms is None or willing_ms <= now_ms:
-        return "is idle"
-    left = _about(willing_ms - now_ms)
-    if lease.retries.suspend_after_ms == willing_ms:
-        detail = (
-            f" ({lease.sentence.rstrip('.')})"
-            if mine and lease.reason.startswith("suspend.") and lease.sentence
-            else ""
-        )
-        return f"could not be suspended{detail}; the next attempt follows within {left}"
-    return f"came onto the device a moment ago and may run for {left} more"
-
-
-def _about(ms: int) -> str:
-    """Return how long it is until then, in words that change rarely: a waiting cell hears of each change."""
-    if ms < _MINUTE_MS:
-        return "10 s" if ms <= 10_000 else "a minute"
-    return format_duration(ms + _MINUTE_MS - 1)
-
-
-def wait_reason(books: Books, lease: Lease, ticket: Ticket, moment: FormatTime | None = None) -> Reason:
-    """Say why the lease waits, as of the last pass over the queue. `moment` says times of day, where there is a clock."""
+def wait_reason(books: Books, lease: Lease, ticket: Ticket, format_time: FormatTime | None = None) -> Reason:
+    """Return why the lease waits, as of the last pass over the queue. `format_time` writes times of day, where there is a clock."""
     bucket = lease.bucket
     if bucket is None:
         return state_reason(lease)
@@ -154,30 +68,11 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket, moment: FormatTime |
         return bucket.wait
     if bucket.shape is not None and bucket.shape.wait is not None and bucket.is_skipped(books.passes):
         return bucket.shape.wait
-    return room_reason(books, lease, allowed_devices(books, lease), bucket.key.need_mib, moment)
-
-
-def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
-    """Return the devices on which its ticket can be served: the same for all in one bucket, but for those that grow where they are."""
-    bucket = lease.bucket
-    if bucket is not None and bucket.devices is not None:
-        return bucket.devices
-    if lease.is_growing:
-        there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
-        admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
-        return lease.device_ids if admits else ()
-    if bucket is None:
-        return eligible_devices(books, books.policy(lease), lease)
-    key = (bucket.key.pool, bucket.key.home)
-    known = books.destinations.get(key)
-    if known is None:
-        known = books.destinations[key] = eligible_devices(books, books.policy(lease), lease)
-    bucket.devices = known
-    return known
+    return room_reason(books, lease, allowed_devices(books, lease), bucket.key.need_mib, format_time)
 
 
 def state_reason(lease: Lease) -> Reason:
-    """Say why a ticket cannot be served whatever room there is: its lease is in an operation, in doubt, or has not started."""
+    """Return why a ticket cannot be served whatever room there is: its lease is in an operation, in doubt, or has not started."""
     match lease.state:
         case LeaseState.SUSPENDING if lease.target_ids:
             return Reason("wait.own-suspend", "this kernel is being moved to another device")
@@ -197,10 +92,41 @@ def state_reason(lease: Lease) -> Reason:
             return Reason("wait.no-process", "the kernel has not started yet")
 
 
+def room_reason(
+    books: Books, lease: Lease, devices: Sequence[str], need_mib: int, format_time: FormatTime | None = None
+) -> Reason:
+    """Return the same reason with a sentence and the leases in the way."""
+    reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
+    if lease.count > 1:
+        need += f" on each of {lease.count} devices"
+    free_mib = max([books.devices[device_id].free_mib for device_id in devices], default=0)
+    short = f"{need} are needed, {format_memory(max(0, free_mib))} are free on the roomiest device"
+    without_blockers = {
+        "wait.no-pool": f"pool {lease.spec.pool!r} is not configured any more: ask the administrator",
+        "wait.device-lost": f"{need} are needed, but no device that this kernel may use is there now",
+        "wait.device-draining": f"{need} are needed, but an administrator is emptying the device that this kernel may use",
+        "wait.older-ticket": f"{need} are needed; the room there is is kept for a kernel that has waited longer",
+        "wait.stranger": f"{short}; processes that hold no lease use the rest",
+        "wait.too-large": f"{need} are needed, more than any device that this kernel may use has",
+    }
+    if reason in without_blockers:
+        return Reason(reason, without_blockers[reason])
+    on_devices = [other for device_id in devices for other in books.devices[device_id].holders.values()]
+    holders = [other for other in dict.fromkeys(on_devices) if other is not lease]
+    blockers, also = _blockers(books, reason, holders)
+    described = [*blockers[:MOST_DESCRIBED], *also]
+    sentence = (
+        f"{short}; {describe_blockers(books, lease, described, format_time, besides=len(blockers) - MOST_DESCRIBED)}"
+    )
+    if reason == "wait.cannot-be-suspended":
+        sentence += ": it waits until one of them ends"
+    return Reason(reason, sentence, tuple([other.lease_id for other in blockers]))
+
+
 def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> str:
-    """Return the code of the reason why a ticket that fits nowhere, and that nobody idle can make room for, waits."""
+    """Return the code of the reason why a ticket waits that fits nowhere and that idle leases cannot make room for."""
     if not devices:
-        return _nowhere(books, lease)
+        return _no_device_code(books, lease)
     free = possible = strangers = working = 0
     for device_id in devices:
         device = books.devices[device_id]
@@ -221,8 +147,16 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
     return "wait.unwilling-neighbour"
 
 
+def _no_device_code(books: Books, lease: Lease) -> str:
+    if lease.spec.pool not in books.pools:
+        return "wait.no-pool"
+    possible = lease.home_ids or books.policy(lease).devices
+    draining = [device_id for device_id in possible if device_id in books.devices and books.devices[device_id].draining]
+    return "wait.device-draining" if draining else "wait.device-lost"
+
+
 def _only_left_behind(books: Books, lease: Lease, devices: Sequence[str]) -> bool:
-    """Whether all that is busy there, beside the lease itself, is what ended kernels left behind."""
+    """Return whether all other busy leases there are only what ended kernels left behind."""
     found = False
     for device_id in devices:
         for other in books.devices[device_id].holders.values():
@@ -233,56 +167,19 @@ def _only_left_behind(books: Books, lease: Lease, devices: Sequence[str]) -> boo
     return found
 
 
-def _nowhere(books: Books, lease: Lease) -> str:
-    if lease.spec.pool not in books.pools:
-        return "wait.no-pool"
-    possible = lease.home_ids or books.policy(lease).devices
-    draining = [device_id for device_id in possible if device_id in books.devices and books.devices[device_id].draining]
-    return "wait.device-draining" if draining else "wait.device-lost"
-
-
-def room_reason(
-    books: Books, lease: Lease, devices: Sequence[str], need_mib: int, moment: FormatTime | None = None
-) -> Reason:
-    """Say the same with a sentence and the leases in the way, by name where they are of the same owner."""
-    reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
-    if lease.count > 1:
-        need += f" on each of {lease.count} devices"
-    free_mib = max([books.devices[device_id].free_mib for device_id in devices], default=0)
-    short = f"{need} are needed, {format_memory(max(0, free_mib))} are free on the roomiest device"
-    by_itself = {
-        "wait.no-pool": f"pool {lease.spec.pool!r} is not configured any more: ask the administrator",
-        "wait.device-lost": f"{need} are needed, but no device that this kernel may use is there now",
-        "wait.device-draining": f"{need} are needed, but an administrator is emptying the device that this kernel may use",
-        "wait.older-ticket": f"{need} are needed; the room there is is kept for a kernel that has waited longer",
-        "wait.stranger": f"{short}; processes that hold no lease use the rest",
-        "wait.too-large": f"{need} are needed, more than any device that this kernel may use has",
-    }
-    if reason in by_itself:
-        return Reason(reason, by_itself[reason])
-    on_devices = [other for device_id in devices for other in books.devices[device_id].holders.values()]
-    holders = [other for other in dict.fromkeys(on_devices) if other is not lease]
-    blockers, also = _blockers(books, reason, holders)
-    told = [*blockers[:MOST_DESCRIBED], *also]
-    sentence = f"{short}; {describe_blockers(books, lease, told, moment, besides=len(blockers) - MOST_DESCRIBED)}"
-    if reason == "wait.cannot-be-suspended":
-        sentence += ": it waits until one of them ends"
-    return Reason(reason, sentence, tuple([other.lease_id for other in blockers]))
-
-
 def _blockers(books: Books, reason: str, holders: Sequence[Lease]) -> tuple[Sequence[Lease], Sequence[Lease]]:
-    """Return the leases that are waited for, those first that have been at it for longest, and a few others that do not step aside."""
+    """Return the leases that the ticket waits for, the longest busy first, and a few others that do not leave."""
     if reason in ("wait.busy-neighbour", "wait.left-behind"):
         busy = sorted((other for other in holders if other.busy), key=_last_active)
-        idle = (other for other in holders if not other.busy and _stays_now(books, other))
+        idle = (other for other in holders if not other.busy and _does_not_leave(books, other))
         return busy, list(islice(idle, max(0, MOST_DESCRIBED - len(busy))))
     if reason == "wait.cannot-be-suspended":
         return holders, ()
-    return [other for other in holders if _stays_now(books, other)] or holders, ()
+    return [other for other in holders if _does_not_leave(books, other)] or holders, ()
 
 
-def _stays_now(books: Books, lease: Lease) -> bool:
-    """Whether a lease that runs no cell does not step aside at this moment."""
+def _does_not_leave(books: Books, lease: Lease) -> bool:
+    """Return whether a lease that runs no cell does not leave now."""
     if lease.state is not LeaseState.RESIDENT:
         return True
     willing_ms = suspendable_from_ms(books.policy(lease), lease)
@@ -291,3 +188,128 @@ def _stays_now(books: Books, lease: Lease) -> bool:
 
 def _last_active(lease: Lease) -> tuple[int, int]:
     return lease.last_active_ms, lease.number
+
+
+# -- what the leases in the way do -----------------------------------------------------------------------------------------
+
+
+def describe_blockers(
+    books: Books, lease: Lease, described: Sequence[Lease], format_time: FormatTime | None = None, *, besides: int = 0
+) -> str:
+    """Return why these leases do not give their room to the ticket's lease now, a clause each; `besides`: how many more there are.
+
+    Without `format_time`, times are relative ("for 25 min more").
+    """
+    clauses: dict[str, int] = {}
+    for other in described:
+        mine = other.spec.owner == lease.spec.owner
+        if other.left_behind:
+            clauses[_left_behind(other, mine=mine)] = 1
+            continue
+        clause = (
+            f"{display_name(other) if mine else _OTHERS} {_doing(books, other, mine=mine, format_time=format_time)}"
+        )
+        clauses[clause] = clauses.get(clause, 0) + 1
+    said = [clause if count == 1 else f"{clause} (and {count - 1} more)" for clause, count in clauses.items()]
+    if besides > 0:
+        said.append(f"{besides} more {'kernel is' if besides == 1 else 'kernels are'} in the way")
+    return "; ".join(said)
+
+
+def _doing(books: Books, lease: Lease, *, mine: bool, format_time: FormatTime | None) -> str:
+    """Return what a lease does, or what keeps it on its device."""
+    now_ms = books.now_ms
+    if lease.state is not LeaseState.RESIDENT:
+        return _DOING.get(lease.state, f"is {lease.state}")
+    pinned = ""
+    if lease.pinned_until_ms > now_ms:
+        left = _about(lease.pinned_until_ms - now_ms)
+        pinned = (
+            f"is pinned for {left} more"
+            if format_time is None
+            else f"is pinned until {format_time(lease.pinned_until_ms)}"
+        )
+    if lease.busy:
+        lasts_ms = now_ms - lease.last_active_ms
+        runs = (
+            f"has been running a cell for {format_duration(lasts_ms)}"
+            if lasts_ms >= _MINUTE_MS
+            else "is running a cell"
+        )
+        if lease.is_unsuspendable:
+            return f"{runs} and cannot be suspended: {lease.unsuspendable_reason}"
+        return f"{runs} and {pinned}" if pinned else runs
+    if lease.is_unsuspendable:
+        return f"cannot be suspended: {lease.unsuspendable_reason}"
+    if pinned:
+        return pinned
+    return _waits_for(books, lease, mine=mine)
+
+
+def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
+    """Return why an idle lease that can be suspended is not suspended now."""
+    now_ms, willing_ms = books.now_ms, suspendable_from_ms(books.policy(lease), lease)
+    if willing_ms is None or willing_ms <= now_ms:
+        return "is idle"
+    left = _about(willing_ms - now_ms)
+    if lease.retries.suspend_after_ms == willing_ms:
+        detail = (
+            f" ({lease.sentence.rstrip('.')})"
+            if mine and lease.reason.startswith("suspend.") and lease.sentence
+            else ""
+        )
+        return f"could not be suspended{detail}; the next attempt follows within {left}"
+    return f"came onto the device a moment ago and may run for {left} more"
+
+
+def _about(ms: int) -> str:
+    """Return a duration in words that change rarely, as a waiting cell is redrawn with each change."""
+    if ms < _MINUTE_MS:
+        return "10 s" if ms <= 10_000 else "a minute"
+    return format_duration(ms + _MINUTE_MS - 1)
+
+
+def _left_behind(lease: Lease, *, mine: bool) -> str:
+    """Return what an ended kernel left on the device, whose it is, and how to end it. Its owner has no cell that could show it."""
+    owner = lease.spec.owner
+    whose = display_name(lease) if mine else f"a kernel of {owner}"
+    who = "end it" if mine else f"{owner} or an administrator can end it"
+    return f"{whose} has ended, but left {lease.left_behind} with device memory: {who} with `jupyter gpu end {lease.lease_id[:8]}`"
+
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+
+def name_for(reader: Lease, other: Lease) -> str:
+    """Return the name of another lease in the story of `reader`: its notebook if the owner is the same, else an anonymous one."""
+    return display_name(other) if other.spec.owner == reader.spec.owner else _OTHERS
+
+
+def display_name(lease: Lease) -> str:
+    """Return the lease's name for its owner: its notebook, else the beginning of its id."""
+    label = lease.spec.label
+    if not label:
+        return f"kernel {lease.lease_id[:8]}"
+    return label if len(label) <= _LONGEST_NAME else label[: _LONGEST_NAME - 3] + "..."
+
+
+# -- where it may be served ------------------------------------------------------------------------------------------------
+
+
+def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
+    """Return the devices on which the lease's ticket can be served: the same for a whole bucket, except to grow in place."""
+    bucket = lease.bucket
+    if bucket is not None and bucket.devices is not None:
+        return bucket.devices
+    if lease.is_growing:
+        there = [books.devices[device_id] for device_id in lease.device_ids if device_id in books.devices]
+        admits = len(there) == len(lease.device_ids) and not any(device.lost or device.draining for device in there)
+        return lease.device_ids if admits else ()
+    if bucket is None:
+        return eligible_devices(books, books.policy(lease), lease)
+    key = (bucket.key.pool, bucket.key.home)
+    known = books.destinations.get(key)
+    if known is None:
+        known = books.destinations[key] = eligible_devices(books, books.policy(lease), lease)
+    bucket.devices = known
+    return known
