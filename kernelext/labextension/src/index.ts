@@ -12,7 +12,7 @@ import { sessionOf, showShares } from './names';
 import { showNotices } from './notices';
 import { GPUState } from './state';
 
-/** Show the kernel of whatever is in front. */
+/** Show the kernel of the current widget. */
 function follow(shell: ILabShell, item: StatusItem): void {
   let session: ISessionContext | undefined;
   const show = () => item.setKernel(session?.session?.kernel?.id);

@@ -1,12 +1,12 @@
 /**
- * The order of our kernels in the launcher: by size. JupyterLab sorts by name, which puts "1 GPU" before "1/8 GPU", and that before "3/4 GPU".
+ * The order of our kernels in the launcher: by size. JupyterLab sorts by name: "1 GPU", "1/8 GPU", "3/4 GPU".
  */
 import type { ILauncher } from '@jupyterlab/launcher';
 import type { ISignal } from '@lumino/signaling';
 
 import { madeFor } from './names';
 
-/** What JupyterLab's own launcher has beyond its interface; another one keeps its order. */
+/** The parts of JupyterLab's own launcher beyond its interface; other launchers keep their order. */
 interface ILauncherModel extends ILauncher {
   items(): IterableIterator<ILauncher.IItemOptions>;
   readonly stateChanged: ISignal<unknown, void>;

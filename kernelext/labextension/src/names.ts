@@ -1,5 +1,5 @@
 /**
- * A kernel's name beside the notebook, after a resize: JupyterLab goes on showing the share that the kernelspec was made for.
+ * A kernel's name beside the notebook after a resize: JupyterLab still shows the share of its kernelspec.
  */
 import { ILabShell } from '@jupyterlab/application';
 import { ISessionContext } from '@jupyterlab/apputils';
@@ -11,7 +11,7 @@ import { share } from './words';
 const MADE_BY = 'jupyter-fractional-gpu';
 const STATUS_BAR = 'jp-main-statusbar';
 
-/** What a kernelspec of ours was made for. `group`: those that differ in their share only. */
+/** The share of a kernelspec of ours. `group` is the same for kernelspecs that differ in their share only. */
 export interface IMade {
   milli: number;
   group: string;
@@ -39,12 +39,12 @@ export function showShares(shell: ILabShell, state: GPUState): void {
       if (name !== undefined) {
         for (const place of placesOf(widget, shell)) {
           relabel(place, name);
-          redrawn.observe(place, { subtree: true, childList: true, characterData: true }); // again changes nothing
+          redrawn.observe(place, { subtree: true, childList: true, characterData: true }); // a second call changes nothing
         }
       }
     }
   };
-  const redrawn = new MutationObserver(apply); // what JupyterLab draws anew has the kernelspec's share again
+  const redrawn = new MutationObserver(apply); // JupyterLab draws a name with the kernelspec's share
   state.changed.connect(apply);
   shell.currentChanged.connect(apply);
   shell.layoutModified.connect(apply);
@@ -60,7 +60,7 @@ function placesOf(widget: Widget, shell: ILabShell): Element[] {
 
 type Name = [pattern: RegExp, present: string];
 
-/** How to find the kernel's name in a text, whichever share it shows, and what it is to be. */
+/** The pattern of the kernel's name in a text, with any share, and its replacement. */
 function presentName(session: ISessionContext, state: GPUState): Name | undefined {
   const running = session.session?.kernel;
   const spec = running && session.specsManager.specs?.kernelspecs[running.name];

@@ -1,5 +1,5 @@
 /**
- * Notifications for what JupyterLab itself hides: a kernel that came back without a GPU or not at all, and one whose GPU state is in doubt.
+ * Notifications that JupyterLab itself does not show: a kernel that restarted without a GPU or not at all, and one whose GPU state is unknown.
  */
 import { Notification } from '@jupyterlab/apputils';
 import { ServiceManager } from '@jupyterlab/services';

@@ -1,5 +1,5 @@
 /**
- * The panel that opens over the status item: what `%gpu` says, its actions as buttons, and the host's devices.
+ * The panel that opens over the status item: the facts that `%gpu` shows, its actions as buttons, and the host's devices.
  */
 import { Widget } from '@lumino/widgets';
 
@@ -14,7 +14,7 @@ const ACTIONS: [Action, string, string][] = [
   ['suspend', 'Suspend', "Move this kernel's GPU state to the host's memory now"],
   ['resume', 'Resume', "Bring this kernel's GPU state back now"],
   ['pin', `Keep for ${PIN_MINUTES} min`, `Do not suspend this kernel for ${PIN_MINUTES} minutes`],
-  ['unpin', 'Unpin', 'Let this kernel be suspended again when somebody needs the room']
+  ['unpin', 'Unpin', 'Let this kernel be suspended again when another kernel needs the room']
 ];
 
 export class Panel extends Widget {
@@ -33,7 +33,7 @@ export class Panel extends Widget {
       this._buttons.set(action, button);
       bar.append(button);
     }
-    this.node.append(this._sentence, this._facts, bar, this._said, this._title, this._devices);
+    this.node.append(this._sentence, this._facts, bar, this._answer, this._title, this._devices);
     state.changed.connect(this._render, this);
     this._render();
   }
@@ -43,23 +43,23 @@ export class Panel extends Widget {
     super.dispose();
   }
 
-  /** Let the keyboard in. */
+  /** Give the panel the keyboard's focus. */
   focus(): void {
     this.node.focus();
   }
 
   private async _act(action: Action, label: string): Promise<void> {
-    this._say(`${label}: asked, waiting for the answer`);
+    this._show(`${label}: waiting for the broker`);
     try {
       const sentence = await this._state.act(this._kernelId, action, action === 'pin' ? { minutes: PIN_MINUTES } : {});
-      this._say(action === 'pin' || action === 'unpin' ? `${label}: done` : `${label}: done, ${sentence}`);
+      this._show(action === 'pin' || action === 'unpin' ? `${label}: done` : `${label}: done, ${sentence}`);
     } catch (error) {
-      this._say(`${label}: ${error instanceof Error ? error.message : String(error)}`);
+      this._show(`${label}: ${error instanceof Error ? error.message : String(error)}`);
     }
   }
 
-  private _say(text: string): void {
-    this._said.textContent = text;
+  private _show(text: string): void {
+    this._answer.textContent = text;
   }
 
   private _render(): void {
@@ -80,7 +80,7 @@ export class Panel extends Widget {
   private _buttons = new Map<Action, HTMLButtonElement>();
   private _sentence = element('p', { class: 'jp-FractionalGPU-sentence' });
   private _facts = element('dl');
-  private _said = element('p', { class: 'jp-FractionalGPU-said', role: 'status', 'aria-live': 'polite' });
+  private _answer = element('p', { class: 'jp-FractionalGPU-said', role: 'status', 'aria-live': 'polite' });
   private _title = element('h3');
   private _devices = element('ul');
 }

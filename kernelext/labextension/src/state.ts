@@ -1,5 +1,5 @@
 /**
- * What the server says about its GPU kernels: one GET for a start, then its events. Nothing here polls, and nothing asks a kernel.
+ * The server's state of its GPU kernels: one GET at the start, then its events. Nothing here polls, and no message goes to a kernel.
  */
 import { URLExt } from '@jupyterlab/coreutils';
 import { Event, ServerConnection, ServiceManager } from '@jupyterlab/services';
@@ -60,7 +60,7 @@ export class GPUState {
   constructor(services: ServiceManager.IManager) {
     this._settings = services.serverSettings;
     services.events.stream.connect((_, event) => this._take(event));
-    // What was said while this page slept or was cut off is not said again.
+    // Events that were sent while this page slept or was disconnected are not repeated.
     const refresh = () => {
       if (document.visibilityState === 'visible') {
         void this.refresh();
@@ -75,7 +75,7 @@ export class GPUState {
     return this._changed;
   }
 
-  /** Emitted for what nothing else in JupyterLab shows. */
+  /** Emitted for notices that nothing else in JupyterLab shows. */
   get noticed(): ISignal<this, INotice> {
     return this._noticed;
   }
@@ -88,12 +88,12 @@ export class GPUState {
     return this._now.kernels.find(kernel => kernel.kernel_id === id);
   }
 
-  /** Until when the kernel is pinned: what is left of it runs on without news. */
+  /** Until when the kernel is pinned: the rest of a pin counts down without events. */
   pinnedUntil(kernel: IKernel): Date | null {
     return kernel.pinned_ms > 0 ? new Date(this._heardAt + kernel.pinned_ms) : null;
   }
 
-  /** Ask once. A server without our extension has nothing to say, and that is no error. */
+  /** Read the state once. A server without our extension has none, and that is no error. */
   async refresh(): Promise<void> {
     const events = this._events;
     const url = URLExt.join(this._settings.baseUrl, ROOT, 'state') + '?no_track_activity=1';
@@ -109,16 +109,16 @@ export class GPUState {
     }
   }
 
-  /** Do what `%gpu ACTION` does; returns the broker's sentence. Throws an Error with the sentence of a refusal. */
+  /** Carry an action out, as `%gpu ACTION` does; returns the broker's sentence. Throws an Error with the sentence of a refusal. */
   async act(kernelId: string, action: string, body: Record<string, number> = {}): Promise<string> {
     const url = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), action);
     const init = { method: 'POST', body: JSON.stringify(body) };
     const response = await ServerConnection.makeRequest(url, init, this._settings);
-    const said = (await response.json()) as { message?: string; sentence?: string };
+    const answer = (await response.json()) as { message?: string; sentence?: string };
     if (!response.ok) {
-      throw new Error(said.message ?? `the server answered ${response.status}`);
+      throw new Error(answer.message ?? `the server answered ${response.status}`);
     }
-    return said.sentence ?? '';
+    return answer.sentence ?? '';
   }
 
   private _take(event: Event.Emission): void {

@@ -1,5 +1,5 @@
 /**
- * What is said about a kernel and its device, as text.
+ * The texts about a kernel and its devices.
  */
 import type { IDevice, IKernel, IState } from './state';
 
@@ -50,7 +50,7 @@ export function mood(kernel: IKernel): Mood {
   return kernel.state === 'resident' ? 'here' : STATES[kernel.state]?.[0] ?? 'idle';
 }
 
-/** What has become of the kernel, without numbers that change all the time: this is what a screen reader is told. */
+/** The kernel's state without numbers that change all the time: the text for screen readers. */
 export function condition(kernel: IKernel): string {
   if (kernel.position !== null && kernel.state !== 'resident') {
     return `waiting for the GPU, place ${kernel.position}`;
@@ -102,7 +102,7 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
 
 /** A line about a device. */
 export function deviceLine(device: IDevice): string {
-  const said = `${memory(device.reserved_mib)} of ${memory(device.memory_mib)} reserved, ${memory(device.used_mib)} used`;
+  const sizes = `${memory(device.reserved_mib)} of ${memory(device.memory_mib)} reserved, ${memory(device.used_mib)} used`;
   const trouble = device.lost
     ? 'lost'
     : device.over_committed
@@ -110,7 +110,7 @@ export function deviceLine(device: IDevice): string {
       : device.draining
         ? 'being emptied'
         : '';
-  return trouble ? `${said} · ${trouble}` : said;
+  return trouble ? `${sizes} · ${trouble}` : sizes;
 }
 
 /** Which actions make sense now. */
