@@ -90,7 +90,7 @@ def test_a_file_that_anybody_can_write_is_not_run(write: Write, tmp_path: Path) 
     proof = tmp_path / "it ran"
     file = write(f"open({str(proof)!r}, 'w').close()")
     file.chmod(0o666)
-    with pytest.raises(ConfigError, match=f"can be written by anybody, so it is not run; chmod o-w {file}"):
+    with pytest.raises(ConfigError, match=f"can be written by every user, so it is not run; chmod o-w {file}"):
         load(file)
     assert not proof.exists()
 

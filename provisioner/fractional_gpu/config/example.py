@@ -1,6 +1,6 @@
-"""An example of a configuration file, made from the help of the settings, so that it cannot fall behind them.
+"""Generates an example configuration file from the help of the settings, so that it always matches them.
 
-As in other files that Jupyter generates, `## ` begins help and `# ` begins a setting that is switched off.
+As in other files that Jupyter generates, `## ` begins help and `# ` begins a disabled setting.
 """
 
 import json

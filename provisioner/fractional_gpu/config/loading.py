@@ -2,9 +2,9 @@
 
 - Without an explicit file, every file of that name along Jupyter's configuration path is read, the system's first and the
   user's last, so that the user's wins. An explicit file is the only one, and it must be there.
-- What the files do not say has its default; what the command line says wins over the files.
-- Nothing is ignored: an unknown class or setting is an error with a suggestion. traitlets would only warn.
-- A configuration is a program: a file that anybody could have written is not run.
+- A setting that is in no file has its default; the command line wins over the files.
+- An unknown class or setting is an error with a suggestion; traitlets would only warn.
+- A configuration is a program: a file that every user may write to is not run.
 """
 
 import stat
@@ -57,7 +57,7 @@ def _search() -> tuple[Path, ...]:
 
 
 def _is_there(file: Path) -> bool:
-    """Return whether there is a file to read; a folder that is closed to us holds none for us, as for all of Jupyter."""
+    """Return whether the file exists. Ignore a folder without permission, as Jupyter does."""
     try:
         return file.exists()
     except PermissionError:
@@ -74,7 +74,7 @@ def _read(file: Path) -> Mapping[str, Any]:
         raise ConfigError(f"the configuration file {file} is not a regular file; check its path")
     if mode & stat.S_IWOTH:
         raise ConfigError(
-            f"the configuration file {file} can be written by anybody, so it is not run; chmod o-w {file}"
+            f"the configuration file {file} can be written by every user, so it is not run; chmod o-w {file}"
         )
     try:
         config: Config = PyFileConfigLoader(file.name, path=str(file.absolute().parent)).load_config()
@@ -96,7 +96,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _apply(traits: GPUBroker, source: dict[str, str], given: Mapping[str, Any], origin: str) -> None:
-    """Set what was given. Raises ConfigError for an unknown name or a value of the wrong kind."""
+    """Set the given values. Raises ConfigError for an unknown name or a value of the wrong type."""
     known = GPUBroker.class_traits(config=True)
     for name, raw in given.items():
         where = _where(origin, name)

@@ -1,11 +1,11 @@
-"""A pool's policy: the keys that one may have, and which devices it gets.
+"""A pool's policy: the keys of its configuration, and the devices that it gets.
 
-- `ALL_KEYS` is the truth (the arbiter's here, a hub's in `hub`): what a key is called, how it is read, what it means, its
-  default and an example. The help, the example configuration and the refusals are made from it.
-- A device is in one pool. At most one pool says 'all': it gets what the others left. A pool without devices is an error,
-  except on a host that has none at all.
-- Devices are named by number (as listed by the broker), UUID, or the beginning of a UUID that fits one device only; or all of a
-  model at once (`model:A100`: those with that in their name).
+- `ALL_KEYS` defines the keys (the arbiter's here and in `sharing`, the hub's in `hub`): name, parser, meaning, default and example. The
+  help, the example configuration and the errors are made from it.
+- A device is in one pool. One pool at most says 'all': it gets the devices that the others leave. A pool without devices is an error,
+  except on a host without devices.
+- A device is named by number (as the broker lists it), UUID, or a beginning of a UUID that fits one device only. `model:A100` names all
+  devices with that text in their name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,129 +27,131 @@ KEYS: Mapping[str, Key] = {
         parse=values.device_references,
         default="all",
         example=[0, 1],
-        help="The devices of the pool, by number, UUID or model ('model:A100'); 'all': those that no other pool has.",
+        help="The devices of the pool, by number, UUID or model ('model:A100'); 'all': the devices that no other pool has.",
     ),
     "fractions": Key(
         field="fractions_milli",
         parse=values.fractions,
         default=["1/8", "1/4", "1/2", "3/4", "1"],
         example=["1/4", "1/2", "1"],
-        help="The fractions on offer; 'any': whatever is asked for.",
+        help="The fractions of a GPU that users may choose; 'any': all of them.",
     ),
     "oversubscription": Key(
         field="oversubscription_milli",
         parse=values.oversubscription,
         default="unlimited",
         example=4,
-        help="How many times the pool's capacity may be promised in all; 'unlimited' leaves it to host memory.",
+        help="How many times its capacity the pool may promise in all: with 4, four times the memory of its devices. 'unlimited': only "
+        "host memory limits it.",
     ),
     "idle_after": Key(
         field="idle_after_ms",
         parse=values.duration(word="on-demand"),
         default="5m",
         example="on-demand",
-        help="Suspend a kernel that was idle for so long; 0: at once; 'on-demand': only when another one needs the room.",
+        help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the memory.",
     ),
     "min_residency": Key(
         field="min_residency_ms",
         parse=values.duration(),
         default="10s",
         example="30s",
-        help="A busy kernel stays on its device for at least so long before another one may take its place: its turn.",
+        help="How long a busy kernel stays on its device at least before another kernel may take its place.",
     ),
     "unattached_ttl": Key(
         field="unattached_ttl_ms",
         parse=values.duration(least_ms=1000),
         default="2m",
         example="5m",
-        help="A lease without a running kernel ends after so long.",
+        help="A lease without a running kernel ends after this time.",
     ),
     "revoked_ttl": Key(
         field="revoked_ttl_ms",
         parse=values.duration(least_ms=1000),
         default="24h",
         example="2h",
-        help="A kernel whose hub server has ended is suspended and waits so long for that server's next start; then it is ended.",
+        help="A kernel whose hub server has ended is suspended and waits this long for the server's next start; then the broker ends it.",
     ),
     "unattached_hold": Key(
         field="unattached_hold_ms",
         parse=values.duration(),
         default="15s",
         example="1m",
-        help="Room is kept for so long for a kernel without our extension that is about to start; then a kernel that waits may have it.",
+        help="How long memory is reserved for a kernel without our extension that is about to start; then a waiting kernel may get it.",
     ),
     "unattached_leases": Key(
         field="unattached_leases",
         parse=values.whole_number(1, 512),
         default=64,
         example=128,
-        help="How many leases without a running kernel a user may have: kernels that are starting, or that have ended.",
+        help="How many leases without a running kernel a user may have: for kernels that are starting or have ended.",
     ),
     "unattached_share": Key(
         field="unattached_share_milli",
         parse=values.share,
         default="50%",
         example="100%",
-        help="How much of the pool a user's leases without a running kernel may hold, or be promised, together; one lease may always.",
+        help="The share of the pool that a user's leases without a running kernel may hold, or be promised, together. One such lease is "
+        "always allowed.",
     ),
     "retry_refused": Key(
         field="retry_refused_ms",
         parse=values.duration(),
         default="30s",
         example="1m",
-        help="A kernel that could not be suspended is left alone for so long.",
+        help="How long the broker waits before it tries again to suspend a kernel that could not be suspended.",
     ),
     "max_passed_over": Key(
         field="max_passed_over",
         parse=values.whole_number(0, 1000),
         default=8,
         example=4,
-        help="How often smaller kernels may pass one that waits before room is kept for it.",
+        help="How many kernels may pass a waiting one that needs more memory, before the broker keeps free memory for it.",
     ),
     "may_move": Key(
         field="may_move",
         parse=values.boolean,
         default=False,
         example=True,
-        help="Resume kernels on any device of the same kind; needs a driver that can move them (580 or newer).",
+        help="Resume kernels on any device of the same model; this needs a driver of version 580 or newer.",
     ),
     "move_busy": Key(
         field="move_busy",
         parse=values.boolean,
         default=False,
         example=True,
-        help="With may_move: move kernels that are running a cell, too, where that lets a waiting one in.",
+        help="With may_move: also move kernels that run a cell, if that makes room for a waiting one.",
     ),
     "reserve": Key(
         field="reserve_by",
         parse=values.reserve_by,
         default="cap",
         example="use",
-        help="What a kernel on a device holds: 'cap': all that it may use; 'use': what it uses and some headroom.",
+        help="What a kernel on a device reserves: 'cap': all memory that it may use; 'use': the memory that it uses, plus headroom.",
     ),
     "headroom": Key(
         field="headroom_mib",
         parse=values.memory,
         default="512MiB",
         example="1GiB",
-        help="With reserve 'use': how much is kept for a kernel beyond what it uses.",
+        help="With reserve 'use': the memory that is reserved for a kernel beyond its use.",
     ),
     "min_residency_swaps": Key(
         field="min_residency_swaps_milli",
         parse=values.times(1000),
         default=9,
         example=19,
-        help="A busy kernel stays at least so many times as long as suspending and resuming it is expected to take: with 9, a tenth of the "
-        "time of two always-busy kernels goes to swaps at most.",
+        help="A busy kernel stays on its device at least this many times as long as its suspend and resume are expected to take. With 9, "
+        "two kernels that are always busy spend at most a tenth of their time on swaps.",
     ),
     "preempt": Key(
         field="preempt_equals",
         parse=values.preempt,
         default="fair",
         example="priorities",
-        help="Suspend kernels in the middle of a cell: 'never'; 'priorities': for kernels of a higher priority; 'fair': also "
-        "for equals, so that all get their share of the time. At the end of a cell a kernel makes room for those that waited "
-        "longer in any case.",
+        help="Whether kernels may be suspended in the middle of a cell: 'never'; 'priorities': for kernels of a higher priority; 'fair': "
+        "also for kernels of the same priority, so that all get their share of the time. At the end of a cell a kernel always makes "
+        "room for kernels that waited longer.",
         also=("preempt_priorities",),
     ),
     "overlap_resume": Key(
@@ -157,58 +159,58 @@ KEYS: Mapping[str, Key] = {
         parse=values.boolean,
         default=False,
         example=True,
-        help="Let a cell run on the processor while its kernel's memory is on the way back; its first call of the GPU blocks until then, "
-        "and cannot be interrupted.",
+        help="Start a cell while its kernel's GPU memory is still being restored. The cell's first GPU call blocks until that is done, and "
+        "cannot be interrupted.",
     ),
     "max_pin": Key(
         field="max_pin_ms",
         parse=values.duration(),
         default="4h",
         example="30m",
-        help="How long a kernel may be pinned to its device at a time; 0: nobody may pin.",
+        help="How long a user may pin a kernel to its device at a time; 0: pinning is not allowed.",
     ),
     "pin_budget": Key(
         field="pin_budget_ms",
         parse=values.duration(word="unlimited"),
         default="8h",
         example="2h",
-        help="Pinned time per user and day, all kernels together; it comes back evenly. 'unlimited': no budget.",
+        help="The pinned time that each user has per day, for all kernels together; it refills evenly. 'unlimited': no budget.",
     ),
     "warn_before": Key(
         field="warn_before_ms",
         parse=values.duration(),
         default=0,
         example="1m",
-        help="Tell a notebook so long before its kernel is suspended for being idle; 0: not at all.",
+        help="How long before an idle kernel is suspended its notebook shows a notice; 0: no notice.",
     ),
     "max_devices": Key(
         field="max_devices",
         parse=values.whole_number(1, 8),
         default=8,
         example=2,
-        help="How many whole devices one kernel may ask for.",
+        help="How many whole devices one kernel may request.",
     ),
     "max_priority": Key(
         field="max_priority",
         parse=values.whole_number(-1000, 1000),
         default=0,
         example=10,
-        help="The highest priority that a user may ask for; administrators, and a hub's seats, may have any.",
+        help="The highest priority that users may request. Administrators and a hub's seats are not limited.",
     ),
     "user_limits": Key(
         field="user_limits",
         parse=values.limits,
         default={},
         example={"leases": 4, "fraction": 2, "resident": 1},
-        help="What each user may have: 'leases': kernels; 'fraction': GPUs, all kernels together; 'resident': GPUs held at a "
-        "time (more wait). What is not named is unlimited.",
+        help="The limits of each user: 'leases': number of kernels; 'fraction': GPUs of all kernels together; 'resident': GPUs held at a "
+        "time (further kernels wait). A limit that is left out is unlimited.",
     ),
     "group_limits": Key(
         field="group_limits",
         parse=values.group_limits,
         default={},
         example={"students": {"leases": 60, "resident": 2}},
-        help="The same for the members of a group together.",
+        help="The same limits for the members of a group together.",
     ),
     **SHARING_KEYS,
 }
@@ -271,7 +273,7 @@ def _parsed(where: str, raw: Mapping[Any, object], keys: Mapping[str, Key]) -> d
 
 
 def find_device(where: str, reference: str, devices: Sequence[DeviceSpec]) -> DeviceSpec:
-    """Return the device that is meant. Raises ConfigError if there is none or more than one."""
+    """Return the device that the reference names. Raises ConfigError if it fits no device or several."""
     if reference.isdecimal():
         fitting = [devices[int(reference)]] if int(reference) < len(devices) else []
     else:
@@ -285,7 +287,7 @@ def find_device(where: str, reference: str, devices: Sequence[DeviceSpec]) -> De
 
 
 def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
-    """Return the devices that are meant: one, or all of a model. Raises ConfigError if there is none."""
+    """Return the devices that the reference names: one, or all of a model. Raises ConfigError if there is none."""
     if not reference.startswith(_MODEL):
         return [find_device(where, reference, devices)]
     model = reference.removeprefix(_MODEL).strip().lower()

@@ -1,6 +1,6 @@
-"""The settings of a broker as plain, checked integers: what the traits say, translated.
+"""The settings of a broker as plain, checked integers, translated from the traits.
 
-Everything that can be checked without devices is checked at loading; the rest when `pool_specs` meets the devices.
+Loading checks everything that does not depend on the machine's devices; `managed` and `pool_specs` check the rest.
 """
 
 import grp
@@ -30,7 +30,7 @@ _POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 class Settings:
     """A broker's settings. Memory in MiB, durations in milliseconds, fractions in milli-GPU."""
 
-    files: tuple[Path, ...]  # that were read, the last one wins
+    files: tuple[Path, ...]  # that were read; the last one wins
     state_dir: Path | None  # None: the folder that fractional_gpu.client.state_folder chooses
     idle_exit_ms: int | None  # None: never
     hang_limit_ms: int | None  # None: never
@@ -44,11 +44,11 @@ class Settings:
     default_fraction_milli: int
     log_level: str
     devices: tuple[str, ...] | None  # references; None: all
-    devices_where: str  # the key of `devices`, for errors that only the devices can show
+    devices_where: str  # the key of `devices`, for errors that depend on the devices
     pools: tuple[PoolSettings, ...]
     seats_required: bool = False
     admin_group: str = ""
-    admin_group_where: str = ""  # its key, for the error that only the host can show
+    admin_group_where: str = ""  # its key, for an error that depends on the host
     audit_file: Path | None = None  # None: where the ledger is
     audit_max_mib: int = 10  # of one file
     audit_files: int = 20  # finished ones that are kept
@@ -58,7 +58,7 @@ class Settings:
     metrics_public: bool = False
 
     def admin_gid(self) -> int | None:
-        """Return the id of the administrators' group; None if there is none. Raises ConfigError if the host does not know it."""
+        """Return the id of the administrators' group; None if none is set. Raises ConfigError if the host has no such group."""
         if not self.admin_group:
             return None
         try:
@@ -69,24 +69,24 @@ class Settings:
             ) from None
 
     def host_budget_mib(self, total_mib: int) -> int:
-        """Return the host memory that suspended state may take on a machine with `total_mib`, never more than all of it."""
+        """Return the host memory for suspended state on a machine with `total_mib`, at most all of it."""
         if self.host_memory_mib is not None:
             return min(self.host_memory_mib, total_mib)
         return total_mib * (self.host_memory_milli or 0) // 1000
 
     def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
-        """Return what no lease may have of a device with so much memory.
+        """Return the memory of a device with `memory_mib` that no lease may have.
 
-        On a real one: what the driver takes, and the margin that the largest restore leaves free.
+        On a real device: what the driver takes, and the margin that the largest restore leaves free.
         """
         if self.device_overhead_mib is not None:
             return self.device_overhead_mib
         return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
-        """Return those of the host's devices (all of them, in the order of their numbers) that this broker manages.
+        """Return those of the host's `devices` (all, in the order of their numbers) that this broker manages.
 
-        Raises ConfigError for one that is configured but not there.
+        Raises ConfigError for a configured device that the host lacks.
         """
         if self.devices is None:
             return tuple(devices)
@@ -97,8 +97,7 @@ class Settings:
     def pool_specs(self, devices: Sequence[DeviceSpec]) -> tuple[PoolSpec, ...]:
         """Return the pools with their devices. `devices` are all of the host's, in the order of their numbers.
 
-        Raises ConfigError for a device that is unknown or in two pools, and for a pool without devices (on a host without
-        any, the pool of the rest is empty).
+        Raises ConfigError for a device that is unknown or in two pools, and for a pool without devices, unless the host has none.
         """
         return pools.assign(self.pools, devices, self.managed(devices))
 
@@ -122,7 +121,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
 
 
 def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path, ...] = ()) -> Settings:
-    """Return the settings; `where` names a trait, with the place that set it. Raises ConfigError."""
+    """Return the settings; `where` names a trait and the place that set it. Raises ConfigError."""
 
     def parsed(name: str, parse: Callable[[object], Any]) -> Any:  # noqa: ANN401 -- whatever the parser returns
         value = getattr(traits, name)

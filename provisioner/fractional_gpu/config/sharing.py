@@ -1,4 +1,4 @@
-"""The keys of a pool about how kernels share a device, and what happens to whoever takes more than its share."""
+"""The keys of a pool about how kernels share a device, and what happens to processes that use more than their share."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -20,7 +20,7 @@ _WHOLE: Final = 1000  # milli-GPU
 
 
 class _Choice:
-    """Reads one of a few words."""
+    """Parses one of the words of an enumeration."""
 
     def __init__(self, kind: type[StrEnum]) -> None:
         self._kind = kind
@@ -32,7 +32,7 @@ class _Choice:
 
 
 def _library(value: object) -> str:
-    """Return the path of a library; whether it is there is seen when the broker starts."""
+    """Return the path of a library; the broker checks at its start that the file exists."""
     if value is None or value == "":
         return ""
     allowed = "allowed: the absolute path of a library, such as '/usr/local/vgpu/libvgpu.so'"
@@ -47,40 +47,40 @@ SHARING_KEYS: Mapping[str, Key] = {
         parse=_Choice(Sharing),
         default="time-slice",
         example="mps",
-        help="How kernels share a device: 'time-slice', with suspending; 'mps': through NVIDIA's MPS server, which limits compute and "
-        "memory; 'mig': each kernel has a whole MIG instance. With the last two no kernel is ever suspended.",
+        help="How kernels share a device: 'time-slice': they take turns, and idle ones are suspended; 'mps': through NVIDIA's MPS server, "
+        "which limits compute and memory; 'mig': each kernel has a whole MIG instance. With 'mps' and 'mig' no kernel is suspended.",
     ),
     "breach": Key(
         field="breach",
         parse=_Choice(Breach),
         default="warn",
         example="suspend",
-        help="What happens to a kernel that uses more device memory than its cap: 'warn'; 'suspend': when it is idle, and it comes back "
-        "where all of it fits; 'kill': its processes on the device are ended.",
+        help="What happens to a kernel that uses more device memory than its cap: 'warn': its user gets a notice; 'suspend': it is "
+        "suspended when it is idle, and resumes where all of it fits; 'kill': its processes on the device are ended.",
     ),
     "strangers": Key(
         field="strangers",
         parse=_Choice(Strangers),
         default="show",
         example="refuse",
-        help="What happens to processes that compute on the pool's devices and belong to no kernel of ours: 'show' them, or 'refuse': "
-        "they are ended after a moment (SIGTERM, then SIGKILL), as far as the broker's user may do that.",
+        help="What happens to processes on the pool's devices that belong to no kernel of the broker: 'show': status lists them; 'refuse': "
+        "the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
     ),
     "after_kernel": Key(
         field="after_kernel",
         parse=_Choice(AfterKernel),
         default="keep",
         example="end",
-        help="What becomes of processes that a kernel started, that outlive it and have device memory: 'keep': they go on, with the room "
-        "that was the kernel's; 'end': they are ended (SIGTERM, then SIGKILL), as far as the broker's user may do that.",
+        help="What happens to processes that a kernel started, that outlive it and that hold device memory: 'keep': they run on and keep "
+        "the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
     ),
     "suspend_unseen": Key(
         field="suspend_unseen",
         parse=values.boolean,
         default=True,
         example=False,
-        help="Suspend kernels without our extension (other languages) though nobody can tell whether they use managed memory, which the "
-        "driver cannot save. False: they stay resident.",
+        help="Suspend kernels without our extension (other languages), although the broker cannot detect whether they use managed memory, "
+        "which the driver cannot save. False: they stay on their device.",
     ),
     "hami_library": Key(
         field="hami_library",

@@ -1,4 +1,4 @@
-"""The settings of a broker as traitlets: their names, defaults, help and examples. Their meaning is checked in `settings`."""
+"""The settings of a broker as traitlets: names, defaults, help and examples. `settings` checks and translates the values."""
 
 from typing import Any
 
@@ -13,112 +13,115 @@ def _text_or_number(default: str | int | None, **keywords: Any) -> Union:  # noq
 
 
 class GPUBroker(Configurable):
-    """What a person may set in `jupyter_gpu_config.py` as `c.GPUBroker.<name>`."""
+    """The settings in `jupyter_gpu_config.py`, each as `c.GPUBroker.<name>`."""
 
     state_dir = Unicode(
         "",
-        help="""Where the ledger is kept: an absolute path on a local disk, private to the broker.
-        Empty: /var/lib/jupyter-gpu for a system service, else a folder for each host and socket in the user's state folder
-        (~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID where that is on a network filesystem.""",
+        help="""The folder of the ledger, the broker's database: an absolute path on a local disk, private to the broker.
+        Empty: /var/lib/jupyter-gpu for a system service; else a folder for each host and socket in the user's state folder
+        (~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID if that one is on a network filesystem.""",
     ).tag(config=True, example="/var/lib/jupyter-gpu")
     idle_exit = _text_or_number(
         "10m",
-        help="""A broker that nobody asked anything for so long, and that has no leases, stops itself; 'never': it stays.
-        One that was started as a service should stay.""",
+        help="""The broker stops itself when it has had no request and no lease for this long, such as '30m'. 'never': it does not
+        stop; use this for a broker that runs as a service.""",
     ).tag(config=True, example="never")
     hang_limit = _text_or_number(
         "30s",
-        help="""A broker whose event loop stands still for so long writes what its threads do into its log and ends itself; it is
-        started again where it is needed, and no kernel loses anything. 'never': it stays.""",
+        help="""A broker whose event loop hangs for this long writes the stacks of its threads to its log and ends itself. The next
+        program that needs it starts it again, and no kernel loses its state. 'never': it does not end itself.""",
     ).tag(config=True, example="1m")
     host_memory = _text_or_number(
         "50%",
-        help="""The host memory that the state of suspended kernels may take in all: a share of the machine's memory, or a
-        size. 0: no kernel is suspended.""",
+        help="""The host memory that all suspended kernels together may use for their GPU state: a share of the machine's memory, such
+        as '50%', or a size, such as '64GiB'. 0: no kernel is suspended.""",
     ).tag(config=True, example="64GiB")
     device_overhead = Union(
         [Unicode(), Int()],
         allow_none=True,
         default_value=None,
-        help="""The memory of each device that no lease may have, for the driver and as a margin that a restore leaves
-        free (it is fatal to a process if the device runs out of memory). None: 300MiB and 2 % of the device (256MiB at least)
-        on real devices, nothing on simulated ones.""",
+        help="""The memory of each device that no kernel may reserve: it is for the driver, and it is the margin that a restore leaves
+        free (a restore on a full device kills the process). None: on real devices 300MiB plus 2 % of the device (at least 256MiB),
+        on simulated ones nothing.""",
     ).tag(config=True, example="500MiB")
     lock_timeout = _text_or_number(
         "2s",
-        help="""When a kernel is to be suspended, how long its GPU work may take to drain before it is left alone.""",
+        help="""How long the GPU work of a kernel that is being suspended may take to finish. After this time the kernel is not
+        suspended and stays on its device.""",
     ).tag(config=True, example="5s")
     gate_timeout = _text_or_number(
         "2s",
-        help="""When a kernel is to be suspended, how long its extension may take to answer before it is left alone.""",
+        help="""How long the extension of a kernel that is being suspended may take to answer. After this time the kernel is not
+        suspended and stays on its device.""",
     ).tag(config=True, example="5s")
     checkpoint_deadline = _text_or_number(
         "10m",
-        help="""How long one checkpoint or restore may take before the process that does it counts as hung.""",
+        help="""How long one checkpoint or one restore may take. After this time the checkpoint worker counts as hung.""",
     ).tag(config=True, example="20m")
     default_pool = Unicode(
         "",
-        help="""The pool of kernels that name none. Empty: the pool called 'default', or the only pool there is.""",
+        help="""The pool of kernels that name no pool. Empty: the pool called 'default', or the only pool.""",
     ).tag(config=True, example="default")
     default_fraction = Union(
         [Unicode(), Float(), Int()],
         allow_none=True,
         default_value=None,
-        help="""The fraction of kernels that name none. None: 1/4 where the default pool offers it, else the smallest that
-        it offers.""",
+        help="""The fraction of a GPU for kernels that name none, such as '1/2', 0.5 or '500m'. None: 1/4 if the default pool offers it,
+        else its smallest fraction.""",
     ).tag(config=True, example="1/2")
     log_level = Unicode(
         "INFO",
-        help="""How much is written to the log: DEBUG, INFO, WARNING or ERROR.""",
+        help="""The least severe level that is written to the log: DEBUG, INFO, WARNING or ERROR.""",
     ).tag(config=True, example="DEBUG")
     devices = Union(
         [Unicode(), List()],
         default_value="all",
-        help="""The devices that this broker manages: 'all', or a list of numbers, UUIDs or beginnings of UUIDs. Others are
-        left alone.""",
+        help="""The devices that this broker manages: 'all', or a list of numbers, UUIDs or beginnings of UUIDs. It does not touch
+        other devices.""",
     ).tag(config=True, example=[0, 1])
     admin_group = Unicode(
         "",
-        help="""A group of the system whose members may see and steer everybody's kernels and empty devices, as root and the
-        broker's own user may. Empty: nobody else.""",
+        help="""A group of the operating system whose members are administrators, like root and the broker's own user: they may see and
+        control all users' kernels and drain devices. Empty: no group.""",
     ).tag(config=True, example="gpu-admins")
     seats_required = Bool(
         default_value=False,
-        help="""Refuse every kernel that has no seat from a hub, whoever asks. Set by the hub that runs the broker.""",
+        help="""Refuse every kernel without a seat from a hub, whatever its user. A hub that runs the broker sets this.""",
     ).tag(config=True, example=True)
     audit_file = Unicode(
         "",
-        help="""The audit log of what administrators do: an absolute path. Empty: audit.jsonl where the ledger is.""",
+        help="""The file of the audit log, which records administrators' actions: an absolute path. Empty: audit.jsonl in the ledger's
+        folder.""",
     ).tag(config=True, example="/var/log/jupyter-gpu/audit.jsonl")
     audit_max_size = _text_or_number(
         "10MiB",
-        help="""How large one file of the audit log may become before the next one is begun.""",
+        help="""The largest size of one file of the audit log; the next entry begins a new file.""",
     ).tag(config=True, example="100MiB")
     audit_files = Int(
         20,
-        help="""How many finished files of the audit log are kept.""",
+        help="""The number of finished files of the audit log to keep; older ones are removed.""",
     ).tag(config=True, example=100)
     audit_keep = _text_or_number(
         "365d",
-        help="""How long the audit log is kept, or 'forever'. It is dropped by files, which end after a quarter of this: a
-        line may stay a quarter longer.""",
+        help="""How long entries of the audit log are kept, such as '90d', or 'forever'. Whole files are removed, and a file covers up to
+        a quarter of this time: an entry may stay a quarter longer.""",
     ).tag(config=True, example="90d")
     audit_required = Bool(
         default_value=True,
-        help="""Refuse what an administrator asks while the audit log cannot be written (a full disk). False: it is done, and
-        the broker's log has a line for each act that is missing.""",
+        help="""Refuse administrators' actions while the audit log cannot be written, such as on a full disk. False: execute them, and
+        write the missing entries to the broker's log.""",
     ).tag(config=True, example=False)
     metrics_address = Unicode(
         "",
-        help="""Where Prometheus finds the metrics by TCP: an IP address and a port. Empty: nowhere; the socket has them in any
-        case. Whoever reaches the address reads the totals.""",
+        help="""An IP address and a port at which Prometheus can read the metrics. Empty: none; the broker's socket always has them.
+        Every program that reaches the address can read the totals.""",
     ).tag(config=True, example="127.0.0.1:9464")
     metrics_public = Bool(
         default_value=False,
-        help="""Let metrics_address be one that other machines reach. Without it, only a loopback address is allowed.""",
+        help="""Allow a metrics_address that other machines can reach. False: only a loopback address such as 127.0.0.1 is allowed.""",
     ).tag(config=True, example=True)
     pools: "Dict[str, Any]" = Dict(  # traitlets' Dict is generic for type checkers only
         key_trait=Unicode(),
         default_value={"default": {}},
-        help="""The pools: devices with one policy. A key that is not given has its default.""",
+        help="""The pools: groups of devices with one policy. A key that is left out has its default.""",
     ).tag(config=True, example=None)

@@ -1,7 +1,6 @@
-"""From what people write to integers.
+"""Parsers of configured values: sizes to MiB, durations to milliseconds, shares and fractions to thousandths.
 
-Each function takes a raw value and returns the plain one, or raises ValueError (never TypeError) with what is allowed.
-Memory in MiB, durations in milliseconds, shares in thousandths.
+Each function takes the value as it is written and returns the plain one, or raises ValueError (never TypeError) with what is allowed.
 """
 
 # ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
@@ -160,7 +159,7 @@ def _thousandths(value: object) -> int | None:
 
 
 def reserve_by(value: object) -> ReserveBy:
-    """Return what a reservation is made of."""
+    """Return whether reservations cover the cap or the measured use."""
     if not isinstance(value, str) or value not in set(ReserveBy):
         raise ValueError("allowed: 'cap' or 'use'")
     return ReserveBy(value)
@@ -217,7 +216,7 @@ def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
 
 
 def boolean(value: object) -> bool:
-    """Return the value if it is True or False, and nothing that only looks like it."""
+    """Return a bool; 0, 1 and strings are refused."""
     if not isinstance(value, bool):
         raise ValueError("allowed: True or False")
     return value
@@ -235,7 +234,7 @@ def whole_number(least: int, most: int) -> Callable[[object], int]:
 
 
 def device_references(value: object) -> tuple[str, ...] | None:
-    """Return what names devices (indices as text, UUIDs or beginnings of UUIDs); None for 'all'."""
+    """Return references to devices (numbers as text, UUIDs, beginnings of UUIDs, or models); None for 'all'."""
     if value == "all":
         return None
     allowed = "allowed: 'all', or a list of device numbers and UUIDs such as [0, 'GPU-8f6a1c55']"
@@ -289,7 +288,7 @@ def audit_size(value: object) -> int:
 
 
 def metrics_address(value: object) -> tuple[str, int] | None:
-    """Return an IP address and a port; None for no listener. A name is not allowed: what it means may change."""
+    """Return an IP address and a port; None for no listener. A host name is refused: its address may change."""
     if value == "":
         return None
     allowed = "allowed: an IP address and a port such as '127.0.0.1:9464' or '[::1]:9464', or '' for none"
