@@ -144,6 +144,15 @@ class Broker:
             finished=self._suspend_finished,
         )
 
+    def set_readings(self, used_mib: Mapping[str, int], sensors: Mapping[str, DeviceSensors]) -> None:
+        """Keep what the devices hold and their sensors, as the sampler read them, for status and metrics."""
+        self.used_mib.update(used_mib)
+        self.sensors = dict(sensors)
+
+    def note_use(self) -> None:
+        """Note that a client uses the broker: it does not end as unused soon."""
+        self.last_use_s = time.monotonic()
+
     def connect_seats(self, end_processes: Callable[[str], None]) -> None:
         """Set what ends the processes of a revoked lease, by its id."""
         self._end_processes = end_processes
@@ -396,6 +405,11 @@ class Broker:
         kernel.forget_process()
         kernel.checkpoint.needs_driver = False
         self.survivors.kernel_ended(kernel, identity)
+
+    def process_unwatched(self, kernel: Kernel, identity: ProcessIdentity) -> None:
+        """Handle that a process which the arbiter knows could not be watched: it has to end there, too."""
+        kernel.identity = identity
+        self.process_gone(kernel, identity)
 
     def exited(self, kernel: Kernel) -> None:
         """Report that nothing of the kernel's process is left: what it held is free."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -91,6 +92,10 @@ class World:
 
     def reserves_by_use(self, pool: str) -> bool:
         return self.pools()[pool].reserve_by is ReserveBy.USE
+
+    def set_readings(self, used_mib: Mapping[str, int], sensors: Mapping[str, DeviceSensors]) -> None:
+        self.used_mib.update(used_mib)
+        self.sensors = dict(sensors)
 
     def save(self, kernel: Kernel) -> None:
         self.saved.append(kernel.members)

@@ -3,7 +3,6 @@
 import asyncio
 import http
 import logging
-import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -53,7 +52,7 @@ class Handler(web.RequestHandler):
 
     def prepare(self) -> None:
         """Find out who asks."""
-        self.service.broker.last_use_s = time.monotonic()
+        self.service.broker.note_use()
         connection: Any = self.request.connection
         if connection.stream.socket is None:
             raise iostream.StreamClosedError  # hung up meanwhile

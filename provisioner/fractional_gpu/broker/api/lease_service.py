@@ -263,15 +263,13 @@ class LeaseService:
             try:
                 self.broker.follow(kernel, identity, json.dumps(request.connection))
             except ProcessLookupError:
-                kernel.identity = identity  # the arbiter already knows of it, so it has to end there, too
-                self.broker.process_gone(kernel, identity)
+                self.broker.process_unwatched(kernel, identity)
                 raise BadRequestError(
                     f"process {request.pid} has ended; see the server's log for why, and start the kernel again",
                     reason="no-process",
                 ) from None
             except (OSError, zmq.ZMQError) as error:
-                kernel.identity = identity
-                self.broker.process_gone(kernel, identity)
+                self.broker.process_unwatched(kernel, identity)
                 raise InternalBrokerError(
                     f"the broker cannot watch process {request.pid}: {error}; restart the broker if it says this again"
                 ) from error
@@ -309,12 +307,8 @@ class LeaseService:
 
     def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
         """Accept the extension's line; it replaces an older one. Sends the gate the command that fits the lease's state."""
-        if kernel.link is not None:
-            kernel.link.close()
-        link = kernel.link = GateLink(time.monotonic())
-        link.inputs = frozenset(hello.inputs)
+        link = kernel.connect_gate(time.monotonic(), hello.inputs)
         view = view_of(self.broker, kernel)
-        kernel.notify()
         if not hello.open:
             self.broker.open_gate(kernel)
         elif view.state in (LeaseState.SUSPENDED, LeaseState.SUSPENDING, LeaseState.NO_CONTEXT):
@@ -336,9 +330,7 @@ class LeaseService:
 
     def disconnect_gate(self, kernel: Kernel, link: GateLink) -> None:
         """Handle the end of the extension's line."""
-        link.close()
-        if kernel.link is link:
-            kernel.link = None
+        if kernel.disconnect_gate(link):
             self.broker.sync_busy_state(kernel)
 
     def answer(self, kernel: Kernel, answer: GateAnswer) -> None:

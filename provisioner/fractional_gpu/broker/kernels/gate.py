@@ -8,7 +8,7 @@ earlier versions, a request every few seconds, the pulse, shows the same.
 import asyncio
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, Protocol
 
 from fractional_gpu.protocol.limits import PULSE_S
@@ -37,10 +37,10 @@ class Stream(Protocol):
 class GateLink:
     """One connected extension. A newer connection of the same kernel replaces an older one."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, inputs: Iterable[str] = ()) -> None:
         self.last_pulse_s = now_s
         self.exempt = False  # the running cell declared that it does not use the GPU (`%%cpu`, `%gpu`)
-        self.inputs: frozenset[str] = frozenset()  # the requests that wait for input, and use no GPU
+        self.inputs = frozenset(inputs)  # the requests that wait for input, and use no GPU
         self.closed = False
         self.mute = False  # the last command got no answer in time, and nothing came from the extension since
         self.detail = ""  # of the last answer

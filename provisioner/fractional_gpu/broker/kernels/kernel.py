@@ -6,7 +6,7 @@ changes the object; all others read it.
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -232,6 +232,24 @@ class Kernel:
         self.unsaveable = self.stopped = ""
         self.cell.executing_since_s, self.cell.ticket_by_broker = None, False
         self.gpu_work.clear()
+
+    # -- the gate's line -----------------------------------------------------------------------------------------------------
+
+    def connect_gate(self, now_s: float, inputs: Iterable[str]) -> GateLink:
+        """Return a new line to the kernel's extension, which replaces an older one. `inputs`: the requests that wait for input."""
+        if self.link is not None:
+            self.link.close()
+        self.link = GateLink(now_s, inputs)
+        self.notify()
+        return self.link
+
+    def disconnect_gate(self, link: GateLink) -> bool:
+        """End the line; return whether it was the kernel's, and had not been replaced."""
+        link.close()
+        if self.link is not link:
+            return False
+        self.link = None
+        return True
 
     # -- whether it is busy --------------------------------------------------------------------------------------------------
 

@@ -189,14 +189,14 @@ class Sampler:
         broker = self._broker
         owners = self._owners(sample.snapshot)
         broker.enforcement.see(sample.uses, owners)
-        broker.sensors = sample.sensors
+        used_mib = {device_id: use.used_mib for device_id, use in sample.uses.items() if use is not None}
+        broker.set_readings(used_mib, sample.sensors)
         broker.oom_kills.see(sample.kills)
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:
                 self._report_stranger(device_id, None)
                 continue
-            broker.used_mib[device_id] = use.used_mib
             for process in use.processes:
                 owner = owners.get(process.pid)
                 key = ("" if owner is None else owner[0], device_id)

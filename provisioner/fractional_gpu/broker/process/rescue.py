@@ -23,7 +23,7 @@ from fractional_gpu.broker.process.detaching import make_socket_folder
 from fractional_gpu.broker.process.own_files import BrokerLock
 from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.broker.recovery.lost_leases import living_records
-from fractional_gpu.broker.recovery.lost_processes import Carrier, carriers
+from fractional_gpu.broker.recovery.lost_processes import carriers
 from fractional_gpu.broker.recovery.recovery import kernel_of
 from fractional_gpu.broker.swap.steps import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
@@ -189,15 +189,14 @@ def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]
 def _in_proc(socket: str) -> list[_Found]:
     """Find this broker's kernels by their environment: of every user for root, else our own."""
     return [
-        _Found(kernel=_kernel(one), label="", device_id=None, saved_mib=None)
+        _Found(
+            kernel=Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity),
+            label="",
+            device_id=None,
+            saved_mib=None,
+        )
         for one in sorted(carriers(None if os.getuid() == 0 else os.getuid(), socket), key=lambda one: one.lease_id)
     ]
-
-
-def _kernel(one: Carrier) -> Kernel:
-    kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="")
-    kernel.identity = one.identity
-    return kernel
 
 
 async def _rescue_all(

@@ -169,8 +169,7 @@ def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, conn
             kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
             kernel.connection = connection
     except ProcessLookupError:
-        kernel.identity = identity
-        broker.process_gone(kernel, identity)
+        broker.process_unwatched(kernel, identity)
 
 
 def identity_of(record: LeaseRecord) -> ProcessIdentity | None:
