@@ -1,4 +1,4 @@
-"""As the default provisioner: every kernelspec gets a lease where a broker is; where none is, it starts as ever."""
+"""As the default provisioner: every kernelspec gets a lease where a broker serves, and starts without one where none can."""
 
 import logging
 from pathlib import Path

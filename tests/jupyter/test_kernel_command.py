@@ -1,4 +1,4 @@
-"""Which commands start ipykernel, and whether an interpreter will really find the extension."""
+"""Which commands start ipykernel, and whether an interpreter can load the extension."""
 
 import os
 import sys
@@ -102,7 +102,7 @@ def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
     real, asked, all_ask = kernel_command._probe, list[list[str]](), threading.Event()
 
     class Questions(dict[Any, Any]):
-        """Counts those who ask."""
+        """Counts the threads that need the answer."""
 
         callers = 0
 

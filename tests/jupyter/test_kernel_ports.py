@@ -1,4 +1,4 @@
-"""A kernel's ports are its own from their choice to its end: nobody gets one while its process is not there, and then all are free."""
+"""A kernel holds its ports from their choice to its end: no other process gets one meanwhile, and all are free afterwards."""
 
 import asyncio
 import gc
@@ -73,7 +73,7 @@ def lines(thefts: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("now", [False, True], ids=["politely", "now"])
-def test_nobody_gets_the_ports_of_a_kernel_before_it_does_also_at_a_restart(
+def test_no_other_process_gets_a_kernels_ports_before_it_listens_also_at_a_restart(
     robbed: str, thefts: Path, now: bool
 ) -> None:
     with running_kernel(robbed) as manager:
@@ -147,7 +147,7 @@ async def test_a_kernel_of_an_earlier_server_has_its_ports_held_from_its_next_st
     record = KeptRecord(places.work / "record", -1)
     second.take_over(info, manager.get_connection_info(), record)
     manager.provisioner = second
-    assert held_here(ports) == []  # the kernel listens: nobody can get them, nor hold them
+    assert held_here(ports) == []  # the kernel listens: they can be neither taken nor held
     assert LocalPortCache.instance().currently_used_ports.issuperset(ports)
     await manager.restart_kernel(now=True)
     assert process.wait() == -signal.SIGKILL
@@ -175,7 +175,7 @@ def test_a_taken_over_kernel_whose_port_was_taken_meanwhile_is_started_on_it_all
 
 
 @pytest.mark.parametrize("ip", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - one of the addresses a kernel may have
-def test_a_held_port_is_nobodys_and_refuses_whoever_connects(ip: str) -> None:
+def test_a_held_port_is_not_handed_out_and_refuses_connections(ip: str) -> None:
     manager, ports = KernelManager(ip=ip), KernelPorts(LOG)
     assert ports.secure(manager)
     assert rob("127.0.0.1", manager.ports) == []
@@ -300,7 +300,7 @@ def test_a_manager_that_starts_anew_has_its_ports_again_or_others_if_they_are_ta
         first = manager.ports
         manager.shutdown_kernel(now=True)
         assert is_over(first)
-        with socket.socket() as other:  # the port of the heartbeat, which nobody has connected to
+        with socket.socket() as other:  # the port of the heartbeat, to which no client has connected
             other.bind(("127.0.0.1", manager.hb_port))
             manager.start_kernel()
             assert [port for port in manager.ports if port not in first] == [manager.hb_port]

@@ -1,4 +1,4 @@
-"""Kernelspecs appear whole, say what they are, start real kernels, and never touch what somebody else made."""
+"""Kernelspecs appear whole, say what they are, start real kernels, and never touch what we did not make."""
 
 import json
 import sys
@@ -171,7 +171,7 @@ def test_a_prefix_is_where_jupyter_expects_it(places: Places) -> None:
     assert list_installed(prefix=str(places.work)) == [spec]
 
 
-def test_somebody_elses_folder_is_not_touched(places: Places) -> None:
+def test_a_folder_that_we_did_not_make_is_not_touched(places: Places) -> None:
     places.write_spec("fractional-gpu-default-250-env")
     with pytest.raises(FractionalGPUError, match="was not made by jupyter-fractional-gpu"):
         install("default", [250], base="env", directory=str(places.specs))

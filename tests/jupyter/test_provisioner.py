@@ -341,7 +341,7 @@ async def test_a_provisioner_can_be_persisted_and_taken_over(places: Places, bro
         second = FractionalGPUProvisioner(kernel_id=first.kernel_id, kernel_spec=first.kernel_spec, parent=manager)
         attached = len(broker.routes())
         await second.load_provisioner_info(info)
-        assert "attach" in broker.routes()[attached:], "the broker knows who looks after the kernel"
+        assert "attach" in broker.routes()[attached:], "the broker knows which server has the kernel"
         await second.cleanup(restart=False)
         assert broker.leases["lease-1"].state == "ended"
         third = FractionalGPUProvisioner(kernel_id=first.kernel_id, kernel_spec=first.kernel_spec, parent=manager)

@@ -39,7 +39,7 @@ async def test_cancelled_it_returns_at_once_and_the_work_goes_on() -> None:
         began.set()
         assert go.wait(30)
         ended.set()
-        raise ValueError("nobody waits for this any more")
+        raise ValueError("this is not awaited any more")
 
     task = asyncio.create_task(in_thread(work))
     while not began.is_set():  # noqa: ASYNC110 - the thread has no way into this loop

@@ -143,9 +143,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
         environment = dict(kwargs.get("env") or os.environ)
         folder = os.fspath(kwargs.get("cwd") or Path.cwd())
         with_spec = self._spec_environment(environment)
-        if (
-            self._lease is None and self._is_named_by_kernelspec
-        ):  # at the same time as the probe of the interpreter: both are slow
+        if self._lease is None and self._is_named_by_kernelspec:
+            # Starting a broker and probing the interpreter are both slow: they run at the same time.
             begin_broker_start(timeout_s=self.broker_timeout, simulate=config.simulate)
         self._plan = await in_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
         request = self._request(config, environment)
@@ -228,11 +227,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
             return  # its pid may be another process's by now
         await super().send_signal(signum)
         lease = self._lease
-        if (
-            signum == signal.SIGINT
-            and lease is not None
-            and not (self._interrupt_thread and self._interrupt_thread.is_alive())
-        ):
+        is_running = self._interrupt_thread is not None and self._interrupt_thread.is_alive()
+        if signum == signal.SIGINT and lease is not None and not is_running:
             # A daemon thread: a blocking manager's event loop stands still between two calls, and a pool's thread would keep this
             # program from ending.
             self._interrupt_thread = threading.Thread(
@@ -283,7 +279,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         return {**await super().get_provisioner_info(), **self._own_info()}
 
     def _own_info(self) -> dict[str, Any]:
-        """Raises ProcessGoneError."""
+        """Return the lease and the process's identity. Raises ProcessGoneError."""
         info: dict[str, Any] = {} if self._lease is None else {"gpu_lease": self._lease.to_info()}
         if self.process is not None:
             info["gpu_process"] = identity_of(self.process.pid)
@@ -311,7 +307,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
-        """Raises ProcessGoneError."""
+        """Take over process, ports and lease. Raises ProcessGoneError."""
         if (identity := info.get("gpu_process")) is not None:
             self.process = AdoptedProcess(identity)
         self._ports.adopt(self.connection_info)
@@ -320,7 +316,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             self._lease = recall_lease(lease)
         except FractionalGPUError as error:
-            self.log.warning("Kernel %s runs on without its GPU lease being managed here: %s", self.kernel_id, error)
+            self.log.warning(
+                "Kernel %s runs on, but this server cannot manage its GPU lease: %s", self.kernel_id, error
+            )
         else:
             self._is_restart = True
 
