@@ -111,7 +111,7 @@ class Driver:
     async def unlock(self, identity: ProcessIdentity) -> int:
         return self._step("unlock", identity.pid)
 
-    async def until_alone(self) -> None:
+    async def wait_for_previous_worker(self) -> None:
         """There is no other worker."""
 
     def _step(self, name: str, pid: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 from fractional_gpu.broker.process import app
 from fractional_gpu.broker.process.app import BrokerOptions
 from fractional_gpu.commands import broker
-from fractional_gpu.commands.broker_stop import Stopped, _said
+from fractional_gpu.commands.broker_stop import Stopped, _render
 from fractional_gpu.commands.main import main
 from fractional_gpu.config import load
 
@@ -48,7 +48,7 @@ def test_every_option_reaches_the_broker_and_its_answer_is_the_exit_code(ran: li
     assert ran == [wanted]
 
 
-def test_nothing_said_means_defaults(ran: list[BrokerOptions]) -> None:
+def test_nothing_render_means_defaults(ran: list[BrokerOptions]) -> None:
     main(["broker"])
     assert ran == [BrokerOptions()]
 
@@ -72,7 +72,7 @@ def test_the_generated_configuration_can_be_used_as_it_is(
 
 def test_a_stop_tells_of_kernels_only_where_there_are_some() -> None:
     done = Stopped(socket="/run/b.sock", pid=7, how="orderly", resident=0, suspended=0, waiting=0, restarted=None)
-    assert "live on" not in _said(done)
-    assert "No kernel had memory on a GPU or saved" in _said(done)
-    assert "The kernels live on (1 resident, 0 suspended)" in _said(replace(done, resident=1))
-    assert "The kernels live on: " in _said(replace(done, resident=None, suspended=None))
+    assert "live on" not in _render(done)
+    assert "No kernel had memory on a GPU or saved" in _render(done)
+    assert "The kernels live on (1 resident, 0 suspended)" in _render(replace(done, resident=1))
+    assert "The kernels live on: " in _render(replace(done, resident=None, suspended=None))

@@ -50,10 +50,10 @@ def test_it_becomes_jupyterlab_with_kernels_that_only_it_sees(
 
 
 def test_simulated_devices_get_a_broker_of_their_own(broker: OwnBroker, short_runtime: Path) -> None:
-    place = lab._place("1x2GiB")
+    place = lab._locate("1x2GiB")
     assert place.socket != broker.path
     assert Path(place.socket).is_relative_to(short_runtime)
-    assert lab._place("2x2GiB").socket != place.socket
+    assert lab._locate("2x2GiB").socket != place.socket
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import (
     await_held,
     brokers,
-    held_up,
     kill_all,
     new_broker,
     released,
     settled,
+    stopped_or_traced,
     wait_for_end,
     workers,
 )
@@ -191,7 +191,7 @@ def test_a_kill_at_any_step_of_a_turn_loses_nothing(
 ) -> None:
     for operation, fault in STEPS if ALL_KILLS else SAMPLE[victims]:
         old = world.broker_pid()
-        with held_up(world, operation, fault):
+        with stopped_or_traced(world, operation, fault):
             cell = pair.begin_turn()
             await_held(world)
             pids = victims(world)
@@ -223,7 +223,7 @@ def test_a_worker_that_hangs_without_its_broker_ends_itself(world: World, server
     config = Path(world.folder / "config" / "jupyter_gpu_config.py")
     config.write_text(config.read_text() + 'c.GPUBroker.checkpoint_deadline = "4s"\n')
     pair = Pair(world, server)
-    with held_up(world, "checkpoint", "hang"):
+    with stopped_or_traced(world, "checkpoint", "hang"):
         cell = pair.begin_turn()
         await_held(world)
         orphans = workers(world)
@@ -243,7 +243,7 @@ def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
     victim = pair.resident if suspending else pair.suspended
     pid = world.lease(victim.kernel_id).pid
     assert pid is not None
-    with held_up(world, operation, fault):
+    with stopped_or_traced(world, operation, fault):
         cell = pair.begin_turn()
         await_held(world)
         kill_all([pid])
@@ -267,7 +267,7 @@ def test_a_server_killed_in_a_swap_leaves_nothing_behind(
     world: World, server: Server, pair: Pair, operation: str, fault: str
 ) -> None:
     descriptors = [os.pidfd_open(lease.pid) for lease in world.status().leases if lease.pid is not None]
-    with held_up(world, operation, fault):
+    with stopped_or_traced(world, operation, fault):
         pair.begin_turn()
         await_held(world)
         server.stop(signal.SIGKILL)
@@ -324,7 +324,7 @@ def test_a_cell_that_waits_starts_a_new_broker_and_goes_on(world: World, pair: P
 def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, operation: str, fault: str) -> None:
     old = world.broker_pid()
     assert old is not None
-    with held_up(world, operation, fault):
+    with stopped_or_traced(world, operation, fault):
         cell = pair.begin_turn()
         await_held(world)
         ended = os.pidfd_open(old)
@@ -411,7 +411,7 @@ def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world
     assert world.lease(staying.kernel_id).device_id == home
     leaving.shut_down()
     for fault in ("hang", "late"):
-        with held_up(world, "restore", fault):
+        with stopped_or_traced(world, "restore", fault):
             cell = moving.send(CHECK)
             await_held(world)
             kill_all(brokers(world) + workers(world))

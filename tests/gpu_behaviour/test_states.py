@@ -174,7 +174,8 @@ for which in range(3):
 
 def test_a_lock_whose_maker_was_killed_is_undone(host: Host, kernel: KernelProcess) -> None:
     kernel.run("!import threading; x = cuda.allocate(10)")
-    kernel.run("!t = threading.Thread(target=cuda.launch, args=(0.5,)); t.start()")
+    # Long enough for a worker to start on a busy machine: the lock has to find the work under way.
+    kernel.run("!t = threading.Thread(target=cuda.launch, args=(20.0,), daemon=True); t.start()")
     eventually(lambda: host.is_at_work(kernel.pid), "the work began")
     with host.worker() as worker:
         ask(worker, "lock", kernel.pid, timeout_ms=60_000)

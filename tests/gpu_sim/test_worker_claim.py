@@ -62,7 +62,7 @@ async def test_an_orphan_finishes_alone_before_the_next_worker_starts(
         await heir.start()
     assert caught.value.code is GPUErrorCode.WORKER_BUSY
     assert heir.pid is None
-    alone = asyncio.create_task(heir.until_alone())
+    alone = asyncio.create_task(heir.wait_for_previous_worker())
     faults.clear(simulated.directory)
     assert await operation > 0
     assert not alone.done(), "the worker is idle, but lives"
@@ -87,7 +87,7 @@ async def test_an_orphan_is_alone_though_the_file_of_its_claim_was_deleted(
         faults.clear(simulated.directory)
         assert await operation > 0
         await dying.close()
-        await asyncio.wait_for(heir.until_alone(), 30)
+        await asyncio.wait_for(heir.wait_for_previous_worker(), 30)
         assert await heir.state(target) is ProcessState.CHECKPOINTED
     finally:
         await heir.close()

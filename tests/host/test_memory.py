@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.host.memory import (
     Headroom,
-    Look,
+    LimitReader,
     headroom,
     shortage,
     system_headroom,
@@ -211,7 +211,7 @@ def test_a_look_at_many_processes_reads_what_they_share_once(host: Host) -> None
         (host.proc / str(pid)).mkdir()
         (host.proc / str(pid) / "cgroup").write_text(f"0::{path}\n")
     v2(group / "other", maximum=700, current=400)
-    look = Look(proc=host.proc)
+    look = LimitReader(proc=host.proc)
     assert look.headroom(PID).mib == 600 - 64
     v2(group / "shared", maximum=1000, current=900)
     assert look.headroom(1).mib == 600 - 64, "the figure of the same moment"

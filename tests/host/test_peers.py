@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from fractional_gpu.host import peers
-from fractional_gpu.host.peers import tells_unread, unread
+from fractional_gpu.host.peers import detects_unread, unread
 
 
 def test_what_was_written_is_unread_until_the_last_byte_is_read() -> None:
@@ -40,7 +40,7 @@ def test_a_closed_socket_is_an_error() -> None:
 
 
 def test_linux_tells_it() -> None:
-    assert tells_unread()
+    assert detects_unread()
 
 
 @pytest.mark.parametrize("answer", [True, False, OSError(25, "Inappropriate ioctl for device")])
@@ -51,4 +51,4 @@ def test_a_system_that_does_not_tell_it_is_not_trusted(monkeypatch: pytest.Monke
         return answer
 
     monkeypatch.setattr(peers, "unread", told)
-    assert not tells_unread()
+    assert not detects_unread()

@@ -223,11 +223,11 @@ def test_a_bad_identity_is_refused_by_field(change: dict[str, object], named: st
 
 def test_a_stopped_process_is_alive_and_held_up(child: subprocess.Popen[bytes]) -> None:
     identity = identify(child.pid)
-    assert not read_stat(child.pid).held_up
+    assert not read_stat(child.pid).stopped_or_traced
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     assert is_alive(identity)
-    assert read_stat(child.pid).held_up
+    assert read_stat(child.pid).stopped_or_traced
 
 
 def test_only_processes_with_the_variable_are_killed() -> None:

@@ -286,10 +286,10 @@ sys.stdin.read()
 
 def test_a_stopped_process_is_seen(family: Callable[..., Family]) -> None:
     root = family().root
-    assert not scan().held_up(root)
+    assert not scan().stopped_or_traced(root)
     os.kill(root.pid, signal.SIGSTOP)
     try:
         os.waitid(os.P_PID, root.pid, os.WSTOPPED | os.WNOWAIT)
-        assert scan().held_up(root)
+        assert scan().stopped_or_traced(root)
     finally:
         os.kill(root.pid, signal.SIGCONT)

@@ -30,11 +30,11 @@ from tests.support.stories import CHECK
 from tests.support.victims import (
     await_held,
     brokers,
-    held_up,
     is_held,
     is_settled,
     kill_all,
     runs_without_gpu,
+    stopped_or_traced,
 )
 from tests.support.world import DEADLINE_S, until
 
@@ -158,7 +158,7 @@ class SteeredStory(Story):
 
     def _truth_is_looked_for(self, life: Life) -> None:
         """The broker dies in a checkpoint that its worker goes on with: the next one cannot know what is true before that is over."""
-        with held_up(self.world, "checkpoint", "hang"):
+        with stopped_or_traced(self.world, "checkpoint", "hang"):
             cell = self._suspended_until_held(life)
             kill_all(brokers(self.world))
             self.start_broker()

@@ -18,7 +18,6 @@ __all__ = [
     "anybody",
     "await_held",
     "brokers",
-    "held_up",
     "is_held",
     "is_settled",
     "kill_all",
@@ -26,6 +25,7 @@ __all__ = [
     "released",
     "runs_without_gpu",
     "settled",
+    "stopped_or_traced",
     "wait_for_end",
     "workers",
 ]
@@ -101,7 +101,7 @@ def new_broker(world: World, old: int | None) -> int:
 
 
 @contextmanager
-def held_up(world: World, operation: str, fault: str) -> Iterator[None]:
+def stopped_or_traced(world: World, operation: str, fault: str) -> Iterator[None]:
     """Let the next such operation be held up by the fault; what is held goes on when the block ends."""
     number = faults.inject(world.simulated_folder, operation, fault)
     try:

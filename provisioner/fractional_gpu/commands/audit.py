@@ -1,7 +1,7 @@
-"""`jupyter gpu audit`: what administrators did to other people's kernels, to seats, pools and devices.
+"""`jupyter gpu audit`: acts of administrators on other users' kernels, on seats, pools and devices.
 
-It reads the broker's audit log itself, so it works without a broker too, and who may read is what the file's permissions say: root and
-the user who runs the broker. Lines that are none (a crash cut one short) are counted, never guessed at.
+It reads the broker's audit log itself, so that it works without a broker. The file's permissions decide who may read it: root and the user
+who runs the broker. Lines that cannot be parsed (a crash cut one short) are counted and left out.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _path(socket: str | None) -> Path:
-    """Return where the log is: what the broker says, else what the configuration says."""
+    """Return the path of the log: from the broker, else from the configuration."""
     where = socket or socket_path()
     try:
         with BrokerClient(where) as client:
@@ -101,7 +101,7 @@ def _path(socket: str | None) -> Path:
 
 
 class _Log:
-    """The log's files, read from the oldest line on, and further as lines come. Raises OSError; a log that is not there yet is empty."""
+    """Reads the log's files from the oldest line on, and new lines as they come. Raises OSError; a missing log is empty."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,13 +110,13 @@ class _Log:
         self.torn = 0
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open file. Idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield what has come since the last call, over rotations."""
+        """Yield the entries since the last call, over rotations."""
         if self._file is None:
             for file in finished_files(self._path):
                 with file.open("rb") as finished:
@@ -126,7 +126,7 @@ class _Log:
             yield from self._read(self._file)
             if self._is_current(self._file):
                 return
-            yield from self._read(self._file)  # what came just before it was renamed
+            yield from self._read(self._file)  # lines that were written just before it was renamed
             self.close()
             self._open()
 
@@ -167,7 +167,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 
 def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one entry for each act: its outcome, or what was asked where there is none."""
+    """Return one entry for each act: its outcome, or the request if there is none."""
     ended = {entry["id"] for entry in entries if entry["outcome"] != "asked"}
     return [entry for entry in entries if entry["outcome"] != "asked" or entry["id"] not in ended]
 
@@ -180,7 +180,7 @@ def follow(log: _Log, pause: Callable[[float], None] = time.sleep) -> Iterator[d
 
 
 def sentence(entry: dict[str, Any]) -> str:
-    """Return an act as one line for people. What the log says is printed as JSON prints it: nothing in it can steer a terminal."""
+    """Return an act as one line for people. Texts with unprintable characters are printed as JSON, so that none can control a terminal."""
     try:
         at = datetime.fromisoformat(entry["time"]).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:

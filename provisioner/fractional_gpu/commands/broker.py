@@ -1,4 +1,4 @@
-"""`jupyter gpu broker`: the command line of the broker. What it does is in `fractional_gpu.broker`, imported only when it is to run."""
+"""`jupyter gpu broker`: the command line of the broker. `fractional_gpu.broker` is imported only to run one."""
 
 import argparse
 import sys

@@ -1,12 +1,11 @@
-"""`jupyter gpu broker --stop` and `--restart`: find the broker of a socket, end it, and start it again as it was started.
+"""`jupyter gpu broker --stop` and `--restart`: find the broker of a socket, end it, and start it again with the same options.
 
-Rules:
-
-- The broker is the process that holds the lock beside the socket, or that listens on the socket: so it is found, too, where it does not
-  answer, and where its socket or its lock file was deleted.
-- It is asked to end in order (SIGTERM). What has not ended after `ORDERLY_S` is killed, which loses nothing: kernels outlive the broker,
-  the journal says what it had in hand, and its checkpoint worker finishes that.
-- A system service is its administrator's: systemd would start it again at once. A broker of another user is that user's.
+The rules:
+- The broker is the process that holds the lock beside the socket, or that listens on the socket. So it is found even if it does not
+  answer, or if its socket or its lock file was deleted.
+- It gets SIGTERM, and SIGKILL after `ORDERLY_S`. The kill loses nothing: kernels outlive the broker, the journal has the operation that
+  was under way, and the checkpoint worker finishes it.
+- A system service is refused, because systemd would start it again at once; so is another user's broker.
 """
 
 import json
@@ -45,7 +44,7 @@ _Command = tuple[list[str], dict[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """What was done. Counts of leases are those that the broker told last; None: it did not answer."""
+    """What was done. Counts of leases are from the broker's last status; None: it did not answer."""
 
     socket: str
     pid: int | None  # None: no broker ran
@@ -53,35 +52,37 @@ class Stopped:
     resident: int | None
     suspended: int | None
     waiting: int | None
-    restarted: int | None  # the process of the broker that serves now; None: none was to be started
+    restarted: int | None  # the process of the broker that serves now; None: no restart
 
 
 def find_broker(socket: str) -> int | None:
-    """Return the process of the broker on this socket, None if there is none that this user can see."""
+    """Return the process of the broker on this socket, None if there is none that is visible to this user."""
     return next(_lock_holders(socket), None) or _listener(socket)
 
 
 def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
-    """Stop the broker, start another if asked to, and print what was done. Returns the exit code. Raises CommandError."""
+    """Stop the broker, with `restart` start another, and print what was done. Returns the exit code. Raises CommandError."""
     path = socket or socket_path()
     pid = find_broker(path)
     if pid is None and is_service_socket(path):
-        raise CommandError(_of_service(path, None))
+        raise CommandError(_service_refusal(path, None))
     command = None
     status = None
     how = "none"
     if pid is not None:
         _check_owner(path, pid)
-        command = restart_command(path) or _own_command(pid)  # before it ends: with no lease left it takes that along
+        command = restart_command(path) or _own_command(
+            pid
+        )  # before it ends: a broker without leases removes its record then
         status = _last_status(path)
         how = _end(pid)
     restarted = _start(path, command) if restart else None
-    done = _told(path, pid, how, status, restarted)
-    print(json.dumps(asdict(done)) if as_json else _said(done))
+    done = _summary(path, pid, how, status, restarted)
+    print(json.dumps(asdict(done)) if as_json else _render(done))
     return 0
 
 
-def _told(path: str, pid: int | None, how: str, status: HostStatus | None, restarted: int | None) -> Stopped:
+def _summary(path: str, pid: int | None, how: str, status: HostStatus | None, restarted: int | None) -> Stopped:
     states = None if status is None else [lease.state for lease in status.leases]
     return Stopped(
         socket=path,
@@ -94,7 +95,7 @@ def _told(path: str, pid: int | None, how: str, status: HostStatus | None, resta
     )
 
 
-def _said(done: Stopped) -> str:
+def _render(done: Stopped) -> str:
     if done.pid is None:
         lines = [f"No broker ran on {done.socket}."]
     else:
@@ -122,7 +123,7 @@ def _lock_holders(socket: str) -> Iterator[int]:
     lock = f"{os.path.realpath(Path(socket).parent)}/{Path(socket).name}.lock"
     for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands
         if pid.isdigit():
-            # Processes come and go, and those of others are not to be seen.
+            # Processes exit during the pass, and those of other users may not be read.
             with suppress(OSError):
                 if any(_holds(pid, one, lock) for one in os.listdir(f"/proc/{pid}/fd")):  # noqa: PTH208 - as above
                     yield int(pid)
@@ -139,17 +140,17 @@ def _holds(pid: str, descriptor: str, lock: str) -> bool:
 
 def _listener(socket: str) -> int | None:
     """Return the process that listens on the socket, None if there is none."""
-    with closing(socket_module.socket(socket_module.AF_UNIX, socket_module.SOCK_STREAM)) as asker:
-        asker.setblocking(False)
+    with closing(socket_module.socket(socket_module.AF_UNIX, socket_module.SOCK_STREAM)) as connection:
+        connection.setblocking(False)
         try:
-            asker.connect(socket)
+            connection.connect(socket)
         except OSError:
-            return None  # nobody listens, or its backlog is full
-        return listener_pid(asker)
+            return None  # no process listens, or its backlog is full
+        return listener_pid(connection)
 
 
 def _last_status(path: str) -> HostStatus | None:
-    """Return what the broker says before it ends, None if it does not answer."""
+    """Return the broker's status before it ends, None if it does not answer."""
     try:
         with BrokerClient(path, timeout_s=ANSWER_S) as client:
             return client.status()
@@ -158,11 +159,11 @@ def _last_status(path: str) -> HostStatus | None:
 
 
 def _check_owner(path: str, pid: int) -> None:
-    """Raise CommandError for a broker that is not this user's to end."""
+    """Raise CommandError for a broker that this user may not end."""
     if is_service_socket(path) and ((unit := _unit(pid)) or os.geteuid() != 0):
-        raise CommandError(_of_service(path, unit))
+        raise CommandError(_service_refusal(path, unit))
     try:
-        uid, words = owner_uid(pid), _words(pid)
+        uid, words = owner_uid(pid), _command_line(pid)
     except (ProcessLookupError, FileNotFoundError):
         return  # it has ended meanwhile
     if "rescue" in words:
@@ -175,7 +176,7 @@ def _check_owner(path: str, pid: int) -> None:
         )
 
 
-def _of_service(path: str, unit: str | None) -> str:
+def _service_refusal(path: str, unit: str | None) -> str:
     name = unit or "jupyter-gpu"
     return (
         f"the broker on {path} is a system service; an administrator stops it with `systemctl stop {name}` and restarts it with "
@@ -203,7 +204,7 @@ def _end(pid: int) -> str:
         return "orderly"
     try:
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-        if read_stat(pid).held_up:
+        if read_stat(pid).stopped_or_traced:
             signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process takes no other signal
         if _has_ended(descriptor, ORDERLY_S):
             return "orderly"
@@ -227,12 +228,12 @@ def _has_ended(descriptor: int, patience_s: float) -> bool:
 
 
 def _own_command(pid: int) -> _Command | None:
-    """Return how the process itself was started, as a command that starts such a broker in the background; None: unknown.
+    """Return a command that starts such a broker in the background, from the process's own command line; None: unknown.
 
-    For a broker whose record of that (`broker.json`) is gone.
+    For a broker whose record of its command (`broker.json`) is gone.
     """
     try:
-        words = _words(pid)
+        words = _command_line(pid)
         environment = {name: value for name, value in read_environment(pid).items() if name.startswith(_KEPT_VARIABLES)}
     except OSError:
         return None
@@ -248,7 +249,7 @@ def _own_command(pid: int) -> _Command | None:
     return [*words[:-1], "--detach", json.dumps(given)], environment
 
 
-def _words(pid: int) -> list[str]:
+def _command_line(pid: int) -> list[str]:
     """Return the command line of the process. Raises OSError."""
     return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
 

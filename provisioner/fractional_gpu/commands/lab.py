@@ -1,7 +1,7 @@
-"""`jupyter gpu lab`: JupyterLab with kernels on fractions of a GPU, without installing anything anywhere.
+"""`jupyter gpu lab`: JupyterLab with kernels on fractions of a GPU, without an installation.
 
-The kernelspecs are put into a private folder that only this JupyterLab looks into. With `--simulate`, the broker is one
-of its own too, so that trying things out never meets the broker of the real GPUs.
+The kernelspecs lie in a private folder that only this JupyterLab reads. With `--simulate` it has a broker of its own, too, so that trials
+never meet the broker of the real GPUs.
 """
 
 import argparse
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path
-from fractional_gpu.commands.demo.demo import checked_simulate, need_packages
+from fractional_gpu.commands.demo.demo import checked_simulate, require_packages
 from fractional_gpu.commands.kernels import install_offers, simulated_devices
 from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.render import device_in_words
+from fractional_gpu.commands.terminal.render import describe_device
 from fractional_gpu.protocol.messages import HostStatus
 
 __all__ = ["configure", "lab_command", "lab_environment", "run"]
@@ -35,7 +35,7 @@ JupyterLab of this environment, run `jupyter gpu kernels install`.
 
 
 class _Place(NamedTuple):
-    """Where the kernelspecs are, and the socket of the broker."""
+    """The folder of the kernelspecs, and the socket of the broker."""
 
     data: Path
     socket: str
@@ -53,9 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prepare everything and become JupyterLab; does not return."""
-    need_packages("jupyterlab")
+    require_packages("jupyterlab")
     simulate = checked_simulate(options.simulate)
-    place = _place(simulate)
+    place = _locate(simulate)
     if simulate:
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # the broker that is started now reads it
     with ensure_broker(place.socket) as broker:
@@ -83,8 +83,8 @@ def lab_environment(outside: Mapping[str, str], data: Path, socket: str) -> dict
     return {**outside, "JUPYTER_PATH": path, "JUPYTER_GPU_SOCKET": socket}
 
 
-def _place(simulate: str | None) -> _Place:
-    """Return where things are. Raises CommandError where a path is too long for a socket."""
+def _locate(simulate: str | None) -> _Place:
+    """Return the folder and the socket. Raises CommandError where a path is too long for a socket."""
     if not simulate:
         return _Place(runtime_dir() / "lab", socket_path())
     folder = runtime_dir() / f"simulated-{re.sub('[^A-Za-z0-9]+', '-', simulate).lower()}"
@@ -97,7 +97,7 @@ def _place(simulate: str | None) -> _Place:
 
 def _announcement(status: HostStatus, kernels: Sequence[str], place: _Place) -> list[str]:
     devices = "; ".join(
-        device_in_words(device.name, device.memory_mib, simulated=status.simulated) for device in status.devices
+        describe_device(device.name, device.memory_mib, simulated=status.simulated) for device in status.devices
     )
     kind = "GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"
     watch = f"jupyter gpu status --watch --socket {place.socket}"

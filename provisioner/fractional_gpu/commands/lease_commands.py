@@ -22,7 +22,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.completers import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, completed
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parsed
-from fractional_gpu.commands.terminal.render import expected_wait, lease_name, state_in_words
+from fractional_gpu.commands.terminal.render import describe_state, expected_wait, lease_name
 from fractional_gpu.core.units import (
     format_duration,
     format_fraction,
@@ -294,7 +294,7 @@ def render_story(lease: LeaseStatus, story: Story, now_ms: int) -> str:
     """Return what happened, one line each, and the lease's state now."""
     lines = [f"... {story.omitted} older lines"] if story.omitted else []
     lines += [f"{_moment(line.at_ms, now_ms)}  {line.sentence}  ({line.reason})" for line in story.lines]
-    now = f"{lease_name(lease)}: {state_in_words(lease)}"
+    now = f"{lease_name(lease)}: {describe_state(lease)}"
     if lease.position is not None:
         now += f"; waits at place {lease.position}: {lease.sentence}{expected_wait(lease)}"
     return "\n".join([*lines, now])

@@ -1,7 +1,7 @@
 """The `jupyter gpu` command: finds the subcommand, imports only that one, and turns errors into one line and an exit code.
 
-Rules: exit 0 means done, 1 failed, 2 a wrong command line, 130 interrupted. A foreseeable error is one line on stderr, never a
-traceback; a traceback is a defect of ours. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
+Rules: exit code 0 is success, 1 failure, 2 a wrong command line, 130 an interrupt. A foreseeable error is one line on stderr; a traceback
+is a defect of this package. Help must be quick, so nothing heavy is imported before a subcommand is chosen.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class _Subcommand(Protocol):
         """Describe the command and add its arguments."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Do it and return the exit code. Raises CommandError or FractionalGPUError."""
+        """Run the command and return the exit code. Raises CommandError or FractionalGPUError."""
 
 
 _LEASES = "fractional_gpu.commands.lease_commands"
@@ -100,8 +100,8 @@ def _overview() -> argparse.ArgumentParser:
     return parser
 
 
-def _unknown(name: str) -> str:
-    """Return the sentence about a command that does not exist, with the one that was probably meant."""
+def _unknown_command(name: str) -> str:
+    """Return the sentence about an unknown command, with the closest known one."""
     import difflib  # noqa: PLC0415 - for slips only
 
     close = difflib.get_close_matches(name, COMMANDS, 1)
@@ -120,7 +120,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         overview.parse_args([name])
     entry = COMMANDS.get(name)
     if entry is None:
-        overview.error(_unknown(name))
+        overview.error(_unknown_command(name))
     subcommand, parser = _subcommand(name)
     if entry.passes_on:
         options, others = parser.parse_known_args(arguments[1:])

@@ -89,11 +89,11 @@ def _tune(nodes: Sequence[NodeShape], pods: Sequence[PodKind], seeds: Sequence[i
     """Choose weights; a line for each set that is tried, on standard error with `--json`."""
     tried: list[Step] = []
 
-    def heard(step: Step) -> None:
+    def report(step: Step) -> None:
         tried.append(step)
         print(f"{step.alloc_at_130:7.3f} {_shown(step)}", file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    best = tune(nodes, pods, seeds, heard)
+    best = tune(nodes, pods, seeds, report)
     if as_json:
         print(json.dumps({"seeds": list(seeds), "tried": [_plain(step) for step in tried], "best": _plain(best)}))
     else:

@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rescue and tell. Exit code 1 if a kernel's memory is not on its device."""
+    """Rescue the kernels and print the results. Exit code 1 if a kernel's memory is not on its device."""
     from fractional_gpu.broker.process.app import BrokerOptions  # noqa: PLC0415 - heavy, and needed here only
     from fractional_gpu.broker.process.backend import BackendError, NoDeviceError  # noqa: PLC0415 - as above
     from fractional_gpu.broker.process.rescue import Rescue, rescue  # noqa: PLC0415 - as above
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     from fractional_gpu.ledger.records import LedgerError  # noqa: PLC0415 - as above
 
     def nothing(why: str) -> Rescue:
-        """Return that there is nothing to rescue. Raises CommandError if there is, which takes a device."""
+        """Return an empty result. Raises CommandError if there are kernels, whose state needs a device."""
         socket = options.socket or socket_path()
         if pids := kernels_of(socket):
             raise CommandError(

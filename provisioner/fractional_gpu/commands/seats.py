@@ -1,4 +1,4 @@
-"""`jupyter gpu seats`: the seats of a hub's servers, and ending one that should be over."""
+"""`jupyter gpu seats`: lists the seats of a hub's servers, and ends one that its hub did not give back."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List the seats or end one. Raises UsageError, CommandError, or ForbiddenError for who is no administrator."""
+    """List the seats or end one. Raises UsageError, CommandError, and ForbiddenError if the user is no administrator."""
     if (options.action == "release") is not (options.seat is not None):
         raise UsageError(
             "say which seat: `jupyter gpu seats release SEAT`, where SEAT is USER, USER/SERVER or a seat's id"
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find_seat(word: str, seats: Sequence[SeatStatus]) -> SeatStatus:
-    """Return the seat that is meant. Raises CommandError if that is none, or not clear."""
+    """Return the seat with this name or id. Raises CommandError if there is none, or more than one."""
     named = [seat for seat in seats if _name(seat) == word]
     found = named or [seat for seat in seats if len(word) >= _FEWEST and seat.seat_id.startswith(word)]
     if len(found) == 1:

@@ -1,4 +1,4 @@
-"""`jupyter gpu simulate`: how many devices a group of notebook users needs, and how long they would wait, before anybody buys one."""
+"""`jupyter gpu simulate`: how many devices a group of notebook users needs, and how long their cells would wait."""
 
 import argparse
 import json
@@ -89,21 +89,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a broker's configuration file (default: suspend only when somebody needs the room, resume on any device); "
         "with --placement the name of a placement policy",
     )
-    asked = parser.add_argument_group("what is asked")
-    asked.add_argument("--find-devices", action="store_true", help="find the fewest devices with short enough waits")
-    asked.add_argument(
+    output = parser.add_argument_group("what is asked")
+    output.add_argument("--find-devices", action="store_true", help="find the fewest devices with short enough waits")
+    output.add_argument(
         "--p95-wait", default="3s", metavar="TIME", help="short enough for 95 %% of GPU cells (default: 3s)"
     )
-    asked.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
-    asked.add_argument("--record", type=Path, metavar="FILE", help="write every event and what followed from it")
-    asked.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
-    asked.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
-    asked.add_argument("--json", action="store_true", help="print JSON; baselines come under `baselines`")
+    output.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
+    output.add_argument("--record", type=Path, metavar="FILE", help="write every event and what followed from it")
+    output.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
+    output.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
+    output.add_argument("--json", action="store_true", help="print JSON; baselines come under `baselines`")
     configure_placement(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate, replay or place, and print what came of it."""
+    """Simulate, replay or place, and print the result."""
     try:
         if options.placement:
             return run_placement(options)
@@ -146,7 +146,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _baseline(name: str, trace: Sequence[Session], sizes: Sequence[int], options: argparse.Namespace) -> Result:
-    """Run a baseline; with `--find-devices` on its own fewest devices, if it makes anybody wait at all."""
+    """Run a baseline; with `--find-devices` on its own fewest devices, if cells wait in this baseline at all."""
     began = time.perf_counter()
 
     def on(devices: Sequence[int]) -> Result:
@@ -163,7 +163,7 @@ def _baseline(name: str, trace: Sequence[Session], sizes: Sequence[int], options
 
 
 def _most(trace: Sequence[Session]) -> int:
-    """Return a number of devices past which more of them cannot help: everybody has their own."""
+    """Return a number of devices beyond which more cannot help: each session has its own."""
     return min(MOST_DEVICES, max(1, sum(max(1, session.gpus) for session in trace)))
 
 

@@ -1,4 +1,4 @@
-"""`jupyter gpu status`: a look at the broker. Never starts one: looking must not change what is seen."""
+"""`jupyter gpu status`: the broker's devices, kernels and seats. It never starts a first broker, which would change what is shown."""
 
 import argparse
 import json
@@ -56,23 +56,23 @@ def show(status: HostStatus | None, *, as_json: bool, socket: str, width: int | 
 
 
 def terminal_width(out: TextIO) -> int | None:
-    """Return the width of the terminal that is written to, in characters; None where the text goes elsewhere, such as to `grep`."""
+    """Return the terminal's width in characters; None if the output is no terminal, such as a pipe to `grep`."""
     return shutil.get_terminal_size().columns if out.isatty() else None
 
 
 def watch(
-    look: Callable[[], HostStatus | None],
+    read: Callable[[], HostStatus | None],
     out: TextIO,
     *,
     as_json: bool,
     socket: str,
     pause: Callable[[float], None] = time.sleep,
 ) -> Never:
-    """Show the status again and again; ends only with an exception of `look`, `out` or `pause`."""
+    """Show the status again and again; ends only with an exception of `read`, `out` or `pause`."""
     redraw = out.isatty() and not as_json
     separator = "" if as_json else "\n"
     while True:
-        text = show(look(), as_json=as_json, socket=socket, width=terminal_width(out))
+        text = show(read(), as_json=as_json, socket=socket, width=terminal_width(out))
         out.write(_CLEAR + text + "\nCtrl-C ends this.\n" if redraw else text + separator)
         out.flush()
         pause(INTERVAL_S)
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     as_json: bool = options.json
     socket: str = options.socket or socket_path()
 
-    def look() -> HostStatus | None:
+    def read() -> HostStatus | None:
         client = broker_if_running(socket)
         if client is None:
             return None
@@ -93,9 +93,9 @@ def run(options: argparse.Namespace) -> int:
             client.close()
 
     if not options.watch:
-        sys.stdout.write(show(look(), as_json=as_json, socket=socket, width=terminal_width(sys.stdout)))
+        sys.stdout.write(show(read(), as_json=as_json, socket=socket, width=terminal_width(sys.stdout)))
         return 0
     try:
-        watch(look, sys.stdout, as_json=as_json, socket=socket)
+        watch(read, sys.stdout, as_json=as_json, socket=socket)
     except KeyboardInterrupt:
-        return 0  # the ordinary way to end it
+        return 0  # the usual way to end it

@@ -1,1 +1,1 @@
-"""The boundary to devices: one interface, the simulated GPU, NVIDIA's, and the checkpoint worker."""
+"""The boundary to devices: one interface, NVIDIA's devices, the simulated GPU, and the checkpoint worker."""

@@ -1,7 +1,7 @@
-"""The boundary to devices: what the broker may ask of a GPU, whichever kind it is.
+"""The boundary to devices: the operations that the broker needs of a GPU of any kind.
 
 Two halves: a `Monitor` (quick reads, used by the broker) and a `Checkpointer` (drives other processes' CUDA state, used by the
-checkpoint worker alone). The NVIDIA and the simulated implementation behave alike, error codes included.
+checkpoint worker alone). The NVIDIA and the simulated implementation behave alike, including their error codes.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class GPUErrorCode(StrEnum):
-    """Driver errors that decide what happens next (CUDA's numbers in FACTS of the driver's documentation)."""
+    """Driver errors that decide what happens next (CUDA's numbers beside them)."""
 
     OUT_OF_MEMORY = "out-of-memory"  # 2
     NOT_INITIALIZED = "not-initialized"  # 3: not a CUDA process
@@ -34,7 +34,9 @@ class GPUErrorCode(StrEnum):
     NOT_READY = "not-ready"  # 600: lock timed out, process still running
     NOT_PERMITTED = "not-permitted"  # 800
     NOT_SUPPORTED = "not-supported"  # 801
-    SYSTEM_NOT_READY = "system-not-ready"  # 802: what the driver depends on still starts (an HGX host's fabric manager)
+    SYSTEM_NOT_READY = (
+        "system-not-ready"  # 802: a service that the driver depends on still starts (an HGX host's fabric manager)
+    )
     NO_SUCH_PROCESS = "no-such-process"
     WRONG_IDENTITY = "wrong-identity"  # the pid is alive but is another process
     NO_SUCH_DEVICE = "no-such-device"
@@ -44,7 +46,7 @@ class GPUErrorCode(StrEnum):
     )
     WORKER_HUNG = "worker-hung"  # the worker did not answer in time and was replaced
     WORKER_DIED = "worker-died"
-    WORKER_BUSY = "worker-busy"  # the worker of an earlier broker is still at work; nothing was done
+    WORKER_BUSY = "worker-busy"  # the worker of an earlier broker still runs; nothing was done
     UNKNOWN = "unknown"
 
 
@@ -57,7 +59,7 @@ class GPUError(Exception):
 
 
 class ProcessState(StrEnum):
-    """CUDA's checkpoint state of a process, and what lies beyond CUDA's enumeration."""
+    """CUDA's checkpoint state of a process, and states that CUDA does not enumerate."""
 
     NO_CONTEXT = "no-context"  # not a CUDA process (or none yet)
     RUNNING = "running"  # 0
@@ -80,7 +82,7 @@ class DeviceInfo:
     memory_mib: int
     simulated: bool
     checkpointable: bool
-    why_not: str = ""  # a sentence, if not checkpointable
+    why_not: str = ""  # a sentence; empty if checkpointable
 
 
 class ProcessKind(StrEnum):
@@ -102,7 +104,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """What a device holds now, MiB; `memory_mib` is what processes can have in all."""
+    """The memory in use on a device now, MiB; `memory_mib` is the memory that processes can have in all."""
 
     device_id: str
     memory_mib: int
@@ -112,16 +114,16 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceActivity:
-    """Who worked on a device. Times in microseconds since boot, which no clock that is set changes."""
+    """Which processes worked on a device. Times in microseconds since boot, so that setting the wall clock does not change them."""
 
-    known_until_us: int  # what was done up to then is told
-    settle_us: int  # work that ended may still be told as if it went on for so long
-    worked_us: Mapping[int, int]  # by pid: when it was last seen at work
+    known_until_us: int  # work up to then is reported
+    settle_us: int  # for so long after its end, work may be reported as if it went on
+    worked_us: Mapping[int, int]  # by pid: the last time at which it worked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSensors:
-    """What a device tells of itself besides memory; None: it does not tell."""
+    """Other readings of a device; None: the device does not report it."""
 
     busy_percent: int | None = None  # of the last moments in which anything ran
     temperature_c: int | None = None
@@ -137,29 +139,29 @@ class Monitor(Protocol):
         """`simulated` or `nvidia`."""
 
     def devices(self) -> list[DeviceInfo]:
-        """Return the devices there are; an empty list is an ordinary answer. Raises GPUError."""
+        """Return the devices; an empty list is an ordinary result. Raises GPUError."""
 
     def use(self, device_id: str) -> DeviceUse:
-        """Return who uses the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
+        """Return which processes use the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
-        """Return which processes worked on the device since then; None if it does not tell. Raises GPUError."""
+        """Return which processes worked on the device since then; None if it does not report that. Raises GPUError."""
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return utilisation, temperature, power and energy, as far as the device tells. Raises GPUError."""
+        """Return utilisation, temperature, power and energy, as far as the device reports them. Raises GPUError."""
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return the environment variables a kernel needs to see this device (None: no device yet, but it may get one)."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class Checkpointer(Protocol):
     """Drives the CUDA state of other processes. Every call blocks; only the checkpoint worker makes them, one at a time."""
 
     def state(self, pid: int) -> ProcessState:
-        """Return what the driver says of the process. Raises GPUError."""
+        """Return the driver's state of the process. Raises GPUError."""
 
     def lock(self, pid: int, timeout_ms: int) -> None:
         """RUNNING -> LOCKED. Raises GPUError NOT_READY when work did not drain in time (still RUNNING)."""

@@ -1,4 +1,4 @@
-"""Opening a backend by name: `nvidia`, or `simulated:DIRECTORY`. Only the one that is asked for is imported."""
+"""Opening a backend by name: `nvidia`, or `simulated:DIRECTORY`. Only the named backend is imported."""
 
 from typing import Final
 

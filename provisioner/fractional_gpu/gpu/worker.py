@@ -8,12 +8,12 @@ The rules:
 - The first line is `{"hello": ...}`, or `{"fatal": {code, message}}` when the backend cannot be opened.
 - A request is `{id, op, target: {boot_id, pid, start_time}, ...}`; `lock` has `timeout_ms`, `restore` may have `moves`. A
   reply is `{id, ok, state, elapsed_us, error}`, error being null or `{code, message}`.
-- The target's identity is checked immediately before acting: a pid alone names whoever has it now.
-- A request may have `deadline_s`: a worker that is still busy with it by then ends itself. Its broker would have killed it
-  before; this is for the worker whose broker was killed.
-- It ends when its standard input does, after the operation in hand. Signals that a terminal or a service manager
-  sends to a whole group do not stop it half way: SIGINT and SIGTERM are ignored, SIGKILL is for emergencies.
-- It imports little: whoever waits for a restart of it waits for its imports.
+- The target's identity is checked immediately before the operation: a pid alone may belong to another process by now.
+- A request may have `deadline_s`: a worker that is still busy with it by then ends itself. A living broker kills the worker before
+  that; the deadline is for a worker whose broker was killed.
+- It ends when its standard input does, after the current operation. SIGINT and SIGTERM are ignored, because a terminal or a service
+  manager sends them to a whole group and they must not stop an operation half way. SIGKILL is for emergencies.
+- It imports little: a call that waits for a restart of the worker waits for its imports.
 """
 
 import json
@@ -61,12 +61,12 @@ def main(arguments: list[str]) -> int:
         while line := sys.stdin.buffer.readline(MAX_LINE):
             _send(replies, _answer(backend, line))
     except BrokenPipeError:
-        return 0  # nobody listens any more; what was in hand is done
+        return 0  # the broker has ended; the operation is done
     return 0
 
 
 def _private_output() -> IO[bytes]:
-    """Return standard output for ourselves alone: what a driver's library prints goes to standard error."""
+    """Return a private copy of standard output, for replies only: what a driver's library prints goes to standard error."""
     private = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return private
@@ -86,7 +86,7 @@ def _answer(backend: Checkpointer, line: bytes) -> dict[str, Any]:
     except GPUError as error:
         return _reply(request, error=error, elapsed_us=(time.monotonic_ns() - began) // 1000)
     except (ValueError, TypeError, RecursionError) as error:
-        # The broker's defect, not the driver's: said plainly, and the next request is served.
+        # A defect of the broker, not of the driver: reply with it, and serve the next request.
         problem = GPUError(GPUErrorCode.UNKNOWN, f"the checkpoint worker does not understand the request: {error}")
         return _reply(request, error=problem, elapsed_us=(time.monotonic_ns() - began) // 1000)
     return _reply(request, state=state, elapsed_us=elapsed_us)
@@ -163,7 +163,7 @@ def _parameters(operation: str, request: dict[str, Any]) -> tuple[int, dict[str,
 
 
 def _checked(target: ProcessIdentity) -> ProcessIdentity | None:
-    """Return the identity if this very process lives, None if nobody has the pid. Raises GPUError WRONG_IDENTITY."""
+    """Return the identity if exactly this process lives, None if no process has the pid. Raises GPUError WRONG_IDENTITY."""
     try:
         found = identify(target.pid)
     except ProcessLookupError:

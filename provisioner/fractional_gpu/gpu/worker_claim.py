@@ -1,12 +1,12 @@
-"""The right to have a checkpoint worker: at most one worker of one socket exists, also across the death of its broker.
+"""The right to run a checkpoint worker: each socket has at most one worker, even after its broker was killed.
 
 The rules:
 - The claim is a lock on a file. The broker takes it, and every worker inherits the descriptor: the claim is free when the broker
-  *and* its workers have ended. A worker that outlives a killed broker finishes what it has in hand, and meanwhile the next broker
-  starts none: two workers never act on one process.
-- The file stays where it is; only the lock counts. It holds the pid of the last broker that had the claim, for people.
-- A lock goes with its file, and cleaners delete files. So the claim is a name in the abstract namespace, too, which broker and workers
-  hold in the same way. That name is open to everybody: where another user (not root) has it, the lock alone counts.
+  *and* its workers have ended. A worker that outlives a killed broker finishes its operation, and meanwhile the next broker starts no
+  worker: two workers never act on one process.
+- The file is never removed; only the lock counts. Its content is the pid of the last broker that had the claim, for people.
+- A lock is lost with its file, and cleaners delete files. So the claim is also a name in the abstract namespace, which broker and workers
+  hold in the same way. Any user can take that name: if another user (not root) has it, the lock alone counts.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class WorkerClaim:
         return (self._descriptor,) if self._name is None else (self._descriptor, self._name.fileno())
 
     def take(self) -> bool:
-        """Take the claim if it is free, and say whether it is held now. Never blocks. Raises OSError if nobody can take any."""
+        """Take the claim if it is free, and return whether it is held now. Never blocks. Raises OSError if this filesystem has no locks."""
         if not self._held:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,13 +60,13 @@ class WorkerClaim:
         return True
 
     def _take_name(self) -> bool:
-        """Take the name, and say whether no worker of an earlier broker can be alive that has it."""
+        """Take the name, and return False if a worker of an earlier broker may be alive that holds it."""
         digest = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()[:32]
         found = NameClaim.take(b"\0jupyter-gpu-worker-" + digest.encode("ascii"))
         if isinstance(found, NameClaim):
             self._name = found
             return True
-        # Each question stays in the queue of who is asked, and a full queue does not say whose it is: the first answer counts.
+        # Each query stays in the holder's queue, and a full queue hides who the holder is: so the first answer counts.
         self._waits_for_name = self._waits_for_name or found[1] in (0, os.geteuid())
         return not self._waits_for_name
 
@@ -76,7 +76,7 @@ class WorkerClaim:
             await asyncio.sleep(_POLL_S)
 
     def holder(self) -> str:
-        """Return who has the claim, for people."""
+        """Return which process has the claim, for people."""
         pid = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
         return f"the broker that was process {pid}" if pid.isdigit() else "an earlier broker"
 

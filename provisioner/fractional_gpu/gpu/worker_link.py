@@ -1,17 +1,17 @@
-"""The broker's end of the checkpoint worker: starts it, asks it, replaces it.
+"""The broker's end of the checkpoint worker: starts it, sends it requests, replaces it.
 
 The rules:
 - Calls are served one at a time, first come, first served.
 - Every call has a deadline from the moment the worker begins with it. On expiry the worker is killed and the call raises
-  GPUError WORKER_HUNG; when the worker dies, WORKER_DIED. Either way what became of the target is unknown: ask for
-  its state. The next call starts a new worker.
+  GPUError WORKER_HUNG; when the worker dies, WORKER_DIED. Either way the result of the operation is unknown: read the
+  target's state. The next call starts a new worker.
 - Cancelling a call that waits for its turn withdraws it. Cancelling one that the worker has begun only stops
   the waiting: the operation goes on, its reply is consumed, and calls behind it wait for it as before.
-- Whatever else fails in a call, the worker is killed and the call raises WORKER_DIED: no call waits for ever.
-- Where there is a claim, no worker is started before it is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
-  while the worker of an earlier broker is still at work.
-- The worker is in a session of its own, so an interrupt at the terminal does not reach it. Of the broker's environment it inherits nothing
-  that changes what CUDA's driver is to it (`driver_environment`).
+- After any other failure in a call the worker is killed and the call raises WORKER_DIED: no call waits for ever.
+- With a claim, no worker is started before the claim is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
+  while the worker of an earlier broker still runs.
+- The worker is in a session of its own, so an interrupt at the terminal does not reach it. It inherits no variable
+  that changes CUDA's driver (`driver_environment`).
 """
 
 import asyncio
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 START_S: Final = 60.0  # initialising a driver takes seconds
 _KILL_S: Final = 5.0
-_ALONE_S: Final = 2.0  # how much later than we would kill it a worker without a broker ends itself
+_ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself so much later than a living broker would kill it
 _CODES: Final = frozenset(code.value for code in GPUErrorCode)
 
 
@@ -55,8 +55,8 @@ class _Call:
 class WorkerLink:
     """One worker for one backend (`nvidia` or `simulated:DIRECTORY`).
 
-    `answer_s` is how long the worker may take for what takes no time (state, unlock), and beyond a lock's own timeout; `start_s`
-    how long for opening its backend. Both in seconds. `claim` stays the caller's to close, after the link.
+    `answer_s` limits quick operations (state, unlock), and a lock beyond its own timeout; `start_s` limits the opening of the backend.
+    Both in seconds. The caller closes `claim`, after the link.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class WorkerLink:
         """The worker's pid, None when none runs (the next call starts one)."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
-    async def until_alone(self) -> None:
-        """Return when no worker of an earlier broker is at work. Cancellation stops the waiting."""
+    async def wait_for_previous_worker(self) -> None:
+        """Return when no worker of an earlier broker runs. Cancellation stops the waiting."""
         if self._claim is not None:
             await self._claim.wait()
 
@@ -128,7 +128,7 @@ class WorkerLink:
         return _elapsed(await self._call({"op": "unlock", "target": identity.to_dict()}, self._answer_s))
 
     async def close(self) -> None:
-        """Let the operation in hand finish within its deadline, then end the worker. Idempotent.
+        """Let the current operation finish within its deadline, then end the worker. Idempotent.
 
         Calls that wait for their turn raise GPUError WORKER_DIED. Cancellation kills the worker at once.
         """
@@ -189,7 +189,7 @@ class WorkerLink:
                     call.answer.set_result(reply)
 
     async def _served(self, call: _Call) -> dict[str, Any]:
-        """Serve the call. Raises GPUError, whatever fails: whoever waits must hear of it, and the next call must be served."""
+        """Serve the call. Raises GPUError for any failure: the caller must get it, and the next call must be served."""
         try:
             return await self._serve(call)
         except GPUError:
@@ -220,7 +220,7 @@ class WorkerLink:
 
     async def _begin(self) -> asyncio.subprocess.Process:
         if self._unkillable is not None and self._unkillable.returncode is None:
-            # Two workers at once could work on the same process: one operation at a time is the safe rule.
+            # Two workers could act on the same process. One operation at a time is the safe rule.
             raise GPUError(
                 GPUErrorCode.WORKER_HUNG,
                 f"the checkpoint worker {self._unkillable.pid} hangs in the driver and cannot be killed: nothing can be "
@@ -259,12 +259,12 @@ class WorkerLink:
     async def _exchange(
         self, process: asyncio.subprocess.Process, line: bytes, deadline_s: float, what: str
     ) -> dict[str, Any]:
-        """Write the line, read one; kill the worker and raise GPUError when there is none in time or it is no reply."""
+        """Write the line and read one; kill the worker and raise GPUError if none comes in time or it is no reply."""
         if process.stdin is None or process.stdout is None:
             raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker was started without pipes")
         try:
             async with asyncio.timeout(deadline_s):
-                if line:  # for its greeting nothing is asked: it may have given it and ended already
+                if line:  # the greeting needs no request, and the worker may have ended after it: do not write
                     process.stdin.write(line)
                     await process.stdin.drain()
                 answer = await process.stdout.readline()
@@ -302,7 +302,7 @@ class WorkerLink:
             self._unkillable = process
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Let the worker end by itself; one that does not is killed. Its status stays true that way."""
+        """Let the worker end by itself, so that its exit status is its own; kill it if it does not."""
         if process.stdin is not None:
             process.stdin.close()
         try:
@@ -324,7 +324,7 @@ def _closed() -> GPUError:
 
 
 def _is_reply(reply: Mapping[str, Any]) -> bool:
-    """Whether it has what a reply has, each of its kind."""
+    """Return whether all fields of a reply are there, with their types."""
     return (
         type(reply.get("id")) is int
         and isinstance(reply.get("ok"), bool)

@@ -1,13 +1,13 @@
-"""A host-wide claim of a device that vanishes with its holder.
+"""A host-wide claim of a device, which ends with its holder.
 
 The rules:
-- A claim is a listening UNIX socket in the abstract namespace: the kernel allows one per name and removes it when
-  the holder ends, however it ends. No file is left behind, and none can be removed under the holder's feet.
+- A claim is a listening UNIX socket in the abstract namespace: the kernel allows one per name and removes it when the
+  holder ends in any way. No file is left behind, and no cleaner can remove it from a living holder.
 - The credentials a refused claimant reads are those of the process that claimed: claim in the process that stays,
   not in one that forks and leaves.
 - The abstract namespace belongs to the network namespace: containers with a network of their own do not see each
   other's claims, so give a device to one of them only.
-- A claim keeps brokers from each other by mistake. It is no defence against a local user who takes the name on
+- A claim prevents mistakes: two brokers on one device. It is no defence against a local user who takes the name on
   purpose; the refusal names that user.
 """
 
@@ -29,7 +29,7 @@ _MOST_AT_ONCE: Final = 64
 
 
 class DeviceClaimedError(Exception):
-    """Another process holds the device. `pid` and `uid` are None when the holder would not say who it is."""
+    """Another process holds the device. `pid` and `uid` are None when the holder cannot be identified."""
 
     def __init__(self, device_id: str, pid: int | None, uid: int | None) -> None:
         holder = "a process that cannot be identified" if pid is None else f"process {pid} of user id {uid}"
@@ -49,30 +49,30 @@ class NameClaim:
 
     @classmethod
     def take(cls, address: bytes) -> "NameClaim | tuple[int | None, int | None]":
-        """Claim the address for this process, or return pid and uid of the process that has it, as far as they can be seen."""
+        """Claim the address for this process, or return pid and uid of the process that has it, as far as they are visible."""
         listener = _listening(address)
         return _holder(address) if listener is None else NameClaim(listener)
 
     def fileno(self) -> int:
-        """Return the listener's descriptor: readable while somebody has asked who holds the device; then call `drain`."""
+        """Return the listener's descriptor: it is readable while a claimant's query is in the queue; then call `drain`."""
         return self._listener.fileno()
 
     def drain(self) -> int:
-        """Forget 64 of those who asked who holds the device, and return how many they were. Never blocks.
+        """Drop up to 64 queries of claimants, and return how many there were. Never blocks.
 
-        Anybody may ask, as often as they like: whoever is left keeps the descriptor readable, and others get a turn meanwhile. Unless it
-        is called now and then, a claimant that comes after a thousand others is not told who the holder is.
-        Raises OSError when no descriptor is free; then call it later.
+        Any process may connect, as often as it likes. Queries that are left keep the descriptor readable, so that the caller's other work
+        gets its turn in between. Without calls of `drain` the queue fills after a thousand queries, and the next claimant cannot
+        identify the holder. Raises OSError when no descriptor is free; then call it later.
         """
-        asked = 0
+        dropped = 0
         with contextlib.suppress(BlockingIOError):
-            while asked < _MOST_AT_ONCE:
+            while dropped < _MOST_AT_ONCE:
                 self._listener.accept()[0].close()
-                asked += 1
-        return asked
+                dropped += 1
+        return dropped
 
     def close(self) -> None:
-        """Give the device back. Idempotent."""
+        """End the claim. Idempotent."""
         self._listener.close()
 
     def __enter__(self) -> Self:
@@ -129,7 +129,7 @@ def _address(device_id: str) -> bytes:
 
 
 def _holder(address: bytes) -> tuple[int | None, int | None]:
-    """Return pid and uid of who listens at the address; (None, None) when it does not listen or hears too many."""
+    """Return pid and uid of the listener at the address; (None, None) if there is none or its queue is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asker:
         try:
             asker.connect(address)

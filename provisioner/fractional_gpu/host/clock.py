@@ -1,4 +1,4 @@
-"""The time since boot, by which everything is decided, and the wall clock, which is for showing and can be set at any moment."""
+"""The time since boot, for every decision, and the wall clock, for display: it can be set at any moment."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ _STEP_US: Final = 100_000
 
 
 def since_boot_ns() -> int:
-    """Return nanoseconds since boot, in which nobody sets the clock and a machine that sleeps counts."""
+    """Return nanoseconds since boot: a clock that cannot be set, and that goes on while the machine sleeps."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -20,7 +20,7 @@ def since_boot_us() -> int:
 
 
 class WallClock:
-    """The wall clock against the time since boot: for time stamps that others took from it. Both functions return nanoseconds."""
+    """Converts time stamps that other programs took from the wall clock to the time since boot. Both functions return nanoseconds."""
 
     def __init__(self, wall_ns: Callable[[], int] = time.time_ns, steady_ns: Callable[[], int] = since_boot_ns) -> None:
         self._wall_ns = wall_ns
@@ -32,13 +32,13 @@ class WallClock:
         return self._steady_ns() // 1000
 
     def offset_us(self) -> int:
-        """Return what is to be subtracted from a wall-clock stamp of this moment, microseconds, to have the time since boot."""
+        """Return the microseconds to subtract from a wall-clock stamp of this moment to get the time since boot."""
         return (self._wall_ns() - self._steady_ns()) // 1000
 
     def stepped_us(self) -> int:
-        """Return by how much the clock was set forward since the last call, microseconds; negative: back; 0: it was not.
+        """Return by how much the clock was set forward since the last call, microseconds; negative for back, 0 if it was not set.
 
-        A step of less than a tenth of a second, or a clock that is slewed, counts once it adds up to that.
+        Smaller steps, and the slewing of the clock, count once they add up to a tenth of a second.
         """
         offset_us = self.offset_us()
         step_us = offset_us - self._offset_us

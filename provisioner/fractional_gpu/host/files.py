@@ -1,7 +1,7 @@
 """Replacing a small file in one step. Standard library only.
 
-The new content is written to another file in the same folder, brought to the disk (fsync), and renamed over the old one; then the
-folder is brought to the disk. A writer that is killed, a full disk, or a power failure leaves the old content or the new one, whole.
+The new content is written to another file in the same folder, synced (fsync), and renamed over the old one; then the folder is synced.
+After a kill, on a full disk or after a power failure the file has the old content or the new one, never a mixture.
 """
 
 import errno
@@ -20,8 +20,8 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 def open_own(path: Path | str, flags: int) -> int:
     """Open a private file (0600) of this user and return its descriptor; `flags` as for `os.open`, O_TRUNC excepted.
 
-    Raises OSError for a link, for what is no plain file, and for a file of another user or with another name (a hard link), which
-    may lead to anything. Nothing is changed then.
+    Raises OSError for a link, for anything but a plain file, and for a file of another user or with a second name (a hard link), because
+    writing there may change another file. Nothing is changed then.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     status = os.fstat(descriptor)
@@ -65,20 +65,20 @@ def replace_file(
     if not keep:
         os.close(descriptor)
         descriptor = -1
-    with suppress(OSError):  # the file has its name; that it has it after a power failure, too, is the disk's to say
+    with suppress(OSError):  # the file is in place; without the sync it may be lost in a power failure
         sync_folder(path.parent)
     return descriptor
 
 
 def write_all(descriptor: int, content: bytes) -> None:
-    """Write everything. Raises OSError where the system takes only a part, and then nothing more."""
+    """Write everything, in as many writes as it takes. Raises OSError."""
     left = memoryview(content)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk. Raises OSError."""
+    """Sync the names in a folder to the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""The files that a process has mapped into its memory or holds open, by name.
+"""The files that a process has mapped into its memory or holds open, by path.
 
-A file that was removed is still named. A process that may not be read, or is gone, tells nothing.
+A removed file counts under its old path. A process that may not be read, or has exited, has none.
 """
 
 import os

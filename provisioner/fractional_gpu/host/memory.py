@@ -1,15 +1,13 @@
 """How much host memory a process may still take before the system or its control groups stop it.
 
 The rules:
-- What is saved from a device lands in the process's own memory: it counts against every control group above that
-  process.
-- The answer is the smallest of what the system has available and what each limit on the way to the root leaves, each
-  less a margin: a process that fills its limit to the last byte is killed by its next allocation.
-- Memory that the kernel takes back without writing (inactive file cache) is not counted as used. Swap is not counted
-  as room.
-- Version 1 and version 2 of control groups are read, also side by side. Where the group's path cannot be seen below
-  the mount (a container that shows only a part of the hierarchy), the mounted part's own limit is what is known and
-  counts.
+- Saved device memory lands in the process's own memory: it counts against every control group above that process.
+- The headroom is the minimum of the system's available memory and of the room below each limit on the way to the root,
+  each less a margin: a process that fills its limit to the last byte is killed by its next allocation.
+- Memory that the kernel reclaims without writing (inactive file cache) does not count as used. Swap does not count as
+  room.
+- Version 1 and version 2 of control groups are read, also side by side. If the group's path is not visible below
+  the mount (a container shows only a part of the hierarchy), the limit of the mounted part counts.
 - A limit that exists but cannot be read is an error, never "no limit".
 - Processes that take memory together share the room of each limit above them: their needs are added up, limit by limit.
 """
@@ -26,7 +24,7 @@ from fractional_gpu.host.process import PROC
 
 __all__ = [
     "Headroom",
-    "Look",
+    "LimitReader",
     "Shortage",
     "headroom",
     "memory_groups",
@@ -36,7 +34,7 @@ __all__ = [
 ]
 
 _MIB: Final = 1024 * 1024
-_MARGIN_PARTS: Final = 50  # 2 %: page tables and what the process allocates meanwhile
+_MARGIN_PARTS: Final = 50  # 2 %: page tables, and allocations of the process meanwhile
 _MARGIN_LEAST_MIB: Final = 64
 _TOLD: Final = re.compile(rb"^(MemTotal|MemAvailable):[ \t]*(\d+) kB$", re.MULTILINE)
 _TOLD_TOTAL: Final = re.compile(rb"^(MemTotal|SwapTotal):[ \t]*(\d+) kB$", re.MULTILINE)
@@ -45,7 +43,7 @@ _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Headroom:
-    """Room for `mib` MiB more, never negative. `limited_by` says for people which limit binds."""
+    """Room for `mib` MiB more, never negative. `limited_by` names the limit that binds, for people."""
 
     mib: int
     limited_by: str
@@ -81,34 +79,32 @@ def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
 
     Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
     """
-    return Look(proc=proc).headroom(pid)
+    return LimitReader(proc=proc).headroom(pid)
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
-    """Return the limit that lacks most for processes that each need so many MiB more (by pid); None if every limit has the room.
+    """Return the limit that is short by most, for needs in MiB by pid; None if every limit has the room.
 
     Raises as `headroom`.
     """
-    return Look(proc=proc).shortage(needs)
+    return LimitReader(proc=proc).shortage(needs)
 
 
-class Look:
-    """One look at many processes: what several of them share is read once. Short-lived, for its figures grow old."""
+class LimitReader:
+    """Reads the limits of many processes at one moment: a limit that several share is read once. Short-lived: its figures age."""
 
     def __init__(self, *, proc: Path = PROC) -> None:
         self._proc = proc
         self._system: Headroom | None = None
         self._mounts: list[_Mount] | None = None
-        self._found: dict[
-            bytes, dict[Path | None, Headroom]
-        ] = {}  # every limit, by what /proc says of a process's groups
+        self._found: dict[bytes, dict[Path | None, Headroom]] = {}  # the limits, by the content of /proc/PID/cgroup
 
     def headroom(self, pid: int) -> Headroom:
-        """Return how much more memory the process may take, MiB. Raises as the function of this name."""
+        """Return how much more memory the process may take, MiB. Raises as the function of the same name."""
         return min(self._limits(pid).values())
 
     def shortage(self, needs: Mapping[int, int]) -> Shortage | None:
-        """Return the limit that lacks most for these needs, MiB by pid, or None. Raises as the function of this name."""
+        """Return the limit that is short by most for these needs, MiB by pid, or None. Raises as the function of the same name."""
         rooms: dict[Path | None, Headroom] = {}
         need_mib: Counter[Path | None] = Counter()
         for pid, mib in needs.items():
@@ -137,7 +133,7 @@ class Look:
 
 
 def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
-    """Return the folders of the process's control groups that may account its memory, by version: its own first, then what is above.
+    """Return the folders of the process's control groups that may account its memory, by version: its own first, then its ancestors.
 
     Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
     """
@@ -152,7 +148,7 @@ def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
 
 
 def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
-    """Return the memory of which the process may use any at all, MiB: of the smallest of its control groups, else the machine's with swap.
+    """Return the most memory that the process may ever use, MiB: the smallest limit of its control groups, else the machine's with swap.
 
     Raises as `memory_groups`.
     """
@@ -202,7 +198,7 @@ def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:
 
 
 def _mounts(proc: Path) -> list[_Mount]:
-    """Return where the hierarchies are mounted for us; one mount of each root is enough."""
+    """Return where the hierarchies are mounted in this mount namespace; one mount of each root is enough."""
     found: dict[tuple[int, PurePosixPath], _Mount] = {}
     for line in os.fsdecode((proc / "self/mountinfo").read_bytes()).splitlines():
         before, separator, after = line.partition(" - ")
@@ -224,7 +220,7 @@ def _shows(mount: _Mount, path: PurePosixPath) -> bool:
 
 
 def _ancestors(mount: _Mount, path: PurePosixPath) -> list[Path]:
-    """Return the folders from the group up to the mount, of those that can be seen; always the mount itself."""
+    """Return the visible folders from the group up to the mount; always at least the mount itself."""
     if not _shows(mount, path):
         return [mount.point]
     below = path.relative_to(mount.root)
@@ -241,7 +237,7 @@ def _limits_v2(folder: Path) -> Iterator[Headroom]:
 
 def _limits_v1(folder: Path) -> Iterator[Headroom]:
     limit, used = _bytes(folder / "memory.limit_in_bytes"), _bytes(folder / "memory.usage_in_bytes")
-    # "No limit" is written as a number near 2^63 there; it never binds before the system does.
+    # Version 1 writes "no limit" as a number near 2^63; it never binds before the system does.
     if limit is not None and used is not None:
         yield _left(folder, limit, used, "total_inactive_file")
 
@@ -252,7 +248,8 @@ def _left(folder: Path, limit: int, used: int, reclaimable: str) -> Headroom:
 
 
 def _limit_of(folder: Path, limit: int) -> str:
-    name = "".join(one if one.isprintable() else "?" for one in str(folder))  # users name groups of their own
+    # Users choose the names of groups: no control characters of theirs get into messages.
+    name = "".join(one if one.isprintable() else "?" for one in str(folder))
     return f"the memory limit of control group {name} ({limit // _MIB} MiB)"
 
 

@@ -1,12 +1,13 @@
-"""The system's out-of-memory killer: which process it takes first, and whether it was at work.
+"""The system's out-of-memory killer: which process it takes first, and whether it has killed one.
 
 The rules:
-- The killer takes the process with the most memory, what is swapped out included. A process's adjustment is added to that, in thousandths
-  of the memory that is full: the machine's, or a control group's. -1000 exempts a process; nothing here goes below `LEAST`.
-- Anybody may raise the adjustment of their own processes. It can be lowered as far as a privileged process last set it (0 where none did);
-  further down takes CAP_SYS_RESOURCE. That floor cannot be read, only found by trying.
+- The killer takes the process with the most memory, including swapped-out memory. A process's adjustment is added, in thousandths of the
+  memory that is full: the machine's, or a control group's. -1000 exempts a process; nothing here goes below `LEAST`.
+- A user may raise the adjustment of own processes, and lower it again down to the value that a privileged process set last (else 0).
+  Below that floor it takes CAP_SYS_RESOURCE. The floor cannot be read, only found by trying.
 - A child inherits the adjustment, and the floor.
-- A process is written to through a descriptor of its own file in /proc, after its identity was checked: never to another that has its pid.
+- An adjustment is written through a descriptor of the process's file in /proc, after its identity was checked: never to another process
+  with that pid.
 """
 
 import os
@@ -24,7 +25,7 @@ KERNEL_MESSAGES: Final = Path("/dev/kmsg")
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # a constant of the kernel
 _LONGEST_MESSAGE: Final = 8192
 
-LEAST: Final = -900  # a group whose processes are all exempt would hang instead of losing one
+LEAST: Final = -900  # a control group in which every process is exempt would hang instead of losing one
 _COUNTER: Final = {1: "memory.oom_control", 2: "memory.events"}
 
 
@@ -37,11 +38,12 @@ def adjustment(pid: int, *, proc: Path = PROC) -> int:
 
 
 def lower(identity: ProcessIdentity, target: int) -> int:
-    """Lower the process's adjustment to the target, or as far towards it as is permitted; return what it is then.
+    """Lower the process's adjustment to the target, or as far towards it as is permitted; return the new value.
 
     It never raises the adjustment. Raises ProcessLookupError, and OSError for what is not a matter of permission.
     """
     with _opened(identity) as file:
+        # The floor cannot be read: bisect between the lowest value that was allowed and the highest that was refused.
         allowed = adjustment(identity.pid)
         refused = target - 1  # the target itself has not been tried
         while allowed - refused > 1:
@@ -84,9 +86,9 @@ def kill_count(counter: Path) -> int:
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
-    """Return whether the system's log says that the killer ended this process; None if that log is not for this user.
+    """Return whether the system's log says that the killer ended this process; None if this user may not read the log.
 
-    The log names processes by their numbers outside of all containers: within one, it is of no use.
+    The log has the pids of the first pid namespace: within a container it cannot be used.
     """
     if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
         return None

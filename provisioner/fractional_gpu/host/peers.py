@@ -1,8 +1,7 @@
-"""Who is at the other end of a UNIX socket, as the kernel vouches for it.
+"""The credentials of the peer of a UNIX socket, from the kernel.
 
-- The pid, uid and gid are those of the moment when the peer connected (or, for a listening peer, listened). The uid
-and gid stay true for ever; the pid may since have been passed on to another process, so it is a hint until
-identified.
+Pid, uid and gid are those of the moment when the peer connected (or, for a listening peer, listened). Uid and gid stay true; the pid may
+belong to another process since, so it is a hint until the process is identified.
 """
 
 import errno
@@ -12,7 +11,7 @@ import struct
 import termios
 from typing import Final, NamedTuple
 
-__all__ = ["PeerCredentials", "peer_credentials", "peer_groups", "tells_unread", "unread"]
+__all__ = ["PeerCredentials", "detects_unread", "peer_credentials", "peer_groups", "unread"]
 
 _UCRED: Final = struct.Struct("iII")
 _INT: Final = struct.Struct("i")
@@ -21,7 +20,7 @@ _GROUPS_BYTES: Final = 1024  # the most that Python's getsockopt takes: 256 grou
 
 
 class PeerCredentials(NamedTuple):
-    """The peer's process, user and group. `pid` is 0 when the peer is in a pid namespace that we cannot see into."""
+    """The peer's process, user and group. `pid` is 0 when the peer is in a pid namespace that is not visible here."""
 
     pid: int
     uid: int
@@ -29,19 +28,19 @@ class PeerCredentials(NamedTuple):
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
-    """Return who connected. Raises ValueError if the socket is not UNIX or not connected, OSError if closed."""
+    """Return the peer's credentials. Raises ValueError if the socket is not UNIX or not connected, OSError if closed."""
     if sock.family != socket.AF_UNIX:
         raise ValueError(
             f"only UNIX sockets carry peer credentials; this one is {socket.AddressFamily(sock.family).name}"
         )
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    if uid == 0xFFFFFFFF:  # what the kernel says of a socket that nobody connected
+    if uid == 0xFFFFFFFF:  # the kernel's value for a socket without a peer
         raise ValueError("this UNIX socket has no peer: it is not connected")
     return PeerCredentials(pid, uid, gid)
 
 
 def peer_groups(sock: socket.socket) -> frozenset[int]:
-    """Return the groups of whoever connected, at that moment; of one with more than 256 only its first. Raises as `peer_credentials`."""
+    """Return the peer's groups when it connected; only the primary one if there are more than 256. Raises as `peer_credentials`."""
     gid = peer_credentials(sock).gid
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
@@ -53,16 +52,16 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Return whether something that was written into this UNIX socket has not been read by its peer yet. Raises OSError if closed.
+    """Return whether the peer has not yet read everything that was written into this UNIX socket. Raises OSError if closed.
 
-    A thread that is blocked in a read takes what comes without a further step of its program; one that polls first does not.
+    A thread that is blocked in a read takes the data without running any code of its program; a thread that polls first does not.
     """
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0
 
 
-def tells_unread() -> bool:
-    """Return whether `unread` can be trusted here: Linux tells it of UNIX sockets, and not everything that passes for Linux does."""
+def detects_unread() -> bool:
+    """Return whether `unread` works here: Linux supports it for UNIX sockets, and some systems that emulate Linux do not."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:

@@ -1,14 +1,12 @@
-"""Who a process is, so that a reused pid is never taken for the process it replaced.
+"""The identity of a process, so that a reused pid is never taken for the earlier process.
 
 The rules:
-- An identity is (boot id, pid, start time): a pid alone names whoever has it now.
-- Only thread-group leaders have an identity here: the kernel answers for a thread id in /proc as if it were a
-  process.
-- A zombie is not alive: its memory, its CUDA state included, is gone. (A leader that left its threads behind looks
-  like one, but is not: the threads keep the memory.)
-- Before something is done to a process by pid, hold its pidfd and check the identity again: then the pid cannot be
-  reused in between.
-- What cannot be read is not guessed: PermissionError is passed on, and only "no such process" counts as dead.
+- An identity is (boot id, pid, start time): a pid alone may belong to another process by now.
+- Only thread-group leaders have an identity here: /proc also has a folder for each thread id, as if it were a process.
+- A zombie is not alive: its memory, its CUDA state included, is gone. (A leader that exited before its threads
+  looks like one and is none: the threads keep the memory.)
+- Before an operation on a pid, open its pidfd and check the identity again: from then on the pid cannot be reused.
+- Nothing is guessed: PermissionError is passed on, and only "no such process" counts as dead.
 """
 
 import os
@@ -90,7 +88,7 @@ class ProcessStat:
     ppid: int
     session: int
     kernel_thread: bool
-    forked: bool  # forked, and runs no program of its own since: it shares what its parent had open
+    forked: bool  # forked without an exec since: it shares the files that its parent had open
     threads: int
     start_time: int
 
@@ -100,8 +98,8 @@ class ProcessStat:
         return self.state in _DEAD_STATES and self.threads <= 1
 
     @property
-    def held_up(self) -> bool:
-        """Whether it was stopped, or a debugger holds it."""
+    def stopped_or_traced(self) -> bool:
+        """Whether it is stopped (SIGSTOP, a terminal) or traced by a debugger."""
         return self.state in _HELD_UP_STATES
 
 
@@ -127,7 +125,7 @@ def parse_stat(raw: bytes) -> ProcessStat:
 
 
 def parse_uid(status: bytes) -> int:
-    """Return the real uid that /proc/PID/status tells. Raises ValueError when it tells none."""
+    """Return the real uid from /proc/PID/status. Raises ValueError when it has none."""
     return int(_status_field(status, b"Uid").split()[0])
 
 
@@ -187,7 +185,7 @@ def owner_uid(pid: int, *, proc: Path = PROC) -> int:
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
     """Return the environment the process was started with. Raises ProcessLookupError, PermissionError.
 
-    A process may have overwritten it since: it is a hint about a stranger, never a proof.
+    A process can overwrite it: about a process of another program it is a hint, never a proof.
     """
     return parse_environment(_read(pid, "environ", proc))
 
@@ -237,12 +235,12 @@ def kill_marked(name: str, value: str) -> list[int]:
 def read_file(path: str, folder: int | None = None) -> bytes:
     """Return all of a file, of a path relative to the descriptor of a folder where one is given. Raises OSError.
 
-    These files are read dozens of times in a suspend: nothing is made but the bytes.
+    A suspend reads such files dozens of times, so no object is made but the bytes.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         whole = part = os.read(descriptor, _AT_ONCE)
-        while len(part) == _AT_ONCE:  # files of /proc give all that fits: less than asked for is the end
+        while len(part) == _AT_ONCE:  # a read from /proc fills the buffer unless the file ends
             part = os.read(descriptor, _AT_ONCE)
             whole += part
         return whole
@@ -262,7 +260,7 @@ def _thread_group(pid: int, proc: Path) -> int:
 
 
 def _status_field(status: bytes, name: bytes) -> bytes:
-    # Of a name that a process gave itself the kernel escapes line feeds only: other ends of lines, which splitlines() knows, are its own.
+    # A process chooses its own name, and the kernel escapes only line feeds in it. splitlines() also splits at other characters.
     for line in status.split(b"\n"):
         key, _, value = line.partition(b":")
         if key == name and value.strip():

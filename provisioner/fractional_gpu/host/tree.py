@@ -1,13 +1,12 @@
 """Which processes belong to a kernel.
 
 The rules:
-- A tree is the root, its descendants, the members of the sessions that any of them leads, and processes of the
-  root's user that carry the marker (the lease's id) in the environment they were started with; and the same again
-  for what these bring in.
-- One pass over /proc serves any number of trees. What exits during the pass is left out; what starts during it may
-  be missed, so whoever needs certainty (a new CUDA process after a lock) scans again.
-- A process that was seen in a tree belongs to it for good: forked twice, in a session of its own and with another
-  environment it still has the memory that was reserved for its kernel.
+- A tree is the root, its descendants, the members of the sessions that any of them leads, and processes of the root's
+  user with the marker (the lease's id) in the environment they were started with; and the same again for each of these.
+- One pass over /proc serves any number of trees. A process that exits during the pass is left out, and one that starts
+  may be missed: a caller that needs certainty (a new CUDA process after a lock) scans again.
+- A process that was once seen in a tree belongs to it for good: after a double fork, in a session of its own and with
+  another environment, it still has the memory that was reserved for its kernel.
 - A process is read through a descriptor of its folder in /proc, which stays with that process: facts of two
   processes that had the same pid one after the other are never mixed.
 - An environment that may not be read carries no marker.
@@ -42,12 +41,12 @@ class _Seen:
     session: int
     uid: int
     marker: str | None
-    held_up: bool
+    stopped_or_traced: bool
     forked: bool
 
 
 class Snapshot:
-    """All processes at about one moment. Cut trees from it with `tree`."""
+    """All processes at about one moment. `tree` returns the tree of one of them."""
 
     def __init__(self, boot: str, seen: Iterable[_Seen], marker_name: str | None) -> None:
         self._boot = boot
@@ -74,17 +73,17 @@ class Snapshot:
         return self._by_pid[identity.pid].uid if identity in self else None
 
     def runs_own_program(self, identity: ProcessIdentity) -> bool:
-        """Return whether the process started a program since it was forked: it shares no memory with its parent."""
+        """Return whether the process has executed a program since it was forked, so that it shares no memory with its parent."""
         return identity in self and not self._by_pid[identity.pid].forked
 
-    def held_up(self, identity: ProcessIdentity) -> bool:
-        """Return whether the process was stopped (SIGSTOP, a terminal) or a debugger held it."""
-        return identity in self and self._by_pid[identity.pid].held_up
+    def stopped_or_traced(self, identity: ProcessIdentity) -> bool:
+        """Return whether the process was stopped (SIGSTOP, a terminal) or traced by a debugger."""
+        return identity in self and self._by_pid[identity.pid].stopped_or_traced
 
     def forked_from(self, identity: ProcessIdentity) -> list[ProcessIdentity]:
         """Return the processes whose memory and files this one inherited by forking, nearest first.
 
-        Empty for a process that runs a program of its own. An ancestor that is gone ends the list.
+        Empty for a process that has executed a program since. An ancestor that has exited ends the list.
         """
         ancestors: list[ProcessIdentity] = []
         process = self._by_pid[identity.pid] if identity in self else None
@@ -96,7 +95,7 @@ class Snapshot:
         return ancestors
 
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
-        """Return the processes that carry a marker by its value, oldest first; of one user only if `uid` is given."""
+        """Return the processes with a marker by its value, oldest first; of one user only if `uid` is given."""
         return {
             value: sorted(
                 (process.identity for process in members), key=lambda identity: (identity.start_time, identity.pid)
@@ -122,16 +121,17 @@ class Snapshot:
         apart: Collection[ProcessIdentity] = (),
         also: Collection[ProcessIdentity] = (),
     ) -> list[ProcessIdentity]:
-        """Return the tree of `root` (None: of the other two alone), oldest first.
+        """Return the tree of `root` (None: of `marker` and `also` alone), oldest first.
 
-        A root that is gone may have left processes behind, marked ones and members of its session; as its number may
-        have been another's since, they count only if they are `uid`'s (None: the living root's own user). `apart` are
-        the roots of other trees: neither they nor what lies only below them is part of this one. `also` were seen in this
-        tree before: they belong to it, and what lies below them, wherever they went. Raises ValueError when the snapshot
-        was taken without the marker's variable.
+        A root that has exited may leave processes behind: marked ones and members of its session. Its pid may have been reused since, so
+        they count only if they belong to `uid` (None: the living root's own user). `apart` are the roots of other trees: neither they nor
+        processes that are only below them are part of this one. `also` were seen in this tree before: they and their descendants belong
+        to it in any case. Raises ValueError when the snapshot was taken without the marker's variable.
         """
         if marker is not None and marker[0] != self._marker_name:
-            raise ValueError(f"this snapshot looked for {self._marker_name}, not for {marker[0]}: scan with that name")
+            raise ValueError(
+                f"this snapshot was taken with {self._marker_name}, not for {marker[0]}: scan with that name"
+            )
         if root is not None and root.boot_id != self._boot:
             return []
         at_pid = None if root is None else self._by_pid.get(root.pid)
@@ -154,9 +154,9 @@ class Snapshot:
 
 
 def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
-    """Return whether the process is `root` or descends from it, now. `others` are pids of further roots: what is below one is its own.
+    """Return whether the process is `root` or descends from it, now. `others` are pids of further roots, whose descendants do not count.
 
-    Raises PermissionError where a process may not be looked at.
+    Raises PermissionError where a process may not be read.
     """
     for _ in range(_DEEPEST):
         if pid == root.pid:
@@ -171,10 +171,10 @@ def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> b
 
 
 def scan(marker_name: str | None = None, *, proc: Path = PROC) -> Snapshot:
-    """Look at every process once, and at the variable `marker_name` of each one's environment. Raises OSError."""
+    """Read every process once, and the variable `marker_name` of its environment. Raises OSError."""
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
-    # A pass is on the way of every suspend and resume: no objects for paths and files, one read where that tells all.
+    # Every suspend and resume waits for a pass: no objects for paths and files, and one read per file.
     marker = None if marker_name is None else b"\0" + os.fsencode(marker_name) + b"="
     seen = (_look(pid, boot, marker, f"{proc}/{pid}") for pid in pids)
     return Snapshot(boot, (process for process in seen if process is not None), marker_name)
@@ -192,15 +192,15 @@ def _look(pid: int, boot: str, marker: bytes | None, path: str) -> _Seen | None:
         value = None if marker is None else _value(folder, marker)
         uid = parse_uid(_read_at(folder, "status"))
     except (FileNotFoundError, ProcessLookupError):
-        return None  # it exited while it was looked at
+        return None  # it exited meanwhile
     finally:
         os.close(folder)
     identity = ProcessIdentity(boot, pid, stat.start_time)
-    return _Seen(identity, stat.ppid, stat.session, uid, value, stat.held_up, stat.forked)
+    return _Seen(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
 
 
 def _value(folder: int, marker: bytes) -> str | None:
-    """Return what the environment says after the marker, which is NUL, the variable's name and "=". The first one counts."""
+    """Return the variable's value; `marker` is NUL, its name and "=". The first of equal names counts, as for getenv()."""
     try:
         raw = b"\0" + _read_at(folder, "environ")
     except PermissionError:

@@ -58,7 +58,7 @@ class Worker:
         self.alone = asyncio.Event()
         self.alone.set()
 
-    async def until_alone(self) -> None:
+    async def wait_for_previous_worker(self) -> None:
         await self.alone.wait()
 
     async def start(self) -> None:

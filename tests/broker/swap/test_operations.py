@@ -77,8 +77,8 @@ class Stage:
     async def glance(self) -> None:
         """Nothing was seen."""
 
-    async def until_alone(self) -> None:
-        self._look("until_alone")
+    async def wait_for_previous_worker(self) -> None:
+        self._look("wait_for_previous_worker")
 
     async def truth(self, *_arguments: object) -> Truth:
         self._look("truth")
@@ -179,7 +179,7 @@ async def test_the_operation_of_a_lease_that_is_gone_is_not_written_down(
 
 
 async def test_a_lease_is_looked_at_until_the_machine_can_be_looked_at(stage: Stage) -> None:
-    stage.failing_looks = ["truth", "until_alone", "truth"]
+    stage.failing_looks = ["truth", "wait_for_previous_worker", "truth"]
     stage.operations.start(LookAgain(lease_id=LEASE, generation=1))
     await asyncio.gather(*stage.operations._looking)
     (found,) = stage.events

@@ -3,12 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from fractional_gpu.commands.demo.monitor import Sampler
+from fractional_gpu.commands.demo.monitor import LeaseTracker
 from tests.commands.pictures import a_lease
 
 
 def test_changes_are_told_once_and_strangers_never() -> None:
-    sampler = Sampler({"kernel-1": "tenant-a"})
+    sampler = LeaseTracker({"kernel-1": "tenant-a"})
     stranger = a_lease(kernel_id="somebody-else")
     assert sampler.feed(10.0, [a_lease(age_ms=0), stranger]) == []
     assert sampler.feed(11.0, [a_lease(state="suspending", age_ms=500), stranger]) == ["tenant-a: being suspended"]
@@ -18,7 +18,7 @@ def test_changes_are_told_once_and_strangers_never() -> None:
 
 
 def test_the_time_of_a_move_is_exact_although_pictures_are_late() -> None:
-    sampler = Sampler({"kernel-1": "tenant-a"})
+    sampler = LeaseTracker({"kernel-1": "tenant-a"})
     sampler.feed(10.0, [a_lease(age_ms=0)])
     sampler.feed(11.0, [a_lease(state="suspending", age_ms=500)])  # began at 10.5
     sampler.feed(14.0, [a_lease(state="suspended", age_ms=1000)])  # ended at 13.0
@@ -30,7 +30,7 @@ def test_the_time_of_a_move_is_exact_although_pictures_are_late() -> None:
 
 
 def test_what_happened_first_is_told_first() -> None:
-    sampler = Sampler({"kernel-1": "tenant-a", "kernel-2": "tenant-b"})
+    sampler = LeaseTracker({"kernel-1": "tenant-a", "kernel-2": "tenant-b"})
     one, two = a_lease(state="suspending"), a_lease(lease_id="9" * 12, kernel_id="kernel-2", state="suspended")
     sampler.feed(10.0, [two, one])
     later = [

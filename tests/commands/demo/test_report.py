@@ -5,8 +5,8 @@ from dataclasses import replace
 from fractional_gpu.commands.demo.report import (
     DemoDevice,
     DemoKernel,
-    outcome_as_json,
-    render_outcome,
+    render_report,
+    report_as_json,
 )
 
 DEVICE = DemoDevice(name="Simulated GPU", simulated=True, memory_mib=1024)
@@ -26,19 +26,19 @@ TENANT_B = replace(TENANT_A, name="tenant-b", state="resident", suspends=4, move
 
 def test_the_table() -> None:
     assert (
-        render_outcome(DEVICE, [TENANT_A, TENANT_B])
+        render_report(DEVICE, [TENANT_A, TENANT_B])
         == """\
 Simulated GPU, 1 GiB
-  KERNEL    GPU  STATE      SUSPENDED  RESUMED  MOVING  COMPARED  INTACT
-  tenant-a  3/4  suspended  5 times    4 times  1.2 s   576 MiB   yes
-  tenant-b  3/4  resident   4 times    4 times  1.0 s   576 MiB   yes
+  KERNEL    GPU  STATE       SUSPENDED  RESUMED  MOVING  COMPARED  INTACT
+  tenant-a  3/4  suspended   5 times    4 times  1.2 s   576 MiB   yes
+  tenant-b  3/4  on the GPU  4 times    4 times  1.0 s   576 MiB   yes
 Together they asked for 1.5 GPUs, and every byte is where it was.
 """
     )
 
 
 def test_the_object_for_programs() -> None:
-    assert outcome_as_json(DEVICE, [TENANT_A]) == {
+    assert report_as_json(DEVICE, [TENANT_A]) == {
         "device": {"name": "Simulated GPU", "simulated": True, "memory_mib": 1024},
         "kernels": [
             {
@@ -55,22 +55,22 @@ def test_the_object_for_programs() -> None:
 
 def test_lost_state_is_not_ok_and_the_table_shouts() -> None:
     lost = replace(TENANT_B, state_intact=False)
-    assert outcome_as_json(DEVICE, [TENANT_A, lost])["ok"] is False
-    text = render_outcome(DEVICE, [TENANT_A, lost])
+    assert report_as_json(DEVICE, [TENANT_A, lost])["ok"] is False
+    text = render_report(DEVICE, [TENANT_A, lost])
     assert "NO" in text
     assert text.endswith("Something is wrong: tenant-b lost state.\n")
 
 
 def test_a_demonstration_that_moved_nothing_shows_nothing_and_is_not_ok() -> None:
     for still in (replace(TENANT_A, suspends=0), replace(TENANT_A, resumes=0)):
-        assert outcome_as_json(DEVICE, [still])["ok"] is False
+        assert report_as_json(DEVICE, [still])["ok"] is False
 
 
 def test_a_device_is_always_said_to_be_simulated_and_how_big_it_is() -> None:
     first_lines = [
-        render_outcome(replace(DEVICE, name=name), [TENANT_A]).splitlines()[0]
+        render_report(replace(DEVICE, name=name), [TENANT_A]).splitlines()[0]
         for name in ("SIM-1", "Simulated GPU 1 GiB")
     ]
     assert first_lines == ["SIM-1, simulated, 1 GiB", "Simulated GPU 1 GiB"]
     real = DemoDevice(name="NVIDIA L4", simulated=False, memory_mib=24_576)
-    assert render_outcome(real, [TENANT_A]).startswith("NVIDIA L4, 24 GiB\n")
+    assert render_report(real, [TENANT_A]).startswith("NVIDIA L4, 24 GiB\n")

@@ -13,7 +13,7 @@ from fractional_gpu.commands.demo import demo
 from fractional_gpu.commands.demo.sandbox import (
     EXAMPLES,
     Sandbox,
-    ending_as_interrupt,
+    interrupt_on_termination,
     open_sandbox,
     sandbox_environment,
 )
@@ -96,7 +96,7 @@ def test_a_broker_serves_one_device_and_is_stopped_at_the_end() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_being_asked_to_end_is_an_interrupt(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), ending_as_interrupt():
+    with pytest.raises(KeyboardInterrupt), interrupt_on_termination():
         signal.raise_signal(number)
     assert signal.getsignal(number) is before
 
@@ -151,7 +151,7 @@ def test_without_a_gpu_that_will_do_the_reason_is_told(
     monkeypatch.setattr(demo, "open_monitor", lambda _name: machine)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
     monkeypatch.setattr(Sandbox, "start_broker", refuse)
-    assert demo._real_ground(Sandbox(tmp_path)) is None
+    assert demo._set_up_real(Sandbox(tmp_path)) is None
     assert capsys.readouterr().err == said + "\n"
     assert machine.closed
 
@@ -160,5 +160,5 @@ def test_without_torch_no_real_gpu_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    assert demo._real_ground(Sandbox(tmp_path)) is None
+    assert demo._set_up_real(Sandbox(tmp_path)) is None
     assert capsys.readouterr().err.startswith("torch, which the notebooks use on a real GPU, is not installed")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.doctor import doctor
-from fractional_gpu.commands.doctor.nvidia import NvidiaLook
+from fractional_gpu.commands.doctor.nvidia import NvidiaReport
 from fractional_gpu.commands.doctor.report import ok
 from fractional_gpu.commands.main import main
 
@@ -28,7 +28,7 @@ SIMULATED = [
 
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "look_at_nvidia", lambda: NvidiaLook((), (ok("driver", "not looked at"),)))
+    monkeypatch.setattr(doctor, "check_nvidia", lambda: NvidiaReport((), (ok("driver", "not looked at"),)))
 
 
 def test_the_simulated_mode_tries_a_checkpoint(

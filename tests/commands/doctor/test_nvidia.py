@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.doctor.nvidia import (
+    check_nvidia,
     check_pools,
     cuda_level,
-    look_at_nvidia,
     mps_processes,
 )
 from fractional_gpu.commands.doctor.report import Finding, Severity
@@ -63,7 +63,7 @@ def process(proc: Path, pid: int, name: str) -> None:
 def look(
     nvml: FakeNVML, proc: Path, bindings: str = "", level: int | None = None, sysfs: Path | None = None
 ) -> list[Finding]:
-    seen = look_at_nvidia(
+    seen = check_nvidia(
         nvml=nvml, bindings=lambda: bindings, level=lambda: level, proc=proc, sysfs=sysfs or proc.parent / "sys"
     )
     return list(seen.findings)
@@ -77,7 +77,7 @@ def of(findings: list[Finding], check: str) -> Finding:
 def test_a_sound_machine_has_nothing_to_complain_of(proc: Path) -> None:
     gpu = FakeGPU()
     nvml = DoctorsNVML(gpu)
-    seen = look_at_nvidia(nvml=nvml, bindings=str, level=lambda: pytest.fail("asked"), proc=proc, sysfs=proc)
+    seen = check_nvidia(nvml=nvml, bindings=str, level=lambda: pytest.fail("asked"), proc=proc, sysfs=proc)
     assert {one.severity for one in seen.findings} == {Severity.OK}
     assert [one.check for one in seen.findings] == ["driver", "cuda-bindings", "device", "persistence", "numa", "mps"]
     assert of(list(seen.findings), "driver").finding == "580.65.06, CUDA 13.0"

@@ -4,9 +4,9 @@ import pytest
 
 from fractional_gpu.commands.terminal.render import (
     bar,
+    describe_state,
     lease_name,
     render_status,
-    state_in_words,
     table,
 )
 from fractional_gpu.protocol.messages import Stranger
@@ -35,9 +35,9 @@ def test_a_bar_keeps_its_length_whatever_a_device_claims(differences: dict[str, 
 
 
 def test_states_are_words() -> None:
-    assert state_in_words(a_lease(busy=True)) == "on the GPU, busy, 12 s"
-    assert state_in_words(a_lease(state="suspended", age_ms=180_000)) == "suspended, 3 min"
-    assert state_in_words(a_lease(state="levitating", age_ms=0)) == "levitating, 0 ms"
+    assert describe_state(a_lease(busy=True)) == "on the GPU, busy, 12 s"
+    assert describe_state(a_lease(state="suspended", age_ms=180_000)) == "suspended, 3 min"
+    assert describe_state(a_lease(state="levitating", age_ms=0)) == "levitating, 0 ms"
 
 
 def test_a_lease_is_named_by_its_label_and_the_beginning_of_its_id() -> None:
@@ -116,7 +116,7 @@ def test_why_kernels_stay_is_shown_for_a_device_and_for_a_kernel() -> None:
 
 
 def test_work_in_the_background_is_called_that() -> None:
-    assert state_in_words(a_lease(busy=True, working=True)) == "on the GPU, working in the background, 12 s"
+    assert describe_state(a_lease(busy=True, working=True)) == "on the GPU, working in the background, 12 s"
 
 
 def test_every_line_fits_the_terminal_and_nothing_of_it_is_lost() -> None:

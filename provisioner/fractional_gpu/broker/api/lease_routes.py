@@ -18,7 +18,7 @@ from fractional_gpu.broker.api.rate_limit import RateLimiter
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
 from fractional_gpu.broker.services.status import full_lease_status, host_status
 from fractional_gpu.broker.services.status_stream import StatusStream
-from fractional_gpu.host.peers import tells_unread, unread
+from fractional_gpu.host.peers import detects_unread, unread
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
 from fractional_gpu.protocol.messages import (
@@ -232,7 +232,7 @@ def make_server(service: LeaseService, socket_path: str, *, more: Sequence[tuple
         default_handler_args=shared,
         status_stream=StatusStream(service.broker, socket_path),
         limiter=RateLimiter(service.broker),
-        hears=tells_unread(),
+        hears=detects_unread(),
         log_function=_log_request,
     )
     server = Server(

@@ -194,7 +194,7 @@ class ProcessInspector:
 
     async def _has_cuda(self, host: HostSnapshot, identity: ProcessIdentity) -> bool:
         """Ask the driver whether the process has CUDA state. A stopped one would not answer, and may have. Raises GPUError."""
-        if host.processes.held_up(identity):
+        if host.processes.stopped_or_traced(identity):
             return True
         try:
             return await self._worker.state(identity) not in _NO_CUDA
@@ -235,7 +235,7 @@ class ProcessInspector:
         states: dict[ProcessIdentity, ProcessState] = {}
         failed: dict[ProcessIdentity, GPUError] = {}
         for identity in tree:
-            if host.processes.held_up(identity) and self._may_use_cuda(kernel, host, identity):
+            if host.processes.stopped_or_traced(identity) and self._may_use_cuda(kernel, host, identity):
                 raise GPUError(GPUErrorCode.TARGET_STOPPED, stopped_sentence(identity.pid))
             try:
                 states[identity] = await self._worker.state(identity)

@@ -8,7 +8,7 @@ itself is short, and each suspended lease whose own control group is. A group is
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from fractional_gpu.host.memory import Headroom, Look, system_headroom
+from fractional_gpu.host.memory import Headroom, LimitReader, system_headroom
 
 __all__ = ["KEPT_FREE_PARTS", "HostBudget", "HostMemoryPressure"]
 
@@ -54,7 +54,7 @@ class HostMemoryPressure:
             for lease_id, known in self._rooms.items()
             if pids.get(lease_id) == known[0] and now_s < known[1]
         }
-        room = self._room or Look().headroom  # most kernels share a control group, which is read once
+        room = self._room or LimitReader().headroom  # most kernels share a control group, which is read once
         pressed = set()
         for lease_id, pid in pids.items():
             if lease_id in self._rooms:

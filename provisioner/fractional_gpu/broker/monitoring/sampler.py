@@ -353,6 +353,6 @@ class Sampler:
 def _is_held_up(kernel: Kernel) -> bool:
     """Whether the process is stopped or debugged: it is not stuck, and needs no GPU before it goes on."""
     try:
-        return kernel.identity is not None and read_stat(kernel.identity.pid).held_up
+        return kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except OSError:  # it ended, or this cannot be seen
         return False

@@ -78,7 +78,7 @@ class DriverStart:
         """Give the worker of a killed broker a moment to end. One that is in an operation goes on without a broker."""
         try:
             async with asyncio.timeout(_ORPHAN_PATIENCE_S):
-                await self._worker.until_alone()
+                await self._worker.wait_for_previous_worker()
         except TimeoutError:
             log.warning(
                 "the worker of an earlier broker is still at work: what it works on is unknown until it is done"
@@ -91,7 +91,7 @@ class DriverStart:
             await asyncio.sleep(self._pause_s)
             return
         try:
-            await self._worker.until_alone()
+            await self._worker.wait_for_previous_worker()
         except OSError as error:
             # No locks on this filesystem, say: the attempt meets the same and gives it as its reason.
             log.warning("whether an earlier checkpoint worker is at work cannot be found out: %s", error)

@@ -211,7 +211,7 @@ async def _rescue_all(
     swaps.connect(roots=lambda: [one.kernel.identity for one in found if one.kernel.identity is not None])
     try:
         async with asyncio.timeout(_ORPHAN_PATIENCE_S):
-            await worker.until_alone()
+            await worker.wait_for_previous_worker()
         done: list[Rescued] = []
         for one in found:
             rescued = await _rescue_one(swaps, backend, one)

@@ -209,7 +209,7 @@ class Operations:
                 async with asyncio.timeout(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)]):
                     await self._look_now.wait()
             try:
-                await self._swaps.until_alone()
+                await self._swaps.wait_for_previous_worker()
                 kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
                 if kernel is None or view is None or view.generation != effect.generation:
                     return

@@ -210,7 +210,7 @@ class Suspension:
 def _check_not_stopped(kernel: Kernel) -> None:
     """Raise StepError for a stopped kernel: neither its extension nor the driver would get an answer."""
     try:
-        stopped = kernel.identity is not None and read_stat(kernel.identity.pid).held_up
+        stopped = kernel.identity is not None and read_stat(kernel.identity.pid).stopped_or_traced
     except ProcessLookupError:
         return  # it ended: the next step says so
     if stopped and kernel.identity is not None:

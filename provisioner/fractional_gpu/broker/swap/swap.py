@@ -124,6 +124,6 @@ class Swaps:
             log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
             return None
 
-    async def until_alone(self) -> None:
+    async def wait_for_previous_worker(self) -> None:
         """Return when no checkpoint worker of an earlier broker is at work any more. Cancellation stops the waiting."""
-        await self._worker.until_alone()
+        await self._worker.wait_for_previous_worker()

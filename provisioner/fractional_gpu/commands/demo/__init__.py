@@ -1,1 +1,1 @@
-"""Commands that open notebooks or install kernels: kernels, lab, demo."""
+"""`jupyter gpu demo`: two notebooks take turns on one GPU, in a sandbox that leaves nothing behind."""

@@ -1,7 +1,7 @@
-"""Watches leases while the demonstration runs: tells what happens to them, and adds up how long they were being moved.
+"""Follows leases while the demonstration runs: prints each change of state, and adds up how long their memory was on the move.
 
-`Sampler` is pure: pictures of leases in, sentences out. `Watcher` feeds it from the broker in a thread of its own. A lease says for
-how long it has been in its state, so two pictures give the exact duration of a state that both saw the end of.
+`LeaseTracker` is pure: statuses of leases in, sentences out. `LeaseMonitor` feeds it from the broker in a thread of its own. A status says
+for how long a lease has been in its state, so the begin of each state is exact although the broker is polled.
 """
 
 import threading
@@ -16,7 +16,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus
 from fractional_gpu.protocol.states import state_words
 
-__all__ = ["Sampler", "Watcher"]
+__all__ = ["LeaseMonitor", "LeaseTracker"]
 
 INTERVAL_S = 0.05
 _MOVING = frozenset({"suspending", "resuming"})
@@ -29,16 +29,16 @@ class _Seen:
     moved_s: float = 0.0
 
 
-class Sampler:
-    """Follows leases through their states. `names` maps kernel ids to what people call them; other leases are ignored."""
+class LeaseTracker:
+    """Follows leases through their states. `names` maps kernel ids to names for people; other leases are ignored."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names
         self._seen: dict[str, _Seen] = {}
 
     def feed(self, now_s: float, leases: Sequence[LeaseStatus]) -> list[str]:
-        """Take a picture made at `now_s` (any clock that only goes forward) and return a sentence for each change, oldest first."""
-        told: list[tuple[float, str]] = []
+        """Take the leases at `now_s` (of any monotonic clock) and return a sentence for each change, oldest first."""
+        changes: list[tuple[float, str]] = []
         for lease in leases:
             if lease.kernel_id not in self.names:
                 continue
@@ -50,11 +50,11 @@ class Sampler:
                 if seen.state in _MOVING:
                     seen.moved_s += max(0.0, entered_s - seen.entered_s)
                 seen.state, seen.entered_s = lease.state, entered_s
-                told.append((entered_s, f"{self.names[lease.kernel_id]}: {_news(lease)}"))
-        return [sentence for _, sentence in sorted(told)]
+                changes.append((entered_s, f"{self.names[lease.kernel_id]}: {_news(lease)}"))
+        return [sentence for _, sentence in sorted(changes)]
 
     def moved_s(self, kernel_id: str) -> float:
-        """Return how long the kernel's memory was on the move, seconds, as far as it was seen; moves under way do not count."""
+        """Return how long the kernel's memory was on the move, seconds, as far as it was seen; a move that is under way does not count."""
         seen = self._seen.get(kernel_id)
         return seen.moved_s if seen is not None else 0.0
 
@@ -66,15 +66,15 @@ def _news(lease: LeaseStatus) -> str:
     return state_words(lease.state)
 
 
-class Watcher:
-    """Asks the broker all the time, in a thread, until the `with` block ends. `tell` gets each sentence, in that thread."""
+class LeaseMonitor:
+    """Polls the broker in a thread until the `with` block ends. `tell` gets each sentence, in that thread."""
 
-    def __init__(self, socket: str, sampler: Sampler, tell: Callable[[str], None]) -> None:
+    def __init__(self, socket: str, tracker: LeaseTracker, tell: Callable[[str], None]) -> None:
         self._socket = socket
-        self._sampler = sampler
+        self._tracker = tracker
         self._tell = tell
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="gpu-demo-watcher", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="gpu-demo-monitor", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -88,7 +88,7 @@ class Watcher:
         client = BrokerClient(self._socket)
         try:
             while not self._over.wait(INTERVAL_S):
-                for sentence in self._sampler.feed(time.monotonic(), client.status().leases):
+                for sentence in self._tracker.feed(time.monotonic(), client.status().leases):
                     self._tell(sentence)
         except FractionalGPUError as error:
             self._tell(f"cannot watch any more: {error}")

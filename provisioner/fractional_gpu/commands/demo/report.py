@@ -1,13 +1,14 @@
-"""What the demonstration found, as a table for people and as JSON for programs. Pure."""
+"""The demonstration's results, as a table for people and as JSON for programs. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fractional_gpu.commands.terminal.render import device_in_words, table
+from fractional_gpu.commands.terminal.render import describe_device, table
 from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.protocol.states import state_words
 
-__all__ = ["DemoDevice", "DemoKernel", "outcome_as_json", "render_outcome", "what_is_wrong"]
+__all__ = ["DemoDevice", "DemoKernel", "find_problems", "render_report", "report_as_json"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class DemoDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoKernel:
-    """What became of one kernel. `state` is the lease's at the end; `moved_s` seconds its memory was on the move."""
+    """The result of one kernel. `state` is the lease's at the end; `moved_s` seconds its memory was on the move."""
 
     name: str
     kernelspec: str
@@ -34,8 +35,8 @@ class DemoKernel:
     state_intact: bool
 
 
-def what_is_wrong(kernels: Sequence[DemoKernel]) -> list[str]:
-    """Return a sentence for each promise that was not kept; an empty list means that all is well."""
+def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
+    """Return a sentence for each broken promise; an empty list is a success."""
     wrong = [f"{kernel.name} lost state" for kernel in kernels if not kernel.state_intact]
     still = [kernel for kernel in kernels if not kernel.suspends or not kernel.resumes]
     return wrong + [
@@ -44,7 +45,7 @@ def what_is_wrong(kernels: Sequence[DemoKernel]) -> list[str]:
     ]
 
 
-def outcome_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[str, Any]:
+def report_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[str, Any]:
     """Return the object that `--json` prints."""
     return {
         "device": {"name": device.name, "simulated": device.simulated, "memory_mib": device.memory_mib},
@@ -58,18 +59,18 @@ def outcome_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[s
             }
             for kernel in kernels
         ],
-        "ok": not what_is_wrong(kernels),
+        "ok": not find_problems(kernels),
     }
 
 
-def render_outcome(device: DemoDevice, kernels: Sequence[DemoKernel]) -> str:
+def render_report(device: DemoDevice, kernels: Sequence[DemoKernel]) -> str:
     """Return the table and the conclusion, ending in a newline."""
     header = ("KERNEL", "GPU", "STATE", "SUSPENDED", "RESUMED", "MOVING", "COMPARED", "INTACT")
     rows = [
         (
             kernel.name,
             format_fraction(kernel.fraction_milli),
-            kernel.state,
+            state_words(kernel.state),
             f"{kernel.suspends} times",
             f"{kernel.resumes} times",
             f"{kernel.moved_s:.1f} s",
@@ -78,14 +79,14 @@ def render_outcome(device: DemoDevice, kernels: Sequence[DemoKernel]) -> str:
         )
         for kernel in kernels
     ]
-    wrong = what_is_wrong(kernels)
+    wrong = find_problems(kernels)
     asked = sum(kernel.fraction_milli for kernel in kernels)
     good = f"Together they asked for {format_fraction_sum(asked)} GPUs, and every byte is where it was."
     conclusion = "Something is wrong: " + "; ".join(wrong) + "." if wrong else good
     return (
         "\n".join(
             [
-                device_in_words(device.name, device.memory_mib, simulated=device.simulated),
+                describe_device(device.name, device.memory_mib, simulated=device.simulated),
                 *table(header, rows),
                 conclusion,
             ]

@@ -27,8 +27,8 @@ __all__ = [
     "EXAMPLES",
     "FRACTION_MILLI",
     "Sandbox",
-    "ending_as_interrupt",
     "examples_dir",
+    "interrupt_on_termination",
     "open_sandbox",
     "sandbox_environment",
 ]
@@ -39,7 +39,7 @@ FRACTION_MILLI = 750  # of which a device has room for one at a time
 _STOP_S = 30.0
 _START_S = 120.0
 _LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
-_IDLE_EXIT = "5m"  # should the demonstration be killed outright, its broker does not stay for ever
+_IDLE_EXIT = "5m"  # so that a killed demonstration does not leave its broker for ever
 _CONFIG = """\
 c.GPUBroker.devices = [{device!r}]
 c.GPUBroker.pools = {{"default": {{"fractions": ["3/4"], "idle_after": "on-demand"}}}}
@@ -58,12 +58,12 @@ def examples_dir() -> Path:
 
 
 def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for everything in the sandbox: `outside` without what concerns another kernel or broker."""
+    """Return the environment of the sandbox: `outside` without the variables of another kernel or broker."""
     environment = {name: value for name, value in outside.items() if not name.startswith("JUPYTER_GPU_")}
     data = str(root / "data")
     environment |= {
         "JUPYTER_DATA_DIR": data,
-        "JUPYTER_PATH": data,  # before the environment's own folder, where kernels of the same names may be installed
+        "JUPYTER_PATH": data,  # before the environment's own folder, which may have kernels of the same names
         "JUPYTER_RUNTIME_DIR": str(root / "runtime"),
         "JUPYTER_CONFIG_DIR": str(root / "config"),
         "IPYTHONDIR": str(root / "ipython"),
@@ -74,7 +74,7 @@ def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str
 
 
 class Sandbox:
-    """The folder, the notebooks copied into it, and the broker. Make one with `open_sandbox`."""
+    """The folder, the notebooks copied into it, and the broker. Create one with `open_sandbox`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -82,7 +82,7 @@ class Sandbox:
         self.notebooks = root / "notebooks"
 
     def copy_notebooks(self) -> None:
-        """Put fresh copies of the examples where the kernels will run, over what is there."""
+        """Put fresh copies of the examples into the notebooks' folder."""
         self.notebooks.mkdir(exist_ok=True)
         for name in EXAMPLES:
             shutil.copyfile(examples_dir() / name, self.notebooks / name)
@@ -94,7 +94,7 @@ class Sandbox:
     def start_broker(self, *, simulate: str | None, device: int | str) -> BrokerClient:
         """Start a broker for one device (number or UUID) and return its client.
 
-        Raises CommandError with the broker's own words when it does not start.
+        Raises CommandError with the broker's last line when it does not start.
         """
         config = self.root / "config" / "demo_config.py"
         config.write_text(_CONFIG.format(device=device), encoding="utf-8")
@@ -124,17 +124,17 @@ class Sandbox:
 
 
 def _run_quietly(command: list[str]) -> tuple[int, str]:
-    """Run a command to its end and return its exit code and what it said. Raises CommandError if it takes too long.
+    """Run a command to its end and return its exit code and output. Raises CommandError if it takes too long.
 
-    An interrupt is raised only when the command has ended: a broker that is half started could not be found and stopped.
+    An interrupt is raised only after the end of the command, because a half started broker could not be found and stopped.
     """
-    with tempfile.TemporaryFile() as said:  # not a pipe: what the command starts may keep its end open
+    with tempfile.TemporaryFile() as said:  # not a pipe: a process that the command starts may keep its end open
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            start_new_session=True,  # Ctrl-C is for us: the kernels go first, then the broker
+            start_new_session=True,  # Ctrl-C is not for the broker: the kernels are ended first
         )
         try:
             code = process.wait(_START_S)
@@ -172,7 +172,7 @@ def _end(pid: int, number: signal.Signals) -> None:
 
 @contextmanager
 def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
-    """Make the folder, and the environment of this process the sandbox's, until the block ends; then tidy up.
+    """Create the folder, and replace this process's environment by the sandbox's until the block ends; then clean up.
 
     `keep`: leave the folder where it is. Raises CommandError where the temporary folder's path is too long.
     """
@@ -195,7 +195,7 @@ def open_sandbox(*, keep: bool) -> Iterator[Sandbox]:
 
 @contextmanager
 def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Replace this process's environment for a while: the libraries that start kernels read it there."""
+    """Replace this process's environment during the block: the libraries that start kernels read it there."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(wanted)
@@ -207,8 +207,8 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def ending_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C for a while, so that being asked to end tidies up as well."""
+def interrupt_on_termination() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP like Ctrl-C during the block, so that they clean up as well."""
 
     def interrupt(_signal: int, _frame: object) -> None:
         signal.raise_signal(signal.SIGINT)

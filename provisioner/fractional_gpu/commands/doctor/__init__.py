@@ -1,1 +1,1 @@
-"""`jupyter gpu doctor`: one module for each part of the machine that it examines."""
+"""`jupyter gpu doctor`: one module for each part of the machine that it checks, and one for the report."""

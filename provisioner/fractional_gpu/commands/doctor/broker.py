@@ -1,6 +1,6 @@
-"""The doctor's look at the broker: does one answer on the socket, and is its ledger readable.
+"""The doctor's checks of the broker: whether one answers on the socket, and whether its ledger is readable.
 
-Looking changes nothing: no broker is started, and the ledger is opened for reading only, without its lock.
+Nothing is changed: no first broker is started, and the ledger is opened for reading only, without its lock.
 """
 
 import sqlite3
@@ -39,7 +39,7 @@ _KEEP: Final = "no broker starts with it: put a backup in its place, or set it a
 
 
 def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
-    """Return the socket (None: there can be none) and what is to be said of it."""
+    """Return the socket (None: there can be none) and the findings about it."""
     try:
         path = socket or socket_path()
         client = broker_if_running(path)
@@ -49,7 +49,7 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
         return path, [note("broker", f"none runs on {path}: it starts with the first kernel that wants a GPU")]
     with closing(client):
         try:
-            return path, list(_answers(client, path))
+            return path, list(_check_answers(client, path))
         except FractionalGPUError as error:
             return path, [problem("broker", f"the broker on {path} fails: {error}", "see broker.log beside its socket")]
 
@@ -66,7 +66,7 @@ def broker_pid(socket: str | None) -> int | None:
     return None
 
 
-def _answers(client: BrokerClient, path: str) -> Iterator[Finding]:
+def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
     pong: Pong = client.ping()
     if pong.protocol != PROTOCOL_VERSION:
         yield problem(
@@ -107,7 +107,7 @@ def _answers(client: BrokerClient, path: str) -> Iterator[Finding]:
 
 
 def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
-    """Say whether the ledgers of the broker on this socket can be read."""
+    """Return findings about the ledgers of the broker on this socket."""
     configured = settings.state_dir if settings is not None else None
     folder = state_folder(socket, configured)
     there = False

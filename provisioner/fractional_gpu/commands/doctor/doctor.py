@@ -1,7 +1,7 @@
-"""`jupyter gpu doctor`: one screen, each line a check with what was found and what to do.
+"""`jupyter gpu doctor`: one screen, a line for each check with what was found and what to do.
 
-Rules: nothing is changed and no broker is started. Checkpointing is really tried, on a process of the doctor's own, where a device is there
-and no broker manages it. No GPU and no driver are a warning. A check that cannot be made says so; it does not end the others.
+Rules: nothing is changed and no broker is started. Checkpointing is tried on a process of the doctor's own, if there is a device and no
+broker manages it. No GPU and no driver are a warning. A check that fails to run says so; it does not end the others.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from fractional_gpu.commands.doctor.installation import (
 )
 from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelspecs
 from fractional_gpu.commands.doctor.memory import check_huge_pages, check_memory, check_oom, check_swap
-from fractional_gpu.commands.doctor.nvidia import check_pools, look_at_nvidia
+from fractional_gpu.commands.doctor.nvidia import check_nvidia, check_pools
 from fractional_gpu.commands.doctor.report import (
     Finding,
     as_json,
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
-    """Make every check. `try_it`: also the one that takes seconds."""
+    """Make every check. `try_it`: also the trial of a checkpoint, which takes seconds."""
     yield from check_versions()
     simulate = os.environ.get("JUPYTER_GPU_SIMULATE")
     simulation = list(check_simulation(simulate))
@@ -87,9 +87,9 @@ def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
         if exit_code(simulation) == 0:
             yield from _try_simulated() if try_it else ()
     else:
-        look = look_at_nvidia()
-        devices = look.devices
-        yield from look.findings
+        nvidia = check_nvidia()
+        devices = nvidia.devices
+        yield from nvidia.findings
         yield from _try_real(devices) if try_it and devices else ()
     yield from check_memory(devices, settings)
     yield from check_huge_pages()
@@ -111,7 +111,7 @@ def _try_real(devices: tuple[DeviceInfo, ...]) -> list[Finding]:
 
 
 def _try_simulated() -> list[Finding]:
-    """Try it on a simulated host of our own: a broker's is the broker's."""
+    """Try it on a temporary simulated host, not on a broker's."""
     with tempfile.TemporaryDirectory(prefix="jupyter-gpu-doctor-") as folder:
         host = Path(folder, "host")
         try:

@@ -24,7 +24,7 @@ _LOAD: Final = "no kernelspec of ours can start"
 
 
 def check_versions() -> Iterator[Finding]:
-    """Say which versions work together here, and whether Jupyter can find the provisioner."""
+    """Return the versions that are installed here, and whether Jupyter finds the provisioner."""
     found = [f"jupyter-fractional-gpu {__version__}", f"Python {platform.python_version()}"]
     for name in _PACKAGES:
         try:
@@ -42,7 +42,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_simulation(simulate: str | None) -> Iterator[Finding]:
-    """Say whether brokers that start from here have simulated devices. `simulate` is `$JUPYTER_GPU_SIMULATE`."""
+    """Return whether brokers that start here have simulated devices. `simulate` is `$JUPYTER_GPU_SIMULATE`."""
     if not simulate:
         return
     try:
@@ -57,7 +57,7 @@ def check_simulation(simulate: str | None) -> Iterator[Finding]:
 
 
 def check_settings() -> tuple[Settings | None, list[Finding]]:
-    """Return the broker's settings, None where they cannot be read, and what is to be said of them."""
+    """Return the broker's settings, None if they cannot be read, and the findings about them."""
     try:
         settings = load()
     except ConfigError as error:

@@ -1,8 +1,7 @@
-"""The doctor's look at Jupyter: our kernelspecs, and idle cullers that would shut down suspended kernels.
+"""The doctor's checks of Jupyter: this package's kernelspecs, and idle cullers that would shut down suspended kernels.
 
-A culler sees a suspended kernel as an idle one and shuts it down: its variables are lost, which is what suspending is there to prevent.
-Configuration files are read as text and never run: what is set by a program's logic cannot be seen, and what the text says is named
-with its line.
+To a culler a suspended kernel is an idle one, and it shuts the kernel down: the variables are lost, which suspending is meant to prevent.
+Configuration files are read as text and never run, so settings from a program's logic are missed; a finding names file and line.
 """
 
 import json
@@ -44,7 +43,7 @@ _ADVICE: Final = "set it to 0 where fractional kernels run, and let the pool's i
 
 
 def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] | None = None) -> Iterator[Finding]:
-    """Say which launcher entries there are and whether they can start. `specs` stand in for the installed ones in tests."""
+    """Return findings about the launcher's entries and whether they can start. `specs` stand in for the installed ones in tests."""
     found = list(list_installed() if specs is None else specs)
     if not found:
         yield note("kernelspecs", "none installed: the launcher offers no fractions", _INSTALL)
@@ -103,16 +102,16 @@ def _shadowed(spec: InstalledSpec) -> Iterator[Finding]:
 
 
 def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:
-    """Ask each interpreter once whether it can import what its kernels need."""
+    """Check once for each interpreter that it can import the packages that its kernels need."""
     by_interpreter: dict[str, str] = {}
     for spec in specs:
         argv = _argv(spec)
         if spec.gated and not spec.earlier and argv and shutil.which(argv[0]) is not None:
             by_interpreter.setdefault(argv[0], spec.name)
-    return [finding for python, name in by_interpreter.items() for finding in _ask(python, name)]
+    return [finding for python, name in by_interpreter.items() for finding in _check_imports(python, name)]
 
 
-def _ask(python: str, name: str) -> Iterator[Finding]:
+def _check_imports(python: str, name: str) -> Iterator[Finding]:
     if obstacle := plan_kernel([python, "-m", "ipykernel_launcher"], os.environ, os.path.sep).obstacle:
         yield warning("kernelspecs", f"{name}: {obstacle}", "mend that interpreter's environment as the finding says")
         return
@@ -134,7 +133,7 @@ def _ask(python: str, name: str) -> Iterator[Finding]:
 def check_cullers(
     *, environment: Mapping[str, str] = os.environ, folders: Iterable[str] | None = None, proc: Path = PROC
 ) -> Iterator[Finding]:
-    """Say which idle cullers of servers and hubs are set. `folders` stand in for Jupyter's configuration path in tests."""
+    """Return findings about idle cullers of servers and hubs. `folders` stand in for Jupyter's configuration path in tests."""
     where = [Path(folder) for folder in (jupyter_config_path() if folders is None else folders)]
     found = [*_configured(where), *_running(proc)]
     for place, value in found:
@@ -158,7 +157,7 @@ def _configured(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
                 continue
             try:
                 text = file.read_text(encoding="utf-8", errors="replace")
-            except OSError:  # a folder of that name, or closed to us, as it is to this user's servers
+            except OSError:  # a folder of that name, or not readable, as for this user's servers
                 continue
             yield from _in_json(file, text) if file.suffix == ".json" else _in_program(file, text)
 
@@ -183,7 +182,7 @@ def _in_json(file: Path, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _running(proc: Path) -> Iterator[tuple[str, str]]:
-    """Look at the command lines of what runs."""
+    """Yield settings and cullers from the command lines of processes."""
     for folder in proc.iterdir():
         if not folder.name.isdigit():
             continue
@@ -195,7 +194,7 @@ def _running(proc: Path) -> Iterator[tuple[str, str]]:
             flag = _FLAG.match(word)
             if flag and not _is_off(flag[3]):
                 yield f"process {folder.name}: {flag[1]}.{flag[2]}", flag[3]
-        # The program itself or the module that Python runs: not a mention somewhere in an argument.
+        # The program itself or the module that Python runs, not a mention in some argument.
         if any(Path(word).name in _CULLERS for word in words[:4]):
             yield f"process {folder.name}", "an idle culler of a hub"
 

@@ -82,7 +82,7 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
 
 
 def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
-    """Say how this machine hands out transparent huge pages, and what may be tried."""
+    """Return how this machine provides transparent huge pages, and what may be tried."""
     folder = sys / "kernel/mm/transparent_hugepage"
     enabled = _setting(folder / "enabled")
     if not enabled:
@@ -147,10 +147,10 @@ def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys
 
 
 def pci_address(nvml: ModuleType, device_id: str) -> str:
-    """Return where /sys/bus/pci has the device, "" where NVML does not tell."""
+    """Return where /sys/bus/pci has the device, "" where NVML does not report it."""
     try:
         place = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(device_id)).busId
-    except (AttributeError, nvml.NVMLError):  # an old library lacks the call, an instance the address
+    except (AttributeError, nvml.NVMLError):  # an old library lacks the call, a MIG instance the address
         return ""
     text = place.decode("ascii", "replace") if isinstance(place, bytes) else str(place)
     domain, _, rest = text.lower().partition(":")
@@ -161,7 +161,7 @@ def pci_address(nvml: ModuleType, device_id: str) -> str:
 
 
 def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
-    """Say whether saved state may be swapped out, and what that means."""
+    """Return whether saved state may be swapped out, and what that means."""
     fields = dict(_fields(proc / "meminfo"))
     total_mib, free_mib = (int(fields.get(name, "0 kB").split()[0]) // 1024 for name in ("SwapTotal", "SwapFree"))
     if not total_mib:
@@ -186,7 +186,7 @@ def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
 
 
 def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]:
-    """Say who is killed where memory runs out. `broker_pid` is of the broker that serves here, None if none does."""
+    """Return which processes are killed where memory runs out. `broker_pid`: of the broker that serves here, None if none does."""
     if _number(proc / "sys/vm/panic_on_oom"):
         yield warning(
             "oom",
@@ -234,7 +234,7 @@ def _nodes(sys: Path) -> dict[int, int]:
 
 
 def _node_of(address: str, sys: Path) -> int:
-    """Return the memory node that a device is near to, -1 where that is not told."""
+    """Return the memory node that a device is near to, -1 where the system does not say."""
     try:
         return int((sys / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -252,7 +252,7 @@ def _killed_together(proc: Path) -> Iterator[Finding]:
     try:
         folders = memory_groups(os.getpid(), proc=proc).get(2, [])
     except (OSError, ValueError):
-        return  # said where the host's memory is looked at
+        return  # `check_memory` reports it
     together = [folder for folder in folders if _number(folder / "memory.oom.group")]
     if together:
         yield warning(

@@ -1,6 +1,6 @@
-"""The doctor's look at NVIDIA's driver and devices, through NVML: nothing is changed and no CUDA context is made.
+"""The doctor's checks of NVIDIA's driver and devices, through NVML: nothing is changed and no CUDA context is created.
 
-No driver and no device are a warning, not an error: everything but real GPUs works without them.
+No driver and no device are a warning, not an error: without them everything works but real GPUs.
 """
 
 import importlib
@@ -32,7 +32,7 @@ from fractional_gpu.gpu.nvidia.support import (
 )
 from fractional_gpu.host.process import PROC
 
-__all__ = ["NvidiaLook", "check_pools", "cuda_level", "look_at_nvidia", "mps_processes"]
+__all__ = ["NvidiaReport", "check_nvidia", "check_pools", "cuda_level", "mps_processes"]
 
 SIMULATE: Final = (
     "install NVIDIA's driver; to try things out without a GPU: jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment of "
@@ -46,17 +46,17 @@ _COMPUTE_MODES: Final[Mapping[int, str]] = {
 }
 
 
-# Newest first: old libraries lack one, and one may fail where another answers.
+# Newest first: old libraries lack one, and one may fail where the other works.
 _LEVEL_CALLS: Final = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
-_ASK_LEVEL: Final = """
+_READ_LEVEL: Final = """
 import ctypes
 level = ctypes.c_int()
 raise SystemExit(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(level)) or print(level.value))
 """
-_ASK_S: Final = 20.0
+_READ_S: Final = 20.0
 
 
-class NvidiaLook:
+class NvidiaReport:
     """The devices, and the findings about them and the driver."""
 
     def __init__(self, devices: tuple[DeviceInfo, ...], findings: tuple[Finding, ...]) -> None:
@@ -65,27 +65,27 @@ class NvidiaLook:
 
 
 def cuda_level() -> int | None:
-    """Ask the driver's own library for the newest CUDA that it serves (13010: 13.1), in a process of its own; None if it does not tell."""
-    argv = [sys.executable, "-I", "-S", "-c", _ASK_LEVEL]
+    """Return the newest CUDA that the driver's own library serves (13010: 13.1), read in a child process; None if it fails."""
+    argv = [sys.executable, "-I", "-S", "-c", _READ_LEVEL]
     try:
-        asked = subprocess.run(argv, capture_output=True, text=True, timeout=_ASK_S, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_READ_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    level = asked.stdout.strip()
-    return int(level) if asked.returncode == 0 and level.isdigit() and int(level) else None
+    level = done.stdout.strip()
+    return int(level) if done.returncode == 0 and level.isdigit() and int(level) else None
 
 
-def look_at_nvidia(
+def check_nvidia(
     *,
     nvml: ModuleType | None = None,
     bindings: Callable[[], str] = why_no_bindings,
     level: Callable[[], int | None] = cuda_level,
     proc: Path = PROC,
     sysfs: Path = SYS,
-) -> NvidiaLook:
-    """Return what there is.
+) -> NvidiaReport:
+    """Return the devices and the findings.
 
-    `nvml` stands in for pynvml in tests, `bindings` for what tells whether checkpoints can be called, `level` for `cuda_level`.
+    In tests `nvml` stands in for pynvml, `bindings` for the check of cuda-bindings, `level` for `cuda_level`.
     """
     library = importlib.import_module("pynvml") if nvml is None else nvml
     monitor = NvidiaMonitor(nvml=library, bindings=bindings)
@@ -93,9 +93,9 @@ def look_at_nvidia(
         try:
             devices = tuple(monitor.devices())
         except GPUError as error:
-            return NvidiaLook((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` tell more"),))
+            return NvidiaReport((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` tell more"),))
         if not devices:
-            return NvidiaLook((), tuple(_none(monitor.why_none, bindings())))
+            return NvidiaReport((), tuple(_none(monitor.why_none, bindings())))
         findings = [
             *_driver(library, level),
             *_bindings(bindings()),
@@ -104,7 +104,7 @@ def look_at_nvidia(
             *check_nodes(devices, {one.device_id: pci_address(library, one.device_id) for one in devices}, sysfs),
             *_mps(proc),
         ]
-        return NvidiaLook(devices, tuple(findings))
+        return NvidiaReport(devices, tuple(findings))
     finally:
         monitor.close()
 
@@ -129,9 +129,9 @@ def _none(why: str, no_bindings: str) -> Iterator[Finding]:
         yield note("cuda-bindings", f"{no_bindings} (needed for real GPUs only)")
 
 
-def _driver(nvml: ModuleType, ask_level: Callable[[], int | None]) -> Iterator[Finding]:
+def _driver(nvml: ModuleType, read_level: Callable[[], int | None]) -> Iterator[Finding]:
     version: str = nvml.nvmlSystemGetDriverVersion()
-    level = next((found for call in _LEVEL_CALLS if (found := _asked(nvml, call)[0])), None) or ask_level()
+    level = next((found for call in _LEVEL_CALLS if (found := _read(nvml, call)[0])), None) or read_level()
     api = f", CUDA {level // 1000}.{level % 1000 // 10}" if level else ""
     refusal = driver_refusal(version)
     if refusal:
@@ -167,7 +167,7 @@ def _device(device: DeviceInfo) -> Finding:
 
 def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
     handle = nvml.nvmlDeviceGetHandleByUUID(device.device_id)
-    persistent, _ = _asked(nvml, "nvmlDeviceGetPersistenceMode", handle)
+    persistent, _ = _read(nvml, "nvmlDeviceGetPersistenceMode", handle)
     if persistent == 0:
         yield warning(
             "persistence",
@@ -176,14 +176,14 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
         )
     elif persistent == 1:
         yield ok("persistence", f"device {device.index} is in persistence mode")
-    mode, _ = _asked(nvml, "nvmlDeviceGetComputeMode", handle)
+    mode, _ = _read(nvml, "nvmlDeviceGetComputeMode", handle)
     if isinstance(mode, int) and mode in _COMPUTE_MODES:
         yield problem(
             "compute-mode",
             f"device {device.index} {_COMPUTE_MODES[mode]}: it cannot be shared",
             f"as root: nvidia-smi -i {device.index} -c DEFAULT",
         )
-    mig, _ = _asked(nvml, "nvmlDeviceGetMigMode", handle)
+    mig, _ = _read(nvml, "nvmlDeviceGetMigMode", handle)
     if mig and mig[0] != mig[1]:
         turn = "on" if mig[1] else "off"
         yield warning(
@@ -194,7 +194,7 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
 
 
 def check_pools(settings: Settings | None, devices: Sequence[DeviceInfo], proc: Path = PROC) -> Iterator[Finding]:
-    """Return what pools need of the machine and do not find there."""
+    """Return findings about what pools need and the machine does not have."""
     for pool in settings.pools if settings is not None else ():
         policy = pool.policy
         if policy["sharing"] is Sharing.MPS and not mps_processes(proc):
@@ -228,12 +228,12 @@ def _mps(proc: Path) -> Iterator[Finding]:
         yield ok("mps", "not running")
 
 
-def _asked(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
-    """Return the answer, or None and the reason: not every device and library knows every question."""
-    ask = getattr(nvml, call, None)
-    if ask is None:
+def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
+    """Return the reading, or None and the reason: not every device and library supports every call."""
+    read = getattr(nvml, call, None)
+    if read is None:
         return None, f"this nvidia-ml-py has no {call}"
     try:
-        return ask(*arguments), ""
+        return read(*arguments), ""
     except nvml.NVMLError as error:
         return None, str(error)

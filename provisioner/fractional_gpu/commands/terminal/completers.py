@@ -1,4 +1,4 @@
-"""What may stand for an argument on the command line, said where the argument is added. Light: every subcommand imports it."""
+"""Completers for arguments, set where an argument is added. Light, because every subcommand imports it."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ FRACTIONS = ("1/8", "1/4", "1/2", "3/4", "1")
 
 
 def completed(action: argparse.Action, by: Completer | Sequence[str]) -> None:
-    """Have a shell complete the argument: by what a completer finds, or to one of some words; others stay allowed."""
+    """Set how a shell completes the argument: by a completer or from words. Other values stay allowed."""
     action.completer = by if callable(by) else _words(by)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""How commands reach the broker: the one that runs, or the one that crashed and whose kernels need it again. None starts a first one."""
+"""The connection of commands to the broker: one that runs, or one that crashed and is started again. No command here starts a first one."""
 
 import argparse
 import os
@@ -40,7 +40,7 @@ def add_socket_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def broker_if_running(socket: str | None = None) -> BrokerClient | None:
-    """Return a client of the broker that runs, or None; one that ended without being told to is started again.
+    """Return a client of the broker that runs, or None; one that ended unintentionally is started again.
 
     Raises BrokerUnavailableError if there may be one that cannot be reached or does not answer within 5 s, or if it cannot be started
     again.
@@ -53,14 +53,14 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
     except BrokerUnavailableError as error:
         if not isinstance(error.__cause__, (FileNotFoundError, ConnectionRefusedError)):
             raise
-        # A broker that ends with no lease left takes this file with it; kernels that live on need one, whatever was removed.
+        # A broker that ends without leases removes its restart file. A left-over file, claim or kernel means that a broker is needed.
         needed = has_restart_file(path) or claim_holder(path) is not None or kernels_of(path)
         return ensure_broker(path, token=client.token) if needed else None
     return client
 
 
 def kernels_of(socket: str) -> list[int]:
-    """Return the processes of kernels that were started with a lease of the broker on this socket: this user's, or for root all."""
+    """Return the processes of kernels that were started with a lease of the broker on this socket: of this user, for root of all users."""
     from fractional_gpu.broker.recovery.lost_processes import carriers, command_of  # noqa: PLC0415 - heavy, and needed where no broker answers
 
     try:
@@ -71,7 +71,10 @@ def kernels_of(socket: str) -> list[int]:
 
 
 def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> BrokerClient:
-    """Return a client of the broker that runs. Raises CommandError if there is none: `without` says what follows, and what to do."""
+    """Return a client of the broker that runs. Raises CommandError if there is none.
+
+    `without` is the end of its sentence: what follows, and what to do.
+    """
     client = broker_if_running(socket)
     if client is None:
         raise CommandError(f"no broker is running on {socket or socket_path()}, {without}")

@@ -1,4 +1,4 @@
-"""The error of the commands: a sentence for the person at the terminal, and an exit code."""
+"""Errors of the commands: a sentence for the user, and an exit code."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 class CommandError(Exception):
-    """The command could not do what it was asked; the message says why and what to do. Exit code 1."""
+    """The command failed; the message says why and what to do. Exit code 1."""
 
     exit_code = 1
 
 
 class UsageError(CommandError):
-    """The arguments make no sense together or a value is not allowed. Exit code 2."""
+    """The arguments contradict each other, or a value is not allowed. Exit code 2."""
 
     exit_code = 2
 

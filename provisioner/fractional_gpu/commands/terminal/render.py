@@ -1,4 +1,4 @@
-"""Status as text. Pure functions: messages in, lines out; no terminal, no clock."""
+"""The broker's status as text. Pure functions: messages in, lines out; no terminal, no clock."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -15,16 +15,16 @@ from fractional_gpu.protocol.states import state_words
 
 __all__ = [
     "bar",
-    "device_in_words",
+    "describe_device",
+    "describe_state",
     "expected_wait",
-    "fitted",
     "lease_name",
     "render_leases",
     "render_seats",
     "render_status",
     "short_id",
-    "state_in_words",
     "table",
+    "wrap_lines",
 ]
 
 BAR_CELLS = 24
@@ -36,7 +36,7 @@ _LEGEND = "#  used    =  reserved    x  other programs    .  free"
 
 
 def short_id(lease_id: str) -> str:
-    """Return as much of a lease id as a person needs to name it."""
+    """Return the beginning of a lease id, which is enough to name the lease."""
     return lease_id[:SHORT_ID]
 
 
@@ -45,17 +45,17 @@ def lease_name(lease: LeaseStatus) -> str:
     return f"{lease.label} ({short_id(lease.lease_id)})" if lease.label else short_id(lease.lease_id)
 
 
-def device_in_words(name: str, memory_mib: int, *, simulated: bool) -> str:
-    """Return a device's name, with its memory and that it is simulated where the name does not say so itself."""
-    said = [name]
+def describe_device(name: str, memory_mib: int, *, simulated: bool) -> str:
+    """Return a device's name; its memory and "simulated" are added unless the name has them."""
+    parts = [name]
     if simulated and "simulated" not in name.lower():
-        said.append("simulated")
+        parts.append("simulated")
     memory = format_memory(memory_mib)
-    return ", ".join(said if memory in name else [*said, memory])
+    return ", ".join(parts if memory in name else [*parts, memory])
 
 
-def state_in_words(lease: LeaseStatus) -> str:
-    """Return the lease's state and for how long it has been in it; a state of a newer broker is shown as it is named."""
+def describe_state(lease: LeaseStatus) -> str:
+    """Return the lease's state, and for how long it has been in it."""
     words = state_words(lease.state)
     if lease.state == "resident":
         words += ", working in the background" if lease.working else ", busy" if lease.busy else ", idle"
@@ -64,7 +64,7 @@ def state_in_words(lease: LeaseStatus) -> str:
 
 
 def expected_wait(lease: LeaseStatus) -> str:
-    """Return how long the lease is expected to wait, to be put behind a sentence; empty where nobody can tell."""
+    """Return how long the lease is expected to wait, as the end of a sentence; empty if there is no forecast."""
     if lease.expected_ms is None or lease.low_ms is None or lease.high_ms is None:
         return ""
     expected, low, high = (
@@ -76,7 +76,7 @@ def expected_wait(lease: LeaseStatus) -> str:
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> str:
     """Return the device's memory as a row of `cells` characters: other programs, used, reserved, free.
 
-    Rounding never hides a part that exists while there are cells left.
+    A part that exists gets at least one cell, as long as there are cells left.
     """
     used_by_leases = max(0, device.used_mib - device.stranger_mib)
     parts = (
@@ -116,8 +116,8 @@ def _row(row: Sequence[str], widths: Sequence[int], indent: str) -> list[str]:
     ]
 
 
-def fitted(lines: Iterable[str], width: int | None) -> list[str]:
-    """Return lines of at most `width` characters (None: any): what is longer goes on below, a little further in; paths stay whole."""
+def wrap_lines(lines: Iterable[str], width: int | None) -> list[str]:
+    """Return lines of at most `width` characters (None: any): longer lines are wrapped and indented; paths stay whole."""
     if width is None:
         return list(lines)
     fit: list[str] = []
@@ -131,18 +131,18 @@ def fitted(lines: Iterable[str], width: int | None) -> list[str]:
 
 
 def _device_lines(device: DeviceStatus) -> list[str]:
-    """Return one device's lines: what it is, its bar and, where something is wrong, why it admits nobody."""
+    """Return one device's lines: its name, its bar and, if it admits no kernel, why."""
     sums = f"{format_memory(device.reserved_mib)} reserved, {format_memory(device.used_mib)} used"
     lines = [
         f"  {device.index}  {device.name}  pool {device.pool or '-'}",
         f"     [{bar(device)}]  {sums} of {format_memory(device.memory_mib)}",
     ]
-    told = [
+    readings = [
         (device.busy_percent, "% busy", 1),
         (device.temperature_c, " °C", 1),
         (device.power_mw, " W", 1000),
     ]
-    if sensors := [f"{round(value / per)}{unit}" for value, unit, per in told if value is not None]:
+    if sensors := [f"{round(value / per)}{unit}" for value, unit, per in readings if value is not None]:
         lines.append(f"     {', '.join(sensors)}")
     if device.stranger_mib:
         who = ", ".join(f"process {one.pid} of {one.user}" for one in device.strangers[:MOST_STRANGERS])
@@ -167,7 +167,7 @@ def _lease_row(lease: LeaseStatus) -> tuple[str, ...]:
         short_id(lease.lease_id),
         lease.label or "-",
         format_fraction(lease.fraction_milli),
-        state_in_words(lease),
+        describe_state(lease),
         memory,
         saved,
     )
@@ -230,7 +230,7 @@ def _server(owner: str, name: str) -> str:
 
 
 def render_status(status: HostStatus, width: int | None = None) -> str:
-    """Return everything a person wants at a glance, ending in a newline. `width`: of the terminal, in characters."""
+    """Return the whole status, ending in a newline. `width`: of the terminal, in characters."""
     lines = ["GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"]
     for device in sorted(status.devices, key=lambda device: device.index):
         lines += _device_lines(device)
@@ -246,4 +246,4 @@ def render_status(status: HostStatus, width: int | None = None) -> str:
     ]
     if status.trouble:
         lines += ["", f"Trouble: {status.trouble}."]
-    return "\n".join(fitted(lines, width)) + "\n"
+    return "\n".join(wrap_lines(lines, width)) + "\n"

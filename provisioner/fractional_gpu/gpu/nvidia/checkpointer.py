@@ -1,15 +1,14 @@
 """Drives other processes' CUDA state through the driver's checkpoint calls.
 
-- It belongs in a process of its own that does nothing else: starting the driver takes seconds, a call may hang, and
-  the variables that change what the driver is to it are taken out of that process's environment
-  (`driver_environment`). A move, for one, must name every device. No context is created.
-- A pid is checked before each call: a thread's number is refused, a process that is gone is NO_SUCH_PROCESS. Whether
-  it is the right process, only the caller can know, who holds its pidfd.
+- It belongs in a process of its own: starting the driver takes seconds, a call may hang, and the variables that change
+  the driver are removed from that process's environment (`driver_environment`). A move, for instance, must name every
+  device, so none may be hidden. No CUDA context is created.
+- A pid is checked before each call: a thread's number is refused, a process that is gone is NO_SUCH_PROCESS. That it is
+  the right process only the caller can ensure, who holds its pidfd.
 - A lock always has a time limit: without one the driver waits for ever.
-- Pairs of devices are given only when something moves, and then for every device the driver sees, one to one:
-  devices that take no part stay what they are, and a device that makes room takes the number of the one that moved
-  in.
-- An error keeps CUDA's number in its message; what the number means for the process in this phase is said in words.
+- A restore names pairs of devices only if a device changes, and then one pair for every device that the driver sees:
+  devices that take no part are paired with themselves, and a device that is moved onto is paired with the vacated one.
+- An error keeps CUDA's number in its message, and adds what the number means for the process in this phase.
 """
 
 import importlib
@@ -107,7 +106,7 @@ class NvidiaCheckpointer:
         driver_environment.clean(os.environ)
         self._driver = _load() if driver is None else driver
         missing = next((call for call in _CALLS if not hasattr(self._driver, call)), "")
-        if missing:  # whoever can lock and checkpoint but not restore would lose what is saved
+        if missing:  # with lock and checkpoint but without restore, saved state would be lost
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
                 f"the installed cuda-bindings have no {missing}, 12.8 or newer is needed (not 13.0.0 or 13.0.1): "
@@ -136,9 +135,9 @@ class NvidiaCheckpointer:
         return ""
 
     def state(self, pid: int) -> ProcessState:
-        """Return what the driver says of the process: GONE if there is none, NO_CONTEXT if CUDA does not know it.
+        """Return the driver's state of the process: GONE if there is none, NO_CONTEXT if CUDA does not know it.
 
-        Raises GPUError when the driver knows the process but does not tell its state.
+        Raises GPUError when the driver knows the process and refuses its state.
         """
         try:
             _check(pid)
@@ -149,11 +148,11 @@ class NvidiaCheckpointer:
         try:
             result, state = self._ask("cuCheckpointProcessGetState", pid)
         except _UnknownAnswerError:
-            # Bindings 12.8.0 turn what a failed call left in the state's place into a member, too, and fail at that.
-            return ProcessState.NO_CONTEXT if self._is_stranger(pid) else ProcessState.UNKNOWN
+            # After a failed call, bindings 12.8.0 convert whatever is in the place of the state to an enumeration member, and fail.
+            return ProcessState.NO_CONTEXT if self._is_unknown_to_cuda(pid) else ProcessState.UNKNOWN
         if result == _SUCCESS:
             return _STATES.get(state, ProcessState.UNKNOWN) if isinstance(state, int) else ProcessState.UNKNOWN
-        if result == _NOT_INITIALIZED or self._is_stranger(pid):
+        if result == _NOT_INITIALIZED or self._is_unknown_to_cuda(pid):
             return ProcessState.NO_CONTEXT
         failure = self._error("read", pid, result)
         if failure.code is GPUErrorCode.NO_SUCH_PROCESS:
@@ -175,9 +174,8 @@ class NvidiaCheckpointer:
     def restore(self, pid: int, moves: Mapping[str, str] | None = None) -> None:
         """CHECKPOINTED -> LOCKED, from old devices to new ones where `moves` says so.
 
-        Raises GPUError: OUT_OF_MEMORY is fatal to the process. Nothing was tried, and the process is still CHECKPOINTED, when
-        it is NO_SUCH_DEVICE or when `why_cannot_move` tells the reason of a NOT_SUPPORTED. ValueError for two devices that
-        move to one.
+        Raises GPUError: OUT_OF_MEMORY is fatal to the process. After NO_SUCH_DEVICE, or NOT_SUPPORTED with the
+        reason of `why_cannot_move`, nothing was tried and the process is still CHECKPOINTED. ValueError for two devices that move to one.
         """
         moving = {_plain(old): _plain(new) for old, new in (moves or {}).items() if _plain(old) != _plain(new)}
         self._do("restore", "cuCheckpointProcessRestore", pid, self._pairs(moving) if moving else None)
@@ -234,12 +232,12 @@ class NvidiaCheckpointer:
             raise self._error(phase, pid, result)
 
     def _ask(self, call: str, *arguments: object) -> tuple[int, Any]:
-        """Return the result and what else the call gives."""
+        """Return the result and the second value of the call, None without one."""
         try:
             answer = getattr(self._driver, call)(*arguments)
         except (ValueError, KeyError) as error:
-            # The bindings turn numbers into members of enumerations, and a newer driver knows more of them. Those from
-            # 12.9 to 13.1 look results up in a dictionary.
+            # The bindings convert numbers to enumeration members, and a newer driver has more numbers: ValueError. Bindings from
+            # 12.9 to 13.1 look results up in a dictionary: KeyError.
             raise _UnknownAnswerError(f"{call} gave an answer that this version does not know ({error})") from error
         except RuntimeError as error:
             raise GPUError(
@@ -248,8 +246,8 @@ class NvidiaCheckpointer:
             ) from error
         return int(answer[0]), answer[1] if len(answer) > 1 else None
 
-    def _is_stranger(self, pid: int) -> bool:
-        """Whether CUDA does not know the process; asked when its state is refused for a reason that does not tell, or cannot be read."""
+    def _is_unknown_to_cuda(self, pid: int) -> bool:
+        """Return whether CUDA does not know the process: for a state that was refused for an ambiguous reason, or cannot be read."""
         try:
             result, _ = self._ask("cuCheckpointProcessGetRestoreThreadId", pid)
         except _UnknownAnswerError:
@@ -264,7 +262,7 @@ class NvidiaCheckpointer:
         try:
             _check(pid)
         except GPUError as error:
-            # It ended meanwhile: that explains the failure better than the driver does.
+            # It ended meanwhile: that explains the failure better than the driver's result.
             return GPUError(error.code, f"{message}; {error}")
         hint = _HINTS.get((phase, code)) or _GENERAL_HINTS.get(code)
         return GPUError(code, f"{message}: {hint}" if hint else message)
@@ -304,7 +302,7 @@ def _await_end(pid: int) -> None:
     """Give a process that is being killed a moment to end."""
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError:  # it ended; or the system is short of descriptors, and what is seen now has to do
+    except OSError:  # it ended; or there is no free descriptor, and the check is made without waiting
         return
     try:
         watched = select.poll()

@@ -1,23 +1,22 @@
 """Reads NVIDIA devices through NVML. It never creates a CUDA context and needs no privileges.
 
-- No library, no driver or no device is an ordinary answer: `devices()` is empty and `why_none` says why. It is asked
-  anew each time, so a driver that is loaded later is found.
+- No library, no driver or no device is an ordinary result: `devices()` is empty and `why_none` says why. Each call tries
+  again, so a driver that is loaded later is found.
 - A device that fell off the bus is left out of `devices()`, and `use()` of it raises DEVICE_LOST.
-- A device's memory is what processes can have: what the driver keeps for itself is neither in the total nor in the
+- A device's memory is the memory that processes can have: the driver's own reserve is neither in the total nor in the
   use.
 - Devices are named by UUID; an index is for people and may change with every boot.
-- The handle of a device is valid until NVML is shut down, and looking one up is a call of its own: handles are kept. A call that fails with
-  a kept handle is made again with a fresh one, so an error is always that of a device that was looked up just now.
+- A handle is valid until NVML is shut down, and getting one is a call of its own: handles are kept. A call that fails with a kept handle
+  is repeated with a fresh one, so that each error is about the device as it is now.
 - A device in MIG mode is not listed itself: its instances are, each as a device.
-- Who works on a device is known from the samples that the driver keeps of each process's utilisation. A sample tells of a period that ends
-  with it (up to a second long, the shorter the better the device), so for a while after work ended it may look as if it went on.
-- Samples that cannot be true are dropped: NVML is known to give utilisations of 37,100 % and time stamps far off. A stamp up to a second
-  ahead of our clock counts as now; one that is further ahead would make its process look busy until then.
-- The driver stamps its samples with the wall clock. They are converted to the time since boot. When that clock was set, the samples that
-  the driver has at the next look were stamped by the one or the other: none of them counts, then or later.
-- Where NVML does not tell what a process uses (some virtual machines and containers do not), the processes it does
-  not tell of share what is used and accounted for by nobody, in equal parts: exact for one process, a guess for
-  more.
+- Activity comes from the samples that the driver keeps of each process's utilisation. A sample covers a period that ends with it (up to a
+  second long, shorter on better devices), so for a while after its end work may look as if it went on.
+- Impossible samples are dropped: NVML is known to give utilisations of 37,100 % and time stamps far off. A stamp up to a second ahead of
+  this machine's clock counts as now; a later one would make its process look busy until then.
+- The driver stamps its samples with the wall clock. They are converted to the time since boot. After that clock was set, the samples at
+  the next reading were stamped by the old or the new clock, and nothing says by which: none of them counts, then or later.
+- Where NVML does not report a process's memory (in some virtual machines and containers), the processes without a figure
+  share the memory that no other process accounts for, in equal parts: exact for one process, a guess for more.
 """
 
 import importlib
@@ -72,16 +71,18 @@ _WHY_NONE: Final[Mapping[int, str]] = {
     _NO_PERMISSION: "the device files /dev/nvidia* may not be opened: add this user to the group that owns them",
 }
 
-# A device that answers so is left out, so that it does not hide the others. The last is a device that shares the system's
-# memory and has no size of its own: there is nothing to give fractions of.
+# A device with one of these errors is left out, so that it does not hide the others. NOT_SUPPORTED comes from a device that shares the
+# system's memory and has no size of its own, so that it has no fractions.
 _LEFT_OUT: Final = frozenset({_GPU_IS_LOST, _RESET_REQUIRED, _NO_PERMISSION, _NOT_SUPPORTED})
 
 _CHIP: Final = 0  # NVML_TEMPERATURE_GPU, the sensor of the chip
-_SAMPLE_LATE_US: Final = 250_000  # how late a sample may come
-_SETTLE_US: Final = 1_000_000  # how long a sample's period may be
-_AHEAD_US: Final = 1_000_000  # how far ahead of ours the clock of the samples may be
+_SAMPLE_LATE_US: Final = 250_000  # the driver may publish a sample so late
+_SETTLE_US: Final = 1_000_000  # the longest period of a sample
+_AHEAD_US: Final = 1_000_000  # the samples' clock may be so far ahead of this machine's
 _FULL: Final = 100  # percent: no sane sample has more
-_NO_SAMPLES: Final = frozenset({_SUCCESS, _NOT_FOUND})  # pynvml raises success, too, where the driver has none to count
+_NO_SAMPLES: Final = frozenset(
+    {_SUCCESS, _NOT_FOUND}
+)  # where the driver has no samples, pynvml raises an error with the code of success
 _READS: Final = 3
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
 
@@ -91,7 +92,7 @@ _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_
 class NvidiaMonitor:
     """The `Monitor` of NVIDIA devices. Methods may be called from any thread.
 
-    `nvml` stands in for pynvml in tests, `bindings` for what tells whether the checkpoint calls can be made, `clock` for the machine's.
+    `nvml` stands in for pynvml in tests, `bindings` for the check of cuda-bindings, `clock` for the machine's clock.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class NvidiaMonitor:
     ) -> None:
         self._clock = WallClock() if clock is None else clock
         self._steps = 0  # how often the wall clock was set
-        self._steps_known: dict[str, int] = {}  # by device: of them, those after which it was looked at
+        self._steps_known: dict[str, int] = {}  # by device: `_steps` at its last reading
         self._ambiguous: dict[
             str, set[tuple[int, int]]
-        ] = {}  # by device: pid and stamp of samples from about the last one
+        ] = {}  # by device: pid and stamp of the samples around the last step
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
         self._bindings = bindings
         self._starting = threading.Lock()
@@ -127,11 +128,11 @@ class NvidiaMonitor:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What an administrator should know of the driver that the last `devices()` saw, sentences."""
+        """Sentences for an administrator about the driver that the last `devices()` found."""
         return self._warnings
 
     def devices(self) -> list[DeviceInfo]:
-        """Return the devices that answer, by index. Raises GPUError when the driver is there but fails."""
+        """Return the devices that respond, by index. Raises GPUError when the driver is there but fails."""
         if not self._start():
             return []
         try:
@@ -156,7 +157,7 @@ class NvidiaMonitor:
         return found
 
     def use(self, device_id: str) -> DeviceUse:
-        """Return who uses the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, NOT_PERMITTED and others)."""
+        """Return which processes use the device. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, NOT_PERMITTED and others)."""
         if not self._start():
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
         try:
@@ -170,7 +171,7 @@ class NvidiaMonitor:
         kinds: dict[int, ProcessKind] = {}
         for kind, processes in self._processes(handle):
             for process in processes:
-                # One that computes and draws is in both lists with all that it uses.
+                # A process that computes and draws is in both lists, each time with all of its memory: not to be added up.
                 known = [one for one in (by_pid.get(process.pid), process.usedGpuMemory) if one is not None]
                 by_pid[process.pid] = max(known, default=None)
                 kinds.setdefault(process.pid, kind)
@@ -182,7 +183,7 @@ class NvidiaMonitor:
         )
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
-        """Return who worked on the device since then; None for MIG instances and devices that do not tell. Raises GPUError."""
+        """Return which processes worked on the device since then; None for MIG instances and devices without samples. Raises GPUError."""
         if device_id.startswith("MIG-") or not self._start():
             return None
         was_set = self._was_set(device_id)
@@ -209,7 +210,7 @@ class NvidiaMonitor:
         return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
 
     def _was_set(self, device_id: str) -> bool:
-        """Return whether the wall clock was set since the device was last looked at."""
+        """Return whether the wall clock was set since the last reading of the device."""
         if self._clock.stepped_us():
             self._steps += 1
         return self._steps_known.setdefault(device_id, self._steps) != self._steps
@@ -217,7 +218,7 @@ class NvidiaMonitor:
     def _samples(self, since_us: int, handle: object) -> list[Any]:
         """Return the samples that the driver stamped since then, by the wall clock.
 
-        The library asks for their number first, and fails if more have come by the second call.
+        pynvml makes two calls, for the number of samples and for the samples; if more came in between, the second fails. Then read again.
         """
         for _ in range(_READS - 1):
             try:
@@ -230,7 +231,7 @@ class NvidiaMonitor:
         return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return utilisation, temperature, power and energy, each only if the device tells it. Raises GPUError DEVICE_LOST and others."""
+        """Return utilisation, temperature, power and energy; None for what the device does not report. Raises GPUError."""
         if not self._start():
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
         try:
@@ -239,16 +240,16 @@ class NvidiaMonitor:
             raise self._error(error, f"reading the sensors of device {device_id}") from error
 
     def _sensors(self, handle: object) -> DeviceSensors:
-        rates = self._told("nvmlDeviceGetUtilizationRates", handle)
+        rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return DeviceSensors(
             busy_percent=None if rates is None else int(rates.gpu),
-            temperature_c=self._told("nvmlDeviceGetTemperature", handle, _CHIP),
-            power_mw=self._told("nvmlDeviceGetPowerUsage", handle),
-            energy_mj=self._told("nvmlDeviceGetTotalEnergyConsumption", handle),
+            temperature_c=self._optional("nvmlDeviceGetTemperature", handle, _CHIP),
+            power_mw=self._optional("nvmlDeviceGetPowerUsage", handle),
+            energy_mj=self._optional("nvmlDeviceGetTotalEnergyConsumption", handle),
         )
 
     def _read(self, device_id: str, read: Callable[[object], T]) -> T:
-        """Return what `read` makes of the device's handle. Raises NVMLError, always with a handle that was looked up for it."""
+        """Return `read` of the device's handle. Raises NVMLError, and then of a handle that is fresh."""
         handles = self._handles
         kept = handles.get(device_id)
         if kept is not None:
@@ -261,8 +262,8 @@ class NvidiaMonitor:
         handles[device_id] = handle
         return found
 
-    def _told(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
-        """Return the answer, None where the device or the library does not know the question, or not for this user."""
+    def _optional(self, call: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever this call of NVML gives
+        """Return the reading; None where the device or the library does not have it, or this user may not read it."""
         try:
             return getattr(self._nvml, call)(*arguments)
         except self._nvml.NVMLError as error:
@@ -271,11 +272,11 @@ class NvidiaMonitor:
             raise
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
-        """Return what makes a kernel see this device only; without one it sees none."""
+        """Return the variable that shows a kernel this device only, or none."""
         return {"CUDA_VISIBLE_DEVICES": device_id or ""}
 
     def close(self) -> None:
-        """Give NVML back. Idempotent; a later call starts it again."""
+        """Shut NVML down. Idempotent; a later call starts it again."""
         with self._starting:
             if self._started:
                 self._started = False
@@ -297,7 +298,7 @@ class NvidiaMonitor:
         """Return the device, or its MIG instances; nothing for one that is left out."""
         try:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-            if self._is_divided(handle):
+            if self._has_mig_instances(handle):
                 return [self._info(instance, index, _ON_MIG) for instance in self._instances(handle)]
             return [self._info(handle, index, refusal)]
         except self._nvml.NVMLError as error:
@@ -317,7 +318,7 @@ class NvidiaMonitor:
             why_not=why_not,
         )
 
-    def _is_divided(self, handle: object) -> bool:
+    def _has_mig_instances(self, handle: object) -> bool:
         try:
             current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
         except self._nvml.NVMLError as error:
@@ -336,7 +337,7 @@ class NvidiaMonitor:
                     raise
 
     def _memory(self, handle: object) -> tuple[int, int]:
-        """Return what processes can have and what they have, bytes."""
+        """Return the memory that processes can have and that they have, bytes."""
         try:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(handle, version=self._nvml.nvmlMemory_v2)
             total, used = memory.total - memory.reserved, memory.used
@@ -348,13 +349,13 @@ class NvidiaMonitor:
         return int(total), int(used)
 
     def _processes(self, handle: object) -> Iterator[tuple[ProcessKind, list[Any]]]:
-        """Yield who uses the device. Clients of MPS are among those that compute, too; who only draws is in the last list alone."""
+        """Yield the processes by kind, the kind that decides first: clients of MPS are in the list of compute processes, too."""
         yield ProcessKind.MPS, self._listed("nvmlDeviceGetMPSComputeRunningProcesses", handle)
         yield ProcessKind.COMPUTE, list(self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
         yield ProcessKind.GRAPHICS, self._listed("nvmlDeviceGetGraphicsRunningProcesses", handle)
 
     def _listed(self, call: str, handle: object) -> list[Any]:
-        """Return a list that not every device or driver has."""
+        """Return a list of processes; empty where device or driver do not have it."""
         try:
             return list(getattr(self._nvml, call)(handle))
         except self._nvml.NVMLError as error:

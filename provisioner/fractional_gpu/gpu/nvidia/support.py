@@ -1,9 +1,9 @@
-"""What of NVIDIA's driver and bindings this project can work with, as tables and sentences.
+"""Which releases of NVIDIA's driver and bindings this project can work with, as tables and sentences.
 
 - The checkpoint calls came with driver 570 (CUDA 12.8); moving to another device came with driver 580 (CUDA 13.0).
-- Some driver releases are reported to lose state or to hang. Those that may lose a kernel are refused; others only
-  get a warning.
-- The driver checkpoints on x86-64, and on few other machines: those are refused.
+- Some driver releases are reported to lose state or to hang. Releases that may lose a kernel are refused; others
+  only get a warning.
+- The driver checkpoints on x86-64 and on few other machines: all others than x86-64 are refused.
 """
 
 import platform
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 INSTALL_BINDINGS: Final = "pip install 'jupyter-fractional-gpu[cuda]'"
-MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion tells it: 1000 * major + 10 * minor
+MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion returns it: 1000 * major + 10 * minor
 
 _MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _FIRST_DRIVER: Final = 570
@@ -52,13 +52,13 @@ def driver_refusal(version: str, *, machine: str | None = None) -> str:
 
 
 def driver_warnings(version: str) -> tuple[str, ...]:
-    """Return what an administrator should know of this driver, sentences."""
+    """Return sentences for an administrator about this driver."""
     reason = _matching(version, _WARNED)
     return (f"with the NVIDIA driver {version} {reason}",) if reason else ()
 
 
 def why_no_bindings() -> str:
-    """Return why the CUDA bindings cannot be used, a sentence that says what to do; empty if they can. Imports nothing."""
+    """Return why the CUDA bindings cannot be used, a sentence with what to do; empty if they can. Does not import them."""
     try:
         version = metadata.version("cuda-bindings")
     except metadata.PackageNotFoundError:

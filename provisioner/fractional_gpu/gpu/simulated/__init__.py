@@ -1,16 +1,16 @@
 """The simulated GPU: for tests, demonstrations and trying out.
 
 There is no server process. A simulated host is a folder, and every process that uses it works on that folder
-directly, so that no daemon's death harms anyone:
+directly, so that no daemon can die:
 
-- `host.sqlite` says which devices there are and who holds how much of what. One transaction per change: a process
-  killed at any instant leaves either the old truth or the new one.
+- `host.sqlite` has the devices, and how much each process holds on which. One transaction per change: a process killed
+  at any instant leaves either the old state or the new one.
 - `memory/PROCESS/N.device` is one allocation's real bytes on the device, `N.saved` the same while it is
   checkpointed. `PROCESS` is pid, start time and boot, so a reused pid is another process.
-- `memory/PROCESS/gate` is one byte that lets the process's calls pass or holds them, and the file lock by which
-  calls in flight are known. The kernel releases such locks when a process dies.
-- `memory/PROCESS/operation` is locked by whoever locks, checkpoints, restores or unlocks the process. If it is
-  free and an operation is half done, its maker died, and whoever looks next undoes it.
+- `memory/PROCESS/gate` is one byte that lets the process's calls pass or holds them, and a file lock that calls in
+  flight hold. The kernel releases such locks when a process dies.
+- `memory/PROCESS/operation` is locked by the process that locks, checkpoints, restores or unlocks this one. If it is
+  free while an operation is half done, that process died, and the next reader undoes the operation.
 
 `store`, `processes`, `gate` and `cuda` are the notebook's side and need only the standard library. The saved
 bytes lie in files, so unlike with the real driver they are not in the target's resident set.

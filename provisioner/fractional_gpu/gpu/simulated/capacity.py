@@ -64,7 +64,7 @@ def _room_below(cgroup: Path) -> int:
         current = int((cgroup / "memory.current").read_text(encoding="ascii"))
         statistics = (cgroup / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
-        return _NO_LIMIT  # a cgroup we may not read is not ours to judge
-    # Cached files are given up under pressure; files of a memory file system are not among these.
+        return _NO_LIMIT  # a cgroup that may not be read counts as unlimited
+    # The kernel drops cached files under pressure. Files of a memory file system are not in these counters.
     cached = sum(int(line.split()[1]) for line in statistics if line.startswith(("active_file ", "inactive_file ")))
     return max(0, int(limit) - current + cached)

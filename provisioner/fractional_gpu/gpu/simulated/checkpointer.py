@@ -4,12 +4,12 @@ The rules (the driver's, error codes included):
 - lock needs RUNNING, checkpoint and unlock need LOCKED, restore needs CHECKPOINTED; otherwise ILLEGAL_STATE. A
   process without a context is NOT_INITIALIZED. A lock that cannot drain the calls in flight is NOT_READY and
   leaves RUNNING.
-- A restore without room is OUT_OF_MEMORY and the process has failed for ever: later restores answer
-  OPERATING_SYSTEM, everything else ILLEGAL_STATE.
-- Trouble that is not simulated (no room in the folder) leaves the process as it was: OPERATING_SYSTEM, and no
-  byte is lost.
-- Bytes are copied, then the change is committed, then the source is emptied. So a killed operation is undone by
-  `settle`.
+- A restore without room is OUT_OF_MEMORY and the process has failed for good: later restores give OPERATING_SYSTEM,
+  every other operation ILLEGAL_STATE.
+- A failure that is not simulated (no room in the folder) is OPERATING_SYSTEM and leaves the process as it was, with
+  every byte.
+- Bytes are copied, then the change is committed, then the source is emptied. So `settle` can undo a
+  killed operation.
 """
 
 import errno
@@ -49,13 +49,13 @@ NEEDS: Final = {
     "restore": ProcessState.CHECKPOINTED,
     "unlock": ProcessState.LOCKED,
 }
-_TURN_S: Final = 5.0  # how long an operation waits for another one on the same process
+_TURN_S: Final = 5.0  # an operation waits so long for another one on the same process
 _CHUNK: Final = 8 << 20
 _SLICES_PER_S: Final = 50
 
 
 def refusal(operation: str, state: ProcessState) -> GPUErrorCode | None:
-    """Return the code that the driver answers to an operation in a state, None if it is legal."""
+    """Return the driver's error code for an operation in a state, None if it is legal."""
     if state is NEEDS[operation]:
         return None
     if state is ProcessState.GONE:
@@ -78,8 +78,8 @@ class SimulatedCheckpointer:
         self._store.close()
 
     def state(self, pid: int) -> ProcessState:
-        """Return the process's state; what a killed operation left half done is undone first. Raises GPUError."""
-        return translated(lambda: self._told_state(pid))
+        """Return the process's state, after undoing a killed operation. Raises GPUError."""
+        return translated(lambda: self._state_or_fault(pid))
 
     def lock(self, pid: int, timeout_ms: int) -> None:
         """RUNNING -> LOCKED once the calls in flight are done. Raises GPUError NOT_READY when they take longer."""
@@ -105,7 +105,7 @@ class SimulatedCheckpointer:
         """LOCKED -> RUNNING. Raises GPUError."""
         self._run("unlock", pid, lambda process: open_gate(self._store, process.key))
 
-    def _told_state(self, pid: int) -> ProcessState:
+    def _state_or_fault(self, pid: int) -> ProcessState:
         strike = faults.strike(self._store, "state", pid)
         strike.before()
         state = ProcessState(strike.value) if strike.lies else self._state(pid)
@@ -162,7 +162,7 @@ class SimulatedCheckpointer:
                 self._refuse(operation, pid, self._state_of(process.key))
                 act(process)
         except FileNotFoundError:
-            # Its folder went with it: it died or ended its context while we worked on it.
+            # Its folder is gone: it died or ended its context during the operation.
             self._refuse(operation, pid, self._state(pid))
             raise
 
@@ -248,7 +248,7 @@ class SimulatedCheckpointer:
         return target
 
     def _reserve(self, process: Process, target: Device) -> None:
-        """Take the room on the target, or let the process fail for ever: the driver does not give it back."""
+        """Reserve the room on the target, or mark the process as failed for good, as the driver does without a second chance."""
         reap(self._store)
         with self._store.transaction() as db:
             used = int(db.execute(HELD, (target.device_id,)).fetchone()[0])
@@ -290,7 +290,7 @@ def _check_host(store: Store, sources: list[Path]) -> None:
 
 
 def _copy(source: Path, target: Path, size: int, mib_s: int) -> None:
-    """Copy the bytes really, holes as holes, at no more than `mib_s` MiB/s (0: as fast as it goes) of the whole size."""
+    """Copy the bytes, holes as holes, at no more than `mib_s` MiB/s of the whole size (0: at full speed)."""
     began, chunk = time.monotonic(), _CHUNK
     if mib_s:
         chunk = max(1 << 16, min(_CHUNK, mib_s * MIB // _SLICES_PER_S))
@@ -317,7 +317,7 @@ def _copy(source: Path, target: Path, size: int, mib_s: int) -> None:
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield where data begins and ends between the holes. Each hole is looked for once: the search visits every page before it."""
+    """Yield where data begins and ends between the holes. Each hole is searched for once: the search visits every page before it."""
     hole = 0
     while hole < size:
         try:

@@ -1,13 +1,13 @@
-"""What a simulated process holds: its context and its allocations, admitted exactly. Standard library only.
+"""The context and the allocations of a simulated process, admitted exactly. Standard library only.
 
 The rules:
-- On every device the contexts and allocations together never exceed its memory: each is admitted in the
-  transaction that records it.
+- Contexts and allocations on a device together never exceed its memory: each is admitted in the transaction that
+  records it, so two processes cannot both take the last room.
 - A process under a cap (JUPYTER_GPU_MEMORY_MIB) shares it with all processes of its lease (JUPYTER_GPU_LEASE) on its device;
   a process without a lease has it for itself.
-- A process is on one device, the first that it is bound to. A lease of several devices has processes on each.
-- Before anything is refused, what dead processes hold is given back.
-- Contents must fit the machine: an allocation that could not be filled with real bytes is refused at once.
+- A process is on one device, the first of those it is bound to. A lease of several devices has processes on each.
+- Before a refusal, the memory of dead processes is released and the request is checked again.
+- Contents must fit into the machine: an allocation that could not be filled with real bytes is refused at once.
 """
 
 import os
@@ -46,8 +46,8 @@ _HEADROOM: Final = 128 * MIB  # left to the machine
 _UNSET: Final = "start the kernel through a broker with --simulate, or set it yourself"
 
 
-class _NoRoom(Exception):  # noqa: N818 (a signal between two functions here: look for the dead, then try again)
-    """Something does not fit; the text says what."""
+class _NoRoom(Exception):  # noqa: N818 (a signal between two functions here: reap dead processes, then try again)
+    """A request does not fit; the text says where."""
 
 
 def memory_cap_bytes() -> int | None:
@@ -72,11 +72,11 @@ def _environment() -> tuple[str, str]:
             "no simulated GPU yet: JUPYTER_GPU_SIMULATED_DEVICE is not set; it comes with the grant of a GPU, "
             "before a cell that may use one"
         )
-    return directory, device.split(",")[0]  # as in CUDA, the first of several is where a process begins
+    return directory, device.split(",")[0]  # as in CUDA, a process begins on the first of several
 
 
 class Context:
-    """This process's context. Made at the first use of the device; ends with the process or `destroy`."""
+    """This process's context. Created at the first use of the device; ends with the process or `destroy`."""
 
     def __init__(self) -> None:
         directory, wanted = _environment()
@@ -148,7 +148,7 @@ class Context:
         return self._find(process.device)
 
     def memory_info(self) -> tuple[int, int]:
-        """Return free and total bytes of the device, whatever the process's own cap."""
+        """Return free and total bytes of the device, without regard to the process's own cap."""
         device = self.device()
         total = device.memory_mib * MIB
         return total - int(self.store.query(HELD, device.device_id)[0][0]), total
@@ -170,7 +170,7 @@ class Context:
         return added
 
     def free(self, numbers: list[int]) -> None:
-        """Give allocations back; those that are gone already are left alone. The caller is inside the gate."""
+        """Free allocations; numbers that are freed already are ignored. The caller is inside the gate."""
         for number in numbers:
             with self.store.transaction() as db:
                 row = db.execute(
@@ -182,7 +182,7 @@ class Context:
             self.path(number).unlink(missing_ok=True)
 
     def free_discarded(self) -> None:
-        """Give back what collected buffers held. The caller is inside the gate."""
+        """Free the allocations of collected buffers. The caller is inside the gate."""
         while self.discarded:
             self.free([self.discarded.popleft()])
 
@@ -192,7 +192,7 @@ class Context:
 
     @contextmanager
     def working(self, seconds: float = 0.0) -> Iterator[None]:
-        """Be at work on the device, for so long if that is known: its counters tell so. The caller is inside the gate."""
+        """Count as working on the device during the block, and for `seconds` if known. The caller is inside the gate."""
         end_ns = _since_boot_ns() + int(seconds * 1e9)
         with self._work:
             self._ends.append(end_ns)
@@ -210,19 +210,19 @@ class Context:
             os.utime(self.folder / WORK, ns=(end_ns, end_ns))
 
     def destroy(self) -> None:
-        """End the context and give everything back, unless somebody is moving it (then it is reaped later)."""
+        """End the context and release everything, unless an operation moves it now (then it is reaped later)."""
         try:
             with operation_lock(self.folder) as mine:
                 if mine:
                     forget(self.store, [self.key])
         except FileNotFoundError:
-            return  # the whole host was removed, and with it what we held
+            return  # the whole host was removed, and with it this context
         finally:
             self.gate.close()
             self.store.close()
 
     def _admitted(self, n_bytes: int, device: str | None, record: Callable[[sqlite3.Connection], None]) -> None:
-        """Check the room and `record`, in one transaction; after a refusal once more without the dead."""
+        """Check the room and `record`, in one transaction; after a refusal reap dead processes and try once more."""
         cap = memory_cap_bytes()
         for attempt in range(2):
             try:
@@ -270,13 +270,13 @@ class Context:
 
     def _check_host(self, n_bytes: int) -> None:
         available = available_bytes(self.store.directory) - _HEADROOM
-        # Quick and too cautious first: this is asked at every allocation.
+        # A quick and too cautious check first, because every allocation makes it.
         if n_bytes + int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM processes")[0][0]) <= available:
             return
-        promised = int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM allocations")[0][0])
-        # Files have holes until they are written: what is promised and already there is not needed again.
+        declared = int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM allocations")[0][0])
+        # Files have holes until they are written: only what is declared and not yet written still needs room.
         written = sum(file.stat().st_blocks * 512 for file in self.store.memory.glob("*/*.device"))
-        if n_bytes + max(0, promised - written) > available:
+        if n_bytes + max(0, declared - written) > available:
             raise SimulatedOutOfMemory(
                 f"this machine cannot hold the contents of the simulated GPU: asked for {_mib(n_bytes)}, "
                 f"it has room for {_mib(max(0, available))} more; allocate less, or start the broker with a smaller --simulate"
@@ -288,5 +288,5 @@ def _mib(n_bytes: int) -> str:
 
 
 def _since_boot_ns() -> int:
-    """Return the clock that nobody sets."""
+    """Return nanoseconds since boot, on a clock that cannot be set."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -10,10 +10,10 @@ The rules:
 - The first use makes the process's context, which takes device memory itself, on the device that
   JUPYTER_GPU_SIMULATED_DEVICE names in JUPYTER_GPU_SIMULATED_DIR. Python's audit event `FIRST_USE` announces it.
 - Every call blocks while the process is locked or checkpointed and goes on afterwards. In the main thread
-  KeyboardInterrupt ends the wait, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1, which behaves as a thread
-  blocked in the driver does.
-- Bytes are written through: what is read after a restore is what was really moved.
-- A forked child has no context and no memory: its first use makes its own, and its parent's buffers are not its.
+  KeyboardInterrupt ends the wait, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1: then it waits as a thread blocked in
+  the driver does.
+- Bytes are written through: a read after a restore returns the bytes that were really moved.
+- A forked child has no context and no memory: its first use creates its own, and its parent's buffers are not usable in it.
 - Calls raise SimulatedCudaError when the device or the process failed, SimulatedOutOfMemory when there is no
   room.
 """
@@ -53,7 +53,9 @@ _SLICE_S: Final = 0.05
 
 _lock = threading.Lock()
 _context: Context | None = None
-_parents: list[Context] = []  # contexts of the process that forked us; an open database may not even be closed here
+_parents: list[
+    Context
+] = []  # contexts of the parent process; after a fork its open database may not even be closed here
 
 
 class Buffer:
@@ -79,8 +81,8 @@ class Buffer:
     def __del__(self) -> None:
         context, number = self._context, self._number
         if number is None or context is not _context:
-            return  # freed, or the memory of a context that ended, or of the process that forked us
-        # Never waits: garbage is collected at any point, in the middle of another call too.
+            return  # freed, or of a context that ended, or of the parent process
+        # Never wait: garbage is collected at any point, also in the middle of another call.
         context.discarded.append(number)
         with context.gate.call_now() as inside:
             if inside and context.store.free_for_finalizer():
@@ -131,7 +133,7 @@ class Buffer:
         return digest.hexdigest()
 
     def free(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         if self._number is None:
             return
         context = self._mine()
@@ -174,12 +176,12 @@ class Buffer:
 
 
 def is_available() -> bool:
-    """Return whether this process is bound to a simulated device (asks the environment only; makes no context)."""
+    """Return whether this process is bound to a simulated device (reads the environment only; creates no context)."""
     return bool(os.environ.get("JUPYTER_GPU_SIMULATED_DIR") and os.environ.get("JUPYTER_GPU_SIMULATED_DEVICE"))
 
 
 def is_in_use() -> bool:
-    """Return whether this process has a context, or is making one."""
+    """Return whether this process has a context, or is creating one."""
     return _context is not None or _lock.locked()
 
 
@@ -215,7 +217,7 @@ def launch(seconds: float) -> None:
 
 
 def memory_info() -> tuple[int, int]:
-    """Return (free, total) bytes of the device, as CUDA does: the use of all counts, this process's cap does not."""
+    """Return (free, total) bytes of the device, as CUDA does: the use of all processes counts, this process's cap does not."""
     context = _current()
     with context.gate.call():
         context.free_discarded()
@@ -244,7 +246,7 @@ def _current() -> Context:
 
 
 def _after_fork() -> None:
-    global _context, _lock  # noqa: PLW0603 (the parent's context is not ours, and its lock may be held by a thread we lack)
+    global _context, _lock  # noqa: PLW0603 (the parent's context is not usable here, and its lock may be held by a thread that does not exist here)
     _lock = threading.Lock()
     if _context is not None:
         _parents.append(_context)

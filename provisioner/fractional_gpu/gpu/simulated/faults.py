@@ -1,11 +1,11 @@
-"""Faults of the simulated hardware: what to do wrong, how often and to whom.
+"""Injected faults of the simulated hardware: what goes wrong, how often and for which process.
 
 The rules:
-- A fault is for one operation (lock, checkpoint, restore, unlock, state), of one process or of any.
+- A fault applies to one operation (lock, checkpoint, restore, unlock, state), of one process or of any.
 - It strikes `times` times (None: until it is removed); among several the oldest strikes.
-- `fail:CODE` answers that error and does nothing. `slow:MS` waits, then does it. `lie` answers success and does
-  nothing; for state, `lie:STATE` answers that state. `late:MS` does it and answers so much later. `hang` waits
-  until the fault is removed, then does it; `late` does it, then waits until the fault is removed.
+- `fail:CODE` raises that error and does nothing. `slow:MS` waits before the operation, `late:MS` after it. `lie` returns
+  success and does nothing; for state, `lie:STATE` returns that state. `hang` waits until the fault is removed, then does
+  the operation; `late` does it, then waits until the fault is removed.
 """
 
 import time
@@ -53,7 +53,7 @@ def inject(directory: str | Path, operation: str, fault: str, *, times: int | No
 
 
 def remove(directory: str | Path, fault_id: int) -> None:
-    """Remove a fault; what hangs in it goes on. Idempotent."""
+    """Remove a fault; an operation that hangs in it goes on. Idempotent."""
     store = Store(directory)
     try:
         with store.transaction() as db:
@@ -92,7 +92,7 @@ class Strike:
 
     @property
     def lies(self) -> bool:
-        """Whether the operation is answered without being done."""
+        """Whether the operation reports success without being done."""
         return self._kind == "lie"
 
     def before(self) -> None:

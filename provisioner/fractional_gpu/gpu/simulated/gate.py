@@ -1,13 +1,13 @@
-"""The gate of a simulated process: its calls pass, or are held while it is locked or checkpointed.
+"""The gate of a simulated process: its calls pass, or wait while it is locked or checkpointed.
 
 Standard library only: notebooks import it.
 
 The rules:
-- A call in flight holds a shared lock on the gate's file; a locker first turns the byte to WANTED, so that no new
+- A call in flight holds a shared lock on the gate's file. A lock operation first sets the byte to WANTED, so that no new
   call begins, then waits for the exclusive lock. The kernel drops the shared lock of a killed process.
-- The lock belongs to the process, counted by thread here, for file locks do not count. A thread that an interrupt
-  tore out of a call is put right by its next call.
-- Waiting is interruptible in the main thread, unless the process asked for the driver's manner, where SIGINT is
+- The file lock belongs to the process and has no count, so threads inside are counted here. If an interrupt takes a
+  thread out of a call uncounted, its next call corrects the count.
+- Waiting is interruptible in the main thread, unless the process is set to behave as with the driver, where SIGINT is
   delivered only after the call.
 """
 
@@ -71,7 +71,7 @@ class Gate:
                 self._wait(thread)
             yield
         finally:
-            # An interrupt can strike at the very entry of a function; a lock kept by mistake would bar every suspend.
+            # An interrupt can come at the very entry of `_leave`. A lock that stays by mistake would block every suspend: leave again.
             try:
                 self._leave(thread)
             except KeyboardInterrupt:
@@ -91,7 +91,7 @@ class Gate:
             self._leave(thread)
 
     def close(self) -> None:
-        """Give the file back (the context is gone)."""
+        """Close the file; the context has ended."""
         os.close(self._file)
 
     def _enter(self, thread: int) -> bool:
@@ -143,7 +143,7 @@ class Gate:
             pause = min(_LAST_POLL_S, pause * 1.5)
 
     def _look(self) -> None:
-        """Raise if the process failed; undo a lock whose maker died."""
+        """Raise if the process failed; undo a lock operation whose process died."""
         process = find_process(self._store, self._key)
         if process is None:
             raise SimulatedCudaError("this process's simulated context is gone: restart the kernel")
@@ -165,7 +165,7 @@ def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
         write_gate(folder, WANTED)
         shut = lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
     finally:
-        # The byte first: the file lock goes with its descriptor.
+        # The byte first: closing the descriptor releases the file lock.
         if shut:
             write_gate(folder, CLOSED)
         else:

@@ -1,8 +1,8 @@
-"""Making and changing a simulated host: devices, settings, lost devices. For brokers, commands and tests.
+"""Creates and changes simulated hosts: devices, settings, lost devices. For brokers, commands and tests.
 
 The rules:
-- A host keeps its devices and their ids for as long as it lives; other devices only when no process lives on it.
-- A lost device takes with it what it held: those processes have failed. What was saved in host memory is
+- A host keeps its devices and their ids; they can be replaced only while no process uses it.
+- The processes on a lost device have failed, and their device memory is gone. Memory that is saved on the host is
   untouched.
 """
 
@@ -54,7 +54,7 @@ _MIB_PER: Final = {"mib": 1, "gib": 1024, "tib": 1024 * 1024}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedHost:
-    """A simulated host: where it is, its devices and its settings at the time of asking."""
+    """A simulated host: its folder, and its devices and settings at the time of the call."""
 
     directory: Path
     devices: tuple[Device, ...]
@@ -105,8 +105,8 @@ def choose_directory(name: str) -> Path:
 def create(directory: str | Path, devices: str | Sequence[int]) -> SimulatedHost:
     """Create a simulated host, or open the one that is there. `devices` as for `parse_devices`, or MiB of each.
 
-    Raises SimulatedHostError for devices that are not allowed, a folder that is not ours alone, and when processes live
-    on a host with other devices.
+    Raises SimulatedHostError for devices that are not allowed, for a folder that other users may write to, and when processes use
+    a host with other devices.
     """
     sizes = parse_devices(devices) if isinstance(devices, str) else _checked(devices)
     path = Path(directory).absolute()
@@ -159,7 +159,7 @@ def destroy(directory: str | Path) -> None:
 
 
 def lose_device(directory: str | Path, device_id: str) -> None:
-    """Let the device fall off the bus: what it holds is gone, and its processes have failed for good."""
+    """Make the device fall off the bus: its memory is gone, and its processes have failed for good."""
     fatal = f"the simulated device {device_id} was lost, and what this process held on it: restart the kernel"
     store = Store(directory)
     try:
@@ -169,7 +169,7 @@ def lose_device(directory: str | Path, device_id: str) -> None:
             keys = [row[0] for row in db.execute(f"SELECT key FROM processes WHERE {ON_DEVICE}", (device_id,))]  # noqa: S608
             db.executemany("UPDATE processes SET phase='failed', fatal=? WHERE key=?", [(fatal, key) for key in keys])
         for key in keys:
-            # After the commit: a call that finds the gate closed looks for the reason.
+            # After the commit, so that a call that finds the gate closed also finds the reason.
             with suppress(FileNotFoundError):
                 write_gate(store.process_folder(key), CLOSED)
     finally:
@@ -200,7 +200,7 @@ def _checked(sizes: Sequence[int]) -> list[int]:
 
 
 def _own(path: Path) -> None:
-    """Make the folder ours, or make sure that it is: others could plant one in a shared temporary folder."""
+    """Create the folder, or make sure that it is this user's: another user could plant one in a shared temporary folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)

@@ -32,7 +32,7 @@ from fractional_gpu.host.clock import since_boot_us
 
 __all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
 
-_SETTLE_US: Final = 100_000  # a thread between two pieces of work has begun the next one by then
+_SETTLE_US: Final = 100_000  # a thread between two pieces of work begins the next one within this time
 _REAP_S: Final = 10.0
 _LONGEST_WORK_US: Final = 86_400_000_000  # of one call: a day
 
@@ -50,7 +50,7 @@ def open_store(directory: str | Path) -> Store:
 
 
 def translated(function: Callable[[], _Result]) -> _Result:
-    """Call it; trouble with the host's folder becomes the driver's OPERATING_SYSTEM."""
+    """Call the function; an error of the host's folder becomes the driver's OPERATING_SYSTEM."""
     try:
         return function()
     except (OSError, sqlite3.Error, SimulatedHostError) as error:
@@ -86,7 +86,7 @@ class SimulatedMonitor:
         ]
 
     def use(self, device_id: str) -> DeviceUse:
-        """Return who uses the device, MiB rounded up. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
+        """Return which processes use the device, MiB rounded up. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
         return translated(lambda: self._use(device_id))
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity:
@@ -95,16 +95,16 @@ class SimulatedMonitor:
         worked_us = {}
         for process in translated(lambda: users_of(self._store, device_id)):
             with suppress(FileNotFoundError):  # it ended
-                # Every second, of many processes: without a Path for each.
+                # Read every second for many processes: no Path for each.
                 work = os.stat(f"{self._store.memory}/{process.key}/{WORK}")  # noqa: PTH116
                 until_us = work.st_mtime_ns // 1000
-                # A context of an older version stamped its work with the wall clock, which is decades ahead of the time since boot.
+                # A context of an older version stamped its work with the wall clock, decades ahead of the time since boot: skip it.
                 if since_us < until_us < now_us + _LONGEST_WORK_US:
                     worked_us[process.pid] = min(until_us, now_us)
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return whether the device is at work now; it is neither warm nor powered. Raises GPUError OPERATING_SYSTEM."""
+        """Return whether the device works now; it has no temperature and no power. Raises GPUError OPERATING_SYSTEM."""
         now_us = since_boot_us()
         working = self.activity(device_id, now_us - _SETTLE_US).worked_us
         return DeviceSensors(busy_percent=100 if working else 0)
@@ -141,7 +141,7 @@ class SimulatedMonitor:
         )
 
     def _reap(self, holding: list[Process]) -> bool:
-        """Give back what the dead hold if one of these is dead; now and then whoever is. Returns whether anybody was looked for."""
+        """Reap dead processes if one of these is dead, and every 10 s in any case; return whether that was done."""
         now_s = time.monotonic()
         due = now_s - self._reaped_s >= _REAP_S
         if due or any(current_key(process.pid) != process.key for process in holding):

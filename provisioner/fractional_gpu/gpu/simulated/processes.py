@@ -1,15 +1,15 @@
-"""Processes of the simulated host: who is alive, what they hold, and undoing what the dead left.
+"""Processes of the simulated host: which are alive, what they hold, and the clean-up after dead ones.
 
 Standard library only: notebooks import it.
 
 The rules:
 - A process is pid, start time and boot, as one text (`current_key`); a zombie is dead.
-- `phase` says where a process's bytes are: `device`; `saving` and `saved`; `restoring`; `failed`. Only a commit
-  changes it, and a move's commit comes after its last byte. So a killed move is undone by putting the phase back:
-  nothing is copied for it.
+- `phase` says where a process's bytes are: `device`; `saving` and `saved`; `restoring`; `failed`. Only a commit changes
+  it, and the commit of a move comes after its last byte. So a killed move is undone by resetting the phase, without any
+  copying.
 - While `saving` the device still holds the bytes, while `restoring` the target device already does.
-- What the dead held is given back by whoever looks next: rows first, in one transaction with moving the folder
-  aside.
+- The next reader releases the memory of dead processes: it deletes the rows and moves the folder aside in one
+  transaction.
 """
 
 import fcntl
@@ -47,16 +47,14 @@ __all__ = [
 ]
 
 OPEN: Final = b"O"  # calls pass
-WORK: Final = (
-    "work"  # a file of the process; its time of change is when, since boot, its work on the device ends or ended
-)
+WORK: Final = "work"  # a file of the process; its modification time is the time since boot at which its work on the device ends or ended
 WANTED: Final = b"W"  # a lock waits for the calls in flight; new ones are held
-CLOSED: Final = b"C"  # locked or anything beyond, failed included: held calls look why
+CLOSED: Final = b"C"  # locked, checkpointed or failed: held calls read why
 # With one plain placeholder: Python 3.14 takes no sequence for numbered ones.
 ON_DEVICE: Final = "? = CASE WHEN phase IN ('device', 'saving') THEN device WHEN phase = 'restoring' THEN target END"
 
 _POLL_S: Final = 0.002
-_STAT_BYTES: Final = 4096  # more than /proc ever says of a process
+_STAT_BYTES: Final = 4096  # longer than any /proc/PID/stat
 _boot = ""
 
 
@@ -94,14 +92,14 @@ def current_key(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = raw[raw.rindex(b")") + 1 :].split()
-    # A leader that left its threads behind looks like a zombie, but its memory lives.
+    # A leader that exited before its threads looks like a zombie, but its memory lives.
     if fields[0] in (b"Z", b"X", b"x") and int(fields[17]) <= 1:
         return None
     return f"{pid}-{int(fields[19])}-{_boot}"
 
 
 def _read(path: str) -> bytes:
-    """Read a short file of /proc with no more steps than that takes: every process's is read again and again."""
+    """Read a short file of /proc in one read: this is done for every process again and again."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, _STAT_BYTES)
@@ -150,12 +148,12 @@ def open_gate(store: Store, key: str) -> None:
     write_gate(folder, OPEN)
     process = find_process(store, key)
     if process is not None and process.phase == "failed":
-        write_gate(folder, CLOSED)  # its device was lost in between: calls must look
+        write_gate(folder, CLOSED)  # its device was lost in between: calls must read the reason
 
 
 @contextmanager
 def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
-    """Hold the right to change a process's checkpoint state; yields False when somebody else kept it for `timeout_s`.
+    """Hold the right to change a process's checkpoint state; yields False if another operation kept it for `timeout_s`.
 
     Raises FileNotFoundError when the process was reaped. The kernel releases the lock when the holder dies.
     """
@@ -167,7 +165,7 @@ def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
 
 
 def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
-    """Take a file lock, trying for `timeout_s` seconds; return whether it was got."""
+    """Take a file lock, trying for `timeout_s` seconds; return whether it is held."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -181,7 +179,7 @@ def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
 
 
 def settle(store: Store, key: str) -> None:
-    """Undo what a killed operation left half done. The caller holds the operation lock, so whoever began it is dead."""
+    """Undo a killed operation. The caller holds the operation lock, so the process that began it is dead."""
     folder = store.process_folder(key)
     with store.transaction() as db:
         db.execute("UPDATE processes SET phase='device' WHERE key=? AND phase='saving'", (key,))
@@ -208,7 +206,7 @@ def settle_if_abandoned(store: Store, key: str) -> None:
 
 
 def forget(store: Store, keys: list[str]) -> None:
-    """Give back all that these processes hold, and what lies in the folder without an owner."""
+    """Release everything that these processes hold, and folders without an owner."""
     moved = []
     with store.transaction() as db:
         for key in keys:
@@ -224,7 +222,7 @@ def forget(store: Store, keys: list[str]) -> None:
 
 
 def empty_trash(store: Store) -> None:
-    """Remove what `forget` moved aside; several may do it at once, and one killed here leaves the rest to the next."""
+    """Remove what `forget` moved aside. Several processes may do it at once; after a kill the next one does the rest."""
     for folder in store.trash.iterdir():
         with suppress(FileNotFoundError):
             for file in folder.iterdir():
@@ -233,7 +231,7 @@ def empty_trash(store: Store) -> None:
 
 
 def reap(store: Store) -> None:
-    """Give back what dead processes hold."""
+    """Release everything that dead processes hold."""
     recorded = store.query("SELECT key, pid FROM processes")
     dead = [key for key, pid in recorded if current_key(pid) != key]
     # Listed before the rows are read again inside the transaction of `forget`, which decides.

@@ -2,7 +2,7 @@
 
 The rules:
 - Everything that more than one process must agree on changes in one transaction.
-- A transaction is short: no bytes are moved and nobody is waited for while one is open.
+- A transaction is short: no bytes are moved and nothing is waited for while one is open.
 - A connection never crosses a fork (SQLite forbids it): the child leaves it alone and opens its own.
 """
 
@@ -95,7 +95,7 @@ class Store:
         path = self.directory / DATABASE
         db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
-            # The folder does not outlive the machine, and SQLite survives a killed process without any fsync.
+            # No fsync: the folder does not outlive the machine, and SQLite survives a killed process without it.
             db.execute("PRAGMA synchronous=OFF")
             if create:
                 db.execute("PRAGMA journal_mode=WAL").fetchone()
@@ -117,7 +117,7 @@ class Store:
         """Hold the host's write lock: commits at the end, rolls back on any exception. Never nested."""
         with self._mutex:
             try:
-                # Inside the try: an interrupt right after BEGIN must not leave the whole host locked.
+                # Inside the try, because an interrupt right after BEGIN must not leave the whole host locked.
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
                 self._db.execute("COMMIT")

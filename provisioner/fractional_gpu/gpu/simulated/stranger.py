@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 3 or not arguments[2].isdigit() or int(arguments[2]) < 1:
         sys.stderr.write("usage: stranger DIRECTORY DEVICE MIB (1 or more)\n")
         return 2
-    # Without a lease nothing caps it: whatever the caller's environment says is not for strangers.
+    # A process without a lease has no cap: the caller's variables do not apply.
     for name in ("JUPYTER_GPU_LEASE", "JUPYTER_GPU_MEMORY_MIB"):
         os.environ.pop(name, None)
     os.environ["JUPYTER_GPU_SIMULATED_DIR"], os.environ["JUPYTER_GPU_SIMULATED_DEVICE"] = arguments[0], arguments[1]
