@@ -101,7 +101,7 @@ def test_without_room_it_stays_open_and_is_put_back_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(LedgerError, match=r"was deleted and cannot be written anew: .*No space left"):
+        with pytest.raises(LedgerError, match=r"was deleted and cannot be written again: .*No space left"):
             kept.put_back()
     assert kept.is_open
     assert sorted(one.name for one in path.parent.iterdir()) == [

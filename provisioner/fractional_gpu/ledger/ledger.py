@@ -1,11 +1,12 @@
-"""The broker's memory: one SQLite file, one writer.
+"""The broker's database: one SQLite file, one writer.
 
-- A write is on the disk when its method returns (WAL, synchronous=FULL); inside `transaction()`, when the block ends.
-- The journal is intent -> act -> observe -> done: `begin` before the first act, `step` before each further one,
-  `finish` after. What is open after a crash says what may have happened; nothing is replayed.
-- Any thread may call; a lock lets one in at a time and keeps the others out of an open transaction.
-- A lease that has ended stays ended, and its secrets (connection, token) are erased with it.
-- Every failure is a LedgerError; after one, nothing of the failed write or transaction is there.
+- A write is on the disk when its method returns, or inside `transaction()`, when the block ends: SQLite appends it to the write-ahead
+  log (WAL) and synchronizes that at each commit (synchronous=FULL; NORMAL would lose the last commits in a power failure).
+- The journal of operations is intent -> act -> observe -> done: `begin` before the first act, `step` before each further one, `finish`
+  at the end. After a crash an open operation says what may have happened; nothing is replayed.
+- Any thread may call. A mutex admits one at a time, and none during another thread's transaction.
+- An ended lease stays ended; its secrets (connection, token) are erased with its end.
+- Every failure is a LedgerError, after which nothing of the failed write or transaction remains.
 """
 
 import json
@@ -38,12 +39,12 @@ from fractional_gpu.ledger.records import (
 __all__ = ["Ledger"]
 
 _LEASE_FIELDS = ("lease_id", *LeaseRecord.__dataclass_fields__)
-_LISTS = ("device_ids", "home_device_ids", "members")  # kept as JSON
+_LISTS = ("device_ids", "home_device_ids", "members")  # JSON in the file
 _SAVE_LEASE = f"""
 INSERT INTO leases ({", ".join(_LEASE_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _LEASE_FIELDS)})
 ON CONFLICT (lease_id) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _LEASE_FIELDS[1:])}
 WHERE leases.ended_ms IS NULL
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - the names are constants
 _END_LEASE = """
 UPDATE leases SET ended_ms = ?, end_reason = ?, state = ?, connection = '', token_sha256 = ''
 WHERE lease_id = ? AND ended_ms IS NULL
@@ -61,7 +62,7 @@ _OPEN_OPERATIONS = """
 SELECT operation_id, lease_id, generation, kind, device_id, phase, begun_ms, pids, saved_mib
 FROM operations WHERE finished_ms IS NULL ORDER BY operation_id
 """
-# An open operation keeps its ended lease: its row would go too, and with it what may have happened.
+# An ended lease with an open operation stays: deleting it would delete the operation, and with it what may have happened.
 _PRUNE_LEASES = """
 DELETE FROM leases
 WHERE ended_ms < ? AND lease_id NOT IN (SELECT lease_id FROM operations WHERE finished_ms IS NULL)
@@ -82,7 +83,7 @@ _SAVE_SEAT = f"""
 INSERT INTO seats ({", ".join(_SEAT_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _SEAT_FIELDS)})
 ON CONFLICT (seat_id) DO UPDATE SET expires_ms = excluded.expires_ms, device_id = excluded.device_id
 WHERE seats.ended_ms IS NULL
-"""  # noqa: S608 - names of our own
+"""  # noqa: S608 - the names are constants
 _END_SEAT = "UPDATE seats SET ended_ms = ?, end_reason = ?, token_sha256 = '' WHERE seat_id = ? AND ended_ms IS NULL"
 _LIVE_SEATS = f"SELECT {', '.join(_SEAT_FIELDS)} FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"  # noqa: S608
 _ADD_USAGE = """
@@ -113,10 +114,10 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """Open the ledger, or make a new one if there is no file; its folder is made with mode 0700.
+        """Open the ledger, or create it if there is no file; its folder is created with mode 0700.
 
-        Raises LedgerError if the file is in use, unreadable, corrupt, empty, foreign or newer than this program, and
-        leaves it as it was.
+        Raises LedgerError if the file is in use, unreadable, corrupt, empty, of another program or newer than this one, and leaves it
+        unchanged.
         """
         path = Path(path)
         lock = opening.lock(path)
@@ -128,14 +129,14 @@ class Ledger:
         return cls(path, connection, lock)
 
     def is_in_place(self) -> bool:
-        """Whether the names of the ledger's files still lead to those that are open here. Any thread may ask."""
+        """Whether the names of the ledger's files still refer to the open files. Any thread may call."""
         return self._found() == self._files
 
     def put_back(self) -> None:
-        """Write all that it holds anew where its files were deleted or replaced, and go on there. No write is lost.
+        """Write the whole ledger again after its files were deleted or replaced, and continue in the new files. No write is lost.
 
-        What has its name meanwhile is set aside, and left alone while another process holds it.
-        Raises LedgerError: nothing has changed then, unless `is_open` says that the new file could not be opened.
+        A file that has taken its name in the meantime is set aside, unless another process holds its lock. Raises LedgerError: then
+        nothing has changed, unless `is_open` is False because the new file could not be opened.
         """
         with self._mutex:
             connection, path = self._require(), self.path
@@ -152,14 +153,14 @@ class Ledger:
                     close(lock)
                 raise opening.ledger_error(
                     path,
-                    f"was deleted and cannot be written anew: {error}",
+                    f"was deleted and cannot be written again: {error}",
                     "check its folder and the room on its disk",
                 ) from error
             if lock != self._lock_descriptor:
                 close(self._lock_descriptor)
                 self._lock_descriptor = lock
             self._connection = None
-            # The last connection to a file deletes what has the name of its log when it is closed: before there is a new one.
+            # Close the old connection first: at its close, SQLite deletes the file that has the name of its log, even a new one.
             connection.close()
             try:
                 opening.adopt_whole(path)
@@ -172,11 +173,11 @@ class Ledger:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be used."""
+        """Whether the file is open."""
         return self._connection is not None
 
     def _found(self) -> dict[str, tuple[int, int] | None]:
-        """Return what the names of the ledger's files lead to: device and inode."""
+        """Return the device and inode that each name of the ledger's files refers to, None for a missing file."""
         found: dict[str, tuple[int, int] | None] = {}
         for suffix in _FILES:
             try:
@@ -188,7 +189,7 @@ class Ledger:
         return found
 
     def close(self) -> None:
-        """Close the file and let the next broker in. A second call does nothing."""
+        """Close the file and release its lock for the next broker. A second call does nothing."""
         with self._mutex:
             if self._connection is None:
                 return
@@ -196,9 +197,7 @@ class Ledger:
             try:
                 connection.close()
             except sqlite3.Error as error:
-                raise opening.ledger_error(
-                    self.path, f"could not be closed: {error}", "see what is wrong with its disk"
-                ) from error
+                raise opening.ledger_error(self.path, f"could not be closed: {error}", "check its disk") from error
             finally:
                 close(self._lock_descriptor)
 
@@ -212,7 +211,7 @@ class Ledger:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Group writes: all are on the disk when the block ends; none, if it raises. Nested ones join the outer one."""
+        """Group writes: all are on the disk when the block ends, none if it raises. A nested block joins the outer one."""
         with self._mutex:
             connection = self._require()
             if connection.in_transaction:
@@ -230,7 +229,7 @@ class Ledger:
     # Leases
 
     def save_lease(self, record: LeaseRecord) -> None:
-        """Insert the lease or replace what is recorded of it. Raises RecordError for one that has ended, and for what is no text."""
+        """Insert or replace the lease. Raises RecordError if it has ended, or if a text cannot be encoded."""
         lease_id = record.spec.lease_id
         if record.state is LeaseState.ENDED:
             raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
@@ -244,7 +243,7 @@ class Ledger:
                 raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
 
     def live_leases(self) -> list[LeaseRecord]:
-        """Return the leases that have not ended, oldest first. Raises LedgerError if a row makes no sense."""
+        """Return the leases that have not ended, oldest first. Raises LedgerError for a row that cannot be read."""
         rows = self._read("SELECT * FROM leases WHERE ended_ms IS NULL ORDER BY created_ms, lease_id")
         return [self._lease(row) for row in rows]
 
@@ -253,13 +252,13 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
-        """Record that the lease is over and erase its secrets. One that is unknown or over already is left alone."""
+        """End the lease and erase its secrets. Ignores an unknown lease and one that has ended."""
         self._write(_END_LEASE, (at_ms, reason, LeaseState.ENDED.value, lease_id))
 
     # Operations
 
     def begin(self, operation: OperationRecord) -> None:
-        """Record the intent. Raises RecordError if the id was used, the lease is not saved or has an open one."""
+        """Record the intent of an operation. Raises RecordError for a used id, an unknown lease, or a lease with an open operation."""
         with self.transaction():
             try:
                 self._write(_BEGIN, asdict(operation))
@@ -273,35 +272,35 @@ class Ledger:
     def step(
         self, operation_id: int, phase: str, *, at_ms: int, pids: str | None = None, saved_mib: int | None = None
     ) -> None:
-        """Record that a phase is about to be entered (None: as before). Raises RecordError if it is not open."""
+        """Record the phase that begins next; None: the value stays. Raises RecordError if the operation is not open."""
         values = {"operation_id": operation_id, "phase": phase, "at_ms": at_ms, "pids": pids, "saved_mib": saved_mib}
         if self._write(_STEP, values) == 0:
             raise RecordError(f"operation {operation_id} cannot enter {phase!r}: no such operation is open")
 
     def finish(self, operation_id: int, outcome: str, at_ms: int) -> None:
-        """Record how the operation ended. Raises RecordError if it is not open."""
+        """Record the outcome of the operation. Raises RecordError if it is not open."""
         statement = "UPDATE operations SET finished_ms = ?, outcome = ? WHERE operation_id = ? AND finished_ms IS NULL"
         if self._write(statement, (at_ms, outcome, operation_id)) == 0:
             raise RecordError(f"operation {operation_id} cannot finish as {outcome!r}: no such operation is open")
 
     def open_operations(self) -> list[OperationRecord]:
-        """Return the operations that were begun and not finished, oldest first."""
+        """Return the operations that have begun and not finished, oldest first."""
         return [OperationRecord(**dict(row)) for row in self._read(_OPEN_OPERATIONS)]
 
     def next_operation_id(self) -> int:
-        """Return a number greater than any operation's ever begun, pruned ones too. Asking does not use it up."""
+        """Return a number greater than that of any operation before, pruned ones included. The call does not use it up."""
         (row,) = self._read("SELECT value + 1 AS next FROM counters WHERE name = 'operation'")
         return int(row["next"])
 
     # Seats
 
     def save_seat(self, record: SeatRecord) -> None:
-        """Insert the seat, or record when it expires and where it is placed. Raises RecordError for one that has ended."""
+        """Insert the seat, or update its expiry and its device. Raises RecordError if it has ended."""
         if self._write(_SAVE_SEAT, asdict(record)) == 0:
             raise RecordError(f"seat {record.seat_id} has ended and cannot be saved again; take a new one")
 
     def live_seats(self) -> list[SeatRecord]:
-        """Return the seats that have not ended, oldest first; some may have expired meanwhile."""
+        """Return the seats that have not ended, oldest first; some may have expired in the meantime."""
         return [SeatRecord(**dict(row)) for row in self._read(_LIVE_SEATS)]
 
     def has_seat(self, seat_id: str) -> bool:
@@ -309,7 +308,7 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM seats WHERE seat_id = ?", (seat_id,)))
 
     def end_seat(self, seat_id: str, at_ms: int, reason: str) -> None:
-        """Record that the seat is over and erase its secret. One that is unknown or over already is left alone."""
+        """End the seat and erase its secret. Ignores an unknown seat and one that has ended."""
         self._write(_END_SEAT, (at_ms, reason, seat_id))
 
     def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
@@ -317,25 +316,25 @@ class Ledger:
         return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
 
     def add_usage(self, usage: UsageRecord) -> None:
-        """Add to what is known of that user, pool and day."""
+        """Add the usage to that of the same user, pool and day."""
         self._write(_ADD_USAGE, asdict(usage))
 
     def usage(self, since_day: int) -> list[UsageRecord]:
-        """Return what is known from that day on, by user, pool and day."""
+        """Return the usage from that day on, sorted by user, pool and day."""
         rows = self._read("SELECT * FROM usage WHERE day >= ? ORDER BY owner, pool, day", (since_day,))
         return [UsageRecord(**dict(row)) for row in rows]
 
     # Stories
 
     def record(self, lease_id: str, at_ms: int, reason: str, sentence: str) -> None:
-        """Add a line to the lease's story. The lease need not be saved: refusals have stories too."""
+        """Add a line to the lease's story. The lease may be unknown: a refused lease has a story, too."""
         self._write(
             "INSERT INTO story (lease_id, at_ms, reason, sentence) VALUES (?, ?, ?, ?)",
             (lease_id, at_ms, reason, sentence),
         )
 
     def story(self, lease_id: str, limit: int = 200) -> list[StoryLine]:
-        """Return the last `limit` lines in the order in which they were recorded."""
+        """Return the last `limit` lines, oldest first."""
         return [StoryLine(**dict(row)) for row in self._read(_STORY, (lease_id, max(0, limit)))]
 
     def story_length(self, lease_id: str) -> int:
@@ -344,40 +343,40 @@ class Ledger:
         return int(row["lines"])
 
     def add_point(self, point: PointRecord) -> None:
-        """Record what a lease is from now on."""
+        """Record the lease's state and memory from now on."""
         self._write(_ADD_POINT, asdict(point))
 
     def points(self, lease_id: str, limit: int = 1000) -> list[PointRecord]:
-        """Return the last `limit` points of the lease in the order in which they were recorded."""
+        """Return the last `limit` points of the lease, oldest first."""
         return [PointRecord(**dict(row)) for row in self._read(_POINTS, (lease_id, max(0, limit)))]
 
-    # What administrators said, and what was learnt
+    # Drained devices, and named texts such as forecasts
 
     def set_drained(self, device_id: str, *, evict_busy: bool) -> None:
-        """Record that the device is being emptied."""
+        """Record that the device is being drained."""
         self._write("INSERT OR REPLACE INTO drained (device_id, evict_busy) VALUES (?, ?)", (device_id, evict_busy))
 
     def set_undrained(self, device_id: str) -> None:
-        """Record that the device takes part again."""
+        """Record that the device is no longer being drained."""
         self._write("DELETE FROM drained WHERE device_id = ?", (device_id,))
 
     def drained(self) -> dict[str, bool]:
-        """Return the devices that are being emptied, and whether busy kernels leave them too."""
+        """Return the devices that are being drained, each with whether busy kernels must leave it, too."""
         return {
             row["device_id"]: bool(row["evict_busy"]) for row in self._read("SELECT * FROM drained ORDER BY device_id")
         }
 
     def keep(self, name: str, value: str) -> None:
-        """Keep a text under a name, in place of the one that was there."""
+        """Store a text under a name; it replaces an earlier one."""
         self._write("INSERT OR REPLACE INTO kept (name, value) VALUES (?, ?)", (name, value))
 
     def kept(self, name: str) -> str | None:
-        """Return the text that was kept under the name."""
+        """Return the text under the name, None if there is none."""
         rows = self._read("SELECT value FROM kept WHERE name = ?", (name,))
         return str(rows[0]["value"]) if rows else None
 
     def prune(self, before_ms: int) -> None:
-        """Forget ended leases and seats, finished operations, usage, points and lines from before. What lives or is open stays."""
+        """Delete ended leases and seats, finished operations, usage, points and story lines before that time."""
         with self.transaction():
             self._write(_PRUNE_LEASES, (before_ms,))
             self._write("DELETE FROM operations WHERE finished_ms < ?", (before_ms,))

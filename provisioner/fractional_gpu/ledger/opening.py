@@ -1,13 +1,12 @@
-"""Opening the ledger's file, with suspicion.
+"""Opens the ledger's file and checks it first.
 
-- A file that is there is either a sound ledger or an error. It is never replaced, repaired or emptied; a file of zero
-  bytes is an error too, because we never leave one behind: a new ledger is built under another name and moved into
-  place when it is whole.
-- A write-ahead log without its database is an error: somebody took the database away, and an empty one would hide that.
-- A ledger whose files were deleted under a running broker is written anew, in full, to `<file>.whole`, which then takes the name.
-  Where `.whole` is there, it is the ledger, and what has the name is older: a broker was killed in between.
-- One broker at a time: an advisory lock on `<file>.lock`, kept until `close`. It goes when the process dies.
-- The file holds Jupyter's signing keys: it is ours alone (0600), in a folder that nobody else can write.
+- An existing file is either a sound ledger or an error. It is never replaced, repaired or emptied. An empty file is an error, too: this
+  program never leaves one, since it builds a new ledger under another name and renames it when it is complete.
+- A write-ahead log without its database is an error: the database was removed, and a new one would hide that.
+- If the files are deleted under a running broker, it writes the whole ledger to `<file>.whole`, which then takes the name. If `.whole`
+  exists at the start, a broker was killed in between: `.whole` is the ledger, and the file with the name is older.
+- One broker at a time: an advisory lock on `<file>.lock` is held until `close`, and ends with the process.
+- The file contains Jupyter's signing keys: only its owner may read it (0600), in a folder that no other user may write to.
 """
 
 import contextlib
@@ -37,15 +36,15 @@ __all__ = [
     "set_aside_command",
 ]
 
-WHOLE = ".whole"  # after the ledger's name: all of it, written anew, which only has to take the name
+WHOLE = ".whole"  # suffix of a whole new copy that has yet to take the ledger's name
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
-_BUSY_S = 5.0  # somebody looks into the file with another tool
+_BUSY_S = 5.0  # for a reader with another tool
 _SET_ASIDE = ".damaged"
 
 
 def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerError:
-    """Return the error: which file, what is wrong, what to do (None: it cannot be used as it is, and may be set aside)."""
+    """Return the error: which file, what is wrong, what to do. `remedy` None: put a backup in its place, or set it aside."""
     if remedy is None:
         remedy = (
             f"it was left as it is: put a backup in its place, or set it aside with `{set_aside_command(path)}`; the next broker then "
@@ -55,7 +54,7 @@ def ledger_error(path: Path, wrong: str, remedy: str | None = None) -> LedgerErr
 
 
 def set_aside_command(path: Path) -> str:
-    """Return the shell command that moves the ledger away, with its log, so that a broker begins a new one."""
+    """Return the shell command that renames the ledger and its log, so that the next broker creates a new one."""
     there = [one for name in ("", "-wal", "-shm") if os.path.lexists(one := f"{path}{name}")]
     aside = next(
         one
@@ -67,7 +66,7 @@ def set_aside_command(path: Path) -> str:
 
 
 def lock(path: Path) -> int:
-    """Make the folder if need be, take the lock beside `path` and return its descriptor. Raises LedgerError."""
+    """Create the folder if it is missing, take the lock beside `path` and return its descriptor. Raises LedgerError."""
     _check_folder(path)
     beside = path.with_name(path.name + ".lock")
     try:
@@ -93,7 +92,7 @@ def lock(path: Path) -> int:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a sound ledger, or make a new one where there is none. The lock must be held. Raises LedgerError."""
+    """Open a sound ledger, or create it if there is none. The lock must be held. Raises LedgerError."""
     try:
         if os.path.lexists(path.with_name(path.name + WHOLE)):
             adopt_whole(path)
@@ -102,7 +101,7 @@ def connect(path: Path) -> sqlite3.Connection:
         _create(path)
     except OSError as error:
         raise ledger_error(
-            path, f"cannot be looked at: {error.strerror}", "check the owner and mode of its folder"
+            path, f"cannot be examined: {error.strerror}", "check the owner and mode of its folder"
         ) from error
     else:
         _check_file(path, found)
@@ -120,14 +119,14 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a ledger, whatever its state."""
+    """Whether there is a ledger, sound or not."""
     return any(os.path.lexists(path.with_name(path.name + suffix)) for suffix in ("", WHOLE))
 
 
 def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
-    """Write all that the open ledger holds to `<file>.whole`, and return when it is on the disk. The lock must be held.
+    """Write the open ledger, whose files may be deleted, to `<file>.whole`; return when it is on the disk. The lock must be held.
 
-    Its own files may be deleted. Raises sqlite3.Error or OSError, and then there is no `.whole`.
+    Raises sqlite3.Error or OSError; then there is no `.whole`.
     """
     unfinished = path.with_name(f".{path.name}.new")
     for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
@@ -137,7 +136,7 @@ def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
         connection.execute("VACUUM INTO ?", (str(unfinished),))
         os.fsync(descriptor)
         unfinished.rename(path.with_name(path.name + WHOLE))
-        _sync(path.parent)
+        _sync_folder(path.parent)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -147,10 +146,10 @@ def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
 
 def adopt_whole(path: Path) -> None:
     """Give `<file>.whole` the ledger's name. The lock must be held, and no connection open. Raises OSError."""
-    for suffix in ("-wal", "-shm"):  # of an older file: SQLite would take them for those of the new one
+    for suffix in ("-wal", "-shm"):  # of an older file: SQLite would apply them to the new one
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.with_name(path.name + WHOLE).rename(path)
-    _sync(path.parent)
+    _sync_folder(path.parent)
 
 
 def reconnect(path: Path) -> sqlite3.Connection:
@@ -168,9 +167,9 @@ def reconnect(path: Path) -> sqlite3.Connection:
 
 
 def fold_wal(path: Path) -> None:
-    """Bring what is in the write-ahead log into the file, so that the file alone is the ledger. The lock must be held.
+    """Merge the write-ahead log into the file, so that the file alone is the ledger. The lock must be held.
 
-    Raises LedgerError for what is no sound ledger, and OSError if there is none. Its schema is left as it is.
+    Raises LedgerError for a ledger that is not sound, OSError if there is none. Its schema stays.
     """
     _check_file(path, os.lstat(path))
     with contextlib.closing(_connect(path)) as connection:
@@ -198,7 +197,7 @@ def count_live(path: Path) -> int:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open without creating: `mode=rw` fails on a missing file."""
+    """Open an existing file: `mode=rw` fails for a missing one."""
     uri = f"{path.absolute().as_uri()}?mode=rw"
     try:
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -228,7 +227,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_names(path: Path) -> None:
-    """Refuse a ledger that has another name, or whose write-ahead log has one. Raises LedgerError."""
+    """Check that neither the ledger nor its logs have a second name: a write would change that file, too. Raises LedgerError."""
     for one in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal"))):
         if (names := _names(one)) > 1:
             raise ledger_error(
@@ -239,7 +238,7 @@ def _check_names(path: Path) -> None:
 
 
 def _names(path: Path) -> int:
-    """Return how many names (hard links) the file has; 0: there is none."""
+    """Return the number of names (hard links) of the file, 0 if there is none."""
     try:
         return os.lstat(path).st_nlink
     except FileNotFoundError:
@@ -247,7 +246,7 @@ def _names(path: Path) -> int:
 
 
 def _check_file(path: Path, found: os.stat_result) -> None:
-    """Check a file before SQLite touches it: kind, owner, mode, that it can be written, and whose it says it is."""
+    """Check a file before SQLite opens it: type, owner, mode, permission to write, and the program that its header names."""
     if not stat.S_ISREG(found.st_mode):
         kind = (
             "a directory" if stat.S_ISDIR(found.st_mode) else "a link" if stat.S_ISLNK(found.st_mode) else "not a file"
@@ -266,7 +265,8 @@ def _check_file(path: Path, found: os.stat_result) -> None:
             f"could be written by others (mode {found.st_mode & 0o777:04o})",
             f"if its contents can be trusted, run: chmod 600 {path}",
         )
-    # The lock is ours, so this process has the file open nowhere else: closing it here drops no lock of SQLite's.
+    # Closing any descriptor of a file drops the process's POSIX locks on it, SQLite's included. This process holds the ledger's lock,
+    # so it has no other connection to the file.
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -323,7 +323,7 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _create(path: Path) -> None:
-    """Build a new ledger under another name, then move it into place: a crash leaves either none or a whole one."""
+    """Build a new ledger under another name and rename it: a crash leaves either no ledger or a whole one."""
     if path.with_name(path.name + "-wal").exists():
         raise ledger_error(
             path,
@@ -342,7 +342,7 @@ def _create(path: Path) -> None:
             connection.execute("PRAGMA synchronous = FULL")
             schema.migrate(connection)
         unfinished.rename(path)
-        _sync(path.parent)
+        _sync_folder(path.parent)
     except OSError as error:
         raise ledger_error(
             path, f"cannot be created: {error.strerror}", "check the folder's owner and mode and the room on its disk"
@@ -351,8 +351,8 @@ def _create(path: Path) -> None:
         raise ledger_error(path, f"cannot be created: {error}", "check the room on its disk") from error
 
 
-def _sync(folder: Path) -> None:
-    """Bring the names in the folder to the disk. Raises OSError."""
+def _sync_folder(folder: Path) -> None:
+    """Synchronize the folder's names with the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

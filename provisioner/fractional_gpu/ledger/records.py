@@ -1,7 +1,7 @@
-"""What the ledger keeps, as plain data.
+"""The records of the ledger, as plain data.
 
 Memory in MiB; times are milliseconds since 1970, because they must survive a reboot: dates by the wall clock, deadlines
-(`pinned_until_ms`, `expires_ms`) by a clock that nobody sets, `fractional_gpu.broker.clock`.
+(`pinned_until_ms`, `expires_ms`) by `fractional_gpu.broker.clock.DeadlineClock`, which cannot be set.
 """
 
 from dataclasses import dataclass, field
@@ -30,19 +30,19 @@ class LedgerInUseError(LedgerError):
 
 
 class RecordError(LedgerError):
-    """The file is sound, but what was asked does not fit what it says (unknown operation, ended lease)."""
+    """The file is sound, but the write contradicts its contents (unknown operation, ended lease)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """A live lease: everything that a broker needs to find it again after a crash or a reboot."""
+    """A live lease: everything that a broker needs to restore it after a crash or a reboot."""
 
     spec: LeaseSpec
-    state: LeaseState  # as last known; what is true is asked of the driver and of /proc
+    state: LeaseState  # as last known; after a restart the driver and /proc are queried
     generation: int
     device_id: str | None
     saved_mib: int
-    uid: int  # of the user that it belongs to
+    uid: int  # the user
     kernel_id: str
     token_sha256: str  # hexadecimal; the token itself is never stored
     boot_id: str  # with pid and start_time: the identity of the kernel process
@@ -54,12 +54,14 @@ class LeaseRecord:
     created_ms: int
     suspends: int
     resumes: int
-    home_device_id: str | None = None  # where its processes last had their memory: a checkpoint is of that device
+    home_device_id: str | None = None  # where its processes last had their memory; a checkpoint belongs to that device
     device_ids: tuple[str, ...] = ()  # of a lease of several devices: all of them, `device_id` first
     home_device_ids: tuple[str, ...] = ()  # likewise
     pinned_until_ms: int = 0  # 0: not pinned
     members: tuple[str, ...] = ()  # processes that were seen in the kernel's tree (`ProcessIdentity.to_text`)
-    released: bool = False  # its kernel is over for good, and the lease ends with what that left behind
+    released: bool = (
+        False  # its kernel has ended for good; the lease ends with the processes that the kernel left behind
+    )
     server: str = ""  # the process that starts its kernel (`ProcessIdentity.to_text`); "": unknown
     token_file: str = ""  # the path of the token's file, as the kernel's environment names it
 
@@ -90,7 +92,7 @@ class StoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointRecord:
-    """What a lease was from this moment to the next point."""
+    """A lease's state and memory from this moment to the next point."""
 
     lease_id: str
     at_ms: int
@@ -114,22 +116,22 @@ class SeatRecord:
     priority: int
     weight: int
     max_kernels: int
-    uid: int | None  # the only user of the system that may draw on it; None: whoever has the token
-    device_id: str | None  # where it was placed by forecast
+    uid: int | None  # the only user of the system that may draw on it; None: any with the token
+    device_id: str | None  # on which the forecast placed it
     token_sha256: str
     created_ms: int
-    expires_ms: int | None  # None: confirmed, so it stays until it is ended
-    hub: str = ""  # which hub took it, by the address of its API
+    expires_ms: int | None  # None: confirmed, it stays until it is ended
+    hub: str = ""  # the hub that took it, by the address of its API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
-    """What a user did in a pool on one day (days since 1970, UTC), summed over kernels. Times in milliseconds."""
+    """A user's usage of a pool on one day (days since 1970, UTC), summed over kernels. Times in milliseconds."""
 
     owner: str
     pool: str
     day: int
-    live_ms: int  # kernels were there
-    busy_ms: int  # kernels were busy with the GPU
+    live_ms: int  # while kernels existed
+    busy_ms: int  # while kernels were busy on a device
     busy_mib_ms: int  # device memory in use while busy, MiB times milliseconds
     peak_mib: int

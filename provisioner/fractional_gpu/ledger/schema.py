@@ -1,11 +1,10 @@
-"""The ledger's tables and how they came to be.
+"""The ledger's tables and their migrations.
 
 `MIGRATIONS[n]` turns schema n-1 into schema n; a new file runs all of them, an old file the ones it lacks. To change
 the tables, add a function, never edit one that has been released. Each runs inside the transaction that raises the
-version. What earlier programs may overlook is a column in `OPTIONAL_COLUMNS` and needs no new version.
+version. A column that earlier programs may ignore belongs into `OPTIONAL_COLUMNS` and needs no new version.
 
-The file says whose it is (`application_id`) and how old its tables are (`user_version`), where SQLite has
-room for that.
+SQLite's header fields name the program (`application_id`) and the version of the tables (`user_version`).
 """
 
 import sqlite3
@@ -88,7 +87,7 @@ def _version_1(connection: sqlite3.Connection) -> None:
 def _version_2(connection: sqlite3.Connection) -> None:
     """Seats, and how much each user used each pool on each day. (A lease's seat is part of its spec.)"""
     columns = {str(row[1]) for row in connection.execute("PRAGMA table_info(leases)")}
-    if "home_device_id" not in columns:  # the first days of schema 1 did not know it
+    if "home_device_id" not in columns:  # the first files of schema 1 lack it
         connection.execute("ALTER TABLE leases ADD COLUMN home_device_id TEXT")
     for statement in (
         """
@@ -172,8 +171,8 @@ OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
     # several hubs at one broker
     "seats": {"hub": "TEXT NOT NULL DEFAULT ''"},
 }
-"""Columns by table that were added without a new version: programs that know the newest version only overlook them, so that they open
-the file as well, and a downgrade keeps every kernel. What they write has the default there."""
+"""Columns by table that were added without a new version. An earlier program of the same version ignores them and can open the file, so
+that a downgrade keeps every kernel; rows that it writes have the defaults."""
 
 
 def newest_version() -> int:
@@ -188,7 +187,7 @@ def read_version(connection: sqlite3.Connection) -> int:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring the tables to the newest version, or, after an error or a crash, not at all. Raises sqlite3.Error."""
+    """Migrate the tables to the newest version in one transaction: an error or a crash leaves them unchanged. Raises sqlite3.Error."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         for version in range(read_version(connection) + 1, newest_version() + 1):

@@ -46,7 +46,7 @@ def test_what_cannot_be_understood_is_forgotten_with_a_word(
             fresh = load_forecasts(ledger)
             assert load_context_sizes(ledger).state() == ContextSizes().state()
     assert fresh.swap_ms("suspend", "G", 1000) == Forecasts().swap_ms("suspend", "G", 1000)
-    assert caplog.text.count("what was learnt before is of no use any more") == 2
+    assert caplog.text.count("saved forecasts cannot be used") == 2
 
 
 def test_a_first_broker_begins_with_what_is_known_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
-"""What has been learnt, over restarts: kept in the ledger now and then, and when the broker ends.
+"""Saves forecasts and sizes of CUDA contexts in the ledger every few minutes and at the broker's end, and loads them at its start.
 
-It is no record of what is true: where it cannot be read, the next broker begins with its priors, and says so in the log.
+They are estimates: if they cannot be read, the broker starts with its priors and logs that.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ _INTERVAL_S = 300.0
 
 
 def load_forecasts(ledger: Ledger) -> Forecasts:
-    """Return what an earlier arbiter learnt, or the priors. Raises LedgerError."""
+    """Return the forecasts of an earlier arbiter, or the priors. Raises LedgerError."""
     return _read(ledger, _FORECASTS, Forecasts.from_state) or Forecasts()
 
 
 def load_context_sizes(ledger: Ledger) -> ContextSizes:
-    """Return what an earlier broker learnt of contexts, or nothing yet. Raises LedgerError."""
+    """Return the context sizes that an earlier broker learned, or empty ones. Raises LedgerError."""
     return _read(ledger, _CONTEXTS, ContextSizes.from_state) or ContextSizes()
 
 
 def save_forecasts(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
-    """Hand what was learnt over to be written."""
+    """Submit forecasts and context sizes to be written."""
     for name, state in ((_FORECASTS, arbiter.forecasts.state()), (_CONTEXTS, contexts.state())):
         writer.submit(partial(writer.ledger.keep, name, json.dumps(state, separators=(",", ":"))))
 
 
 async def save_forecasts_periodically(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
-    """Keep what is learnt, every few minutes, until cancelled."""
+    """Save every `_INTERVAL_S` until cancelled."""
     while True:
         await asyncio.sleep(_INTERVAL_S)
         save_forecasts(arbiter, contexts, writer)
@@ -55,5 +55,5 @@ def _read(ledger: Ledger, name: str, understand: Callable[[object], T]) -> T | N
     try:
         return understand(json.loads(text))
     except ValueError as error:
-        log.warning("what was learnt before is of no use any more: %s", error)
+        log.warning("saved forecasts cannot be used: %s", error)
         return None

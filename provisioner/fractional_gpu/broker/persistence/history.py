@@ -1,7 +1,8 @@
-"""A lease over time, for `%gpu history`: a point where its state or its memory changes, and never so many that they grow for ever.
+"""Records a lease over time, for `%gpu history`: a point for each change of its state, and for larger changes of its memory.
 
-Every change of state is a point. Between them a change of memory is one if it is worth it (`_STEP_MIB`, or a twentieth), and if the
-last point is older than two seconds, or than a 200th of the lease's age in this broker's life: a day has a thousand points at most.
+A change of memory is a point if it exceeds `_STEP_MIB` and a twentieth of the last value, and if the last point is older than two seconds
+and than a 200th of the time since this broker's first point. The pauses grow with the lease's age, so that the number of points stays
+bounded: a thousand a day at most.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ _PARTS = 200
 
 
 @dataclass(slots=True)
-class _Noted:
+class _Point:
     first_ms: int
     last_ms: int
     state: str
@@ -28,20 +29,20 @@ class _Noted:
 
 
 class History:
-    """Notes what leases are. One per broker."""
+    """Records points of leases. One per broker."""
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer = writer
-        self._noted: dict[str, _Noted] = {}
+        self._points: dict[str, _Point] = {}
 
     def note(self, view: LeaseView) -> None:
-        """Write a point if it tells something new."""
+        """Write a point if state or memory changed enough."""
         lease_id, at_ms = view.spec.lease_id, now_ms()
-        noted = self._noted.get(lease_id)
-        if noted is not None and not _is_news(noted, view, at_ms):
+        last = self._points.get(lease_id)
+        if last is not None and not _is_worth_a_point(last, view, at_ms):
             return
-        first_ms = at_ms if noted is None else noted.first_ms
-        self._noted[lease_id] = _Noted(first_ms, at_ms, view.state.value, view.used_mib)
+        first_ms = at_ms if last is None else last.first_ms
+        self._points[lease_id] = _Point(first_ms, at_ms, view.state.value, view.used_mib)
         point = PointRecord(
             lease_id=lease_id,
             at_ms=wall_ms(),
@@ -52,13 +53,13 @@ class History:
         self._writer.submit(partial(self._writer.ledger.add_point, point))
 
     def forget(self, lease_id: str) -> None:
-        """The lease is over; its points stay in the ledger as long as its story does."""
-        self._noted.pop(lease_id, None)
+        """Forget a lease that has ended; its points stay in the ledger as long as its story."""
+        self._points.pop(lease_id, None)
 
 
-def _is_news(noted: _Noted, view: LeaseView, at_ms: int) -> bool:
-    if noted.state != view.state.value:
+def _is_worth_a_point(last: _Point, view: LeaseView, at_ms: int) -> bool:
+    if last.state != view.state.value:
         return True
-    if at_ms - noted.last_ms < max(_PAUSE_MS, (at_ms - noted.first_ms) // _PARTS):
+    if at_ms - last.last_ms < max(_PAUSE_MS, (at_ms - last.first_ms) // _PARTS):
         return False
-    return abs(view.used_mib - noted.used_mib) >= max(_STEP_MIB, noted.used_mib // 20)
+    return abs(view.used_mib - last.used_mib) >= max(_STEP_MIB, last.used_mib // 20)

@@ -1,4 +1,7 @@
-"""Ledger writes off the loop, in order, and grouped: what is handed over while one transaction is being written goes into the next."""
+"""Writes the ledger in a thread, in order. Writes that are submitted during one transaction form the next one.
+
+A commit waits for the disk, so grouping keeps a burst of events from waiting once for each.
+"""
 
 import asyncio
 import logging
@@ -28,7 +31,7 @@ class _Write:
 
 
 class LedgerWriter:
-    """The only user of an open ledger. One thread, one writer."""
+    """The only user of an open ledger: one thread, one writer."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -45,10 +48,10 @@ class LedgerWriter:
         self._wrote, self._trouble_changed = wrote, trouble_changed
 
     def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> asyncio.Future[None]:
-        """Write soon, after everything handed over before. Returns what is done when it is on the disk.
+        """Write soon, after everything submitted before. Returns a future that is done when the write is on the disk.
 
-        A failure is logged: what is true is asked of the driver anyway. `unwritten` is called, on the loop, where another attempt may
-        succeed: the disk was full, and there is nothing wrong with what was to be written.
+        A failure is logged; a restarted broker queries the driver for the truth anyway. `unwritten` is called, on the loop, if another
+        attempt may succeed: the disk was full, and the record itself is valid.
         """
         done = self._enqueue(act)
         done.add_done_callback(_log_failure)
@@ -61,16 +64,16 @@ class LedgerWriter:
         await asyncio.shield(self._enqueue(act))
 
     async def flushed(self) -> None:
-        """Return when everything handed over before is on the disk. Raises LedgerError if nothing can be written."""
+        """Return when everything submitted before is on the disk. Raises LedgerError if nothing can be written."""
         await self.run(_nothing)
 
     async def read(self, act: Callable[[], T]) -> T:
-        """Return what `act` reads once everything handed over before is on the disk. Raises LedgerError."""
+        """Return what `act` reads, after everything submitted before is on the disk. Raises LedgerError."""
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def put_back(self) -> None:
-        """Write the ledger anew where its files were deleted. Raises LedgerError. Cancellation does not stop it."""
+        """Write the whole ledger again after its files were deleted. Raises LedgerError. Cancellation does not stop it."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.put_back)
 
     async def close(self) -> None:
@@ -92,7 +95,7 @@ class LedgerWriter:
 
     async def _flush(self) -> None:
         loop = asyncio.get_running_loop()
-        # What is handed over next, as the intent of a decision just taken, goes into the same transaction.
+        # Let the caller submit the rest of the same decision, such as an operation's intent, for the same transaction.
         await asyncio.sleep(0)
         while self._pending:
             group, self._pending = self._pending, []
@@ -101,7 +104,7 @@ class LedgerWriter:
                 failures = await loop.run_in_executor(self._thread, self._write, [write.act for write in group])
             except LedgerError as error:
                 failures = [error] * len(group)
-            except Exception as error:  # whoever waits must hear of it, and the next group must be written
+            except Exception as error:  # the waiting callers need the error, and the next group must be written
                 log.critical("the broker failed while it wrote the ledger", exc_info=error)
                 failures = [LedgerError(f"the broker failed while it wrote the ledger: {error!r}")] * len(group)
             self._wrote(time.monotonic() - begun_s)
@@ -116,7 +119,7 @@ class LedgerWriter:
         self._flushing = None
 
     def _note_trouble(self, group: list[_Write], failures: Sequence[LedgerError | None]) -> None:
-        """Remember why nothing can be written, or that it can be again, which only a write that changes something shows."""
+        """Update `trouble` after a transaction. Only a write that changes the file shows that writing works again."""
         first = next((one for one in failures if one is not None and not isinstance(one, RecordError)), None)
         before = self.trouble
         if first is not None:
@@ -131,7 +134,7 @@ class LedgerWriter:
             self._trouble_changed()
 
     def _look_again(self) -> None:
-        """Write something, to see whether it can be written by now."""
+        """Write something, to find out whether writing works again."""
         self._again = None
         if self.trouble:
             self._enqueue(partial(self.ledger.keep, "last-look", "")).add_done_callback(_seen)
@@ -144,7 +147,7 @@ class LedgerWriter:
             for act in acts:
                 try:
                     act()
-                except RecordError as error:  # this one did not fit; it changed nothing, and the others stand
+                except RecordError as error:  # this record was invalid and changed nothing; the others stand
                     failures.append(error)
                 else:
                     failures.append(None)
@@ -173,13 +176,13 @@ def _explained(folder: Path, error: LedgerError) -> str:
 
 
 def _seen(done: asyncio.Future[None]) -> None:
-    """Take the result of a look, which `trouble` tells."""
+    """Retrieve the result of the probe, so that asyncio does not log it; `trouble` has it."""
     if not done.cancelled():
         done.exception()
 
 
 def _nothing() -> None:
-    """Write nothing, in its turn."""
+    """Do nothing, in the order of the writes."""
 
 
 def _log_failure(done: asyncio.Future[None]) -> None:
