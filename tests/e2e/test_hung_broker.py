@@ -103,7 +103,9 @@ def test_a_cell_that_waits_already_says_it_too_and_keeps_its_place(world: World,
     holder, waiter = server.start(name), server.start(name)
     stop = world.folder / "stop"
     holder.must(fill(1))
-    busy = holder.send(f"import os\nwhile not os.path.exists({str(stop)!r}):\n    buffer.read()")
+    busy = holder.send(
+        f"import os, time\nwhile not os.path.exists({str(stop)!r}):\n    buffer.read()\n    time.sleep(0.05)"
+    )
     cell = waiter.send(fill(2) + CHECK)
     shown(waiter, "This cell waits for the GPU")
     pid = world.broker_pid()

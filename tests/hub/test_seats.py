@@ -102,7 +102,9 @@ def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_loses_
         notebook.must(fill(1))
         kernel = Outliving.of(notebook)
         runs = world.folder / "runs"
-        notebook.send(f"open({str(runs)!r}, 'w').close()\nwhile True: buffer.read()")
+        notebook.send(
+            f"import time\nopen({str(runs)!r}, 'w').close()\nwhile True:\n    buffer.read()\n    time.sleep(0.05)"
+        )
         until(runs.exists, "the cell runs")
         server.hang_up()
         world.end(kernel.server, signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import secrets
 import signal
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fractional_gpu.client.seat_client import SeatClient
+from tests.support.ports import free_ports
 from tests.support.world import DEADLINE_S, Notebook, Server, World, until
 
 __all__ = ["HubServer", "HubWorld", "Refused", "new_hub"]
@@ -75,7 +75,7 @@ class HubWorld:
         self.world = world
         self.token = secrets.token_hex(16)
         self.password = secrets.token_hex(8)
-        port, api_port, hub_port, page_port = _free_ports(4)
+        port, api_port, hub_port, page_port = free_ports(4)
         self.url = f"http://127.0.0.1:{port}/"
         self._proxy_token = secrets.token_hex(16)
         self._proxy_ports = port, api_port
@@ -330,18 +330,6 @@ def new_hub(
         hub.start_proxy()
         hub.start_hub()
         yield hub
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports below those that the system gives away by itself: between now and their use only another hub of a test could take one."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    found: set[int] = set()
-    while len(found) < count:
-        port = random.SystemRandom().randrange(lowest // 3, lowest)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.add(port)
-    return list(found)
 
 
 def _listens(port: int) -> bool:

@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
+from tests.support.ports import free_ports
 
 __all__ = ["DEADLINE_S", "KernelLine", "Watched"]
 
@@ -26,7 +27,7 @@ class KernelLine:
         self.context = zmq.asyncio.Context()
         self.host = host
         self.curve = curve
-        self.iopub, self.iopub_port = self._bind(zmq.XPUB, 0)
+        self.iopub, self.iopub_port = self._bind(zmq.XPUB, *free_ports(1))  # `mend_line` takes it again
         self.shell, self.shell_port = self._bind(zmq.ROUTER, 0)
 
     def _bind(self, kind: int, port: int) -> tuple[zmq.asyncio.Socket, int]:

@@ -69,10 +69,16 @@ async def test_an_answer_that_a_late_subscription_missed_is_asked_for_again(
     await watched.until(lambda: not watched.watch.busy)
 
 
-async def test_a_busy_kernel_is_not_flooded_with_questions_and_its_first_late_answer_counts(
-    line: KernelLine, watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the watch, which is to start after this, wait for the answer to its first question."""
     monkeypatch.setattr(iopub, "_PROBE_PATIENCE_S", DEADLINE_S * 2)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_busy_kernel_is_not_flooded_with_questions_and_its_first_late_answer_counts(
+    line: KernelLine, watched: Watched
+) -> None:
     await line.subscribed()
     probe = await line.asked()
     for number in range(200):  # what a late subscriber hears of a running cell and its neighbours
