@@ -1,4 +1,4 @@
-"""Errors that cross the socket: one tree, each with a stable code, an HTTP status and a sentence a person can act on."""
+"""Errors that cross the socket: one tree, each with a stable code, an HTTP status and a sentence that says what to do."""
 
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 RESTART = "restart the kernel, which loses its variables: save what you need first, in cells that begin with %%cpu"
-"""The end of a sentence that tells a user to restart a kernel: nobody is asked to without being told what it costs."""
+"""The end of each sentence that tells a user to restart a kernel: it says what that costs."""
 
 
 class FractionalGPUError(Exception):
@@ -34,21 +34,21 @@ class FractionalGPUError(Exception):
 
 
 class BadRequestError(FractionalGPUError):
-    """What was sent cannot be understood or is not allowed; sending it again changes nothing."""
+    """The request is malformed or not allowed; sending it again changes nothing."""
 
     code = "bad-request"
     status = 400
 
 
 class UnauthorizedError(FractionalGPUError):
-    """The token is missing or not the lease's."""
+    """The token is missing, or is not the lease's."""
 
     code = "unauthorized"
     status = 401
 
 
 class ForbiddenError(FractionalGPUError):
-    """The peer may not do this."""
+    """The peer has no right to do this."""
 
     code = "forbidden"
     status = 403
@@ -62,7 +62,7 @@ class NotFoundError(FractionalGPUError):
 
 
 class ConflictError(FractionalGPUError):
-    """Not possible in the lease's present state."""
+    """Not possible in the present state of the lease."""
 
     code = "conflict"
     status = 409
@@ -76,7 +76,7 @@ class RequestTooLargeError(FractionalGPUError):
 
 
 class TooManyRequestsError(FractionalGPUError):
-    """More than a limit at a time: the same may be fine in `retry_s` seconds. Our own client waits and asks again by itself."""
+    """More requests than a rate limit allows; after `retry_s` seconds the same request may pass. Our client waits and repeats it."""
 
     code = "too-many"
     status = 429
@@ -87,7 +87,7 @@ class TooManyRequestsError(FractionalGPUError):
 
 
 class NoRoomError(FractionalGPUError):
-    """There is no GPU for this now: the sentence says what was asked, what there is and what to do."""
+    """No GPU has room now: the sentence says what was requested, what there is and what to do."""
 
     code = "no-room"
     status = 409
@@ -101,7 +101,7 @@ class InternalBrokerError(FractionalGPUError):
 
 
 class BrokerUnavailableError(FractionalGPUError):
-    """No broker answers and none could be started (raised by clients, never sent)."""
+    """No broker answers, and none could be started. Clients raise it; it is never sent."""
 
     code = "broker-unavailable"
     status = 503

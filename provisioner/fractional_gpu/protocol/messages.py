@@ -1,7 +1,7 @@
-"""Messages of the lease API: HTTP + JSON on a UNIX socket. Standard library only, so that kernels import it for nothing.
+"""Messages of the lease API: HTTP + JSON on a UNIX socket.
 
-The broker decodes requests strictly (unknown field, wrong type, too long: one error); clients read replies leniently, so that a
-newer broker may say more.
+They are msgspec Structs, since every kernel imports this module: to define the same classes as dataclasses takes 17 ms longer.
+`fractional_gpu.protocol.codec` encodes and decodes them.
 
 Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authorization: Bearer TOKEN` for a lease's own routes):
 
@@ -84,7 +84,7 @@ class HidesSecrets(Struct, frozen=True, kw_only=True):
 
 
 class Pong(Struct, frozen=True, kw_only=True):
-    """Who answers."""
+    """The broker that answers."""
 
     version: str
     protocol: int
@@ -93,25 +93,23 @@ class Pong(Struct, frozen=True, kw_only=True):
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True):
-    """A kernel's wish. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device)."""
+    """What a kernel wants. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device)."""
 
     fraction_milli: int
     pool: str = "default"
     memory_mib: int | None = None
-    request_mib: int | None = (
-        None  # what is guaranteed of it, where the pool reserves by use; None: the fraction's share
-    )
+    request_mib: int | None = None  # the guaranteed part, where the pool reserves by use; None: the fraction's share
     devices: int = 1  # more than one: whole devices (fraction_milli 1000), `memory_mib` on each
     priority: int = 0
     kernel_id: str = ""
     label: str = ""  # for people
     gated: bool = True  # the extension will be loaded: no reservation is needed before the first cell
-    wait_ms: int = 0  # ungated only: how long the broker may make room (bounded by it) before it refuses
+    wait_ms: int = 0  # ungated only: how long the broker may take to make room before it refuses; it bounds this
     seat: str = ""  # the hub seat that it draws on; its token goes with the request
 
 
 class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
-    """The lease and what its kernel needs. The caller writes `token` to a file of mode 0600 and passes on its path."""
+    """The lease and what its kernel needs. The caller writes `token` to a file of mode 0600 and passes the path on."""
 
     lease_id: str
     token: str
@@ -119,11 +117,11 @@ class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
     device_id: str | None  # known only if reserved already
     simulated: bool
     environment: dict[str, str] = {}  # for the kernel, except socket, lease and token file
-    notice: str = ""  # what became of the kernel before this one, for its user
+    notice: str = ""  # what happened to the kernel before this one, for its user
 
 
 class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
-    """The process behind a lease and its Jupyter connection (contents, not a path). The broker verifies all of it."""
+    """The process of a lease and its Jupyter connection (contents, not a path). The broker verifies all of it."""
 
     pid: int
     start_time: int  # clock ticks since boot, field 22 of /proc/PID/stat
@@ -134,7 +132,7 @@ class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """Nothing more to say."""
+    """The request was carried out; there is nothing else to report."""
 
     ok: bool = True
 
@@ -146,37 +144,35 @@ class PinRequest(Struct, frozen=True, kw_only=True):
 
 
 class ResizeRequest(Struct, frozen=True, kw_only=True):
-    """Another size; None: as it is (`memory_mib` None with a new fraction: the fraction's share of the device)."""
+    """Another size; None: unchanged (`memory_mib` None with a new fraction: the fraction's share of the device)."""
 
     fraction_milli: int | None = None
     memory_mib: int | None = None
-    wait_ms: int = 600_000  # how long to wait for room before the lease is left as it was
-    burst: bool = (
-        False  # for one cell: if the process ends before it has asked for its own size again, that comes back by itself
-    )
+    wait_ms: int = 600_000  # how long to wait for room; then the lease stays as it was
+    burst: bool = False  # for one cell: the broker restores the former size if the process ends before it does
 
 
 class MoveRequest(Struct, frozen=True, kw_only=True):
-    """Have an idle kernel go to this device (id, beginning of one, or number) of its pool; None: to any other one."""
+    """Move an idle kernel to this device of its pool (id, beginning of one, or number); None: to any other device."""
 
     device: str | None = None
 
 
 class EvictRequest(Struct, frozen=True, kw_only=True):
-    """End the kernel's processes and its lease. All its variables are lost: without `confirm` it is refused."""
+    """End the kernel's processes and its lease. All its variables are lost, so the broker refuses it without `confirm`."""
 
     confirm: bool = False
     why: str = ""  # for the kernel's user, whose next kernel shows it
 
 
 class DrainRequest(Struct, frozen=True, kw_only=True):
-    """Empty a device; `evict_busy`: suspend kernels that are running a cell too."""
+    """Empty a device; `evict_busy`: suspend also kernels that run a cell."""
 
     evict_busy: bool = False
 
 
 class StoryLine(Struct, frozen=True, kw_only=True):
-    """Something that happened to a lease. `at_ms`: since the epoch."""
+    """One thing that happened to a lease. `at_ms`: since the epoch."""
 
     at_ms: int
     reason: str
@@ -184,7 +180,7 @@ class StoryLine(Struct, frozen=True, kw_only=True):
 
 
 class Story(Struct, frozen=True, kw_only=True):
-    """The recorded reasons of everything that happened to a lease, oldest first; `omitted` older lines are left out."""
+    """The recorded reasons of everything that happened to a lease, oldest first, without the `omitted` oldest ones."""
 
     lease_id: str
     lines: list[StoryLine] = []
@@ -192,7 +188,7 @@ class Story(Struct, frozen=True, kw_only=True):
 
 
 class UsagePoint(Struct, frozen=True, kw_only=True):
-    """A lease at one moment: it stays so until the next point. `at_ms`: since the epoch."""
+    """A lease from this moment to the next point. `at_ms`: since the epoch."""
 
     at_ms: int
     state: str
@@ -219,7 +215,7 @@ class Neighbour(Struct, frozen=True, kw_only=True):
 
 
 class LeftProcess(Struct, frozen=True, kw_only=True):
-    """A process that a kernel started, that outlives it and has device memory. MiB; 0: it is saved on the host, or not known."""
+    """A process that outlives the kernel that started it and has device memory. MiB; 0: saved on the host, or unknown."""
 
     pid: int
     command: str
@@ -261,23 +257,21 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     resume_ms: int | None = None  # forecast of its resume, for one that is suspended
     neighbours: list[Neighbour] = []  # with one lease only, not in listings
     seat: str = ""  # the hub seat that it draws on
-    revoked: bool = (
-        False  # that seat has ended: it is suspended, and is not resident again before a new seat takes it over
-    )
+    revoked: bool = False  # its seat has ended: it is suspended until a new seat takes it over
     ends_in_ms: int | None = None  # the processes of a revoked lease are ended after so long
     stays: str = ""  # why it cannot be suspended, a sentence; empty: it can
     working: bool = False  # its processes work on the device, though no cell runs
-    left: list[LeftProcess] = []  # its kernel has ended, and these of its processes have device memory
+    left: list[LeftProcess] = []  # processes with device memory that its ended kernel left
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):
-    """I need the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket."""
+    """Take a ticket for the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket."""
 
     wait_ms: int = 3_600_000
 
 
 class ProgressKind(StrEnum):
-    """What a line of an acquire stream says."""
+    """What a line of a stream says that waits for the GPU or for a seat."""
 
     WAITING = "waiting"
     GRANTED = "granted"
@@ -285,7 +279,7 @@ class ProgressKind(StrEnum):
 
 
 class WaitLine(Struct, frozen=True, kw_only=True):
-    """What each line of a stream that waits for the GPU or for a seat says: `kind` is one of ProgressKind."""
+    """What all lines of such a stream have. `kind`: a ProgressKind."""
 
     kind: str
     reason: str = ""
@@ -297,8 +291,8 @@ class WaitLine(Struct, frozen=True, kw_only=True):
 class Progress(WaitLine, frozen=True, kw_only=True):
     """A line of an acquire stream. `environment` comes with `granted`: variables that bind the process to its device.
 
-    `overlap` comes with `waiting` (and with the environment): the state is on its way back and no queue is before it, and the pool lets
-    a cell run on meanwhile. It blocks in its first call of the device until then. The caller listens on until `granted`.
+    `overlap` comes with `waiting` (and with the environment): the resume is under way, and the pool lets the cell run meanwhile. The cell
+    blocks in its first call of the device until the state is back. The caller reads on until `granted`.
     """
 
     low_ms: int | None = None  # the bounds of four outcomes of five around `expected_ms`
@@ -311,24 +305,24 @@ class Progress(WaitLine, frozen=True, kw_only=True):
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
 CELL_EXAMINED = "a cell runs; whether it can reach the GPU is being found out"
 CELL_BARRED = "a cell runs that cannot reach the GPU without waiting for it"
-"""Details of the answer to `GateVerb.PREEMPT`; the last one of `closed` to `GateVerb.CLOSE`, too. Older extensions give none."""
+"""Details of the answer to PREEMPT, the last one also of `closed` to CLOSE. Older extensions send none."""
 
 
 class GateVerb(StrEnum):
-    """What the broker asks of the gate."""
+    """What the broker commands the gate to do."""
 
-    CLOSE = "close"  # shut the gate if no cell runs: answer `closed` or `busy`
-    SHRINK = "shrink"  # give cached device memory back, on the idle main loop: answer `done` or `busy`
+    CLOSE = "close"  # close the gate if no cell runs: answer `closed` or `busy`
+    SHRINK = "shrink"  # free cached device memory, on the idle main loop: answer `done` or `busy`
     OPEN = "open"  # cells may run; carries the environment of the device
     NOTICE = "notice"  # show a sentence at the next cell
-    PREEMPT = "preempt"  # shut the gate for the next cell, although one is running: answer `closed`, with what cells do
-    LIMIT = "limit"  # the memory limit is another one now; carries the environment
+    PREEMPT = "preempt"  # close the gate for the next cell, although one runs: answer `closed`, with what the cells do
+    LIMIT = "limit"  # the memory limit has changed; carries the environment
 
 
 class GateCommand(Struct, frozen=True, kw_only=True):
-    """A line of the gate stream. A command with `number` wants an answer that repeats it; an empty verb is a keep-alive.
+    """A line of the gate stream. The answer to a command repeats its `number` (0: no answer); an empty verb is a keep-alive.
 
-    `hears`, in any line: the broker sees by itself whether this stream is read, so the extension need not pulse.
+    `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
     """
 
     verb: str = ""
@@ -339,23 +333,23 @@ class GateCommand(Struct, frozen=True, kw_only=True):
 
 
 class GateHello(Struct, frozen=True, kw_only=True):
-    """The extension introduces itself; `open` is what its gate is now and `armed` whether a framework was seen loaded."""
+    """The extension's first message: whether its gate is open, and whether a cell runs."""
 
     version: str
     open: bool
     busy: bool
-    managed: str = ""  # why its process cannot be checkpointed, a sentence; empty: nothing is known
+    managed: str = ""  # why its process cannot be checkpointed, a sentence; empty: no reason is known
     inputs: list[str] = []  # the ids of the requests that use no GPU
 
 
 class GateAnswer(Struct, frozen=True, kw_only=True):
     """The extension's answer. `word`: closed, busy, done, managed, open, input or pulse.
 
-    `number` 0 answers no command: `pulse` proves that Python runs (for brokers that do not hear it otherwise), `exempt` says that the
-    running cell does not use the GPU, and `done` that it is over. `managed` says that the process cannot be checkpointed, and `detail` why.
-    `input` says that the requests whose ids are in `detail`, separated by spaces, use no GPU, because they wait for input or cannot
-    reach it; the others may.
-    The `detail` of `done` to a shrink says what was freed, and `reserved_mib=N` where the frameworks' allocators tell what they hold then.
+    With `number` 0 it answers no command: `pulse` proves that Python runs (to a broker that cannot detect it), `exempt` says that the
+    running cell does not use the GPU, and `done` that this cell has ended. `managed` says that the process cannot be checkpointed, and
+    `detail` why. `input` lists in `detail`, separated by spaces, the ids of all requests that use no GPU, because they wait for input or
+    cannot reach the GPU.
+    The `detail` of `done` to a shrink says what was freed, and `reserved_mib=N` where the frameworks' allocators report what they hold.
     """
 
     number: int
@@ -372,7 +366,7 @@ class Stranger(Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):
-    """One device. Memory in MiB: `used` by anybody, `reserved` by leases, `stranger` by processes of no lease."""
+    """One device. Memory in MiB: `used` by all processes, `reserved` by leases, `stranger` by processes of no lease."""
 
     device_id: str
     index: int
@@ -388,7 +382,7 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     draining: bool = False
     why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
     strangers: list[Stranger] = []
-    busy_percent: int | None = None  # None, here and below: the device does not tell
+    busy_percent: int | None = None  # None, here and below: the device does not report it
     temperature_c: int | None = None
     power_mw: int | None = None
     energy_mj: int | None = None  # since the driver was loaded
@@ -404,7 +398,7 @@ class SeatStatus(Struct, frozen=True, kw_only=True):
     pool: str
     fraction_milli: int
     memory_mib: int
-    device_id: str | None  # where it was placed by forecast
+    device_id: str | None  # where the forecast placed it
     priority: int
     weight: int
     max_kernels: int
@@ -413,12 +407,12 @@ class SeatStatus(Struct, frozen=True, kw_only=True):
     used_milli: int  # of the fraction, by its kernels
     confirmed: bool
     age_ms: int
-    expires_ms: int | None  # from now; None: it does not
-    hub: str = ""  # who took it, by the address of its API; empty: not told
+    expires_ms: int | None  # from now; None: never
+    hub: str = ""  # the address of the API of the hub that took it; empty: unknown
 
 
 class SeatWait(Struct, frozen=True, kw_only=True):
-    """A request in the line for seats of a pool. Memory in MiB, times in milliseconds."""
+    """A request in the queue for seats of a pool. Memory in MiB, times in milliseconds."""
 
     pool: str
     position: int  # from 1
@@ -427,12 +421,12 @@ class SeatWait(Struct, frozen=True, kw_only=True):
     fraction_milli: int
     memory_mib: int
     waited_ms: int
-    expected_ms: int | None = None  # from now; None: cannot be told
+    expected_ms: int | None = None  # from now; None: unknown
     passed_over: int = 0  # how many later requests got a seat before it
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):
-    """Everything a person wants at a glance (a uid sees only its own leases; device sums include all)."""
+    """The state of the host. A uid sees only its own leases; the devices' sums include all."""
 
     version: str
     pid: int
@@ -444,9 +438,9 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     leases: list[LeaseStatus]
     pools: dict[str, list[int]] = {}  # name -> fractions on offer, milli-GPU
     audit_file: str = ""  # the path of the audit log, for administrators
-    trouble: str = ""  # why the broker can write nothing now, and what to do; it goes on by itself
-    seats: list[SeatStatus] = []  # not among the news (`/v1/events`)
-    seat_queue: list[SeatWait] = []  # by pool and position; not among the news
+    trouble: str = ""  # why the broker cannot write now, and what to do; it recovers by itself
+    seats: list[SeatStatus] = []  # not in `/v1/events`
+    seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
 
 
 class HostChange(Struct, frozen=True, kw_only=True):

@@ -1,17 +1,17 @@
-"""Messages about seats: what a hub's users are offered, and what one server of theirs is given. Standard library only.
+"""Messages about seats: what a pool offers a hub's user, and the seat of one server.
 
 Routes (all under /v1; `S` is a seat id; administrators only, see DESIGN's Safety):
 
-    POST   /v1/offers        OfferRequest -> Offers               the pools as one user would meet them
+    POST   /v1/offers        OfferRequest -> Offers               what each pool offers one user
     POST   /v1/seats         SeatRequest  -> stream of SeatProgress lines (NDJSON), the last one `granted` or `refused`
     GET    /v1/seats                      -> SeatList
-    POST   /v1/seats/S/confirm            -> SeatStatus           it is saved where it was taken: it no longer expires
+    POST   /v1/seats/S/confirm            -> SeatStatus           the hub has saved it: it no longer expires
     DELETE /v1/seats/S                    -> Done                 idempotent
-    GET    /v1/pools                      -> PoolList             every key of every pool, as it holds now
-    POST   /v1/pools/P       PoolChange   -> PoolKeys             until the broker is started again
+    GET    /v1/pools                      -> PoolList             every key of every pool, as it is now
+    POST   /v1/pools/P       PoolChange   -> PoolKeys             until the broker restarts
 
-The seat's token goes with `POST /v1/leases` (header `Authorization: Bearer TOKEN`, field `seat`): the broker then takes owner, pool,
-priority and weight from the seat, whatever the request says, and the kernels of a seat never have more than it together.
+A request for a lease carries the seat's token (header `Authorization: Bearer TOKEN`, field `seat`): the broker then takes owner, pool,
+priority and weight from the seat, not from the request, and bounds the sum of the seat's kernels by the seat.
 """
 
 from typing import Any
@@ -37,34 +37,34 @@ __all__ = [
 
 
 class OfferRequest(Struct, frozen=True, kw_only=True):
-    """Who asks: a user of the hub, and the groups that the hub has put them into."""
+    """The user of the hub to whom the pools make an offer, and the user's groups at the hub."""
 
     owner: str
     groups: list[str] = []
-    server: str = ""  # the server that is to be started: what it may have already does not count
+    server: str = ""  # the server that is to start: a seat that it has already does not count
 
 
 class FractionOffer(Struct, frozen=True, kw_only=True):
-    """A fraction as one user would get it now."""
+    """What a pool offers of one fraction."""
 
     fraction_milli: int
     memory_mib: int
     price: str  # for people, such as `0.20 EUR per hour`; empty: none
-    free: bool  # a seat of this size would be given at once
+    free: bool  # a seat of this size is granted at once
     sentence: str  # what to expect, for people
-    expected_ms: int | None = None  # how long a seat is waited for; None: cannot be told
-    why_not: str = ""  # why this user cannot have it, whoever else is there; empty: they can
-    at_once_milli: int = 1000  # how many of a thousand cells would find room when they begin
+    expected_ms: int | None = None  # the wait for a seat; None: unknown
+    why_not: str = ""  # why this user cannot have it, however full the pool is; empty: the user can
+    at_once_milli: int = 1000  # how many of a thousand cells find room when they begin
 
 
 class PoolOffer(Struct, frozen=True, kw_only=True):
-    """A pool as one user would meet it. `why_not`: why they cannot use it now; empty: they can."""
+    """What a pool offers one user. `why_not`: why the user cannot use it now; empty: the user can."""
 
     pool: str
     why_not: str
     hours: str  # empty: always open
     devices: int
-    free_mib: int  # that nobody holds now
+    free_mib: int  # that no seat or lease holds now
     capacity_mib: int
     seats: int
     waiting: int
@@ -72,7 +72,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
 
 
 class Offers(Struct, frozen=True, kw_only=True):
-    """What one user can choose from, and what is chosen for who does not care (empty: nothing can be had now)."""
+    """What one user can choose from, and the default choice (empty: nothing is available now)."""
 
     pools: list[PoolOffer] = []
     default_pool: str = ""
@@ -87,12 +87,12 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
     pool: str
     fraction_milli: int
     groups: list[str] = []
-    server: str = ""  # the server's name; it has one seat at most, an older one ends
+    server: str = ""  # the server's name; a server has one seat: an older one ends
     memory_mib: int | None = None
-    uid: int | None = None  # the only user of the machine who may draw on it; None: whoever has the token
-    ttl_ms: int = 600_000  # how long it lives unless it is confirmed
-    wait_ms: int = 0  # how long to wait for a full pool that lets wait
-    hub: str = ""  # who takes it, so that a hub finds its own: the address of its API
+    uid: int | None = None  # the only uid that may draw on it; None: any process with the token
+    ttl_ms: int = 600_000  # it expires after so long unless it is confirmed
+    wait_ms: int = 0  # how long to wait while the pool is full, where the pool has a queue
+    hub: str = ""  # the address of the hub's API, by which a hub finds its own seats
 
 
 class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
@@ -105,26 +105,26 @@ class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
 
 
 class SeatList(Struct, frozen=True, kw_only=True):
-    """All seats, oldest first, and how many wait for one in each pool."""
+    """All seats, oldest first, and how many requests wait in each pool."""
 
     seats: list[SeatStatus] = []
     waiting: dict[str, int] = {}
 
 
 class PoolChange(Struct, frozen=True, kw_only=True):
-    """Keys of a pool with their new values, in the form that the configuration has; the others stay as they are."""
+    """Keys of a pool with new values, in the configuration's form; the others stay as they are."""
 
     keys: dict[str, Any] = {}
 
 
 class PoolKeys(Struct, frozen=True, kw_only=True):
-    """A pool's keys as they hold now. `changed` names those that differ from the configuration."""
+    """A pool's present keys. `changed` names those that differ from the configuration."""
 
     pool: str
     devices: list[str]  # ids
     keys: dict[str, Any] = {}
     changed: list[str] = []
-    note: str = ""  # what they mean for seats that an administrator may not expect, a sentence
+    note: str = ""  # an effect on seats that an administrator may not expect, a sentence
 
 
 class PoolList(Struct, frozen=True, kw_only=True):
