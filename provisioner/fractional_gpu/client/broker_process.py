@@ -1,7 +1,4 @@
-"""The process behind a broker's socket, as its clients see it: who it is, why it may not answer, and what to do about that.
-
-Standard library only: kernels load this when a broker does not answer.
-"""
+"""The process that listens on a broker's socket: its pid, why it may not answer, and what to do about that."""
 
 import hashlib
 import os
@@ -12,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["ANSWER_S", "claim_address", "claim_holder", "is_service_socket", "listener_pid", "not_answering"]
 
-ANSWER_S = 5.0  # a person who looks, or asks for something, is told after so long that the broker does not answer
+ANSWER_S = 5.0  # after so long a person learns that the broker does not answer
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 _STOPPED, _TRACED = "T", "t"
@@ -25,9 +22,9 @@ def is_service_socket(path: str) -> bool:
 
 
 def claim_address(path: str) -> bytes:
-    """Return the abstract address that the broker of a socket listens at: no file leads to it, so none can be deleted.
+    """Return the abstract address at which the broker of a socket listens, too: it has no file that could be deleted.
 
-    Links are not followed: whoever deleted a folder may have put one in its place.
+    Links are not followed: a deleted folder may have been replaced by one.
     """
     return b"\0jupyter-gpu-broker-" + hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()[:32].encode(
         "ascii"
@@ -35,17 +32,17 @@ def claim_address(path: str) -> bytes:
 
 
 def claim_holder(path: str) -> int | None:
-    """Return the process that is the broker of this socket, or starts or ends as such; None if there is none to be seen.
+    """Return the process that is this socket's broker, or starts or ends as such; None if there is none.
 
-    It is found, too, where the socket and all files beside it were deleted. Only this user's and root's processes count.
+    Finds it even if the socket and all files beside it were deleted. Only processes of this user and of root count.
     """
     with closing(
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    ) as asker:
+    ) as client:
         try:
-            asker.connect(claim_address(path))
+            client.connect(claim_address(path))
             pid, uid, _ = _CREDENTIALS.unpack(
-                asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
         except OSError:
             return None
@@ -53,12 +50,12 @@ def claim_holder(path: str) -> int | None:
 
 
 def listener_pid(sock: socket.socket) -> int | None:
-    """Return the process that listened on the socket that this one is connected to; None where it cannot be seen from here."""
+    """Return the process that listens on the socket to which this one is connected; None if it cannot be identified."""
     try:
         pid: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
     except OSError:
         return None  # this end was closed
-    return pid or None  # 0: it is in a pid namespace that cannot be seen from here
+    return pid or None  # 0: it is in another pid namespace
 
 
 def not_answering(path: str, seconds: float, pid: int | None) -> str:
@@ -85,7 +82,7 @@ def _remedy(path: str, pid: int | None) -> str:
 
 
 def _state(pid: int) -> str:
-    """Return the letter that /proc gives the process's state, "" if that cannot be read."""
+    """Return the letter of the process's state in /proc, "" if it cannot be read."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text("ascii", errors="replace").split("\n"):
             if line.startswith("State:"):

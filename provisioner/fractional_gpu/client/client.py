@@ -1,19 +1,18 @@
-"""The client of the lease API, for kernels, provisioners, spawners and commands. Standard library only, synchronous.
+"""The client of the lease API, for kernels, provisioners, spawners and commands. Synchronous.
 
 Rules:
 
-- Every error is one of `fractional_gpu.protocol.errors`; BrokerUnavailableError when nothing answers, the connection
+- Every error is one of `fractional_gpu.protocol.errors`; BrokerUnavailableError when no broker answers, the connection
   breaks or a wait takes too long.
-- A client may be used by several threads at once. Each call has its own connection while it lasts; finished ones are
+- Several threads may use a client at once. Each call has its own connection while it lasts; finished connections are
   kept and used again.
-- A kept connection that the broker has closed meanwhile is noticed before use; if it breaks under an idempotent
-  call, the call is made once more. A call that `close` gave up sends nothing more, whatever it was at.
+- A kept connection is checked before use. If it breaks under an idempotent call, the call is made once more. A call that
+  `close` gave up sends nothing more.
 - An interrupt (KeyboardInterrupt, a generator that is closed) closes the connection it interrupts: the broker sees
   the hang-up, and withdraws a ticket.
-- After a fork the child makes connections of its own and leaves its parent's alone.
-- Replies are read leniently: unknown fields are ignored, so that a newer broker may say more. Of requests only what differs
-  from its default is sent, so that an older broker understands what it knows.
-- A broker that has too much to do for this user says when to ask again: the call waits and does, for up to `timeout_s`.
+- After a fork the child opens connections of its own and leaves its parent's alone.
+- When the broker refuses a request because of a rate limit, the call repeats it after the time that the broker states,
+  for up to `timeout_s`.
 """
 
 import time
@@ -73,19 +72,19 @@ Line = TypeVar("Line", bound=WaitLine)
 
 _KEPT_CONNECTIONS = 2
 _END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
-_SILENCE_S = 3 * PULSE_S  # a stream with keep-alives that is silent for so long is dead
-_EVENTS = "/v1/events?changes=1"  # a broker of an earlier version sends whole statuses all the same
-_FRESH = "?fresh=1"  # a broker of an earlier version answers all the same
-_OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons behind which another version may be
+_SILENCE_S = 3 * PULSE_S  # without a keep-alive for so long, a stream is dead
+_EVENTS = "/v1/events?changes=1"  # a broker of an earlier version ignores the query and sends whole statuses
+_FRESH = "?fresh=1"  # a broker of an earlier version ignores the query
+_OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons that another version may have caused
 
 
 class BrokerClient:
     """Speaks to the broker at `socket_path`; nothing is opened before the first call.
 
     `token` is the lease's (None: only what the peer's uid allows). `timeout_s` bounds, in seconds, each wait for an
-    answer, except where the call waits for the GPU itself; those calls say so. `acting_for` names whom an administrator's
-    program asks for: the broker writes it into its audit log, and refuses it from who is no administrator. Raises
-    BadRequestError for a name that is none.
+    answer, except where the call waits for the GPU itself; those calls say so. `acting_for` names the administrator on whose
+    behalf an administrator's program calls: the broker writes the name into its audit log. Raises BadRequestError for an
+    invalid name.
     """
 
     def __init__(
@@ -109,19 +108,18 @@ class BrokerClient:
         self._close_kept()
 
     def ping(self, timeout_s: float | None = None) -> Pong:
-        """Who answers, within `timeout_s` seconds (default: the client's)."""
+        """Return which broker answers, within `timeout_s` seconds (default: the client's)."""
         return self._call(Pong, "GET", "/v1/ping", timeout_s=timeout_s)
 
     def status(self, *, fresh: bool = False) -> HostStatus:
-        """Devices, pools and the leases that this user may see. `fresh`: with what is in use now, not some seconds ago."""
+        """Return devices, pools and the leases that this user may see. `fresh`: the broker samples the devices first."""
         return self._call(HostStatus, "GET", "/v1/status" + _FRESH * fresh)
 
     def events(self) -> Iterator[HostStatus]:
-        """Yield what `status` would return: at once, and again after each change, for as long as the caller wants.
+        """Yield what `status` returns: at once, and again after each change, until the broker ends the stream.
 
-        Between changes it blocks; the broker's keep-alives are not passed on, and without them for `timeout_s` it raises
-        BrokerUnavailableError. `close` from another thread wakes it: it then raises BrokerUnavailableError, too. Ends
-        when the broker ends the stream.
+        Between changes it blocks. Raises BrokerUnavailableError when the broker's keep-alives stop, or when another
+        thread calls `close`.
         """
         status: HostStatus | None = None
         with closing(self._stream("GET", _EVENTS, None, max(self.timeout_s, _SILENCE_S))) as stream:
@@ -131,7 +129,7 @@ class BrokerClient:
                     yield status
 
     def create_lease(self, request: LeaseRequest) -> LeaseReply:
-        """Ask for a new lease; waits `request.wait_ms` longer than usual, for that long the broker may make room.
+        """Request a new lease. Waits `request.wait_ms` longer than other calls: for so long the broker may make room.
 
         Raises NoRoomError.
         """
@@ -139,61 +137,61 @@ class BrokerClient:
         return self._call(LeaseReply, "POST", "/v1/leases", request, timeout_s=timeout_s, idempotent=False)
 
     def lease(self, lease_id: str, *, fresh: bool = False) -> LeaseStatus:
-        """One lease. `fresh`: with what it uses now, not some seconds ago. Raises NotFoundError."""
+        """Return one lease. `fresh`: the broker samples its devices first. Raises NotFoundError."""
         return self._call(LeaseStatus, "GET", _route(lease_id) + _FRESH * fresh)
 
     def release(self, lease_id: str) -> None:
-        """End a lease. A lease that has ended already is no error."""
+        """End a lease; does nothing if it has ended."""
         self._call(Done, "DELETE", _route(lease_id))
 
     def end_left(self, lease_id: str) -> None:
         """End the processes that a lease's kernel left behind; returns when their device memory is free.
 
-        Raises ConflictError where there are none, or where one may not be ended or does not end.
+        Raises ConflictError if there are none, or if one of them must not be ended or does not end.
         """
         self._call(Done, "POST", _route(lease_id, "end"), timeout_s=_END_S + self.timeout_s)
 
     def attach(self, lease_id: str, request: AttachRequest) -> LeaseStatus:
-        """Tell which process stands behind the lease, and how to listen to it."""
+        """Report the lease's process, and how to listen to it."""
         return self._call(LeaseStatus, "POST", _route(lease_id, "attach"), request)
 
     def detach(self, lease_id: str) -> None:
-        """Tell that the process is gone or about to be replaced."""
+        """Report that the process is gone or about to be replaced."""
         self._call(Done, "POST", _route(lease_id, "detach"))
 
     def suspend(self, lease_id: str) -> LeaseStatus:
-        """Suspend now; returns when it is done, up to an hour later.
+        """Suspend the lease; returns when it is suspended, up to an hour later.
 
         Raises ConflictError with the reason when it is refused.
         """
         return self._call(LeaseStatus, "POST", _route(lease_id, "suspend"), timeout_s=MAX_WAIT_S + self.timeout_s)
 
     def resume(self, lease_id: str) -> LeaseStatus:
-        """Bring the lease back; waits in the queue, up to an hour.
+        """Resume the lease; waits in the queue, up to an hour.
 
         Raises ConflictError or NoRoomError with the reason when it is refused.
         """
         return self._call(LeaseStatus, "POST", _route(lease_id, "resume"), timeout_s=MAX_WAIT_S + self.timeout_s)
 
     def pin(self, lease_id: str, request: PinRequest) -> LeaseStatus:
-        """Keep the lease resident for a while; replaces the pin there was. Raises ConflictError with the limit that forbids it."""
+        """Keep the lease resident for a while; replaces an earlier pin. Raises ConflictError with the limit that forbids it."""
         return self._call(LeaseStatus, "POST", _route(lease_id, "pin"), request)
 
     def unpin(self, lease_id: str) -> LeaseStatus:
-        """End the pin. A lease that is not pinned is no error."""
+        """End the pin; does nothing if the lease is not pinned."""
         return self._call(LeaseStatus, "POST", _route(lease_id, "unpin"))
 
     def resize(self, lease_id: str, request: ResizeRequest) -> LeaseStatus:
         """Give the lease another size; returns when it has it, `request.wait_ms` later at most.
 
-        Raises BadRequestError, ConflictError or NoRoomError with the reason when it is refused: the lease is as it was.
+        Raises BadRequestError, ConflictError or NoRoomError with the reason when it is refused: the lease is unchanged.
         `close` from another thread hangs up; a later `resize` replaces one that waits.
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000
         return self._call(LeaseStatus, "POST", _route(lease_id, "resize"), request, timeout_s=timeout_s)
 
     def move(self, lease_id: str, request: MoveRequest) -> LeaseStatus:
-        """Have an idle kernel go to another device; returns when it is there, up to an hour later. For administrators.
+        """Move an idle kernel to another device; returns when it is there, up to an hour later. For administrators.
 
         Raises ForbiddenError, NotFoundError, or ConflictError with the reason why it stays.
         """
@@ -208,23 +206,23 @@ class BrokerClient:
         self._call(Done, "POST", _route(lease_id, "evict"), request, timeout_s=MAX_WAIT_S)
 
     def story(self, lease_id: str) -> Story:
-        """Why everything happened to the lease. Raises NotFoundError."""
+        """Return why everything happened to the lease. Raises NotFoundError."""
         return self._call(Story, "GET", _route(lease_id, "story"))
 
     def history(self, lease_id: str) -> History:
-        """The lease's memory and state over time. Raises NotFoundError."""
+        """Return the lease's memory and state over time. Raises NotFoundError."""
         return self._call(History, "GET", _route(lease_id, "history"))
 
     def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
-        """Begin to empty a device (id, beginning of one, or number). Raises ForbiddenError for who is no administrator."""
+        """Begin to empty a device (id, beginning of one, or number). For administrators. Raises ForbiddenError."""
         return self._call(DeviceStatus, "POST", f"/v1/devices/{quote(device, safe='')}/drain", request)
 
     def undrain(self, device: str) -> DeviceStatus:
-        """Let a drained device take part again; one that is not drained is no error. Raises ForbiddenError."""
+        """Use a drained device again; does nothing if it is not drained. For administrators. Raises ForbiddenError."""
         return self._call(DeviceStatus, "POST", f"/v1/devices/{quote(device, safe='')}/undrain")
 
     def acquire(self, lease_id: str, request: AcquireRequest) -> Iterator[Progress]:
-        """Yield what the broker says while this lease waits for the GPU; the last line is `granted` or `refused`.
+        """Yield the lease's progress while it waits for the GPU; the last line is `granted` or `refused`.
 
         Closing the generator, or an interrupt in it, hangs up, which withdraws the ticket. Waits `request.wait_ms`
         and `timeout_s` at most for each line. Raises BrokerUnavailableError when the broker goes away before the last
@@ -234,24 +232,23 @@ class BrokerClient:
         return self._wait(Progress, _route(lease_id, "acquire"), request, timeout_s)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
-        """Yield the broker's commands for this kernel's gate; between them it blocks, for as long as the broker keeps it alive.
+        """Yield the broker's commands for this kernel's gate, until the broker ends the stream; between them it blocks.
 
-        Keep-alives have an empty verb. That one was read tells the broker that Python runs in this process: with a
-        timeout, however long, Python polls and reads in a further step; without one the system does it alone.
+        Keep-alives have an empty verb. The broker takes a keep-alive that was read as proof that Python runs in this process, so the
+        socket has a timeout: then Python polls before it reads, while without one the system would read alone.
 
-        Ends when the broker ends the stream. `close` from another thread wakes it: it then raises
-        BrokerUnavailableError.
+        Raises BrokerUnavailableError when another thread calls `close`.
         """
         with closing(self._stream("POST", _route(lease_id, "gate"), hello, MAX_WAIT_S)) as stream:
             for payload in stream:
                 yield decode_reply(payload, GateCommand)
 
     def answer(self, lease_id: str, answer: GateAnswer) -> None:
-        """Answer one command of the gate, or pulse."""
+        """Send the answer to one command of the gate, or a pulse."""
         self._call(Done, "POST", _route(lease_id, "answer"), answer)
 
     def close(self) -> None:
-        """Close kept connections and give up every call that is under way: it raises BrokerUnavailableError, and is not repeated.
+        """Close the kept connections and give up every running call, which raises BrokerUnavailableError and is not repeated.
 
         The client may be used again.
         """
@@ -406,9 +403,9 @@ def _payload(connection: Connection) -> object:
 
 
 def _next_status(status: HostStatus | None, payload: object) -> HostStatus:
-    """Return the whole status after a line of events: the line itself, or `status` with what the line says has changed.
+    """Return the whole status after a line of events: the line itself, or `status` with the changes that the line lists.
 
-    What did not change is not decoded again: with many kernels that is nearly all of it. Raises InternalBrokerError.
+    With many kernels nearly nothing changes at a time, so nearly nothing is decoded again. Raises InternalBrokerError.
     """
     if not isinstance(payload, dict) or "ended" not in payload:
         return decode_reply(payload, HostStatus)
@@ -425,9 +422,9 @@ def _next_status(status: HostStatus | None, payload: object) -> HostStatus:
 
 
 def _pause(call: Call, error: TooManyRequestsError, deadline_s: float) -> None:
-    """Wait as long as the broker said.
+    """Wait as long as the broker's error states.
 
-    Raises the error if that is past the deadline, and BrokerUnavailableError if the call is given up.
+    Raises that error if this is past the deadline, and BrokerUnavailableError if the call is given up.
     """
     if time.monotonic() + error.retry_s > deadline_s:
         raise error
@@ -438,8 +435,8 @@ def _error(payload: object, connection: Connection) -> FractionalGPUError:
     """Return the error that a reply reports, with what its headers add."""
     error = error_from_reply(payload, connection.status)
     if isinstance(error, TooManyRequestsError):
-        error.retry_s = connection.retry_s
-    elif isinstance(error, BadRequestError | NotFoundError) and error.reason in _OF_VERSIONS:
+        return TooManyRequestsError(str(error), reason=error.reason, retry_s=connection.retry_s)
+    if isinstance(error, BadRequestError | NotFoundError) and error.reason in _OF_VERSIONS:
         return type(error)(f"{error}{hint(client=OWN, broker=connection.version)}", reason=error.reason)
     return error
 

@@ -1,15 +1,16 @@
-"""Where the broker's socket is, and a broker on it if nobody serves there yet.
+"""Where the broker's socket is, and how a broker is started on it.
 
 Rules:
 
 - The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if it exists, else one in the user's Jupyter runtime
   folder.
-- Connection keys are handed to whoever serves the socket, so its folder must belong to this user or root and nobody
-  else may write to it.
-- A broker that is not there is started, except for a system service's socket, which its administrator starts. Two
-  starters at once are fine: the command ends well when *a* broker serves, whoever won.
-- The start command is what the last broker wrote into `broker.json` beside the socket, and again into its state
-  folder, so that a kernel in another environment starts the broker of the environment that installed it; else this interpreter's own.
+- Clients send connection keys to the process that serves the socket, so its folder must belong to this user or root and no
+  other user may write to it.
+- A missing broker is started, except on a system service's socket, where its administrator starts it. Two starters at once
+  are no conflict: each command succeeds when *a* broker serves.
+- The start command is the one that the last broker wrote into `broker.json` beside the socket, and again into its state
+  folder: so a kernel in another environment starts the broker of the environment that installed it. Without such a file it is this
+  interpreter's own.
 """
 
 import contextlib
@@ -48,8 +49,8 @@ __all__ = [
 ]
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
-_LONGEST_PATH = 100  # bytes; the kernel takes 107, and a broker puts temporary names beside its socket
-_EVERY_UID = "4294967295"  # how many uids the map of the machine's own user namespace has
+_LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary names beside its socket
+_EVERY_UID = "4294967295"  # the number of uids in the map of the machine's initial user namespace
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
@@ -64,20 +65,17 @@ _LONGEST_SETTINGS = 64 * 1024  # bytes
 def runtime_dir() -> Path:
     """Return the folder for sockets and token files, created with mode 0700.
 
-    Raises BrokerUnavailableError if it is somebody else's.
+    Raises BrokerUnavailableError if it belongs to another user.
     """
     folder = Path(jupyter_runtime_dir()) / "gpu"
-    if _foreign_above(folder) is not None:  # a home folder of another user's: by sudo, or from a container's image
+    if _foreign_above(folder) is not None:  # the home belongs to another user: by sudo, or in a container
         return Path(_short_path(str(folder / "broker.sock"))).parent
     _make_private(folder)
     return folder
 
 
 def socket_path() -> str:
-    """Return the path of the broker's socket, at most 100 bytes.
-
-    Raises BrokerUnavailableError with what is wrong with it.
-    """
+    """Return the path of the broker's socket, at most 100 bytes. Raises BrokerUnavailableError that says what is wrong."""
     named = os.environ.get("JUPYTER_GPU_SOCKET", "")
     if named:
         if len(os.fsencode(named)) > _LONGEST_PATH:
@@ -101,12 +99,12 @@ def ensure_broker(
     command: tuple[list[str], dict[str, str]] | None = None,
     simulate: str | None = None,
 ) -> BrokerClient:
-    """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if nobody answers there.
+    """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if none serves there.
 
     `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the
-    wait for the first answer of a broker that is there. `command` starts one, by default what `restart_command` returns.
+    wait for the first answer of a broker that runs. `command` starts one, by default the one of `restart_command`.
     `simulate`: the simulated devices of a first broker, where the environment names none.
-    Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError with what a person can do about it.
+    Blocks: from an event loop, call it in a thread. Raises BrokerUnavailableError that says what to do.
     """
     path = socket if socket is not None else socket_path()
     _check_folder_if_there(path)
@@ -126,9 +124,9 @@ def ensure_broker(
 
 
 def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> BrokerClient:
-    """Return a client of the broker that serves on `socket_path()`, if one does: nothing is asked and none is started.
+    """Return a client of the broker on `socket_path()`, without connecting to it and without starting one.
 
-    Raises BrokerUnavailableError for a socket that somebody else could have put there.
+    Raises BrokerUnavailableError for a socket that another user could have put there.
     """
     path = socket_path()
     check_folder(path)
@@ -136,9 +134,9 @@ def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> Br
 
 
 def _answers(client: BrokerClient, answer_s: float) -> bool:
-    """Whether a broker that this client understands serves.
+    """Whether a broker serves that this client understands. False only if no broker listens.
 
-    Only "nobody there" is False; a broker that hangs or refuses us is an error.
+    Raises BrokerUnavailableError for a broker that hangs, refuses this user or speaks another protocol.
     """
     try:
         pong = client.ping(answer_s)
@@ -152,7 +150,7 @@ def _answers(client: BrokerClient, answer_s: float) -> bool:
 
 
 def _check_folder_if_there(path: str) -> None:
-    """Check the socket's folder, which may have been deleted where a broker was: that one, or the next, makes it again."""
+    """Check the socket's folder. It may be missing, if it was deleted under a broker: that broker, or the next, makes it again."""
     try:
         check_folder(path)
     except BrokerUnavailableError as error:
@@ -162,9 +160,9 @@ def _check_folder_if_there(path: str) -> None:
 
 
 def _came_back(client: BrokerClient, timeout_s: float) -> bool:
-    """Wait for a broker that runs and cannot be reached: it starts, ends, or puts its socket back, which was deleted.
+    """Wait for a broker that runs but cannot be reached, because it starts, ends, or restores its deleted socket.
 
-    Returns False when there is none (any more). Raises BrokerUnavailableError, with its process, for one that stays so.
+    Returns False when there is none, or it has ended. Raises BrokerUnavailableError that names its process if it stays unreachable.
     """
     path, deadline_s = client.socket_path, time.monotonic() + timeout_s
     while (holder := claim_holder(path)) is not None:
@@ -181,14 +179,14 @@ def _came_back(client: BrokerClient, timeout_s: float) -> bool:
 
 
 def _start_once(client: BrokerClient, timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
-    """Start a broker, unless another thread or process does so already: then wait for that one.
+    """Start a broker, unless another thread or process starts one: then wait for that one.
 
-    Of several brokers that are started at once one would serve, but each takes the processor from the others and from that one.
+    Of several brokers that start at once only one would serve, and the others would slow its start.
     """
     path, deadline_s = client.socket_path, time.monotonic() + timeout_s
     try:
         folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it was deleted: the broker makes it anew
+    except OSError:  # it was deleted: the broker makes it again
         _start(path, timeout_s, command)
         return
     try:
@@ -198,12 +196,12 @@ def _start_once(client: BrokerClient, timeout_s: float, command: tuple[list[str]
             _start(path, timeout_s, command)
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked meanwhile has the descriptor, too
         os.close(folder)
 
 
 def _is_locked(folder: int) -> bool:
-    """Lock the folder and return False, or return True if another starter has locked it. One that cannot be locked never is."""
+    """Lock the folder and return False, or return True if another starter holds the lock. Where locks do not work: False."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -214,14 +212,14 @@ def _is_locked(folder: int) -> bool:
 
 
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
-    """Run the start command until it says that a broker serves."""
+    """Run the start command, which ends when a broker serves. Raises BrokerUnavailableError."""
     if is_service_socket(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service and does not run; "
             "an administrator starts it (systemctl status jupyter-gpu)"
         )
     argv, environment = command or _start_command(path)
-    with tempfile.TemporaryFile() as complaint:  # not a pipe: the broker may keep its end open
+    with tempfile.TemporaryFile() as complaint:  # no pipe: the broker may keep its end open
         try:
             process = subprocess.Popen(
                 argv,
@@ -229,7 +227,7 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=complaint,
-                start_new_session=True,  # a Ctrl-C in the notebook or the terminal is not meant for the broker
+                start_new_session=True,  # Ctrl-C in the notebook or the terminal must not reach the broker
             )
         except OSError as error:
             raise BrokerUnavailableError(
@@ -258,7 +256,7 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
 
 
 def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:
-    """Return at once when it ends, or False after the patience: `Popen.wait` with a timeout looks every 50 ms only."""
+    """Return whether it ends within the time, at once when it does: `Popen.wait` with a timeout polls every 50 ms only."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except OSError:  # no descriptor is left
@@ -283,17 +281,17 @@ def _last_sentence(descriptor: int, code: int) -> str:
 
 
 def restart_file(path: str) -> Path:
-    """Return where the broker on this socket writes how to start it again; it is there while leases may live."""
+    """Return the file in which the broker on this socket records how to start it; it exists while leases may live."""
     return Path(path).with_name("broker.json")
 
 
 def spare_restart_file(path: str) -> Path:
-    """Return where the same is written a second time: a cleaner may empty the socket's folder."""
+    """Return the file's second copy: a cleaner may empty the socket's folder."""
     return state_folder(path) / "broker.json"
 
 
 def has_restart_file(path: str) -> bool:
-    """Whether a broker on this socket ended without being told to, or while leases lived."""
+    """Whether a broker on this socket ended by a crash, or while leases lived."""
     return restart_file(path).exists() or spare_restart_file(path).exists()
 
 
@@ -355,9 +353,9 @@ def _is_trusted(status: os.stat_result) -> bool:
 
 
 def check_folder(path: str) -> None:
-    """Refuse a socket where somebody else could have put it. Raises BrokerUnavailableError.
+    """Raise BrokerUnavailableError for a socket that another user could have put into its folder.
 
-    Root alone writes below /run, so service users may own folders there.
+    Only root writes to /run, so service users may own folders there.
     """
     folder = Path(path).absolute().parent
     if is_service_socket(path):
@@ -384,7 +382,7 @@ def check_folder(path: str) -> None:
 
 
 def check_above(folder: Path) -> None:
-    """Refuse a folder that another user could replace, whether it exists or not. Raises BrokerUnavailableError."""
+    """Raise BrokerUnavailableError for a folder, existing or not, that another user could replace."""
     if (found := _foreign_above(folder)) is not None:
         above, uid = found
         raise BrokerUnavailableError(
@@ -394,11 +392,11 @@ def check_above(folder: Path) -> None:
 
 
 def _foreign_above(folder: Path) -> tuple[Path, int] | None:
-    """Return the first folder above this one, links resolved, that is neither ours nor root's, and its owner."""
+    """Return the first folder above this one, links resolved, that is neither this user's nor root's, and its owner."""
     trusted = {os.geteuid(), 0}
     with contextlib.suppress(OSError, ValueError):
         if _EVERY_UID not in Path("/proc/self/uid_map").read_text().split():
-            # A user namespace: the machine's root has no number here, and what it owns seems to belong to this one, which no user has.
+            # A user namespace: root of the machine has no uid here. Its files show the overflow uid, which no user has.
             trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     for one in Path(os.path.realpath(folder)).parents:
         with contextlib.suppress(FileNotFoundError):
@@ -430,7 +428,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _short_path(path: str) -> str:
-    """Return a socket path in a short private folder derived from `path`, the same for everybody who derives it."""
+    """Return a socket path in a short private folder whose name is derived from `path` alone."""
     name = f"jupyter-gpu-{os.geteuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
     for parent in (tempfile.gettempdir(), "/tmp"):  # noqa: S108 - the folder is checked to be ours and private
         short = Path(parent) / name / "broker.sock"

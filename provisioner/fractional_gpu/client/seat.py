@@ -1,6 +1,6 @@
-"""The seat of this server, as the hub handed it over: the file that `JUPYTER_GPU_SEAT_FILE` names. Standard library only.
+"""The seat that the hub gave this server, in the file that `JUPYTER_GPU_SEAT_FILE` names.
 
-What it says of pool, fraction and memory is for people and menus; what counts is what the broker knows of the seat.
+Its pool, fraction and memory are for display. The broker keeps the values that count.
 """
 
 import json
@@ -20,7 +20,7 @@ _LONGEST = 16 * 1024  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """What the kernels of this server have together. Fraction in milli-GPU, memory in MiB."""
+    """What the kernels of this server may use in sum. Fraction in milli-GPU, memory in MiB."""
 
     seat_id: str
     token: str = field(repr=False)
@@ -30,13 +30,13 @@ class Seat:
 
 
 def own_seat() -> Seat | None:
-    """Return this process's seat, None if no hub gave it one. Raises FractionalGPUError for a file that cannot be read."""
+    """Return this process's seat, None without one. Raises FractionalGPUError for an unreadable file."""
     path = os.environ.get(SEAT_FILE_VARIABLE)
     return read_seat(path) if path else None
 
 
 def read_seat(path: str) -> Seat:
-    """Return the seat in a file. Raises FractionalGPUError with what to do."""
+    """Return the seat in a file. Raises FractionalGPUError that says what to do."""
     remedy = "stop this server on the hub's page and start it again"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -63,7 +63,7 @@ def read_seat(path: str) -> Seat:
 
 
 def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | None = None) -> None:
-    """Write the seat to a new private file, which belongs to that user (None: to this process's). Raises OSError."""
+    """Write the seat to a new private file of the user `uid` (None: of this process's user). Raises OSError."""
 
     def give(descriptor: int) -> None:
         if uid is not None:

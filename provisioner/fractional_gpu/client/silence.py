@@ -1,8 +1,8 @@
-"""Notices that a broker does not answer while a longer call to it is under way.
+"""Detects a broker that does not answer while a long call to it is under way.
 
-An `acquire`, a `resize` or a `suspend` may rightly take an hour, and a stream says nothing while nothing changes: from the call alone a
-broker that hangs cannot be told from one that has nothing to say. So a thread asks it the simplest question now and then. A broker that is
-gone is no concern here: the call itself breaks.
+An `acquire`, a `resize` or a `suspend` may take an hour, and a stream sends nothing while nothing changes: the call alone cannot
+distinguish a broker that hangs from one that has nothing to send. So a thread pings the broker now and then. A broker that is gone needs no
+detection: the call itself breaks.
 """
 
 import threading
@@ -14,29 +14,29 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPU
 
 __all__ = ["PATIENCE_S", "SilenceWatch"]
 
-_PAUSE_S = 1.5  # between two questions
-PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer: both together, with the time that a busy machine takes, are 5 s
+_PAUSE_S = 1.5  # between two pings
+PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer: with the pause and half a second for a busy machine, 5 s
 
 
 class SilenceWatch:
     """Watches from `start` to `stop`, in a thread of its own.
 
-    `connect` makes a client from a timeout in seconds. `tell` is called in that thread: with the error each time that the broker did not
-    answer, and with None when it answers again.
+    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time that the broker did not answer,
+    and with None when it answers again.
     """
 
     def __init__(
         self,
         connect: Callable[[float], BrokerClient],
-        tell: Callable[[BrokerUnavailableError | None], None],
+        report: Callable[[BrokerUnavailableError | None], None],
     ) -> None:
         self._connect = connect
-        self._tell = tell
+        self._report = report
         self._stop = threading.Event()
         self._started = False
 
     def start(self) -> None:
-        """Watch; a second call changes nothing. A process that can have no more threads is told nothing."""
+        """Watch; a second call changes nothing. In a process that can have no more threads there is no watch."""
         if self._started:
             return
         self._started = True
@@ -46,21 +46,21 @@ class SilenceWatch:
             return
 
     def stop(self) -> None:
-        """Tell nothing any more. Returns at once; the thread ends a few seconds later at the latest."""
+        """Report nothing more. Returns at once; the thread ends within a few seconds."""
         self._stop.set()
 
     def _run(self) -> None:
         silent = False
         while not self._stop.wait(_PAUSE_S):
-            error = self._silence()
+            error = self._ping()
             if self._stop.is_set():
                 return
             if error is not None or silent:
-                self._tell(error)
+                self._report(error)
             silent = error is not None
 
-    def _silence(self) -> BrokerUnavailableError | None:
-        """Ask once. Returns the error if there was no answer in time; a refusal, or nobody who could answer, is none."""
+    def _ping(self) -> BrokerUnavailableError | None:
+        """Ping once. Returns the error if no answer came in time; a refusal, or a broker that is gone, is not silence."""
         try:
             with self._connect(PATIENCE_S) as client:
                 client.ping()

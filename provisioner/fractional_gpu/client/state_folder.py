@@ -1,15 +1,15 @@
-"""Where the state of a broker lies: its ledger, the audit log, and how to start it again. Standard library only.
+"""The folder of a broker's state: its ledger, the audit log, and how to start it again.
 
-Runtime folders are emptied by cleaners, and a home may be shared by several hosts over a network, where SQLite's write-ahead log does
-not work. So the state lies in a folder for each host and each broker's socket, on a local disk:
+Cleaners empty runtime folders, and several hosts may share a home over a network, where SQLite's write-ahead log does not work. So each
+host and each broker's socket has a state folder, on a local disk:
 
 - for a system service `/var/lib/jupyter-gpu`;
 - for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or, where that is on a network filesystem or cannot
   be written, `/var/tmp/jupyter-gpu-UID/HOST/SOCKET`. HOST is derived from the machine's id, SOCKET from the path of the socket;
-- elsewhere, if the setting `state_dir` says so: then the folder is exactly that one.
+- the folder in the setting `state_dir`, if there is one.
 
-A folder that exists already wins over the other one, so that a changed mount leads no broker away from its ledger.
-The folder of an earlier version was the socket's: `find_ledger` looks there, too.
+Of the user's two folders, the existing one is taken, so that a broker finds its ledger after a mount has changed.
+Earlier versions kept the state beside the socket: `find_ledger` searches there, too.
 """
 
 import hashlib
@@ -58,12 +58,12 @@ def ledger_name(*, simulated: bool) -> str:
 
 
 def state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the folder of the broker on this socket, which need not exist; `configured`: what the setting `state_dir` says."""
+    """Return the folder of the broker on this socket, existing or not; `configured`: the setting `state_dir`."""
     if configured is not None:
         return configured
     if os.geteuid() == 0 and Path(socket).parent == _SERVICE_FOLDER:
         return SERVICE_STATE
-    # Links are not followed: one that is put in the place of a deleted folder leads no broker away from its ledger.
+    # Links are not followed: a link in the place of a deleted folder must not lead a broker away from its ledger.
     tail = Path(_host(), hashlib.sha256(os.fsencode(Path(socket).absolute())).hexdigest()[:12])
     bases = [base for base in (_state_home(), _spare_base()) if base is not None]
     for base in bases:
@@ -74,32 +74,32 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def old_folder(socket: str) -> Path:
-    """Return where an earlier version kept its state: beside the socket."""
+    """Return the folder in which an earlier version kept its state: the socket's."""
     return Path(socket).parent
 
 
 def find_ledger(socket: str, configured: Path | None, *, simulated: bool) -> Path:
-    """Return the ledger of the broker on this socket: where it is, else where the next broker makes it."""
+    """Return the ledger of the broker on this socket: the existing one, else where the next broker makes it."""
     return find_state_file(socket, configured, ledger_name(simulated=simulated))
 
 
 def find_state_file(socket: str, configured: Path | None, name: str) -> Path:
-    """Return a file of the broker's state: where it is, in an earlier version's folder too, else where it will be."""
+    """Return a file of the broker's state: the existing one, in an earlier version's folder too, else where it will be."""
     path = state_folder(socket, configured) / name
     before = old_folder(socket) / name
     return before if not os.path.lexists(path) and os.path.lexists(before) else path
 
 
 def make_state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the broker's folder, which is made if need be: for its user alone.
+    """Return the broker's folder, made for its user alone if it is missing.
 
-    Raises BrokerUnavailableError if it is another user's or a link, or cannot be made.
+    Raises BrokerUnavailableError if it belongs to another user, is a link, or cannot be made.
     """
     folder = state_folder(socket, configured)
     base = own_base(folder)
     try:
         if base is None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # whose it is, the ledger looks at
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger checks its owner
             return folder
         base.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for one in (base, folder.parent, folder):
@@ -116,7 +116,7 @@ def own_base(folder: Path) -> Path | None:
 
 
 def filesystem_type(path: Path) -> str:
-    """Return the type of the filesystem that has the path, or would have it; "" where the system does not say."""
+    """Return the type of the filesystem of the path, existing or not; "" where /proc does not list it."""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -129,23 +129,22 @@ def filesystem_type(path: Path) -> str:
         if len(fields) < 5 or not after:
             continue
         point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
-        if (
-            real.is_relative_to(point) and len(point.parts) >= depth
-        ):  # of two on the same point, the later one hides the other
+        # Of two mounts on the same point, the later one hides the other.
+        if real.is_relative_to(point) and len(point.parts) >= depth:
             found, depth = after.split(" ")[0], len(point.parts)
     return found
 
 
 def is_network(path: Path) -> bool:
-    """Whether the path lies, or would lie, on a filesystem that several hosts may share. Unknown kinds in user space count as such."""
+    """Whether several hosts may share the filesystem of the path, existing or not. Unknown FUSE filesystems count as shared."""
     kind = filesystem_type(path)
     return kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE)
 
 
 def _state_home() -> Path | None:
-    """Return the folder of ours in the user's state folder; None for a user without a home."""
+    """Return our folder in the user's state folder; None for a user without a home."""
     named = os.environ.get("XDG_STATE_HOME", "")
-    if Path(named).is_absolute():  # the specification has relative ones ignored
+    if Path(named).is_absolute():  # the specification says to ignore a relative path
         return Path(named) / "jupyter-gpu"
     try:
         return Path.home() / ".local" / "state" / "jupyter-gpu"
@@ -158,12 +157,12 @@ def _spare_base() -> Path:
 
 
 def _host() -> str:
-    """Return a name for this host: the same after a reboot, and another one for each host that shares the home."""
+    """Return a name for this host: constant over reboots, and different for each host that shares the home."""
     try:
         identity = _MACHINE_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
         identity = ""
-    # The machine's id is to be hashed wherever it may be seen: machine-id(5).
+    # machine-id(5): do not expose the machine's id unhashed.
     return hashlib.sha256(f"jupyter-gpu {identity or socket_module.gethostname()}".encode()).hexdigest()[:12]
 
 
@@ -176,7 +175,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether the folder can be written, or made."""
+    """Whether this user can write to the folder, or make it."""
     for one in (folder, *folder.parents):
         if os.path.lexists(one):
             return os.access(one, os.W_OK | os.X_OK)
@@ -184,7 +183,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder with mode 0700; one that is there must be ours, and is made private. Raises OSError, BrokerUnavailableError."""
+    """Make the folder with mode 0700. An existing one must be this user's. Raises OSError, BrokerUnavailableError."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
