@@ -233,6 +233,7 @@ class Arbiter:
         self._views.clear()
         changes = self._changes
         changes.now_ms = max(changes.now_ms, event.at_ms)
+        # An event that no decision depends on needs no pass. A due alarm does, whatever the event: time alone changes something.
         matters = self._take(event)
         if matters or (self._wake_ms is not None and changes.now_ms >= self._wake_ms):
             self._scheduler.serve()

@@ -166,7 +166,7 @@ def _queue(books: Books) -> list[str]:
     broken = []
     line = books.waiting_leases()
     if {lease.lease_id for lease in line} != {lease.lease_id for lease in books.leases.values() if lease.ticket}:
-        broken.append("the queue does not agree with the leases about who has a ticket")
+        broken.append("the queue and the leases disagree about which leases have a ticket")
     if len(line) != books.waiting:
         broken.append(f"{len(line)} leases wait, {books.waiting} were counted")
     broken += [

@@ -229,10 +229,12 @@ class Accounts:
         if not account.contenders:
             self._contending_weight.pop(pool, None)
             self._settle(account, now_ms)
+            # A floor never falls: else an owner could gain by pausing while others pause.
             self._floors[pool] = floor = max(self._floors.get(pool, 0), self._least_virtual_ms(contending, now_ms))
             if _was_absent(account.idle_since_ms, now_ms):
                 account.usage = max(account.usage, -(-floor * account.weight // _UNIT))
             contending[account.name] = account
+        # The same floor among the owner's own leases: a lease that was absent starts where the least of the others stands.
         others = [self.share(other, now_ms)[1] for other in account.contenders.values()]
         account.floor = max(account.floor, min(others, default=0))
         if _was_absent(lease.meter.idle_since_ms, now_ms):

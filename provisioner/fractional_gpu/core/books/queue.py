@@ -103,6 +103,7 @@ class Queue:
         key = self._key(lease, ticket)
         if bucket is not None and bucket.key == key:
             return
+        # Room was kept where the old bucket could be served; another home means other devices. A lease on its way keeps its targets.
         if bucket is not None and (key is None or key.home != bucket.key.home) and not lease.target_ids:
             ticket.kept_on = ()
         self._leave_bucket(lease)
@@ -166,6 +167,7 @@ class Queue:
         spec, state = lease.spec, lease.state
         saved = state is LeaseState.SUSPENDED
         grows = lease.is_growing
+        # Only these can be served by room alone; a lease in an operation or in doubt waits for that to end, without a bucket.
         if not (saved or grows or state is LeaseState.NO_CONTEXT):
             before_start = state is LeaseState.UNATTACHED and ticket.before_start
             if not before_start or lease.held_mib:

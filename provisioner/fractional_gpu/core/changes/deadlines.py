@@ -62,6 +62,7 @@ class Deadlines:
 
     def _push(self, at_ms: int, lease: Lease) -> None:
         if len(self._heap) > 64 + _SPARE * len(self._books.leases):
+            # Every change of a deadline leaves an outdated entry behind: build the heap anew from those that still count.
             self._heap = list({entry[2].number: entry for entry in self._heap if entry[2].due_ms == entry[0]}.values())
             heapify(self._heap)
         self._pushed += 1
@@ -71,10 +72,8 @@ class Deadlines:
         idle_ms = idle_due_ms(self._books, lease)
         if idle_ms is not None and idle_ms != lease.announced_ms:
             due_ms, idle_ms = idle_ms, idle_ms - self._books.policy(lease).warn_before_ms
-            if (
-                at_end and idle_ms <= self._books.now_ms < due_ms
-            ):  # it is told as soon as may be, and an alarm is still to come
-                idle_ms = self._books.now_ms + 1
+            if at_end and idle_ms <= self._books.now_ms < due_ms:
+                idle_ms = self._books.now_ms + 1  # the warning is late: give it at the next tick
         times = [] if lease.expires_ms is None else [lease.expires_ms]
         if lease.ends_ms is not None:
             times.append(lease.ends_ms)

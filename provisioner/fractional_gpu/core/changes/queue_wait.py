@@ -139,7 +139,7 @@ class _Play:
         self._rich: dict[tuple[str, ...], Sequence[str]] = {}
         swapping = (LeaseState.SUSPENDING, LeaseState.RESUMING)
         left = [self._swap_left_ms(lease) for state in swapping for lease in books.by_state[state].values()]
-        idle = [0] * (parallel_swaps - len(left))
+        idle = [0] * (parallel_swaps - len(left))  # of a channel that is in use, only the rest of its swap is known
         self._channels = sorted([*idle, *left])[
             :parallel_swaps
         ]  # a heap: when each swap channel has nothing more to do
@@ -223,6 +223,7 @@ class _Play:
                 return None
             room_mib += returns[last][1]
             last += 1
+        # The latest returns first: one whose memory is not needed, because a larger return follows it, is left out.
         taken: list[int] = []
         swaps: list[tuple[int, int]] = []
         room_ms, busy = 0, False
@@ -240,10 +241,11 @@ class _Play:
     def _take(self, way: _Way, lease: Lease, need_mib: int, ready_ms: int) -> None:
         """Give the room to the ticket's lease, which gives it back after a cell of its own."""
         outlook = self._outlooks[way.device_id]
-        for place in way.taken:  # the last one first
+        for place in way.taken:  # from the last to the first, so that the places before stay valid
             outlook.free_mib += outlook.returns.pop(place)[1]
         outlook.free_mib -= need_mib
         outlook.calm_mib -= need_mib
+        # The lease is a neighbour like any other from now on: later tickets may count on the end of its cell.
         cell_ms = self._forecasts.next_cell_ms(lease.lease_id)
         save_ms = self._suspend_ms(way.device_id, max(lease.saved_mib, lease.used_mib) // lease.count)
         insort(outlook.returns, (ready_ms + cell_ms, need_mib, save_ms))

@@ -194,6 +194,7 @@ class Lifecycle:
             self._books.requeue(lease)
             if lease.suspend_requested:
                 self._changes.decline_suspend(lease, "busy", "a cell is about to run: try again when it has ended")
+            # The gate is closed for an older ticket: the cell waits there, and the lease can be suspended between its cells.
             if lease.gate.closed and not urgent:
                 self._changes.wait_at_gate(lease)
                 return True

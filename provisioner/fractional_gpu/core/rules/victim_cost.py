@@ -47,6 +47,7 @@ def suspend_cost(books: Books, lease: Lease) -> int:
 def _cost(books: Books, lease: Lease) -> int:
     need_mib = lease.host_need_mib
     dear_milli = 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib)
+    # The less host memory would be left, the dearer: up to ten times, so that small leases are taken first when it is short.
     gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
     return swap_ms(books, lease) * min(dear_milli, 10_000) * 1000 // max(1, gap_ms)
 
@@ -153,18 +154,19 @@ def renew_rankings(books: Books) -> None:
 
 def _renew(books: Books, device: Device, found: VictimRanking, ahead_ms: int = 0) -> None:
     """Rank the leases that changed, or whose time has come, anew."""
-    now_ms, stale, later, ranked = books.now_ms, found.changed, found.later, []
+    now_ms, changed, later, ranked = books.now_ms, found.changed, found.later, []
     for one in found.ranked:
         lease = one[3]
         if lease.cost_until_ms <= now_ms + ahead_ms:
             lease.cost_until_ms = 0
-            stale[lease.lease_id] = lease
-        elif lease.lease_id not in stale:
+            changed[lease.lease_id] = lease
+        elif lease.lease_id not in changed:
             ranked.append(one)
     if later:
-        stale.update([(lease_id, lease) for lease_id, (at_ms, lease) in later.items() if at_ms <= now_ms])
+        changed.update([(lease_id, lease) for lease_id, (at_ms, lease) in later.items() if at_ms <= now_ms])
     works = found.busy
-    for lease_id, lease in stale.items():
+    # A changed lease is in at most one of three places: ranked, suspendable later, or busy. It is put there anew.
+    for lease_id, lease in changed.items():
         later.pop(lease_id, None)
         from_ms = device_suspendable_from_ms(books, device, lease)
         if from_ms is not None and from_ms <= now_ms:
@@ -183,7 +185,7 @@ def _renew(books: Books, device: Device, found: VictimRanking, ahead_ms: int = 0
     found.ready_mib = sum([lease.held_mib for lease in found.ready])
     found.next_ready_ms = min([at_ms for at_ms, _ in later.values()], default=None)
     found.costs_until_ms = min([one[3].cost_until_ms for one in ranked], default=now_ms + _COST_HOLDS_MS)
-    stale.clear()
+    changed.clear()
 
 
 def device_suspendable_from_ms(books: Books, device: Device, lease: Lease) -> int | None:

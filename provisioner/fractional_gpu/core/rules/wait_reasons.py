@@ -7,8 +7,8 @@ devices.
 
 The sentence describes the leases in the way with one clause each: what they do, and until when. A kernel of the same owner is named by
 its label. A kernel of another owner is "another user's kernel", and what the driver or its process said about it is left out. The same
-rule holds for `neighbours` in a lease's status. Only for processes that an ended kernel left behind is the owner named, who may not know
-of them.
+rule holds for `neighbours` in a lease's status. The owner is named only
+for processes that an ended kernel left behind, as the owner may not know of them.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""Who is served next, on which device, and who leaves it for that."""
+"""Which ticket is served next, on which device, and which leases leave for it."""

@@ -20,7 +20,7 @@ def ticket_need_mib(lease: Lease) -> int:
 
 
 class KeptRoom:
-    """Who keeps room where, in one pass. False while nothing is kept."""
+    """The room kept in one pass. False while none is."""
 
     def __init__(self, books: Books, capacity: Capacity) -> None:
         self._books = books

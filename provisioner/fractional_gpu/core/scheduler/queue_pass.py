@@ -295,12 +295,14 @@ class QueuePass:
         if over is not None:
             self._free_own_share(bucket, lease, over)
             return False
+        # A bucket of the same family with a smaller need has found no room in this pass, so this one finds none.
         if key.paused or key.need_mib >= self._unservable_mib.get(bucket.family, key.need_mib + 1):
             return self._keep_waiting(lease, ticket, devices)
         full = not self._capacity.any_free(devices)
         chosen = self._pick(lease, devices, key.need_mib) if not full or not key.need_mib else None
         if chosen is not None:
             return self._serve_at_once(lease, ticket, chosen)
+        # While no swap can begin, a plan only promises room. That is worth its cost for the next few tickets.
         if not self._changes.channel_free and (full or self._plans >= _MOST_PLANS):
             return self._await_channel(bucket, lease, ticket, devices)
         return self._make_or_await_room(bucket, lease, ticket, devices)
@@ -508,6 +510,7 @@ class QueuePass:
     def _deprived_buckets(self, winner: Lease, device_ids: tuple[str, ...]) -> list[Bucket]:
         """Return the buckets whose tickets could have used the granted room and find none there now, in order of creation."""
         left_mib = {device_id: self._books.devices[device_id].free_mib for device_id in device_ids}
+        # Buckets of one shape have the same need and devices: one of them answers for all.
         least_mib, found = min(left_mib.values()), list[Bucket]()
         shapes = [next(iter(shape.buckets.values())) for shape in self._queue.shapes.values()]
         for bucket in [*self._queue.unshaped.values(), *shapes]:

@@ -58,7 +58,8 @@ class Scheduler:
             self.revocations.suspend_ready()
         self.start_reservations.file_parked()
         self._serve_tickets()
-        while self.start_reservations.reclaim_lapsed():  # each round frees room for the tickets that are left
+        # Holds lapse only for tickets that still wait; each round frees room for them.
+        while self.start_reservations.reclaim_lapsed():
             self.start_reservations.file_parked()
             self._serve_tickets()
         self._relief.relieve()

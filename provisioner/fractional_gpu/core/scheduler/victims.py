@@ -78,6 +78,7 @@ class Victims:
         if short_mib <= 0:
             return ()
         found = self._ranks(device_id)
+        # Two attempts: idle leases that host memory suffices for, then all idle ones, so that the shortage of host memory is reported.
         if self._is_too_little(found, short_mib, beneficiary, busy=busy, between_cells=between_cells):
             return None
         able = partial(self._candidates, found, beneficiary, busy=busy, between_cells=between_cells)
