@@ -1,0 +1,262 @@
+"""A kernel's gate is closed, or shut for its next cell, before a suspend, and what it answers decides."""
+
+from dataclasses import replace
+
+import pytest
+
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.swap import gates
+from fractional_gpu.broker.swap import suspend as suspend_module
+from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.core.events import SuspendOutcome
+from fractional_gpu.gpu.interface import GPUErrorCode
+from fractional_gpu.protocol.messages import (
+    CELL_BARRED,
+    CELL_EXAMINED,
+    CELL_RUNS,
+    NO_CELL_RUNS,
+)
+from tests.broker.driver import Driver, Quiet, journal, kernel_of, suspend_of, swaps_of
+from tests.broker.swap.kernels import CLOSES, S, room_for, running
+
+
+async def test_a_kernel_without_a_context_has_nothing_to_save_if_its_gate_is_shut_and_is_refused_if_it_has_none() -> (
+    None
+):
+    for answers, outcome in ((CLOSES, SuspendOutcome.NOTHING_TO_SAVE), (None, SuspendOutcome.REFUSED)):
+        async with kernel_of(1, answers) as (kernel, _, _pids):
+            assert (await swaps_of(Driver()).suspend(kernel, suspend_of(kernel), journal([])))[0] is outcome
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ({"close": "busy"}, "a cell began to run"),
+        ({"close": "what?"}, "a cell began to run"),
+        ({"close": "hang up"}, "the kernel's extension hung up"),
+        ({"close": "closed", "shrink": "busy"}, "the kernel's main loop was not idle"),
+        ({"close": "closed", "shrink": "hang up"}, "the kernel's main loop was not idle"),
+    ],
+    ids=str,
+)
+async def test_a_gate_that_does_not_shut_leaves_the_kernel_untouched(answers: dict[str, str], says: str) -> None:
+    driver = Driver()
+    async with kernel_of(1, answers) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is SuspendOutcome.ABORTED
+    assert says in sentence
+    assert driver.calls == []
+
+
+class Counters:
+    """Says whether a kernel was quiet, and counts how often that was asked."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self.asked = 0
+
+    async def __call__(self, _kernel: Kernel) -> bool:
+        self.asked += 1
+        return self.quiet
+
+
+def impatient(driver: Driver, counters: Counters) -> Swaps:
+    """Swaps that wait for a gate for a moment only."""
+    swaps = swaps_of(driver, gate_s=0.05)
+    swaps.connect(roots=list, is_quiet=counters)
+    return swaps
+
+
+@pytest.mark.parametrize("linked", [True, False])
+async def test_a_gate_that_does_not_answer_is_no_veto_once_the_counters_were_quiet(*, linked: bool) -> None:
+    driver, counters = Driver(), Counters(quiet=False)
+    async with kernel_of(1, {} if linked else None) as (kernel, _, pids):
+        kernel.gated = True
+        running(driver, pids)
+        swaps = impatient(driver, counters)
+        outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
+        assert outcome is SuspendOutcome.ABORTED
+        assert "does not answer" in sentence
+        assert driver.calls == []
+        counters.quiet = True
+        outcome, saved_mib, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 300), sentence
+    assert [name for name, _ in driver.calls] == ["lock", "checkpoint"]
+    assert counters.asked == 2
+
+
+async def test_a_gate_that_answers_needs_no_quiet_counters() -> None:
+    driver, counters = Driver(), Counters(quiet=False)
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, _ = await impatient(driver, counters).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, counters.asked) == (SuspendOutcome.SAVED, 0)
+
+
+async def test_a_kernel_whose_gate_does_not_answer_and_that_becomes_busy_is_let_go() -> None:
+    driver = Driver()
+    async with kernel_of(1, {}) as (kernel, quiet, pids):
+        running(driver, pids)
+        write = journal([], lambda phase: setattr(quiet, "busy", phase == "locking"))
+        swaps = impatient(driver, Counters(quiet=True))
+        outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), write)
+    assert (outcome, sentence) == (SuspendOutcome.ABORTED, "the kernel became busy")
+    assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
+
+
+class Stream:
+    """Carries the commands, and says whether the extension has read them."""
+
+    def __init__(self, *, read: bool | None) -> None:
+        self.read = read
+
+    def keep_alive(self) -> bool:
+        return True
+
+    def is_read(self) -> bool | None:
+        return self.read
+
+
+@pytest.mark.parametrize(
+    ("read", "outcome"),
+    [
+        (True, SuspendOutcome.NOTHING_TO_SAVE),
+        (False, SuspendOutcome.REFUSED),
+        (None, SuspendOutcome.REFUSED),
+    ],
+)
+async def test_without_a_context_a_gate_that_does_not_answer_is_shut_if_it_has_read_the_command(
+    read: bool | None,
+    outcome: SuspendOutcome,
+) -> None:
+    driver = Driver()
+    async with kernel_of(1, {}) as (kernel, _, _):
+        assert kernel.link is not None
+        kernel.link.stream = Stream(read=read)
+        found, _, sentence = await impatient(driver, Counters(quiet=True)).suspend(
+            kernel, suspend_of(kernel), journal([])
+        )
+    assert found is outcome, sentence
+
+
+@pytest.mark.parametrize("answers", [{"preempt": "closed"}, None], ids=str)
+async def test_a_preempted_kernel_is_saved_in_the_middle_of_its_cell(answers: dict[str, str] | None) -> None:
+    driver, phases = Driver(), list[str]()
+    async with kernel_of(2, answers) as (kernel, quiet, pids):
+        running(driver, pids)
+        quiet.busy = quiet.executing = True
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(
+            kernel, suspend_of(kernel, preempt=True), journal(phases)
+        )
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600), sentence
+    assert phases == ["locking", "checkpointing"]
+    assert set(driver.states.values()) == {S.CHECKPOINTED}
+
+
+async def test_a_preempted_kernel_whose_work_does_not_drain_goes_on() -> None:
+    driver = Driver()
+    async with kernel_of(2, {"preempt": "closed"}) as (kernel, quiet, pids):
+        running(driver, pids)
+        quiet.busy = True
+        driver.failures["lock", sorted(pids)[1]] = GPUErrorCode.NOT_READY
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel, preempt=True), journal([]))
+    assert outcome is SuspendOutcome.ABORTED
+    assert "has GPU work under way" in sentence
+    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+
+
+async def test_a_busy_kernel_without_a_context_is_not_called_saved() -> None:
+    async with kernel_of(1, {"preempt": "closed"}) as (kernel, quiet, _pids):
+        quiet.busy = True
+        assert (await swaps_of(Driver()).suspend(kernel, suspend_of(kernel, preempt=True), journal([])))[
+            0
+        ] is SuspendOutcome.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("bars", "processes", "outcome"),
+    [
+        (True, 1, SuspendOutcome.NOTHING_TO_SAVE),
+        (True, 2, SuspendOutcome.REFUSED),
+        (False, 1, SuspendOutcome.ABORTED),
+    ],
+    ids=["barred", "barred, with a child", "not known in time"],
+)
+async def test_a_busy_kernel_gives_its_room_back_in_mid_cell_if_nothing_of_it_can_reach_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, *, bars: bool, processes: int, outcome: SuspendOutcome
+) -> None:
+    monkeypatch.setattr(gates, "_BETWEEN_CELLS_S", 30 if bars else 0.1)
+    details = [CELL_BARRED, CELL_EXAMINED]
+    watches: list[Quiet] = []
+
+    def preempt() -> str:
+        watches[0].busy = not bars  # its requests use no GPU: it says so by itself
+        return f"closed: {details.pop()}"
+
+    async with kernel_of(processes, {"preempt": preempt}) as (kernel, quiet, pids):
+        watches.append(quiet)
+        quiet.busy = True
+        result, _, sentence = await swaps_of(Driver()).suspend(kernel, suspend_of(kernel, preempt=True), journal([]))
+    assert result is outcome, sentence
+    assert (f"process {pids[-1]}, which the kernel started" in sentence) == (processes > 1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_an_idle_kernel_whose_cell_is_barred_is_between_cells_if_it_is_alone(processes: int) -> None:
+    """A broker that begins finds it so, or one whose last attempt to take the room failed."""
+    answers = {"close": f"closed: {CELL_BARRED}", "shrink": "done: nothing freed"}
+    async with kernel_of(processes, answers) as (kernel, _, _pids):
+        outcome, _, _ = await swaps_of(Driver()).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is (SuspendOutcome.NOTHING_TO_SAVE if processes == 1 else SuspendOutcome.REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("detail", "outcome"),
+    [
+        (CELL_RUNS, SuspendOutcome.ABORTED),
+        (CELL_EXAMINED, SuspendOutcome.ABORTED),
+        (CELL_BARRED, SuspendOutcome.NOTHING_TO_SAVE),
+        (NO_CELL_RUNS, SuspendOutcome.NOTHING_TO_SAVE),
+    ],
+)
+async def test_between_two_cells_no_other_cell_runs_that_could_reach_the_gpu(
+    detail: str, outcome: SuspendOutcome
+) -> None:
+    async with kernel_of(1, {"preempt": f"closed: {detail}"}) as (kernel, _, _pids):
+        effect = replace(suspend_of(kernel), between_cells=True)
+        assert (await swaps_of(Driver()).suspend(kernel, effect, journal([])))[0] is outcome
+
+
+async def test_caches_are_given_back_before_host_memory_is_called_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspend_module, "shortage", room_for(200, "the test"))
+    driver = Driver()
+    async with kernel_of(1, {**CLOSES, "shrink": lambda: shrink(driver)}) as (kernel, _, pids):
+        driver.has_context(pids[0], S.RUNNING, 900)
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(
+            kernel, suspend_of(kernel, host_mib=100), journal([])
+        )
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 90), sentence
+
+
+def shrink(driver: Driver) -> str:
+    driver.mib = {pid: mib // 10 for pid, mib in driver.mib.items()}
+    return "done"
+
+
+async def test_an_idle_kernel_is_shrunk_without_being_suspended() -> None:
+    driver = Driver()
+    async with kernel_of(1, {"shrink": lambda: shrink(driver)}) as (kernel, quiet, pids):
+        driver.has_context(pids[0], S.RUNNING, 900)
+        assert await swaps_of(driver).shrink(kernel) == 90
+        quiet.busy = True
+        assert await swaps_of(driver).shrink(kernel) is None
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize("answers", [None, {"shrink": "busy"}, {"shrink": "hang up"}], ids=str)
+async def test_a_kernel_that_cannot_shrink_says_so(answers: dict[str, str] | None) -> None:
+    driver = Driver()
+    async with kernel_of(1, answers) as (kernel, _, pids):
+        running(driver, pids)
+        assert await swaps_of(driver).shrink(kernel) is None

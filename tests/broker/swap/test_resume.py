@@ -1,0 +1,180 @@
+"""A resume takes every step in order, and is begun only where the room is free."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from fractional_gpu.broker.kernels import process_inspector
+from fractional_gpu.core.events import ResumeOutcome
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
+from fractional_gpu.host.tree import Snapshot
+from fractional_gpu.host.tree import scan as real_scan
+from tests.broker.driver import DEVICE, OTHERS, Driver, journal, kernel_of, swaps_of
+from tests.broker.swap.kernels import SHORT, S, fails_to_look, resume_of, saved
+
+
+async def test_a_resume_brings_every_process_back() -> None:
+    driver, phases = Driver(), list[str]()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        outcome, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal(phases))
+    assert outcome is ResumeOutcome.RESTORED
+    assert set(driver.states.values()) == {S.RUNNING}
+    assert phases == ["restoring"]
+
+
+async def test_a_restore_is_never_tried_to_find_out_whether_there_is_room() -> None:
+    driver = Driver()
+    driver.others_mib = 500
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        outcome, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
+    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert driver.calls == []
+
+
+async def test_what_nobody_wrote_down_needs_what_is_reserved_for_it() -> None:
+    """All its processes were saved by somebody else."""
+    driver = Driver()
+    driver.others_mib = 500
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        outcome, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 0, journal([]))
+    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert driver.calls == []
+
+
+async def test_each_of_several_devices_goes_to_its_counterpart() -> None:
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        kernel.checkpoint.homes = (DEVICE, OTHERS[0])
+        effect = replace(
+            resume_of(kernel),
+            device_id=OTHERS[1],
+            device_ids=(OTHERS[1], OTHERS[2]),
+            from_device_ids=kernel.checkpoint.homes,
+        )
+        outcome, sentence = await swaps_of(driver).resume(kernel, effect, 600, journal([]))
+    assert outcome is ResumeOutcome.RESTORED, sentence
+    assert driver.moves == [(pid, {DEVICE: OTHERS[1], OTHERS[0]: OTHERS[2]}) for pid in sorted(pids)]
+
+
+async def test_every_one_of_several_devices_must_have_the_room() -> None:
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        kernel.checkpoint.homes = (OTHERS[0], DEVICE)
+        driver.others_mib = 500
+        effect = replace(
+            resume_of(kernel),
+            device_id=OTHERS[0],
+            device_ids=kernel.checkpoint.homes,
+            from_device_ids=kernel.checkpoint.homes,
+        )
+        outcome, sentence = await swaps_of(driver).resume(kernel, effect, 600, journal([]))
+    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize(
+    ("left", "outcome"),
+    [(None, ResumeOutcome.NOT_STARTED), (S.FAILED, ResumeOutcome.UNKNOWN), (S.RESTORING, ResumeOutcome.UNKNOWN)],
+)
+async def test_a_restore_that_fails_is_tried_again_only_if_all_is_still_saved(
+    left: ProcessState | None, outcome: ResumeOutcome
+) -> None:
+    driver = Driver()
+    async with kernel_of() as (kernel, _, pids):
+        saved(driver, pids)
+        driver.failures["restore", pids[0]] = GPUErrorCode.OPERATING_SYSTEM
+        if left is not None:
+            driver.leaves["restore", pids[0]] = left
+        result, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 300, journal([]))
+    assert result is outcome
+    assert "restore failed as told" in sentence
+
+
+async def test_a_resume_does_not_begin_when_the_machine_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_to_look(monkeypatch, SHORT[0], {1})
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        outcome, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
+        found = await swaps_of(driver).truth(kernel, DEVICE, 600)
+    assert outcome is ResumeOutcome.NOT_STARTED
+    assert found is not None
+    assert found.state is LeaseState.SUSPENDED
+
+
+@pytest.mark.parametrize("can_look", [True, False])
+async def test_a_resume_that_cannot_be_verified_is_unknown_until_the_driver_says(
+    monkeypatch: pytest.MonkeyPatch, can_look: bool
+) -> None:
+    if not can_look:
+        fails_to_look(monkeypatch, SHORT[0], {2})
+    driver = Driver()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        fail = {("state", pids[1]): GPUErrorCode.WORKER_HUNG}
+        write = journal([], lambda _: driver.failures.update(fail))
+        outcome, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, write)
+        assert outcome is ResumeOutcome.UNKNOWN
+        assert set(driver.states.values()) == {S.RUNNING}, "the kernel's calls go on before that"
+        driver.failures.clear()
+        found = await swaps_of(driver).truth(kernel, DEVICE, 600)
+    assert found is not None
+    assert found.state is LeaseState.RESIDENT
+
+
+@pytest.mark.parametrize(("others_mib", "outcome"), [(399, ResumeOutcome.RESTORED), (400, ResumeOutcome.NOT_STARTED)])
+async def test_a_restore_leaves_a_margin_free(others_mib: int, outcome: ResumeOutcome) -> None:
+    driver = Driver()
+    async with kernel_of(1) as (kernel, _, pids):
+        driver.has_context(pids[0], S.CHECKPOINTED, 300)
+        driver.has_context(os.getpid(), S.RUNNING, others_mib)  # of 1000
+        result = await swaps_of(driver, overhead_mib=301).resume(kernel, resume_of(kernel), 345, journal([]))
+        assert result[0] is outcome, result[1]  # 345 and 256
+        if outcome is ResumeOutcome.NOT_STARTED:
+            assert "a margin of 256 MiB" in result[1]
+            assert driver.calls == []
+        swaps = swaps_of(driver, overhead_mib=10)
+        driver.has_context(pids[0], S.CHECKPOINTED, 300)
+        assert (await swaps.resume(kernel, resume_of(kernel), 345, journal([])))[0] is ResumeOutcome.RESTORED, "no more"
+
+
+@pytest.mark.parametrize(("age_s", "looks"), [(0.0, 1), (1.0, 2)], ids=["fresh", "stale"])
+async def test_a_resume_goes_by_what_was_seen_a_moment_ago_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch, age_s: float, looks: int
+) -> None:
+    counted = 0
+
+    def scan(name: str) -> Snapshot:
+        nonlocal counted
+        counted += 1
+        return real_scan(name)
+
+    monkeypatch.setattr(process_inspector, "scan", scan)
+    driver = Driver()
+    swaps = swaps_of(driver)
+    async with kernel_of(1) as (kernel, _, pids):
+        saved(driver, pids)
+        seen = await swaps.glance()
+        assert seen is not None
+        result = await swaps.resume(kernel, resume_of(kernel), 300, journal([]), replace(seen, at_s=seen.at_s - age_s))
+    assert (result[0], counted) == (ResumeOutcome.RESTORED, looks)
+
+
+async def test_a_glance_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_to_look(monkeypatch, SHORT[0], {1})
+    assert await swaps_of(Driver()).glance() is None
+
+
+async def test_a_device_of_its_own_needs_no_margin() -> None:
+    driver = Driver()
+    async with kernel_of(1) as (kernel, _, pids):
+        driver.has_context(pids[0], S.CHECKPOINTED, 300)
+        swaps = swaps_of(driver, overhead_mib=500)
+        assert (await swaps.resume(kernel, resume_of(kernel), 1000, journal([])))[0] is ResumeOutcome.RESTORED

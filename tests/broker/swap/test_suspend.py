@@ -1,0 +1,274 @@
+"""A suspend takes every step in order, and from each failure goes back to where it can prove to be."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from fractional_gpu.broker.kernels import process_inspector
+from fractional_gpu.broker.swap import gates
+from fractional_gpu.broker.swap import suspend as suspend_module
+from fractional_gpu.broker.swap import truth as truth_module
+from fractional_gpu.core.events import SuspendOutcome
+from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
+from fractional_gpu.host.memory import Shortage
+from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.host.process import is_alive as really_alive
+from fractional_gpu.host.tree import Snapshot
+from fractional_gpu.host.tree import scan as real_scan
+from fractional_gpu.ledger.records import LedgerError
+from tests.broker.driver import DEVICE, OTHERS, Driver, Quiet, journal, kernel_of, suspend_of, swaps_of
+from tests.broker.swap.kernels import CLOSES, SHORT, S, fails_to_look, room_for, running
+
+
+async def test_a_suspend_locks_all_before_it_saves_any() -> None:
+    driver, phases = Driver(), list[str]()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, saved_mib, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal(phases))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600), sentence
+    assert [name for name, _ in driver.calls] == ["lock", "lock", "checkpoint", "checkpoint"]
+    assert phases == ["locking", "checkpointing"]
+    assert set(driver.states.values()) == {S.CHECKPOINTED}
+
+
+Spoil = Callable[[Driver, list[int], Quiet], None]
+
+
+def not_ready(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.failures["lock", pids[1]] = GPUErrorCode.NOT_READY
+
+
+def not_permitted(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.failures["lock", pids[1]] = GPUErrorCode.NOT_PERMITTED
+
+
+def checkpoint_refused(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.failures["checkpoint", pids[0]] = GPUErrorCode.NOT_SUPPORTED
+
+
+def checkpoint_lies(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    driver.leaves["checkpoint", pids[0]] = S.LOCKED
+
+
+def uncounted(driver: Driver, pids: list[int], _quiet: Quiet) -> None:
+    for pid in pids:
+        driver.has_context(pid, S.RUNNING, 0)
+
+
+def busy_already(_driver: Driver, _pids: list[int], quiet: Quiet) -> None:
+    quiet.busy = True
+
+
+@pytest.mark.parametrize(
+    ("spoil", "outcome", "says"),
+    [
+        (not_ready, SuspendOutcome.ABORTED, "has GPU work under way"),
+        (not_permitted, SuspendOutcome.IMPOSSIBLE, "lock failed as told"),
+        (checkpoint_refused, SuspendOutcome.IMPOSSIBLE, "checkpoint failed as told"),
+        (checkpoint_lies, SuspendOutcome.IMPOSSIBLE, "after a checkpoint that it called done"),
+        (uncounted, SuspendOutcome.REFUSED, "no device tells how much memory"),
+        (busy_already, SuspendOutcome.ABORTED, "the kernel became busy"),
+    ],
+)
+async def test_what_fails_before_anything_was_saved_is_undone(spoil: Spoil, outcome: SuspendOutcome, says: str) -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, quiet, pids):
+        running(driver, pids)
+        spoil(driver, sorted(pids), quiet)
+        result = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert result[0] is outcome
+    assert says in result[2]
+    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+
+
+async def test_a_lock_that_fails_half_way_is_undone_in_reverse_order() -> None:
+    driver = Driver()
+    async with kernel_of(3, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        driver.failures["lock", sorted(pids)[2]] = GPUErrorCode.NOT_PERMITTED
+        await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    locked = [pid for name, pid in driver.calls if name == "lock" and pid != sorted(pids)[2]]
+    assert len(locked) == 2
+    assert [pid for name, pid in driver.calls if name == "unlock"] == locked[::-1]
+
+
+async def test_a_kernel_that_becomes_busy_while_it_is_locked_is_let_go() -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, quiet, pids):
+        running(driver, pids)
+        write = journal([], lambda phase: setattr(quiet, "busy", phase == "locking"))
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), write)
+    assert (outcome, sentence) == (SuspendOutcome.ABORTED, "the kernel became busy")
+    assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
+
+
+async def test_a_process_that_begins_to_use_cuda_after_the_lock_stops_the_suspend() -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids[:1])
+        write = journal([], lambda phase: driver.has_context(pids[1], S.RUNNING, 10) if phase == "locking" else None)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), write)
+    assert outcome is SuspendOutcome.ABORTED
+    assert f"process {pids[1]} began to use CUDA meanwhile" in sentence
+    assert set(driver.states.values()) == {S.RUNNING}
+
+
+async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspend_module, "shortage", room_for(200, "the group of the notebook server"))
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is SuspendOutcome.REFUSED
+    assert "300 MiB would have to be saved" in sentence
+    assert "200 MiB are left (limited by the group of the notebook server)" in sentence
+    assert driver.calls == []
+
+
+async def test_a_control_group_with_an_odd_name_does_not_spoil_the_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspend_module, "shortage", room_for(200, "group a\udcff\x1b[2J"))
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is SuspendOutcome.REFUSED
+    assert "(limited by group a??[2J)" in sentence
+
+
+@pytest.mark.parametrize("error", SHORT, ids=str)
+@pytest.mark.parametrize("look", [1, 2], ids=["before-the-lock", "after-the-lock"])
+async def test_a_machine_that_cannot_be_looked_at_leaves_nobody_locked(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, look: int
+) -> None:
+    fails_to_look(monkeypatch, error, {look})
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is SuspendOutcome.REFUSED
+    assert f"could not be looked at: {error}" in sentence
+    assert [name for name, _ in driver.calls] == (["lock", "lock", "unlock", "unlock"] if look == 2 else [])
+    assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+
+
+async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+
+    def is_alive(identity: ProcessIdentity) -> bool:
+        if driver.calls:
+            raise SHORT[0]
+        return really_alive(identity)
+
+    monkeypatch.setattr(gates, "is_alive", is_alive)
+    monkeypatch.setattr(truth_module, "is_alive", is_alive)
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+        assert (outcome, "Too many open files" in sentence) == (SuspendOutcome.REFUSED, True), sentence
+        assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
+        assert await swaps_of(driver).truth(kernel, DEVICE, 0) is None
+
+
+@pytest.mark.parametrize("error", [SHORT[0], ValueError("no MemAvailable")], ids=str)
+async def test_host_memory_that_cannot_be_read_is_not_counted_on(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def shortage(_needs: Mapping[int, int]) -> Shortage:
+        raise error
+
+    monkeypatch.setattr(suspend_module, "shortage", shortage)
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, str(error) in sentence) == (SuspendOutcome.REFUSED, True), sentence
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize("unwritten", ["locking", "checkpointing"])
+async def test_what_cannot_be_written_down_is_not_done(unwritten: str) -> None:
+    def fail(phase: str) -> None:
+        if phase == unwritten:
+            raise LedgerError("the disk is full")
+
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([], fail))
+    assert outcome is SuspendOutcome.ABORTED
+    assert "the disk is full" in sentence
+    assert "checkpoint" not in [name for name, _ in driver.calls]
+    assert set(driver.states.values()) == {S.RUNNING}
+
+
+@pytest.mark.parametrize("left", [S.FAILED, S.CHECKPOINTING, S.UNKNOWN])
+async def test_a_checkpoint_that_fails_half_way_is_unknown_and_not_touched_again(left: ProcessState) -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        last = sorted(pids)[1]
+        driver.failures["checkpoint", last], driver.leaves["checkpoint", last] = GPUErrorCode.OPERATING_SYSTEM, left
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is SuspendOutcome.UNKNOWN
+    assert "checkpoint failed as told" in sentence
+    assert "unlock" not in [name for name, _ in driver.calls]
+
+
+@pytest.mark.parametrize(("fresh_s", "count"), [(60.0, 2), (0.0, 3)], ids=["soon", "after-a-slow-shrink"])
+async def test_a_suspend_looks_at_the_processes_twice_and_again_if_shrinking_takes_long(
+    monkeypatch: pytest.MonkeyPatch, fresh_s: float, count: int
+) -> None:
+    driver, looks = Driver(), list[str]()
+    monkeypatch.setattr(suspend_module, "FRESH_S", fresh_s)
+
+    def scan(name: str) -> Snapshot:
+        looks.append(name)
+        return real_scan(name)
+
+    monkeypatch.setattr(process_inspector, "scan", scan)
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is SuspendOutcome.SAVED, sentence
+    assert len(looks) == count
+
+
+async def test_what_several_processes_would_save_is_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspend_module, "shortage", room_for(500, "the test"))  # room for each, and not for both
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
+    assert "600 MiB would have to be saved" in sentence
+
+
+async def test_more_than_was_reserved_for_it_is_not_saved_and_is_told() -> None:
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        outcome, need_mib, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel, host_mib=599), journal([]))
+        assert (outcome, need_mib, driver.calls) == (SuspendOutcome.ABORTED, 600, [])
+        outcome, saved_mib, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel, host_mib=600), journal([]))
+    assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600)
+
+
+async def test_a_kernel_that_grows_before_it_is_locked_is_let_go() -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        write = journal([], lambda phase: driver.mib.update({pids[0]: 400}) if phase == "locking" else None)
+        outcome, need_mib, _ = await swaps_of(driver).suspend(kernel, suspend_of(kernel, host_mib=300), write)
+    assert (outcome, need_mib) == (SuspendOutcome.ABORTED, 400)
+    assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
+
+
+async def test_memory_on_a_device_that_is_not_the_leases_is_not_saved() -> None:
+    """It would be restored there, where no room is reserved for it."""
+    driver = Driver()
+    async with kernel_of(2, CLOSES) as (kernel, _, pids):
+        running(driver, pids)
+        driver.where[pids[1]], kernel.measurement.seen_on = OTHERS[0], frozenset({DEVICE, OTHERS[0]})
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
+    assert OTHERS[0] in sentence
