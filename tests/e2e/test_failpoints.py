@@ -28,7 +28,7 @@ SAMPLE = [
 ]
 KEEPING_SAMPLE = [
     "server.KernelLease.attach.before",  # the process runs, and nobody but this server knows of it
-    "server.KeptRecord.write.after",
+    "server.RecordFile.write.after",
 ]
 
 

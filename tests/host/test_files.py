@@ -12,7 +12,7 @@ import pytest
 from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
 from fractional_gpu.client.seat import Seat, read_seat, write_seat
 from fractional_gpu.host.files import open_own, replace_file
-from fractional_gpu.jupyter.kernel_record import KeptRecord, kept_records
+from fractional_gpu.jupyter.kernel_record import RecordFile, unlocked_records
 
 
 def in_small_pieces(monkeypatch: pytest.MonkeyPatch, *, room: int) -> None:
@@ -103,35 +103,35 @@ def test_a_link_is_replaced_and_not_followed(path: Path) -> None:
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptRecord]:
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordFile]:
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "run"))
-    found = KeptRecord.take("a-kernel")
+    found = RecordFile.create("a-kernel")
     assert found is not None
     found.write({"pid": 1})
     yield found
     found.close()
 
 
-def test_a_record_that_cannot_be_written_stays_as_it_was(record: KeptRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_written_stays_as_it_was(record: RecordFile, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as full:
         in_small_pieces(full, room=10)
         with pytest.raises(OSError, match="No space left"):
             record.write({"pid": 2, "connection_file": "/somewhere"})
     assert record.read() == {"pid": 1}
     record.close()
-    (found,) = kept_records()
+    (found,) = unlocked_records()
     assert found.read() == {"pid": 1}, "the next server finds the old one whole"
     found.close()
 
 
 def test_a_record_with_another_name_is_left_alone_and_the_others_are_found(
-    record: KeptRecord, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    record: RecordFile, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tmp_path / "other"
     other.write_text("{}")
     record.path.with_name("a-linked-kernel.json").hardlink_to(other)
     record.close()
-    (found,) = kept_records()
+    (found,) = unlocked_records()
     assert found.path == record.path
     found.close()
     (said,) = caplog.messages
@@ -140,22 +140,22 @@ def test_a_record_with_another_name_is_left_alone_and_the_others_are_found(
     assert other.stat().st_nlink == 2
 
 
-def test_a_record_is_held_while_and_after_it_is_written_anew(record: KeptRecord) -> None:
+def test_a_record_is_held_while_and_after_it_is_written_anew(record: RecordFile) -> None:
     early = os.open(record.path, os.O_RDWR)  # as another server that has opened it and not yet locked it
     try:
         record.write({"pid": 2})
-        assert list(kept_records()) == []
-        assert KeptRecord.hold(record.path) is None
+        assert list(unlocked_records()) == []
+        assert RecordFile.open(record.path) is None
         assert record.read() == {"pid": 2}
     finally:
         os.close(early)
     record.close()
-    (found,) = kept_records()
+    (found,) = unlocked_records()
     found.close()
 
 
 def test_a_lock_on_a_record_that_lost_its_name_counts_for_nothing(
-    record: KeptRecord, monkeypatch: pytest.MonkeyPatch
+    record: RecordFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = os.open
 
@@ -166,11 +166,11 @@ def test_a_lock_on_a_record_that_lost_its_name_counts_for_nothing(
         return descriptor
 
     monkeypatch.setattr(os, "open", open_late)
-    assert KeptRecord.hold(record.path) is None
+    assert RecordFile.open(record.path) is None
     assert record.read() == {"pid": 2}
 
 
-def test_a_record_that_is_removed_meanwhile_is_made_anew(record: KeptRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_removed_meanwhile_is_made_anew(record: RecordFile, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open
 
     def open_late(path: str | Path, flags: int, mode: int = 0o777) -> int:
@@ -182,7 +182,7 @@ def test_a_record_that_is_removed_meanwhile_is_made_anew(record: KeptRecord, mon
 
     removed: list[bool] = []
     monkeypatch.setattr(os, "open", open_late)
-    again = KeptRecord.take("a-kernel")
+    again = RecordFile.create("a-kernel")
     assert again is not None
     again.write({"pid": 3})
     assert again.read() == {"pid": 3}

@@ -20,7 +20,7 @@ from jupyter_client.manager import AsyncKernelManager, KernelManager
 
 from fractional_gpu.jupyter import kernel_ports
 from fractional_gpu.jupyter.kernel_ports import KernelPorts
-from fractional_gpu.jupyter.kernel_record import KeptRecord
+from fractional_gpu.jupyter.kernel_record import RecordFile
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError
 from tests.jupyter.conftest import Places
@@ -144,7 +144,7 @@ async def test_a_kernel_of_an_earlier_server_has_its_ports_held_from_its_next_st
     first.leave_to_next_server()
     assert is_over(ports)
     second = FractionalGPUProvisioner(kernel_id=first.kernel_id, kernel_spec=first.kernel_spec, parent=manager)
-    record = KeptRecord(places.work / "record", -1)
+    record = RecordFile(places.work / "record", -1)
     second.take_over(info, manager.get_connection_info(), record)
     manager.provisioner = second
     assert held_here(ports) == []  # the kernel listens: they can be neither taken nor held

@@ -23,7 +23,7 @@ from tornado.ioloop import IOLoop, PeriodicCallback
 from fractional_gpu.host.process import kill_marked
 from fractional_gpu.jupyter.kernel_lease import recall_lease
 from fractional_gpu.jupyter.kernel_process import ProcessGoneError
-from fractional_gpu.jupyter.kernel_record import KeptRecord, kept_records
+from fractional_gpu.jupyter.kernel_record import RecordFile, unlocked_records
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.errors import FractionalGPUError
 
@@ -40,7 +40,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - jupyter_server's signature
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        for record in kept_records():
+        for record in unlocked_records():
             self._take_over(record)
         self._file_check = PeriodicCallback(self._restore_files, _CHECK_EVERY_MS)
         self._file_check.start()
@@ -74,7 +74,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         self.remove_kernel(kernel_id)
         self.log.info("Kernel %s is left running for the next server", kernel_id)
 
-    def _take_over(self, record: KeptRecord) -> None:
+    def _take_over(self, record: RecordFile) -> None:
         """Take over the kernel that an earlier server left. A record that is unusable is closed, or removed with its kernel."""
         try:
             content = record.read()
@@ -104,7 +104,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
             manager.provisioner = provisioner
             self._register(kernel_id, manager)
 
-    def _end_unfinished_launch(self, lease: Mapping[str, Any], record: KeptRecord) -> None:
+    def _end_unfinished_launch(self, lease: Mapping[str, Any], record: RecordFile) -> None:
         """End a kernel whose server died while it started it: no client knows of the kernel, and its connection is unknown."""
         pids = kill_marked("JUPYTER_GPU_LEASE", str(lease["lease_id"]))
         self.log.info(

@@ -24,25 +24,28 @@ from fractional_gpu.host.files import open_own, replace_file
 from fractional_gpu.jupyter.kernel_lease import KernelLease
 from fractional_gpu.jupyter.kernel_process import ProcessGoneError
 
-__all__ = ["KeptRecord", "KernelRecord", "kept_records"]
+__all__ = ["KernelRecord", "RecordFile", "unlocked_records"]
+
+log = logging.getLogger(__name__)
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}", re.ASCII)
 
 
-class KeptRecord:
-    """The record of one kernel, locked by this process until `close` or `remove`."""
+class RecordFile:
+    """The file with one kernel's record, locked by this process until `close` or `remove`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
 
     @classmethod
-    def take(cls, kernel_id: str) -> "KeptRecord | None":
+    def create(cls, kernel_id: str) -> "RecordFile | None":
         """Create or open the kernel's record and lock it; None if another server has it. Raises OSError, ValueError."""
         if not _NAME.fullmatch(kernel_id):
             raise ValueError(f"a kernel id such as {kernel_id[:80]!r} cannot name a file")
-        return cls.hold(_folder() / f"{kernel_id}.json", os.O_CREAT)
+        return cls.open(_folder() / f"{kernel_id}.json", os.O_CREAT)
 
     @classmethod
-    def hold(cls, path: Path, flags: int = 0) -> "KeptRecord | None":
+    def open(cls, path: Path, flags: int = 0) -> "RecordFile | None":
         """Open the record and lock it; None if another server has. Raises OSError."""
         while True:
             descriptor = open_own(path, os.O_RDWR | flags)
@@ -104,15 +107,15 @@ def _has_name(descriptor: int, path: Path) -> bool:
         return False
 
 
-def kept_records() -> Iterator[KeptRecord]:
+def unlocked_records() -> Iterator[RecordFile]:
     """Yield each record that no server has, locked; the caller keeps, closes or removes it."""
     for path in sorted(_folder().glob("*.json")):
         try:
-            record = KeptRecord.hold(path)
+            record = RecordFile.open(path)
         except FileNotFoundError:
             continue
         except OSError as error:
-            log.warning("the record %s of a kernel is left alone: %s", path, error.strerror)
+            log.warning("the record %s of a kernel cannot be read: %s", path, error.strerror)
             continue
         if record is not None:
             yield record
@@ -131,7 +134,7 @@ class KernelRecord:
         self._manager = manager
         self._kernel_id = kernel_id
         self._log = log
-        self._kept: KeptRecord | None = None
+        self._file: RecordFile | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -141,11 +144,11 @@ class KernelRecord:
     @property
     def exists(self) -> bool:
         """Whether the next server would find the kernel."""
-        return self._kept is not None
+        return self._file is not None
 
-    def adopt(self, kept: KeptRecord) -> None:
+    def adopt(self, file: RecordFile) -> None:
         """Use the record that an earlier server wrote."""
-        self._kept = kept
+        self._file = file
 
     def write_launching(self, lease: KernelLease) -> None:
         """Record that a process is about to be started: if this server dies meanwhile, the next one ends that process."""
@@ -176,35 +179,31 @@ class KernelRecord:
 
     def restore(self) -> None:
         """Write it again if another program removed or replaced it. Raises OSError."""
-        if self._kept is not None:
-            self._kept.restore()
+        if self._file is not None:
+            self._file.restore()
 
     def remove(self) -> None:
         """Remove it: the kernel is shut down."""
-        if self._kept is not None:
-            self._kept.remove()
-            self._kept = None
+        if self._file is not None:
+            self._file.remove()
+            self._file = None
 
     def leave_to_next_server(self) -> None:
         """Unlock it for the next server."""
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     @property
     def _server(self) -> Any:  # noqa: ANN401 - the server's multi-kernel manager, if there is one
         return getattr(self._manager, "parent", None)
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        if self._kept is None:
-            self._kept = KeptRecord.take(self._kernel_id)
-        if self._kept is not None:
+        if self._file is None:
+            self._file = RecordFile.create(self._kernel_id)
+        if self._file is not None:
             root_dir = str(getattr(self._server, "root_dir", ""))
-            self._kept.write({"kernel_id": self._kernel_id, "root_dir": root_dir, **content})
+            self._file.write({"kernel_id": self._kernel_id, "root_dir": root_dir, **content})
 
     def _log_failure(self, error: Exception) -> None:
         self._log.warning("Kernel %s will not outlive this server: %s", self._kernel_id, error)
-
-
-log = logging.getLogger(__name__)
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}", re.ASCII)

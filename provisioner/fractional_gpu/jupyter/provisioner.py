@@ -48,7 +48,7 @@ from fractional_gpu.jupyter.kernel_lease import (
 )
 from fractional_gpu.jupyter.kernel_ports import KernelPorts
 from fractional_gpu.jupyter.kernel_process import AdoptedProcess, ProcessGoneError, identity_of
-from fractional_gpu.jupyter.kernel_record import KeptRecord, KernelRecord
+from fractional_gpu.jupyter.kernel_record import KernelRecord, RecordFile
 from fractional_gpu.jupyter.threads import in_thread
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
@@ -297,7 +297,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         except ProcessGoneError as error:
             self.log.warning("Kernel %s cannot be taken over: %s", self.kernel_id, error)
 
-    def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: KeptRecord) -> None:
+    def take_over(self, info: Mapping[str, Any], connection: KernelConnectionInfo, record: RecordFile) -> None:
         """Take over a kernel that an earlier server left, and own its record from then on. Raises ProcessGoneError."""
         self.pid, self.pgid, self.ip = info["pid"], info["pgid"], info["ip"]
         self.connection_info = connection

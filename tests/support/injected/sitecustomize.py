@@ -35,7 +35,7 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "KernelLease.release",
         ),
     ),
-    "fractional_gpu.jupyter.kernel_record": ("server", ("KeptRecord.write", "KeptRecord.remove")),
+    "fractional_gpu.jupyter.kernel_record": ("server", ("RecordFile.write", "RecordFile.remove")),
     "fractional_gpu.client.client": ("kernel", ("BrokerClient.answer",)),
     "fractional_gpu_kernel.cells.broker_channel": ("kernel", ("BrokerChannel._follow", "BrokerChannel._obey")),
     "fractional_gpu_kernel.cells.acquire": ("kernel", ("Acquirer._call",)),
