@@ -151,7 +151,7 @@ def test_a_device_is_drained_and_undrained(broker: OwnBroker, capsys: pytest.Cap
 def test_whoever_waits_returns_when_the_device_is_empty(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
     broker.devices = [replace(broker.device, reserved_mib=mib) for mib in (512, 0)]
     assert main(["drain", "0", "--wait", "1h"]) == 0
-    assert capsys.readouterr().out == "GPU 0 (H100): draining, nobody is there\n"
+    assert capsys.readouterr().out == "GPU 0 (H100): draining, no kernel holds memory there\n"
 
 
 def test_whoever_waits_in_vain_is_told_and_the_code_says_so(
@@ -196,4 +196,4 @@ def test_the_status_tells_of_pins_forecasts_and_emptied_devices() -> None:
     )
     assert "8 GiB are needed; about 30 s (1 s to 1 min)" in "\n".join(render_leases([waiting]))
     shown = render_status(a_host(devices=[a_device(draining=True)], leases=[]))
-    assert "draining: it admits nobody" in shown
+    assert "draining: it admits no kernel" in shown

@@ -70,7 +70,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(SimulatedHostError, match="nobody else may write"):
+    with pytest.raises(SimulatedHostError, match="no other user may write"):
         host.create(tmp_path / "open", "1GiB")
 
 

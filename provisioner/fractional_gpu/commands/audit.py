@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"nothing was written to {path} yet", file=sys.stderr)
     if torn:
         print(
-            f"{torn} lines of {path} are no entries: a crash cut them short, or somebody changed them", file=sys.stderr
+            f"{torn} lines of {path} are no entries: a crash cut them short, or they were changed", file=sys.stderr
         )
     return 0
 

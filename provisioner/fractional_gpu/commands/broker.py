@@ -23,7 +23,7 @@ examples:
   jupyter gpu broker --stop --json
 
 There is one broker for each machine or user. It starts by itself with the first kernel that wants a GPU, and stops by itself when
-nobody needs it; it never stops while kernels hold or wait for a GPU. Ctrl-C, SIGTERM or --stop stops it: kernels live on without it.
+it is no longer needed; it never stops while kernels hold or wait for a GPU. Ctrl-C, SIGTERM or --stop stops it: kernels live on without it.
 Resident ones work as before; suspended ones wait until a broker is started, which their next cell does by itself.
 
 --stop and --restart find a broker that does not answer, too, and one whose socket was deleted. They send SIGTERM, and SIGKILL after

@@ -35,7 +35,7 @@ ANY_OFFERS_MILLI: tuple[int, ...] = PoolSpec(name="", devices=()).fractions_mill
 
 EPILOG = """\
 examples:
-  jupyter gpu kernels install                                what every pool offers, for everybody in this environment
+  jupyter gpu kernels install                                what every pool offers, for all users of this environment
   jupyter gpu kernels install --user --fraction 1/4 1/2      two of them, for yourself, without asking a broker
   jupyter gpu kernels install --base ir --fraction 1/4       for R instead of Python, beside those for Python
   jupyter gpu kernels list
@@ -48,8 +48,8 @@ examples:
   jupyter gpu kernels install --simulate 1x2GiB --user
   jupyter gpu kernels install --launcher --user              for VS Code and others that ignore kernel provisioners
 
-Without --fraction the broker is asked what its pools offer; it is started if none runs. With --fraction nobody is asked,
-which is what you want while building a container image.
+Without --fraction the command reads from the broker what its pools offer, and starts a broker if none runs. With --fraction it needs
+no broker, for instance while a container image is built.
 """
 REMOVE_EPILOG = """\
 examples:

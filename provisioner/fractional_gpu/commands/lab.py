@@ -104,5 +104,5 @@ def _announcement(status: HostStatus, kernels: Sequence[str], place: _Place) -> 
     return [
         f"{kind}: {devices or 'none'}; broker process {status.pid} on {place.socket}",
         f"Kernels, for this JupyterLab only: {', '.join(kernels)}",
-        f"Starting JupyterLab; `{watch}` in a terminal shows who is on the GPU.",
+        f"Starting JupyterLab; `{watch}` in a terminal shows which kernels are on the GPU.",
     ]

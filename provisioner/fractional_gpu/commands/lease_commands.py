@@ -380,7 +380,7 @@ def await_empty(
 
 
 def _say_drained(device: DeviceStatus) -> str:
-    left = f"{format_memory(device.reserved_mib)} are still held there" if device.reserved_mib else "nobody is there"
+    left = f"{format_memory(device.reserved_mib)} are still held there" if device.reserved_mib else "no kernel holds memory there"
     return f"GPU {device.index} ({device.name}): draining, {left}"
 
 
@@ -504,7 +504,7 @@ examples:
 examples:
   jupyter gpu drain 0                   no kernel comes to GPU 0 any more; idle ones leave it now, busy ones after their cell
   jupyter gpu drain 0 --evict-busy      busy ones leave it at once, in the middle of their cell, and go on elsewhere or later
-  jupyter gpu drain 0 --wait 10m        return when nobody is left; exit code 1 if somebody is after ten minutes
+  jupyter gpu drain 0 --wait 10m        return when no kernel is left; exit code 1 if one is after ten minutes
   jupyter gpu undrain 0                 the GPU takes part again
 
 Nothing is lost: what leaves is saved in host memory. It stays drained, over restarts of the broker too. For administrators.
@@ -567,7 +567,7 @@ Its notebook shows that the kernel died; a Jupyter server may start a fresh one 
     "end": LeaseCommand(
         description=(
             "End processes with GPU memory that outlived the kernel that started them, or a kernel that outlived its hub server. "
-            "Your own; administrators: anybody's."
+            "Your own; administrators: those of all users."
         ),
         epilog="""\
 examples:

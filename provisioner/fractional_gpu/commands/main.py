@@ -44,7 +44,7 @@ _LEASES = "fractional_gpu.commands.lease_commands"
 COMMANDS: dict[str, _Entry] = {
     "demo": _Entry("fractional_gpu.commands.demo.demo", "two notebooks take turns on one GPU, and nothing is lost"),
     "lab": _Entry("fractional_gpu.commands.lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True),
-    "status": _Entry("fractional_gpu.commands.status", "the GPUs, and who holds what or waits for it"),
+    "status": _Entry("fractional_gpu.commands.status", "the GPUs, and which kernels hold them or wait"),
     "suspend": _Entry(_LEASES, "save a kernel's GPU memory on the host and free the GPU"),
     "resume": _Entry(_LEASES, "bring a suspended kernel back onto a GPU"),
     "pin": _Entry(_LEASES, "keep a kernel on its GPU for a while"),
@@ -79,7 +79,7 @@ EPILOG = """\
 start here:
   jupyter gpu demo                       see it work, with or without a GPU
   jupyter gpu kernels install            add "Python 3 · 1/4 GPU" and its like to the launcher
-  jupyter gpu status --watch             watch who is on the GPU
+  jupyter gpu status --watch             watch which kernels are on the GPU
 
 `jupyter gpu COMMAND --help` explains a command.
 """

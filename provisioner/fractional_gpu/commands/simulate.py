@@ -86,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     host.add_argument(
         "--policy",
         metavar="FILE",
-        help="a broker's configuration file (default: suspend only when somebody needs the room, resume on any device); "
+        help="a broker's configuration file (default: suspend only when another session needs the room, resume on any device); "
         "with --placement the name of a placement policy",
     )
     output = parser.add_argument_group("what is asked")

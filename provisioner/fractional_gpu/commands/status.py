@@ -27,14 +27,14 @@ examples:
   jupyter gpu status --json             one object; {"running": false} where no broker runs
   jupyter gpu status --watch --json     one such object a line, every 2 seconds
 
-You see your own kernels and your server's seat, administrators all of them and who waits for a seat; the sums of a device count
-everybody's.
+You see your own kernels and your server's seat; administrators see all of them, and the servers that wait for a seat. The sums of a
+device count all users.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command and add its arguments."""
-    parser.description = "Show the GPUs, and who holds what or waits for it. Does not start a broker."
+    parser.description = "Show the GPUs, and which kernels hold them or wait. Does not start a broker."
     parser.epilog = EPILOG
     parser.add_argument(
         "--json", action="store_true", help="print JSON; the fields are those of GET /v1/status, and `running`"

@@ -75,10 +75,10 @@ GPUs (simulated: no real GPU is involved)
   0  Simulated GPU  pool default
      [xxxxxx######======......]  12 GiB reserved, 12 GiB used of 24 GiB
      other programs hold 6 GiB
-     over-committed: more is held than fits; it admits nobody until that changes
+     over-committed: more is held than fits; it admits no kernel until that changes
   1  NVIDIA L4  pool -
      [........................]  0 MiB reserved, 0 MiB used of 1 GiB
-     lost: the device does not answer; it admits nobody until it does
+     lost: the device does not answer; it admits no kernel until it does
      #  used    =  reserved    x  other programs    .  free
 
 Kernels

@@ -94,8 +94,8 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
             wrong = "does not answer" if device.lost else "holds more than fits"
             yield warning(
                 "broker",
-                f"device {device.index} {wrong} and admits nobody",
-                "`jupyter gpu status` tells who holds what",
+                f"device {device.index} {wrong} and admits no kernel",
+                "`jupyter gpu status` shows which processes hold its memory",
             )
     for why_not in dict.fromkeys(device.why_not for device in status.devices if device.why_not):
         which = ", ".join(str(device.index) for device in status.devices if device.why_not == why_not)

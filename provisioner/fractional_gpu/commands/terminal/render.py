@@ -152,11 +152,11 @@ def _device_lines(device: DeviceStatus) -> list[str]:
     if device.why_not:
         lines.append(f"     kernels there stay on it: {device.why_not}")
     if device.lost:
-        lines.append("     lost: the device does not answer; it admits nobody until it does")
+        lines.append("     lost: the device does not answer; it admits no kernel until it does")
     elif device.draining:
-        lines.append("     draining: it admits nobody, and who is on it leaves it")
+        lines.append("     draining: it admits no kernel, and those on it are suspended")
     elif device.over_committed:
-        lines.append("     over-committed: more is held than fits; it admits nobody until that changes")
+        lines.append("     over-committed: more is held than fits; it admits no kernel until that changes")
     return lines
 
 

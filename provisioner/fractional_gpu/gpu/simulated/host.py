@@ -207,7 +207,7 @@ def _own(path: Path) -> None:
     status = path.lstat()
     if path.is_symlink() or not path.is_dir() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise SimulatedHostError(
-            f"{path} cannot hold a simulated host: it must be a folder of yours (no link) that nobody else may write to; "
+            f"{path} cannot hold a simulated host: it must be a folder of yours (no link) that no other user may write to; "
             "remove it or choose another place"
         )
 
