@@ -1,4 +1,4 @@
-"""The routes by which people steer leases that exist, and administrators steer devices."""
+"""The routes that change existing leases, and those by which administrators move, evict and drain."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from fractional_gpu.protocol.messages import (
     ResizeRequest,
 )
 
-__all__ = ["POLICY_ROUTES"]
+__all__ = ["CONTROL_ROUTES"]
 
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
 _DEVICE = r"/v1/devices/([^/]{1,200})"
@@ -110,7 +110,7 @@ class _Undrain(Handler):
         self.reply(status)
 
 
-POLICY_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
+CONTROL_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
     (_LEASE + "/pin", _Pin),
     (_LEASE + "/unpin", _Unpin),
     (_LEASE + "/resize", _Resize),

@@ -1,4 +1,9 @@
-"""What the routes share: who asks, the body decoded strictly, one shape of error, and streams that end when the peer hangs up."""
+"""The base classes of the routes: identity of the peer, strict decoding of the body, one JSON form of errors, and streams.
+
+The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot claim others. Strict decoding refuses unknown
+fields, wrong types, and strings, lists or nesting beyond the limits: what a newer client sends beyond this version is an error with both
+versions, never silently ignored.
+"""
 
 import asyncio
 import http
@@ -40,28 +45,28 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Handler(web.RequestHandler):
-    """What all routes share."""
+    """The base class of all routes."""
 
     peer: Peer
-    answers_any_version = False  # to whoever speaks another protocol, too
+    answers_any_version = False  # also for a client with another protocol
 
     def initialize(self, service: LeaseService, socket_path: str) -> None:
-        """Take what tornado passes to every handler."""
+        """Receive the arguments that Tornado passes to every handler."""
         self.service = service
         self.socket_path = socket_path
 
     def prepare(self) -> None:
-        """Find out who asks."""
+        """Identify the peer, and check its rate, its headers and its protocol."""
         self.service.broker.note_use()
         connection: Any = self.request.connection
         if connection.stream.socket is None:
-            raise iostream.StreamClosedError  # hung up meanwhile
+            raise iostream.StreamClosedError  # the peer has disconnected
         credentials = peer_credentials(connection.stream.socket)
         admin = is_admin(connection.stream.socket, credentials, self.service.admin_gid)
         authorization = self.request.headers.get("Authorization")
         scheme, _, token = (authorization or "").partition(" ")
         self.peer = Peer(credentials=credentials, token=token if scheme == "Bearer" and token else None, admin=admin)
-        self.limiter.admit(self.peer, self.request.path)  # first: what is refused for another reason counts, too
+        self.limiter.admit(self.peer, self.request.path)  # first: a request that is refused below counts, too
         if authorization is not None and self.peer.token is None:
             raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
         self.peer = replace(self.peer, acting_for=self._acting_for(admin=admin))
@@ -70,17 +75,17 @@ class Handler(web.RequestHandler):
 
     @property
     def wants_fresh(self) -> bool:
-        """Whether the answer is to tell what is in use now, not what the last sample saw (`?fresh=1`)."""
+        """Whether the devices should be sampled before the answer (`?fresh=1`)."""
         return self.get_query_argument("fresh", "") == "1"
 
     def set_default_headers(self) -> None:
-        """Say which version answers."""
+        """Send the broker's version with each reply."""
         self.set_header("Server", "jupyter-fractional-gpu")
         self.set_header(VERSION_HEADER, versions.OWN.to_header())
 
     @property
     def limiter(self) -> RateLimiter:
-        """Who may ask how often."""
+        """The limits of request rates."""
         limiter: RateLimiter = self.settings["limiter"]
         return limiter
 
@@ -100,9 +105,9 @@ class Handler(web.RequestHandler):
         return decode_acting_for(values)
 
     def audited(self, act: str, target: str, **parameters: object) -> AbstractAsyncContextManager[Act | None]:
-        """Return a block in which an administrator's act is done, and written into the audit log; anybody else's is not there.
+        """Return a block that writes an administrator's action and its outcome to the audit log; for other peers it does nothing.
 
-        Take the body before it, and reply after it: by then the outcome is on the disk. Raises as `AuditLog.act`.
+        Decode the body before the block and reply after it: then the outcome is on the disk. Raises as `AuditLog.act`.
         """
         if not self.peer.admin:
             return nullcontext()
@@ -111,14 +116,14 @@ class Handler(web.RequestHandler):
     def audited_for_lease(
         self, act: str, kernel: Kernel, *, even_own: bool = False, **parameters: object
     ) -> AbstractAsyncContextManager[Act | None]:
-        """Return the same for something that is done to a lease: what people do to their own is nobody's business, mostly."""
+        """Return such a block for an action on a lease. Actions on one's own lease are not audited unless `even_own`."""
         view = self.service.broker.arbiter.lease(kernel.lease_id)
         if view is None or not (even_own or is_anothers(self.peer, kernel, view)):
             return nullcontext()
         return self.audited(act, kernel.lease_id, owner=view.spec.owner, **parameters)
 
     def actor(self, kernel: Kernel) -> str:
-        """Return who steers the lease, as its story tells its user: the user, or an administrator by name."""
+        """Return the requester as the lease's story names it: its user, or an administrator with their name."""
         view = self.service.broker.arbiter.lease(kernel.lease_id)
         name = self.peer.acting_for
         if view is None or name == view.spec.owner or not is_anothers(self.peer, kernel, view):
@@ -130,15 +135,15 @@ class Handler(web.RequestHandler):
         return self.service.access.find(self.peer, lease_id, own=own)
 
     def decode_body(self, kind: type[T]) -> T:
-        """Decode the body."""
+        """Decode the request's body. Raises BadRequestError or RequestTooLargeError."""
         return decode_request(self.request.body, kind)
 
     def reply(self, message: object) -> None:
-        """Answer with a message."""
+        """Send a message as the reply."""
         self.reply_with(msgspec.json.encode(message), "application/json")
 
     def reply_with(self, body: bytes, content_type: str) -> None:
-        """Answer with something else than JSON."""
+        """Send a body of this content type as the reply."""
         self._reach("reply")
         self.set_header("Content-Type", content_type)
         taken = self.finish(body)
@@ -146,13 +151,13 @@ class Handler(web.RequestHandler):
         taken.add_done_callback(lambda _: patience.cancel())
 
     def _give_up(self, taken: "asyncio.Future[None]") -> None:
-        """Close the connection of a peer that has not taken its reply: it would be kept for ever."""
+        """Close the connection of a peer that has not read its reply in time; else the reply would stay in memory."""
         if not taken.done():
             connection: Any = self.request.connection
             connection.stream.close()
 
     async def write_line(self, message: object) -> None:
-        """Write one line of a stream. Raises StreamClosedError when the peer hung up or does not read it in time."""
+        """Write one line of a stream. Raises StreamClosedError if the peer disconnects or does not read it in time."""
         self._reach("line")
         self.write(msgspec.json.encode(message) + b"\n")
         try:
@@ -168,7 +173,7 @@ class Handler(web.RequestHandler):
             failpoints.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.{moment}")
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Turn any failure into the one JSON shape."""
+        """Send any failure in the JSON form of errors."""
         error = kwargs.get("exc_info", (None, None, None))[1]
         if isinstance(error, LedgerError):
             error = InternalBrokerError(str(error), reason="ledger")
@@ -184,7 +189,7 @@ class Handler(web.RequestHandler):
         return peer is None or self.limiter.may_log(peer.credentials.uid)
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log what is our fault with its traceback, and what is the peer's in a line."""
+        """Log a refused request in one line, and a failure of the broker with its traceback."""
         if isinstance(value, FractionalGPUError | web.HTTPError):
             if self._may_log():
                 target = printable(self.request.path[:MAX_NAME])
@@ -207,17 +212,17 @@ def _error_for(status: int) -> FractionalGPUError:
 
 
 class StreamHandler(Handler):
-    """A route whose work ends when the peer hangs up."""
+    """A route whose work is cancelled when the peer disconnects."""
 
     def on_connection_close(self) -> None:
-        """Stop what is done for a peer that hung up."""
+        """Cancel the work for a peer that has disconnected."""
         if self._work is not None:
             self._work.cancel()
 
     _work: asyncio.Task[None] | None = None
 
     async def run(self, work: "asyncio.Task[None]") -> None:
-        """Run until done or hung up."""
+        """Run the work until it is done or the peer disconnects."""
         self._work = work
         try:
             await asyncio.wait([work])

@@ -1,4 +1,4 @@
-"""HTTP on the UNIX socket: decode strictly, ask the service, encode. Every failure is one JSON error with a stable code."""
+"""The routes of leases, status and events, and the server with all routes. A handler decodes, calls the service and encodes."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 from tornado import httputil, web
 
-from fractional_gpu.broker.api.admin_routes import POLICY_ROUTES
+from fractional_gpu.broker.api.admin_routes import CONTROL_ROUTES
 from fractional_gpu.broker.api.handler import Handler, StreamHandler
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
@@ -85,7 +85,7 @@ class _Lease(Handler):
         try:
             kernel = self.find(lease_id)
         except NotFoundError:
-            pass  # released before: a second release is no error
+            pass  # a second release is no error
         else:
             async with self.audited_for_lease("release", kernel):
                 await self.service.release(kernel)
@@ -165,7 +165,7 @@ class _Gate(StreamHandler):
         link = self.service.connect_gate(kernel, self.decode_body(GateHello))
 
         async def work() -> None:
-            # The extension learns at once that it is connected, and whether it has to pulse.
+            # The first line tells the extension that it is connected, and whether it must send pulses.
             await self.write_line(GateCommand(hears=self.settings["hears"]))
             link.stream = self
             while (command := await link.next()) is not None:
@@ -177,7 +177,7 @@ class _Gate(StreamHandler):
             self.service.disconnect_gate(kernel, link)
 
     async def write_line(self, message: object) -> None:
-        """Write one line, and nothing between it and its end. Raises as `StreamHandler.write_line`."""
+        """Write one line; no keep-alive comes between its parts. Raises as `StreamHandler.write_line`."""
         self._writes = True
         try:
             await super().write_line(message)
@@ -185,7 +185,7 @@ class _Gate(StreamHandler):
             self._writes = False
 
     def keep_alive(self) -> bool:
-        """Write an empty command if nothing else is being written: that line would never learn that it is taken."""
+        """Write an empty command, unless a line is being written: this flush would replace its future, which would never be done."""
         connection: Any = self.request.connection
         if self._writes or connection.stream.closed() or connection.stream.writing():
             return False
@@ -194,7 +194,7 @@ class _Gate(StreamHandler):
         return True
 
     def is_read(self) -> bool | None:
-        """Whether the extension has read all that was written; None where the system does not tell."""
+        """Whether the extension has read everything that was written; None if the operating system cannot tell."""
         connection: Any = self.request.connection
         if not self.settings["hears"] or connection.stream.socket is None:
             return None
@@ -226,7 +226,7 @@ def make_server(service: LeaseService, socket_path: str, *, more: Sequence[tuple
             (_LEASE + "/gate", _Gate, shared),
             (_LEASE + "/answer", _Answer, shared),
             *((pattern, handler, shared) for pattern, handler in more),
-            *((pattern, handler, shared) for pattern, handler in (*POLICY_ROUTES, *METRICS_ROUTES)),
+            *((pattern, handler, shared) for pattern, handler in (*CONTROL_ROUTES, *METRICS_ROUTES)),
         ],
         default_handler_class=_Missing,
         default_handler_args=shared,

@@ -1,6 +1,7 @@
-"""How many requests a user may make, and how many lines of the log he may fill.
+"""Per-user request and log-rate limits.
 
-A lease that shows its own token is counted by itself: a script that asks too much must not keep its user's kernels from the GPU.
+A request with a lease's own token counts for that lease, not for its user: a script of the user that sends too many requests must not
+keep the user's kernels from the GPU.
 """
 
 import hmac
@@ -26,7 +27,7 @@ _LINES_BURST = 100.0
 
 
 class RateLimiter:
-    """One per broker."""
+    """Counts requests and log lines. One per broker."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -35,7 +36,7 @@ class RateLimiter:
         self._lines = TokenBucket(_LINES_PER_S, _LINES_BURST)
 
     def admit(self, peer: Peer, path: str) -> None:
-        """Count a request. Raises TooManyRequestsError, which says when to come again."""
+        """Count a request. Raises TooManyRequestsError with the time after which to retry."""
         uid = peer.credentials.uid
         lease_id = self._own_lease(peer, path)
         wait_s = self._users.take(uid) if lease_id is None else self._leases.take(lease_id)
@@ -53,11 +54,11 @@ class RateLimiter:
         )
 
     def may_log(self, uid: int) -> bool:
-        """Whether one more line about this user's refused requests may be written: nobody may push what matters out of the log."""
+        """Whether one more line about this user's refused requests may be logged: they must not push other lines out of the log."""
         return self._lines.take(uid) == 0
 
     def _own_lease(self, peer: Peer, path: str) -> str | None:
-        """Return the lease whose token is shown, if it is that of its route."""
+        """Return the lease of the route if the request has that lease's token."""
         route = _LEASE.match(path)
         if route is None or peer.token is None:
             return None

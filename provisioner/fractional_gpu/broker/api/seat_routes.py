@@ -1,4 +1,4 @@
-"""The routes of seats and pools. Administrators only: a hub's users learn of their seats from the hub."""
+"""The routes of seats and pools, for administrators only: the hub shows its users their seats."""
 
 import asyncio
 from contextlib import aclosing, nullcontext
@@ -19,7 +19,7 @@ _SEAT = r"/v1/seats/([0-9a-zA-Z_-]{1,64})"
 
 
 class _AdminHandler(Handler):
-    """A route that is the hub's."""
+    """A route for the hub."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -27,7 +27,7 @@ class _AdminHandler(Handler):
 
 
 class _AdminStream(StreamHandler):
-    """A stream that is the hub's."""
+    """A streaming route for the hub."""
 
     def prepare(self) -> None:
         super().prepare()
@@ -66,7 +66,7 @@ class _Seats(_AdminStream):
                     if progress.kind == ProgressKind.WAITING:
                         await self.write_line(progress)
                         continue
-                    last = progress  # told once the audit log has it
+                    last = progress  # sent when the audit log has it
                     if act is not None and progress.kind == ProgressKind.REFUSED:
                         act.refused(progress.reason, progress.sentence)
             if last is not None:

@@ -1,13 +1,14 @@
-"""The audit log: what administrators did, who they were, and what came of it.
+"""The audit log of administrators' actions: who requested what, and its outcome.
 
-- A line of JSON when an act is asked for, and one with its outcome before the answer: both are on the disk (fsync) by then. What is not
-  written down is not done: a log that cannot be written refuses the act (reason `audit-log`), unless `audit_required` is off. If only
-  the outcome cannot be written, the act is done, the answer is that error and says so, and the first line stands for it.
-- Only administrators' acts are in it. What others try is refused and is in the broker's log: nobody else can fill this one.
-- Every line is ASCII: JSON escapes whatever would end a line or steer a terminal. It is bounded; no token is ever a parameter.
-- The file is the broker's alone (0600). A full one, or an old one, is renamed to its name and the time; files beyond the number or the
-  age that is kept are removed. It is opened for each line, so somebody else's rotation does no harm. A line that a full disk cut short
-  is taken back.
+- One JSON line when an action is requested, and one with its outcome before the reply; each is on the disk (fsync) first. If the first
+  line cannot be written, the action is refused (reason `audit-log`), unless `audit_required` is off. If only the outcome cannot be
+  written, the action stays done, and the reply is an error that says so.
+- The log has administrators' actions only. Refused attempts of other users are in the broker's log, so they cannot fill this one.
+- Each line is ASCII: JSON escapes all characters that would end a line or control a terminal. Its length is bounded; a token is never a
+  parameter.
+- Only the broker's user may read the file (0600). A full or old file is renamed with the time as its suffix; files beyond the configured
+  number or age are removed. The file is opened for each line, so that external rotation does no harm. A line that a full disk cut short
+  is truncated away.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 @dataclass(slots=True, kw_only=True)
 class Act:
-    """One act while it is under way. Whoever carries it out may say more of its outcome than that it was done."""
+    """One action under way. The code that executes it may set another outcome than `done`."""
 
     what: str
     target: str
@@ -60,11 +61,11 @@ class Act:
     sentence: str = ""
 
     def refused(self, reason: str, sentence: str) -> None:
-        """Say that it was not done, and why."""
+        """Set the outcome to refused, with the reason."""
         self.outcome, self.reason, self.sentence = "refused", reason, sentence
 
     def line(self, outcome: str) -> bytes:
-        """Return the line for this outcome, as it is written."""
+        """Return the line for this outcome."""
         who = self.peer.credentials
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -88,14 +89,14 @@ class Act:
 
 
 def is_anothers(peer: Peer, kernel: Kernel, view: LeaseView) -> bool:
-    """Whether an administrator who steers this lease steers somebody else's. A seat's is, for who has no token of it."""
+    """Whether the peer is an administrator and the lease another user's. A seat's lease is, unless the peer has a token of it."""
     if peer.acting_for is not None or peer.credentials.uid != kernel.uid:
         return peer.admin
     return peer.admin and peer.token is None and bool(view.spec.seat)
 
 
 class AuditLog:
-    """The audit log of one broker. `act` is for the broker's loop; the disk is waited for in a thread of its own."""
+    """The audit log of one broker. Its methods are for the broker's loop; a thread of its own writes."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.path = settings.audit_file or folder / FILE_NAME
@@ -108,30 +109,30 @@ class AuditLog:
 
     @asynccontextmanager
     async def act(self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]) -> AsyncIterator[Act]:
-        """Write down what is done within the block: that it is asked for, and how it ended.
+        """Write the request of an action before the block, and its outcome after it.
 
-        Raises InternalBrokerError when the log cannot be written: before the block, which then does not run, or after it. What the
-        block raises goes on. Cancelled (or the peer hung up), its outcome is `withdrawn`, and what was begun is written all the same.
+        Raises InternalBrokerError if the log cannot be written: before the block, which then does not run, or after it. Exceptions of the
+        block pass through. Cancelled (or the peer disconnected): the outcome is `withdrawn`, and is written, too.
         """
         act = Act(what=what, target=target, peer=peer, parameters=parameters)
-        await self._tell(act, "asked", f"{what} was not done")
+        await self._write_outcome(act, "asked", f"{what} was not done")
         try:
             yield act
         except (FractionalGPUError, LedgerError) as error:
             act.refused(error.reason if isinstance(error, FractionalGPUError) else "ledger", str(error))
-            await self._noted(act, act.outcome)
+            await self._write_failed(act, act.outcome)
             raise
         except (asyncio.CancelledError, StreamClosedError):
-            await self._noted(act, "withdrawn")
+            await self._write_failed(act, "withdrawn")
             raise
         except BaseException as error:
             act.refused("failed", type(error).__name__)
-            await self._noted(act, "failed")
+            await self._write_failed(act, "failed")
             raise
-        await self._tell(act, act.outcome, f"{what} was answered ({act.outcome})")
+        await self._write_outcome(act, act.outcome, f"{what} was answered ({act.outcome})")
 
     async def check(self) -> None:
-        """Say in the broker's log if the audit log cannot be written now."""
+        """Log a warning if the audit log cannot be written now."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, b"")
         except OSError as error:
@@ -141,27 +142,27 @@ class AuditLog:
             log.warning("the audit log %s cannot be written (%s): %s until it can", self.path, error, refused)
 
     async def prune(self) -> None:
-        """Remove what is older than what is kept. What cannot be removed stays, and the broker's log says so."""
+        """Remove files beyond the configured number or age. Files that cannot be removed stay; the broker's log says so."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._prune)
         except OSError as error:
             log.warning("old files of the audit log %s could not be removed: %s", self.path, error)
 
     def close(self) -> None:
-        """Wait for what is being written. What ends after this is written all the same, and the loop waits for it."""
+        """Wait for the lines being written. An action that ends later is still written, but on the loop."""
         self._closed = True
         self._thread.shutdown()
 
-    async def _noted(self, act: Act, outcome: str) -> None:
-        """Write an outcome that is an error already: a second one is only logged."""
+    async def _write_failed(self, act: Act, outcome: str) -> None:
+        """Write the outcome of an action that failed; a failure to write it is only logged, since the first error matters."""
         try:
-            await self._tell(act, outcome, f"{act.what} ended ({outcome})")
+            await self._write_outcome(act, outcome, f"{act.what} ended ({outcome})")
         except InternalBrokerError as error:
             log.error("%s", error)  # noqa: TRY400 - a full disk is no defect of ours
 
-    async def _tell(self, act: Act, outcome: str, what_is: str) -> None:
+    async def _write_outcome(self, act: Act, outcome: str, what_is: str) -> None:
         try:
-            if self._closed:  # the broker is ending, and this act with it
+            if self._closed:  # the broker is ending: its thread has ended
                 self._write(act.line(outcome))
             else:
                 loop = asyncio.get_running_loop()
@@ -181,7 +182,7 @@ class AuditLog:
     # -- in the thread -------------------------------------------------------------------------------------------------------
 
     def _write(self, line: bytes) -> None:
-        """Append a line and see it on the disk; an empty one only finds out whether that is possible. Raises OSError."""
+        """Append a line and synchronize it with the disk; an empty line only tests whether that is possible. Raises OSError."""
         self._rotate(len(line))
         new = not self.path.exists()
         descriptor = open_own(self.path, _FLAGS)
@@ -194,7 +195,7 @@ class AuditLog:
                 _write_all(descriptor, (b"\n" if cut and line else b"") + line)
                 os.fsync(descriptor)
             except OSError:
-                os.ftruncate(descriptor, status.st_size)  # half a line says nothing
+                os.ftruncate(descriptor, status.st_size)  # remove the half-written line
                 raise
         finally:
             os.close(descriptor)
@@ -202,7 +203,7 @@ class AuditLog:
             _sync_folder(self.path.parent)
 
     def _rotate(self, more_bytes: int) -> None:
-        """Begin a new file where the line would make this one too large, or where this one is old."""
+        """Begin a new file if the line would make this one too large, or if this one is old."""
         try:
             status = self.path.lstat()
         except FileNotFoundError:
@@ -237,7 +238,7 @@ def finished_files(path: Path) -> list[Path]:
 
 
 def _begun_s(path: Path) -> float:
-    """Return when the file's first line was written, seconds since 1970; where that cannot be told, when the last one was."""
+    """Return the time of the file's first line, or its modification time if that cannot be read; seconds since 1970."""
     with path.open("rb") as file:
         first = file.readline(_LONGEST_LINE)
     try:

@@ -1,13 +1,13 @@
-"""Moving a ledger, with what belongs to it, from one folder to another: from an earlier version's to this one's, and back.
+"""Moves a ledger and its companion files to another folder: from an earlier version's folder to this one's, and back.
 
-- At each moment one file is the ledger, and its name says so: on one filesystem a rename moves it. Between two filesystems a copy is
-  finished first (fsync) under another name; then the old file is renamed to `.moved`, the copy to its name, and `.moved` is removed.
-  A move that was killed is finished by the next one; `.moved` is the ledger where neither name is there.
-- What the write-ahead log holds is brought into the file first, so nothing is beside it.
-- Where both folders have a ledger, as after a downgrade that left one behind, the one with live leases counts, and the other is set
-  aside. If both have some, nothing is touched, and the error names both.
+- At each moment exactly one file is the ledger, and its name says so. Within a filesystem a rename moves it. Between filesystems a copy
+  is completed under another name (fsync); then the old file is renamed to `.moved`, the copy gets its name, and `.moved` is removed. The
+  next move finishes a killed one; if neither name exists, `.moved` is the ledger.
+- The write-ahead log is merged into the file first, so that one file is everything.
+- If both folders have a ledger, as after a downgrade, the one with live leases counts and the other is set aside. If both have live
+  leases, nothing changes, and the error names both.
 
-The broker's lock on its socket must be held; the locks of both ledgers are taken here.
+The caller holds the broker's lock on its socket; this module takes the locks of both ledgers.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ _MOVED = ".moved"
 
 
 def move_ledger(source: Path, target: Path) -> bool:
-    """Move the ledger `source` to `target`, and its companions with it. Return whether there was one to move.
+    """Move the ledger `source` and its companions to `target`. Return whether there was a ledger to move.
 
-    Raises LedgerError (LedgerInUseError where another process has one of them open) or OSError; then one of the two names, or
-    `source` with `.moved` appended, has the whole ledger.
+    Raises LedgerError (LedgerInUseError if another process has one of them open) or OSError; then the whole ledger is at `source`, at
+    `target`, or at `source` with `.moved` appended.
     """
     beside = source.with_name(source.name + _MOVED)
     if not (opening.exists(source) or os.path.lexists(beside) or _companions(source)):
@@ -57,14 +57,14 @@ def _move(source: Path, beside: Path, target: Path) -> bool:
         if os.path.lexists(path.with_name(path.name + opening.WHOLE)):
             opening.adopt_whole(path)
     if os.path.lexists(target):
-        beside.unlink(missing_ok=True)  # a move that was killed at its last step
+        beside.unlink(missing_ok=True)  # left by a move that was killed at its last step
         if not os.path.lexists(source) or not _choose(source, target):
             return False
     if not os.path.lexists(source):
         if not os.path.lexists(beside):
             _refuse_lone_log(source)
             return False
-        log.warning("finishing a move of the ledger %s that was interrupted", source)
+        log.warning("finishing an interrupted move of the ledger %s", source)
     else:
         opening.fold_wal(source)
         failpoints.reach("ledger-move.begin")
@@ -110,7 +110,7 @@ def _moved(source: Path, target: Path) -> bool:
 
 
 def _choose(source: Path, target: Path) -> bool:
-    """Of two ledgers set the one without live leases aside; return whether `source` is left to be moved."""
+    """Set aside the one of two ledgers that has no live leases; return whether `source` remains and is to be moved."""
     try:
         live = opening.count_live(source)
     except LedgerError as error:
@@ -146,7 +146,7 @@ def _refuse_lone_log(source: Path) -> None:
 
 
 def _companions(source: Path) -> list[Path]:
-    """Return the files that belong to the ledger: adjustments of the out-of-memory killer, and the audit log."""
+    """Return the ledger's companion files: out-of-memory score adjustments, and the audit log."""
     return [
         path
         for path in (source.with_suffix(".oom.json"), *sorted(source.parent.glob(f"{AUDIT}*")))

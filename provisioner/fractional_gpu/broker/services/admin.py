@@ -1,9 +1,10 @@
-"""What an administrator does to somebody's lease: has it go to another device, or ends its kernel.
+"""Administrators' actions on users' leases: move a kernel to another device, or evict it.
 
-- A move begins at once or is refused with the reason; only where another kernel's swap is in the way it is tried again for `PATIENCE_S`.
-- An eviction is the one act that loses a kernel's state on purpose, so it must say that it means it. Every process of the kernel's tree
-  is asked to end, and made to after a grace; each is known by its start time and signalled through its pidfd, and the tree is looked
-  at again until nobody is left. Only then is the lease over: what could not be ended keeps it.
+- A move begins at once or is refused with the reason. If another kernel's swap is under way, the move is retried for `PATIENCE_S`.
+- An eviction is the only action that loses a kernel's state on purpose, so the request must confirm it. Every process of the kernel's
+  tree gets SIGTERM, and SIGKILL after a grace period. Each is identified by its start time and signalled through its pidfd, so that a
+  reused pid is never hit; the tree is read again until no process is left. Only then the lease ends: processes that cannot be ended
+  keep it.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ _ON_THE_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState
 
 
 class AdminService:
-    """The routes' work. One per broker; everything runs on its loop."""
+    """Moves and evicts kernels. One per broker; everything runs on its loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
@@ -47,11 +48,11 @@ class AdminService:
     # -- move -------------------------------------------------------------------------------------------------------------------
 
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
-        """Have an idle kernel go to the device (None: any other of its pool); returns when it is there.
+        """Move an idle kernel to the device (None: any other of its pool); return when it is there.
 
         Raises ConflictError with the reason if it stays. Cancelled: a move that has begun goes on.
         """
-        kernel.requests.suspend_waiters += 1  # whoever asks means it: only a running cell is in the way
+        kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
         try:
             self._broker.sync_busy_state(kernel)
             await self._until_idle(kernel)
@@ -59,7 +60,7 @@ class AdminService:
             await self._begin(kernel, device_id)
             why_not: tuple[str, str] | None = None
             while (view := view_of(self._broker, kernel)).state in _ON_THE_WAY:
-                if view.reason == "resume.not-started":  # it may come back where it was: this says why
+                if view.reason == "resume.not-started":  # it may return to its old device; this is the reason
                     why_not = view.reason, view.sentence
                 await kernel.change().wait()
         finally:
@@ -77,7 +78,7 @@ class AdminService:
                     await kernel.change().wait()
 
     async def _begin(self, kernel: Kernel, device_id: str | None) -> None:
-        """Return when the arbiter has it go. Raises ConflictError."""
+        """Return when the arbiter has accepted the move. Raises ConflictError."""
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             declined = self._ask(MoveRequested(at_ms=now_ms(), lease_id=kernel.lease_id, device_id=device_id))
@@ -86,9 +87,8 @@ class AdminService:
             left_s = deadline_s - time.monotonic()
             if declined.reason != BUSY_CHANNEL or left_s <= 0:
                 raise ConflictError(declined.sentence, reason=declined.reason)
-            anything_changed = (
-                self._broker.anything_changed
-            )  # a fresh one: our own question has anything_changed the one before
+            # Take the event after the request: the request itself has set the one before.
+            anything_changed = self._broker.anything_changed
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await anything_changed.wait()
@@ -102,17 +102,17 @@ class AdminService:
     # -- evict ------------------------------------------------------------------------------------------------------------------
 
     async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
-        """End the kernel's processes and its lease. Raises BadRequestError without `confirm`, ConflictError for what cannot be ended.
+        """End the kernel's processes and its lease. Raises BadRequestError without `confirm`, ConflictError if a process does not end.
 
-        Jupyter may start the kernel again before its last process has ended: from the beginning on that one gets another lease,
-        and is none of those that are ended. Cancelled: processes that were told to end do so, and the lease stays.
+        Jupyter may start the kernel again before its last process has ended: from the beginning of the eviction, the new kernel gets
+        another lease and its processes are not ended. Cancelled: processes that were asked to end do so, and the lease stays.
         """
         if not request.confirm:
             raise BadRequestError(
                 "evicting ends the kernel, and all its variables are lost; send confirm = true if that is meant (suspend keeps them)",
                 reason="not-confirmed",
             )
-        log.warning("lease %s: an administrator evicts it", kernel.lease_id[:8])
+        log.warning("lease %s: evicted by an administrator", kernel.lease_id[:8])
         sentence = self.evictions.begin(kernel, peer, request.why)
         try:
             await self._end_tree(kernel)

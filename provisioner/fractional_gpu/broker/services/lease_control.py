@@ -1,4 +1,4 @@
-"""What people may change about leases that exist, and administrators about devices: each method is one route, with its checks."""
+"""Pins, resizes and describes leases, and drains devices: each method is the work of one route, with its checks."""
 
 import asyncio
 from collections.abc import Callable
@@ -45,16 +45,16 @@ _POINTS = 1000
 
 
 class LeaseControl:
-    """The routes' work. One per broker."""
+    """Changes leases and devices. One per broker."""
 
     def __init__(self, broker: Broker, check: Callable[[Kernel, int, int], None]) -> None:
         self._broker = broker
-        self._check = check  # raises for a size that the kernel may not have
+        self._check = check  # raises if the kernel's seat has no room for the size
 
     # -- leases -------------------------------------------------------------------------------------------------------------
 
     async def pin(self, kernel: Kernel, request: PinRequest) -> LeaseStatus:
-        """Keep the lease resident for a while; returns once that is on the disk. Raises BadRequestError or ConflictError."""
+        """Pin the lease to its device for a while; return when that is on the disk. Raises BadRequestError or ConflictError."""
         if request.duration_ms < 1:
             raise BadRequestError(
                 f"duration_ms is {request.duration_ms}; allowed: 1 or more (unpinning is a route of its own)"
@@ -67,15 +67,15 @@ class LeaseControl:
         return self._status(kernel)
 
     async def unpin(self, kernel: Kernel, by: str) -> LeaseStatus:
-        """End the pin for `by`, as its story names them, if there is one; returns once that is on the disk."""
+        """End the pin, if there is one; return when that is on the disk. `by` names the requester in the lease's story."""
         self._broker.dispatch(UnpinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
         await self._written()
         return self._status(kernel)
 
     async def resize(self, kernel: Kernel, request: ResizeRequest) -> LeaseStatus:
-        """Give the lease another size, and wait for room if it grows.
+        """Change the lease's size, and wait for room if it grows.
 
-        Raises BadRequestError, or ConflictError if it stays as it was. Cancelled: it stays as it was, unless it has its size already.
+        Raises BadRequestError, or ConflictError if the size stays. Cancelled: the size stays, unless it has changed already.
         """
         event = self._wanted(kernel, request)
         if self._has(kernel, event):
@@ -85,7 +85,7 @@ class LeaseControl:
         before = self._size_now(kernel)
         if event.reserve_mib < view_of(self._broker, kernel).spec.reserve_mib:
             await self._measured(kernel)
-        if kernel.requests.resize is not None:  # only one can wait: the older one gives up
+        if kernel.requests.resize is not None:  # only the newest request waits
             self._stay(kernel)
         mine = kernel.requests.resize = Request()
         wait_s = max(0.0, min(request.wait_ms / 1000, MAX_WAIT_S))
@@ -138,7 +138,7 @@ class LeaseControl:
         )
 
     async def _resized(self, kernel: Kernel, event: ResizeRequested, mine: Request) -> None:
-        """Return when the lease has its size. Raises ConflictError when it will not have it, NotFoundError when it is over."""
+        """Return when the lease has the new size. Raises ConflictError if it will not get it, NotFoundError if it ends."""
         while True:
             change = kernel.change()
             if kernel.requests.resize is not mine:
@@ -151,7 +151,7 @@ class LeaseControl:
             await change.wait()
 
     async def _measured(self, kernel: Kernel) -> None:
-        """Have the kernel's use looked at now: a smaller size must hold it. Raises ConflictError if it cannot be seen."""
+        """Measure the kernel's use now, since a smaller size must hold it. Raises ConflictError if it cannot be measured."""
         try:
             await self._broker.measure(kernel)
         except GPUError as error:
@@ -160,7 +160,7 @@ class LeaseControl:
             ) from error
 
     async def _until_still(self, kernel: Kernel) -> None:
-        """Return when the kernel is not on its way to or from a device: it may be so to have its new size."""
+        """Return when no suspend or resume is under way: it may be the one that gives the kernel its new size."""
         while view_of(self._broker, kernel).state in _MOVING:
             await kernel.change().wait()
 
@@ -169,7 +169,7 @@ class LeaseControl:
         return (spec.fraction_milli, spec.reserve_mib) == (event.fraction_milli, event.reserve_mib)
 
     def _stay(self, kernel: Kernel) -> None:
-        """Withdraw a request that waits: the newest one counts, and this one is for what the lease has."""
+        """Withdraw the waiting request, with a newer one for the present size: the arbiter goes by the newest."""
         kernel.requests.resize = None
         self._broker.dispatch(self._size_now(kernel))
         kernel.notify()
@@ -185,7 +185,7 @@ class LeaseControl:
         )
 
     async def story(self, kernel: Kernel) -> Story:
-        """Tell why everything happened to the lease. Raises LedgerError."""
+        """Return the lease's story: the recorded reasons of all that happened to it. Raises LedgerError."""
         ledger = self._broker.writer.ledger
 
         def read() -> Story:
@@ -199,7 +199,7 @@ class LeaseControl:
         return await self._broker.writer.read(read)
 
     async def history(self, kernel: Kernel) -> History:
-        """Tell what the lease was over time. Raises LedgerError."""
+        """Return the lease's state and memory over time. Raises LedgerError."""
         view = view_of(self._broker, kernel)
         self._broker.history.note(view)
         points = await self._broker.writer.read(partial(self._broker.writer.ledger.points, kernel.lease_id, _POINTS))
@@ -215,7 +215,7 @@ class LeaseControl:
     # -- devices ------------------------------------------------------------------------------------------------------------
 
     async def drain(self, peer: Peer, device: str, *, evict_busy: bool) -> DeviceStatus:
-        """Begin to empty a device; it stays so, over restarts too, until `undrain`. Raises ForbiddenError or NotFoundError."""
+        """Begin to drain a device, through restarts too, until `undrain`. Raises ForbiddenError or NotFoundError."""
         device_id = self.device(peer, device)
         ledger = self._broker.writer.ledger
         await self._broker.writer.run(partial(ledger.set_drained, device_id, evict_busy=evict_busy))
@@ -223,7 +223,7 @@ class LeaseControl:
         return device_status(self._broker, device_id)
 
     async def undrain(self, peer: Peer, device: str) -> DeviceStatus:
-        """Let the device take part again. Raises ForbiddenError or NotFoundError."""
+        """Stop draining a device. Raises ForbiddenError or NotFoundError."""
         device_id = self.device(peer, device)
         await self._broker.writer.run(partial(self._broker.writer.ledger.set_undrained, device_id))
         self._broker.dispatch(DeviceUndrained(at_ms=now_ms(), device_id=device_id))
@@ -239,7 +239,7 @@ class LeaseControl:
             )
 
     def device(self, peer: Peer, device: str) -> str:
-        """Return the device that an administrator means by an id, the beginning of one, or a number.
+        """Return the device that an administrator names by its id, a beginning of it, or its number.
 
         Raises ForbiddenError or NotFoundError.
         """

@@ -1,4 +1,4 @@
-"""What the broker tells about leases and devices, as messages."""
+"""The status of leases, devices and the host, as messages."""
 
 import os
 from dataclasses import asdict
@@ -37,11 +37,11 @@ HAD_ITS_TURN = "this kernel had its turn on the device; others waited before thi
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
 
 _MINUTE_MS = 60_000
-_NOBODY = -1  # no user has this uid
+_NOBODY = -1  # a uid that no user has
 
 
 def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus:
-    """Return one lease for people and programs."""
+    """Return the message about one lease."""
     ticket = broker.ticket(kernel.lease_id)
     expected = ticket.expected if ticket is not None else None
     reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
@@ -109,7 +109,7 @@ def full_lease_status(broker: Broker, kernel: Kernel) -> LeaseStatus:
 
 
 def revoked_sentence(view: LeaseView) -> str:
-    """Return what has become of a revoked lease, and what to do."""
+    """Return the sentence about a revoked lease: its state, its end, and what the user can do."""
     left = format_duration(max(0, (view.ends_ms or 0) - now_ms()) // _MINUTE_MS * _MINUTE_MS)
     return (
         "the seat of this kernel's server has ended: it keeps its variables, uses no GPU and counts for its user, and ends in about "
@@ -119,18 +119,18 @@ def revoked_sentence(view: LeaseView) -> str:
 
 
 def is_shown(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None, owner: str = "") -> bool:
-    """Whether a peer of this uid (None: who may see all), or of this seat and its owner, is told of the lease."""
+    """Whether a peer of this uid (None: it may see all), or with the token of this seat and its owner, may see the lease."""
     if seat is not None:
         own = bool(owner) and view.revoked and view.spec.owner == owner
         return view.spec.seat == seat or own
-    # A seat's leases are not everybody's of that uid: containers share uids.
+    # The uid is not enough for a seat's lease: containers share uids.
     return uid is None or (kernel.uid == uid and not view.spec.seat)
 
 
 def host_status(
     broker: Broker, socket: str, uid: int | None, *, seat: str | None = None, owner: str = ""
 ) -> HostStatus:
-    """Return the host's state; with a seat, only its leases; with a uid, only that user's (sums over devices include everybody's)."""
+    """Return the host's status with the leases that the peer may see. Sums over devices include all leases."""
     used = broker.used_mib
     devices = [
         DeviceStatus(
@@ -178,7 +178,7 @@ def device_status(broker: Broker, device_id: str) -> DeviceStatus:
 
 
 def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
-    """Return who else holds something on the lease's devices now, the largest first: sizes, and names only of the same user's."""
+    """Return the other leases with memory on the lease's devices, the largest first; labels only of the same owner's leases."""
     mine = set(devices_of(lease)) if lease.reserved_mib else set()
     there = [
         view
