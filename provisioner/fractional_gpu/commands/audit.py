@@ -20,7 +20,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import find_state_file
 from fractional_gpu.commands.terminal.connection import add_socket_argument
-from fractional_gpu.commands.terminal.errors import CommandError, parsed
+from fractional_gpu.commands.terminal.errors import CommandError, parse_argument
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the log. Raises CommandError if it may not be read."""
-    since_ms = None if options.since is None else parsed(parse_duration_ms, options.since)
+    since_ms = None if options.since is None else parse_argument(parse_duration_ms, options.since)
     path = Path(options.file) if options.file else _path(options.socket)
     least = "" if since_ms is None else datetime.fromtimestamp(time.time() - since_ms / 1000, UTC).isoformat()
     say: Callable[[dict[str, Any]], str] = json.dumps if options.json else sentence
@@ -77,9 +77,7 @@ def run(options: argparse.Namespace) -> int:
     if not entries:
         print(f"nothing was written to {path} yet", file=sys.stderr)
     if torn:
-        print(
-            f"{torn} lines of {path} are no entries: a crash cut them short, or they were changed", file=sys.stderr
-        )
+        print(f"{torn} lines of {path} are no entries: a crash cut them short, or they were changed", file=sys.stderr)
     return 0
 
 

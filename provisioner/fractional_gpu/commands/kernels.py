@@ -14,7 +14,7 @@ from fractional_gpu.commands.terminal.completers import (
     FRACTIONS,
     KERNELSPECS,
     POOLS,
-    completed,
+    set_completer,
 )
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.render import table
@@ -70,11 +70,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "install", help="add kernels to the launcher", epilog=INSTALL_EPILOG, formatter_class=raw, allow_abbrev=False
     )
     pool = adding.add_argument("--pool", help="only this pool (default: every pool; with --fraction: default)")
-    completed(pool, POOLS)
+    set_completer(pool, POOLS)
     fraction = adding.add_argument(
         "--fraction", nargs="+", metavar="F", help='only these fractions, as 1/4, 0.25 or "250m"'
     )
-    completed(fraction, FRACTIONS)
+    set_completer(fraction, FRACTIONS)
     adding.add_argument("--base", default="python3", help="the kernelspec to copy from (default: python3)")
     adding.add_argument("--name", help="another name for the kernelspec (one fraction only)")
     adding.add_argument("--display-name", metavar="TEXT", help="what the launcher shows (one fraction only)")
@@ -98,7 +98,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     names = removing.add_argument(
         "names", nargs="*", metavar="NAME", help="a kernelspec's name (see `jupyter gpu kernels list`)"
     )
-    completed(names, KERNELSPECS)
+    set_completer(names, KERNELSPECS)
     removing.add_argument("--all", action="store_true", help="every kernel that this package installed")
     _add_place(removing, default="wherever Jupyter looks")
 

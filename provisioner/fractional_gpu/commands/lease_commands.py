@@ -19,9 +19,9 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.terminal.completers import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, completed
+from fractional_gpu.commands.terminal.completers import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parsed
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
 from fractional_gpu.commands.terminal.render import describe_state, expected_wait, lease_name
 from fractional_gpu.core.units import (
     format_duration,
@@ -61,7 +61,7 @@ def _argument(name: str, *, by: Completer | Sequence[str] | None = None, **given
     def add(parser: argparse.ArgumentParser) -> None:
         action = parser.add_argument(name, **given)
         if by is not None:
-            completed(action, by)
+            set_completer(action, by)
 
     return add
 
@@ -273,9 +273,9 @@ def _resize_request(options: argparse.Namespace) -> ResizeRequest:
     if options.fraction is None and options.memory is None:
         raise UsageError("say the new size: a FRACTION such as 1/2, --memory such as 20GiB, or both")
     return ResizeRequest(
-        fraction_milli=None if options.fraction is None else parsed(parse_fraction_milli, options.fraction),
-        memory_mib=None if options.memory is None else parsed(parse_memory_mib, options.memory),
-        wait_ms=parsed(parse_duration_ms, options.wait),
+        fraction_milli=None if options.fraction is None else parse_argument(parse_fraction_milli, options.fraction),
+        memory_mib=None if options.memory is None else parse_argument(parse_memory_mib, options.memory),
+        wait_ms=parse_argument(parse_duration_ms, options.wait),
     )
 
 
@@ -351,7 +351,7 @@ class _Drain:
 
 
 def _drain_request(options: argparse.Namespace) -> _Drain:
-    wait_ms = None if options.wait is None else parsed(parse_duration_ms, options.wait)
+    wait_ms = None if options.wait is None else parse_argument(parse_duration_ms, options.wait)
     return _Drain(DrainRequest(evict_busy=options.evict_busy), wait_ms)
 
 
@@ -380,7 +380,11 @@ def await_empty(
 
 
 def _say_drained(device: DeviceStatus) -> str:
-    left = f"{format_memory(device.reserved_mib)} are still held there" if device.reserved_mib else "no kernel holds memory there"
+    left = (
+        f"{format_memory(device.reserved_mib)} are still held there"
+        if device.reserved_mib
+        else "no kernel holds memory there"
+    )
     return f"GPU {device.index} ({device.name}): draining, {left}"
 
 

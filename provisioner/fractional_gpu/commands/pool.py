@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from fractional_gpu.client.seat_client import SeatClient
-from fractional_gpu.commands.terminal.completers import POOLS, completed
+from fractional_gpu.commands.terminal.completers import POOLS, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
 from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.protocol.seats import PoolKeys
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show the keys of pools, or change them while the broker runs."
     parser.epilog = EPILOG
     pool = parser.add_argument("pool", nargs="?", metavar="POOL", help="a pool's name; all of them without it")
-    completed(pool, POOLS)
+    set_completer(pool, POOLS)
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="a key and its new value")
     parser.add_argument("--json", action="store_true", help="print the keys as JSON")
     add_socket_argument(parser)

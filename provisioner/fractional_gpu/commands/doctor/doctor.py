@@ -58,9 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--no-try", action="store_true", help="do not try a checkpoint on a process of our own")
-    parser.add_argument(
-        "--bundle", metavar="FILE", type=Path, help="write an archive for support, without secrets"
-    )
+    parser.add_argument("--bundle", metavar="FILE", type=Path, help="write an archive for support, without secrets")
     add_socket_argument(parser)
 
 

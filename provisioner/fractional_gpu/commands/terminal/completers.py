@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["DEVICES", "DURATIONS", "FRACTIONS", "KERNELSPECS", "LEASES", "POOLS", "completed"]
+__all__ = ["DEVICES", "DURATIONS", "FRACTIONS", "KERNELSPECS", "LEASES", "POOLS", "set_completer"]
 
 Completer = Callable[..., Any]
 
@@ -13,7 +13,7 @@ DURATIONS = ("15m", "30m", "1h", "2h")
 FRACTIONS = ("1/8", "1/4", "1/2", "3/4", "1")
 
 
-def completed(action: argparse.Action, by: Completer | Sequence[str]) -> None:
+def set_completer(action: argparse.Action, by: Completer | Sequence[str]) -> None:
     """Set how a shell completes the argument: by a completer or from words. Other values stay allowed."""
     action.completer = by if callable(by) else _words(by)  # type: ignore[attr-defined]
 

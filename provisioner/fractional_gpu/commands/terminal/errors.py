@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["CommandError", "UsageError", "parsed"]
+__all__ = ["CommandError", "UsageError", "parse_argument"]
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ class UsageError(CommandError):
     exit_code = 2
 
 
-def parsed(parse: Callable[[str], T], text: str) -> T:
+def parse_argument(parse: Callable[[str], T], text: str) -> T:
     """Return the value of an argument. Raises UsageError with what is allowed."""
     try:
         return parse(text)
