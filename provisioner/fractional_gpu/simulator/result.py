@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.simulator.traces import Session
 
-__all__ = ["Accounts", "Point", "Result", "Waits", "begin_result", "quantile_ms"]
+__all__ = ["Accounts", "Point", "Result", "Waits", "begin_result"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Waits:
 
     def percentile_ms(self, percent: int) -> int:
         """Return a percentile, ms."""
-        return quantile_ms(self.ordered, percent)
+        return _quantile_ms(self.ordered, percent)
 
     def summary(self) -> dict[str, float]:
         """Return the percentiles in seconds."""
@@ -169,6 +169,6 @@ class Accounts:
 _HOUR_MILLI_MS = 3_600_000 * 1000
 
 
-def quantile_ms(ordered: Sequence[int], percent: int) -> int:
+def _quantile_ms(ordered: Sequence[int], percent: int) -> int:
     """Return the smallest value that `percent` of the values do not exceed (nearest rank); 0 of none."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from fractional_gpu.core.books.records import Account, Lease
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 
-__all__ = ["Accounts", "guaranteed_mib", "virtual_ms"]
+__all__ = ["Accounts", "guaranteed_mib"]
 
 _MOST_FORMER = 4096
 _DAY_MS = 86_400_000
@@ -21,7 +21,7 @@ _PAUSE_MS = 10_000
 _UNIT = 100  # the usual weight
 
 
-def virtual_ms(usage: int, weight: int) -> int:
+def _virtual_ms(usage: int, weight: int) -> int:
     """Return the virtual time of a usage in milli-GPU milliseconds."""
     return usage * _UNIT // max(1, weight)
 
@@ -165,7 +165,7 @@ class Accounts:
         for key in list(self._former)[:2]:
             account = self._former[key]
             pinned = account.pinned_ms and now_ms - account.pinned_at_ms < _DAY_MS  # a budget is back after a day
-            says = pinned or virtual_ms(account.usage, account.weight) > self._floors.get(key[0], 0)
+            says = pinned or _virtual_ms(account.usage, account.weight) > self._floors.get(key[0], 0)
             del self._former[key]
             if says and len(self._former) < _MOST_FORMER:
                 self._former[key] = account
@@ -180,7 +180,7 @@ class Accounts:
         mine = meter.usage
         if meter.is_running:
             mine += lease.milli * max(0, now_ms - meter.as_of_ms)
-        return virtual_ms(usage, account.weight), virtual_ms(mine, lease.spec.weight)
+        return _virtual_ms(usage, account.weight), _virtual_ms(mine, lease.spec.weight)
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
         """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do.
@@ -261,7 +261,7 @@ class Accounts:
     @staticmethod
     def _least_virtual_ms(contending: dict[str, Account], now_ms: int) -> int:
         times = [
-            virtual_ms(account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms), account.weight)
+            _virtual_ms(account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms), account.weight)
             for account in contending.values()
         ]
         return min(times, default=0)

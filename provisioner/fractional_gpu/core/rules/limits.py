@@ -17,7 +17,7 @@ from fractional_gpu.core.model import (
 from fractional_gpu.core.rules.eligibility import lacks_device, steps_aside, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_fraction
 
-__all__ = ["describe_absent", "excess_milli", "limit_refusal", "over_limit", "victims_of_same_user", "without_process"]
+__all__ = ["describe_absent", "limit_refusal", "over_limit", "victims_of_same_user", "without_process"]
 
 
 def limits_for(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Iterator[tuple[str, Account, Limits]]:
@@ -74,7 +74,7 @@ def describe_absent(books: Books, leases: Sequence[Lease]) -> str:
     return f"{who} that {has} not started or {has} ended (counted for {format_duration(max(1000, left_ms))} at most)"
 
 
-def excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
+def _excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Account, int, int]]:
     """Return the limits that `milli` more on devices would exceed: "user" or "group", account, excess, limit."""
     pool = books.policy(lease)
     return [
@@ -86,7 +86,7 @@ def excess_milli(books: Books, lease: Lease, milli: int) -> list[tuple[str, Acco
 
 def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
     """Return why limits keep a waiting lease off its device now, or None."""
-    for who, account, _, most in excess_milli(books, lease, milli):
+    for who, account, _, most in _excess_milli(books, lease, milli):
         there = [other for other in account.holders.values() if other.spec.pool == lease.spec.pool]
         return Reason(
             f"wait.{who}-limit",
@@ -105,7 +105,7 @@ def victims_of_same_user(
     Leases that are leaving count already. `hint` is called with the time when another one may be suspended.
     """
     chosen: dict[str, Lease] = {}
-    for _, account, excess, _ in excess_milli(books, lease, milli):
+    for _, account, excess, _ in _excess_milli(books, lease, milli):
         left = excess - sum(
             other.milli for other in account.holders.values() if other.occupancy is OccupancyKind.SUSPENDING
         )

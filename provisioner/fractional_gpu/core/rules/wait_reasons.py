@@ -26,21 +26,17 @@ from fractional_gpu.core.rules.eligibility import eligible_devices, suspendable_
 from fractional_gpu.core.units import format_duration, format_memory
 
 __all__ = [
-    "MOST_DESCRIBED",
     "FormatTime",
     "allowed_devices",
-    "describe_blockers",
     "display_name",
     "name_for",
     "reason_code",
-    "room_reason",
-    "state_reason",
     "wait_reason",
 ]
 
 FormatTime = Callable[[int], str]
 """Returns a time of the arbiter (ms) as a time of day."""
-MOST_DESCRIBED = 4
+_MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
 _MINUTE_MS = 60_000
 _OTHERS = "another user's kernel"
@@ -59,7 +55,7 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket, format_time: FormatT
     """Return why the lease waits, as of the last pass over the queue. `format_time` writes times of day, where there is a clock."""
     bucket = lease.bucket
     if bucket is None:
-        return state_reason(lease)
+        return _state_reason(lease)
     if ticket.wait is not None and ticket.wait_pass == books.passes:
         return ticket.wait
     if bucket.key.paused:
@@ -68,10 +64,10 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket, format_time: FormatT
         return bucket.wait
     if bucket.shape is not None and bucket.shape.wait is not None and bucket.is_skipped(books.passes):
         return bucket.shape.wait
-    return room_reason(books, lease, allowed_devices(books, lease), bucket.key.need_mib, format_time)
+    return _room_reason(books, lease, allowed_devices(books, lease), bucket.key.need_mib, format_time)
 
 
-def state_reason(lease: Lease) -> Reason:
+def _state_reason(lease: Lease) -> Reason:
     """Return why a ticket cannot be served whatever room there is: its lease is in an operation, in doubt, or has not started."""
     match lease.state:
         case LeaseState.SUSPENDING if lease.target_ids:
@@ -92,7 +88,7 @@ def state_reason(lease: Lease) -> Reason:
             return Reason("wait.no-process", "the kernel has not started yet")
 
 
-def room_reason(
+def _room_reason(
     books: Books, lease: Lease, devices: Sequence[str], need_mib: int, format_time: FormatTime | None = None
 ) -> Reason:
     """Return the same reason with a sentence and the leases in the way."""
@@ -114,9 +110,9 @@ def room_reason(
     on_devices = [other for device_id in devices for other in books.devices[device_id].holders.values()]
     holders = [other for other in dict.fromkeys(on_devices) if other is not lease]
     blockers, also = _blockers(books, reason, holders)
-    described = [*blockers[:MOST_DESCRIBED], *also]
+    described = [*blockers[:_MOST_DESCRIBED], *also]
     sentence = (
-        f"{short}; {describe_blockers(books, lease, described, format_time, besides=len(blockers) - MOST_DESCRIBED)}"
+        f"{short}; {_describe_blockers(books, lease, described, format_time, besides=len(blockers) - _MOST_DESCRIBED)}"
     )
     if reason == "wait.cannot-be-suspended":
         sentence += ": it waits until one of them ends"
@@ -172,7 +168,7 @@ def _blockers(books: Books, reason: str, holders: Sequence[Lease]) -> tuple[Sequ
     if reason in ("wait.busy-neighbour", "wait.left-behind"):
         busy = sorted((other for other in holders if other.busy), key=_last_active)
         idle = (other for other in holders if not other.busy and _does_not_leave(books, other))
-        return busy, list(islice(idle, max(0, MOST_DESCRIBED - len(busy))))
+        return busy, list(islice(idle, max(0, _MOST_DESCRIBED - len(busy))))
     if reason == "wait.cannot-be-suspended":
         return holders, ()
     return [other for other in holders if _does_not_leave(books, other)] or holders, ()
@@ -193,7 +189,7 @@ def _last_active(lease: Lease) -> tuple[int, int]:
 # -- what the leases in the way do -----------------------------------------------------------------------------------------
 
 
-def describe_blockers(
+def _describe_blockers(
     books: Books, lease: Lease, described: Sequence[Lease], format_time: FormatTime | None = None, *, besides: int = 0
 ) -> str:
     """Return why these leases do not give their room to the ticket's lease now, a clause each; `besides`: how many more there are.

@@ -25,7 +25,7 @@ from fractional_gpu.core.scheduler.capacity import Capacity, Plan
 from fractional_gpu.core.scheduler.victims import Victims
 from fractional_gpu.core.units import format_memory
 
-__all__ = ["BUSY_CHANNEL", "Migrations", "begin_move", "kept_mib", "move_on_request"]
+__all__ = ["BUSY_CHANNEL", "Migrations", "kept_mib", "move_on_request"]
 
 
 def kept_mib(lease: Lease) -> int:
@@ -99,13 +99,13 @@ class Migrations:
     def _begin(
         self, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str, beneficiary: Lease | None = None
     ) -> None:
-        begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
+        _begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
         for device_id in target_ids:
             self._capacity.keep(device_id, max(kept_mib(lease), lease.held_mib))
         self._capacity.refresh(lease.device_ids)
 
 
-def begin_move(
+def _begin_move(
     changes: Changes,
     lease: Lease,
     target_ids: Sequence[str],
@@ -149,7 +149,7 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
         )
     if not changes.channel_free or changes.books.devices[chosen].mib_by_occupancy[OccupancyKind.SUSPENDING]:
         return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
-    begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
+    _begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
     return None
 
 
