@@ -147,7 +147,7 @@ def test_a_kernel_killed_at_rest_leaves_no_reservation(world: World, server: Ser
 
 
 @pytest.mark.usefixtures("pair")
-@pytest.mark.parametrize("world", ["1s"], indirect=True)
+@pytest.mark.parametrize("world", ["4s"], indirect=True)
 def test_a_killed_server_takes_its_kernels_along_and_their_reservations(world: World, server: Server) -> None:
     leases = world.status().leases
     descriptors = [os.pidfd_open(lease.pid) for lease in leases if lease.pid is not None]
@@ -262,7 +262,7 @@ def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
     pair.finish()
 
 
-@pytest.mark.parametrize("world", ["1s"], indirect=True)
+@pytest.mark.parametrize("world", ["4s"], indirect=True)
 @pytest.mark.parametrize(("operation", "fault"), [("checkpoint", "hang"), ("restore", "late")])
 def test_a_server_killed_in_a_swap_leaves_nothing_behind(
     world: World, server: Server, pair: Pair, operation: str, fault: str
