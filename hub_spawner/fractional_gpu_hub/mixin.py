@@ -226,9 +226,9 @@ class FractionalGPUMixin(_Spawner):
         return f"{below}\n{form}" if below else form
 
     async def _gpu_offers(self) -> Offers:
-        return await self._gpu_client.offers(self._gpu_asker())
+        return await self._gpu_client.offers(self._gpu_offer_request())
 
-    def _gpu_asker(self) -> OfferRequest:
+    def _gpu_offer_request(self) -> OfferRequest:
         return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name)
 
     def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class FractionalGPUMixin(_Spawner):
     async def _gpu_hint(self) -> str:
         """Return what can be had instead."""
         try:
-            offers = await AsyncSeatClient(self.gpu_socket, patience_s=0).offers(self._gpu_asker())
+            offers = await AsyncSeatClient(self.gpu_socket, patience_s=0).offers(self._gpu_offer_request())
         except FractionalGPUError:
             return ""
         free = [

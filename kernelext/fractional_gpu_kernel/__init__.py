@@ -31,13 +31,13 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def load_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - IPython is untyped
-    """IPython calls this once in each shell; a second call changes nothing."""
+    """Load into a shell; IPython calls this. A second call changes nothing."""
     if id(ipython) in _loaded:
         return
-    if (
-        _ARGUMENT in sys.argv
-    ):  # IPython has read it: a notebook sees the arguments that its kernel would have without us
-        sys.argv.remove(_ARGUMENT)
+    if _ARGUMENT in sys.argv:
+        sys.argv.remove(
+            _ARGUMENT
+        )  # IPython has read it: a notebook sees the arguments that its kernel has without this extension
     settings = Settings.from_environment(os.environ)
     if settings is None:
         from fractional_gpu_kernel.no_lease import UnleasedKernel as Extension  # noqa: PLC0415 - only one of the two is ever needed

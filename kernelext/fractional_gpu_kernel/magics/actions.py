@@ -25,7 +25,7 @@ from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView
 from fractional_gpu_kernel.magics.arguments import (
     ALWAYS,
     ArgumentsError,
-    HelpAsked,
+    HelpRequested,
     duration_ms,
     overview,
     size,
@@ -95,7 +95,7 @@ class StandingPin:
 
 
 class Actions:
-    """One method a command, called with its arguments. Raise ArgumentsError, HelpAsked, FractionalGPUError, RefusedError."""
+    """One method a command, called with its arguments. Raise ArgumentsError, HelpRequested, FractionalGPUError, RefusedError."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Actions:
     def help(self, arguments: argparse.Namespace) -> None:
         """Show the list; help about one command is the parser's."""
         del arguments
-        raise HelpAsked(overview())
+        raise HelpRequested(overview())
 
     def status(self, arguments: argparse.Namespace) -> None:
         """Show this kernel's share."""

@@ -18,7 +18,7 @@ __all__ = [
     "Argument",
     "ArgumentsError",
     "Command",
-    "HelpAsked",
+    "HelpRequested",
     "duration_ms",
     "overview",
     "parse",
@@ -143,7 +143,7 @@ class ArgumentsError(Exception):
     """The arguments are not understood; the text names what is allowed."""
 
 
-class HelpAsked(Exception):  # noqa: N818 - not an error
+class HelpRequested(Exception):  # noqa: N818 - not an error
     """`-h` was given; the text is the help."""
 
 
@@ -154,28 +154,28 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentsError(f"{self.prog}: {message}; {' '.join(self.format_usage().split())}")
 
     def print_help(self, file: Any = None) -> NoReturn:  # noqa: ARG002, ANN401 - argparse's signature
-        raise HelpAsked(self.format_help().rstrip())
+        raise HelpRequested(self.format_help().rstrip())
 
 
 def parse(line: str) -> argparse.Namespace:
-    """Return the command (`name`) and its arguments. Raises ArgumentsError or HelpAsked."""
+    """Return the command (`name`) and its arguments. Raises ArgumentsError or HelpRequested."""
     words = _words("%gpu", line)
     name = words[0] if words else "status"
     if name in ("-h", "--help"):
-        raise HelpAsked(overview())
+        raise HelpRequested(overview())
     if name not in COMMANDS:
         raise ArgumentsError(_unknown(name))
     found = _parser(f"%gpu {name}", COMMANDS[name]).parse_args(words[1:])
     if name == "help" and found.command:
         if found.command not in COMMANDS:
             raise ArgumentsError(_unknown(found.command))
-        raise HelpAsked(_parser(f"%gpu {found.command}", COMMANDS[found.command]).format_help().rstrip())
+        raise HelpRequested(_parser(f"%gpu {found.command}", COMMANDS[found.command]).format_help().rstrip())
     found.name = name
     return found
 
 
 def parse_burst(line: str) -> argparse.Namespace:
-    """Return `fraction` and `memory` of a `%%gpu` line. Raises ArgumentsError or HelpAsked."""
+    """Return `fraction` and `memory` of a `%%gpu` line. Raises ArgumentsError or HelpRequested."""
     words = _words(_BURST_NAME, line)
     if words and words[0] in COMMANDS:
         raise ArgumentsError(f"%%gpu takes a share for one cell, as %%gpu 1; for the command write %gpu {words[0]}")

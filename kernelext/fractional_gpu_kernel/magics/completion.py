@@ -22,14 +22,14 @@ from fractional_gpu_kernel.magics.arguments import (
 from fractional_gpu_kernel.memory.limits import DEVICE
 from fractional_gpu_kernel.settings import Settings
 
-__all__ = ["Completer", "Found"]
+__all__ = ["Completer", "Completions"]
 
 _LINE = re.compile(r"\s*(%%?)gpu\s(.*)", re.DOTALL)
 _TIMEOUT_S = 0.3
 _KEEP_S = 60.0
 
 
-class Found(NamedTuple):
+class Completions(NamedTuple):
     """What is proposed for the `fragment` before the cursor."""
 
     fragment: str
@@ -44,7 +44,7 @@ class Completer:
         self._host: HostStatus | None = None
         self._read_s = -_KEEP_S
 
-    def complete(self, line: str) -> Found | None:
+    def complete(self, line: str) -> Completions | None:
         """Return what may stand at the end of `line`, the text of its line up to the cursor; None: not ours."""
         match = _LINE.fullmatch(line)
         if match is None:
@@ -54,10 +54,10 @@ class Completer:
         if match[1] == "%%":
             command = BURST
         elif not words:
-            return Found(fragment, [name for name in COMMANDS if name.startswith(fragment)])
+            return Completions(fragment, [name for name in COMMANDS if name.startswith(fragment)])
         else:
             command = COMMANDS.get(words.pop(0), Command("", ""))
-        return Found(
+        return Completions(
             fragment, [text for text in self._proposals(command, words, fragment) if text.startswith(fragment)]
         )
 

@@ -76,7 +76,7 @@ class Magics:
         %gpu help                all commands; %gpu COMMAND --help says more about one
         """
         from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - as above
-        from fractional_gpu_kernel.magics.arguments import ArgumentsError, HelpAsked, parse  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu_kernel.magics.arguments import ArgumentsError, HelpRequested, parse  # noqa: PLC0415 - off the kernel's start
 
         if self._gate.is_inert:
             raise _usage_error(
@@ -84,7 +84,7 @@ class Magics:
             )
         try:
             self._made_actions().run(parse(line))
-        except HelpAsked as text:
+        except HelpRequested as text:
             print(text)  # noqa: T201 - a magic prints
         except ArgumentsError as error:
             raise _usage_error(str(error)) from None

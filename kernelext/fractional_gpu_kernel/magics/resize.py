@@ -22,7 +22,7 @@ from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, resizing
 from fractional_gpu_kernel.magics.arguments import (
     ArgumentsError,
-    HelpAsked,
+    HelpRequested,
     parse_burst,
     size,
 )
@@ -191,7 +191,7 @@ class CellBursts:
             self._resizer.begin(mark, Size(milli or 0, memory_mib), line)
         except ArgumentsError as error:
             raise RefusedError(str(error)) from None
-        except HelpAsked as text_asked:
+        except HelpRequested as text_asked:
             raise RefusedError(f"It asked for help:\n{text_asked}") from None
         except FractionalGPUError as error:
             raise RefusedError(explain(error)) from None
