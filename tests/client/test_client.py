@@ -123,6 +123,12 @@ def test_a_change_that_cannot_be_applied_is_an_error(broker: FakeBroker, client:
         next(client.events())
 
 
+def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(broker: FakeBroker, client: BrokerClient) -> None:
+    with pytest.raises(BadRequestError, match=r"'notebook\\udc80', which is not valid text"):
+        client.create_lease(LeaseRequest(fraction_milli=250, label="notebook\udc80"))
+    assert broker.calls == []
+
+
 def test_what_a_newer_broker_says_more_is_ignored(broker: FakeBroker, client: BrokerClient) -> None:
     broker.extra = {"mood": "good"}
     assert client.ping().pid == os.getpid()
