@@ -1,6 +1,8 @@
 """A resume takes every step in order, and is begun only where the room is free."""
 
+import asyncio
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from fractional_gpu.broker.kernels import process_inspector
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
+from fractional_gpu.gpu.interface import DeviceUse, GPUErrorCode, ProcessState
 from fractional_gpu.host.tree import Snapshot
 from fractional_gpu.host.tree import scan as real_scan
 from tests.broker.driver import DEVICE, OTHERS, Driver, journal, kernel_of, swaps_of
@@ -44,6 +46,24 @@ async def test_what_nobody_wrote_down_needs_what_is_reserved_for_it() -> None:
         outcome, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 0, journal([]))
     assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
     assert driver.calls == []
+
+
+async def test_a_resume_whose_kernel_ends_meanwhile_is_not_called_done() -> None:
+    """What its children have is saved still: the lease must not count as resident."""
+
+    class EndsMeanwhile(Driver):
+        def use(self, device_id: str) -> DeviceUse:
+            if kernel.identity is not None:
+                loop.call_soon_threadsafe(kernel.forget_process)
+                while kernel.identity is not None:
+                    time.sleep(0.001)
+            return super().use(device_id)
+
+    driver, loop = EndsMeanwhile(), asyncio.get_running_loop()
+    async with kernel_of(2) as (kernel, _, pids):
+        saved(driver, pids)
+        outcome, _ = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
+    assert (outcome, driver.calls) == (ResumeOutcome.NOT_STARTED, [])
 
 
 async def test_each_of_several_devices_goes_to_its_counterpart() -> None:

@@ -54,6 +54,10 @@ class Restoration:
             # What another broker saved is not known: as much as is reserved for it must be free.
             pids = {identity.pid for identity in states}
             lacking = self.lacking_room(host, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
+            if kernel.identity is None:
+                # It ended since the decision. What it left behind is still saved, and is found out first (`survivors`): a resume that
+                # brought nothing back must not be called done.
+                lacking = "the kernel process ended"
         except GPUError as error:
             return ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {error}"
         if lacking:
