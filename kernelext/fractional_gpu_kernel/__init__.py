@@ -34,10 +34,9 @@ def load_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - IPython is u
     """Load into a shell; IPython calls this. A second call changes nothing."""
     if id(ipython) in _loaded:
         return
+    # IPython has read the argument: a notebook sees those that its kernel has without this extension.
     if _ARGUMENT in sys.argv:
-        sys.argv.remove(
-            _ARGUMENT
-        )  # IPython has read it: a notebook sees the arguments that its kernel has without this extension
+        sys.argv.remove(_ARGUMENT)
     settings = Settings.from_environment(os.environ)
     if settings is None:
         from fractional_gpu_kernel.no_lease import UnleasedKernel as Extension  # noqa: PLC0415 - only one of the two is ever needed
