@@ -51,7 +51,7 @@ _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """The client: its credentials from the socket, its token if it sent one, and the user for whom an administrator says to act."""
+    """The client: its credentials from the socket, its token if it sent one, and the user that an administrator acts for."""
 
     credentials: PeerCredentials
     token: str | None = field(repr=False)

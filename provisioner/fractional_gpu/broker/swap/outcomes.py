@@ -1,12 +1,11 @@
 """What an error of the driver means for the lease: a table, by the phase in which it came.
 
-The rules:
-- Before the checkpoint nothing can be lost. What was only a bad moment is tried again soon (ABORTED), what may be better later is
-  left alone for a while (REFUSED), what this process or this host cannot do is not tried again (IMPOSSIBLE).
-- A checkpoint that failed may leave the process unsound: it is not tried again, even if the driver says that everything is still
-  where it was. If it does not say that, nobody knows what is true (UNKNOWN).
-- A restore that failed leaves the lease saved only if the driver says that everything still is. One without room is fatal, so
-  after it nobody believes that without looking again.
+- Before the checkpoint nothing can be lost. What was only a bad moment is tried again soon (ABORTED), what may be better later is left
+  alone for a while (REFUSED), what this process or this host cannot do is not tried again (IMPOSSIBLE).
+- A checkpoint that failed may leave the process unsound: it is not tried again, even if the driver says that everything is still where it
+  was. If the driver does not say so, the outcome is UNKNOWN.
+- A restore that failed leaves the lease saved only if the driver says that everything still is. A restore without room is fatal, so after
+  an out-of-memory error the driver's word is not enough: the outcome is UNKNOWN, and the lease is looked at again.
 
 `python -m fractional_gpu.broker.swap.outcomes` draws `docs/driver-errors.md` from it.
 """
@@ -50,23 +49,23 @@ BEFORE: Mapping[GPUErrorCode, SuspendOutcome] = {
     else SuspendOutcome.REFUSED
     for code in GPUErrorCode
 }
-"""What a suspend ends with when the error comes before the checkpoint, once everything is unlocked again."""
+"""The outcome of a suspend when the error comes before the checkpoint, once everything is unlocked again."""
 
 
 def before_checkpoint(code: GPUErrorCode) -> SuspendOutcome:
-    """Return what a suspend ends with whose look or lock failed."""
+    """Return the outcome of a suspend whose look or lock failed."""
     return BEFORE[code]
 
 
 def after_checkpoint(code: GPUErrorCode, states: Collection[ProcessState]) -> SuspendOutcome:
-    """Return what a suspend ends with whose checkpoint failed; `states` are what the driver says then (empty: nothing)."""
+    """Return the outcome of a suspend whose checkpoint failed; `states` are what the driver says then (empty: nothing)."""
     if not states or any(state not in (ProcessState.LOCKED, ProcessState.RUNNING) for state in states):
         return SuspendOutcome.UNKNOWN
     return SuspendOutcome.ABORTED if code in _MOMENT else SuspendOutcome.IMPOSSIBLE
 
 
 def after_restore(code: GPUErrorCode, states: Collection[ProcessState]) -> ResumeOutcome:
-    """Return what a resume ends with whose restore failed; `states` as above."""
+    """Return the outcome of a resume whose restore failed; `states` as above."""
     still_saved = bool(states) and all(state is ProcessState.CHECKPOINTED for state in states)
     if code is GPUErrorCode.OUT_OF_MEMORY or not still_saved:
         return ResumeOutcome.UNKNOWN
@@ -86,9 +85,9 @@ _OTHERWISE = (ProcessState.FAILED,)
 _COLUMNS: Mapping[str, Callable[[GPUErrorCode], SuspendOutcome | ResumeOutcome]] = {
     "look, lock": before_checkpoint,
     "checkpoint, and all is still on the device": lambda code: after_checkpoint(code, _AS_BEFORE),
-    "checkpoint, and it is not, or nobody says": lambda code: after_checkpoint(code, _OTHERWISE),
+    "checkpoint, and it is not, or is unknown": lambda code: after_checkpoint(code, _OTHERWISE),
     "restore, and all is still saved": lambda code: after_restore(code, (ProcessState.CHECKPOINTED,)),
-    "restore, and it is not, or nobody says": lambda code: after_restore(code, _OTHERWISE),
+    "restore, and it is not, or is unknown": lambda code: after_restore(code, _OTHERWISE),
 }
 _TEXT = """\
 # What an error of the driver does to a kernel
@@ -100,7 +99,7 @@ checkpoint or a restore on what the driver then says of every process of the ker
 {table}
 - *Tried again soon*: after a second, then after twice as long each time. *Left alone for a while*: for the pool's `retry_refused`.
   *Not tried again*: as long as the process lives; it stays resident, and status, `%gpu` and refusals say why.
-- *Quarantined*: nobody knows what is true. What it may hold stays reserved, and the driver is asked again until it says.
+- *Quarantined*: what is true is unknown. What the kernel may hold stays reserved, and the driver is asked again until it says.
   Where it says `failed`, a cell that needs the GPU ends with that sentence instead of waiting; status and `%gpu explain` have it, too.
   What the kernel had on the GPU is lost then, its other variables can be saved in `%%cpu` cells, and a restart makes it sound.
 - Whatever was locked is unlocked before a kernel counts as resident again. If that fails, it is quarantined.
