@@ -209,7 +209,7 @@ def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: st
         if what == "another's folder":
             os.chown(place, 65534, 65534)
     os.kill(broker, signal.SIGCONT)
-    until(lambda: "cannot be put back" in log.read() or None, "the broker refuses the folder")
+    until(lambda: "cannot be restored" in log.read() or None, "the broker refuses the folder")
     assert list(place.iterdir()) == []
     assert list(elsewhere.iterdir()) == []
     assert pid_of(world) == broker

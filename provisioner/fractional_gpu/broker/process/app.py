@@ -1,8 +1,10 @@
-"""The broker as a process: one per socket, found or started by whoever needs it.
+"""The broker as a process: one per socket, started by the first program that needs it.
 
-A file lock beside the socket makes two starters end up with one broker; claims on the devices make two brokers of different sockets
-(or users) keep off each other's devices. `broker.json` beside the socket says how to start this broker again after a crash.
-`detaching` starts one in the background; that process begins with `run_detached`.
+- A file lock beside the socket: of two processes that start a broker at the same time, one serves and the other finds it.
+- Claims on devices, names in the abstract socket namespace: brokers of different sockets or users do not manage the same device.
+- `broker.json` beside the socket: how to start this broker again after a crash.
+
+`detaching` starts a broker in the background; that process begins with `run_detached`.
 """
 
 import asyncio
@@ -48,7 +50,7 @@ _OPEN_FILES = 65536
 
 
 def run_broker(options: BrokerOptions) -> int:
-    """Serve until told to stop. Returns the exit status; failures go to stderr. (`detaching` starts one in the background.)"""
+    """Serve until SIGTERM, SIGINT or idle exit. Returns the exit status; failures go to stderr."""
     options = resolved(options)
     socket = options.socket or socket_path()
     try:
@@ -66,7 +68,7 @@ def run_broker(options: BrokerOptions) -> int:
 
 
 def run_detached(argument: str) -> int:
-    """Entry of the process that `detach` starts: JSON of the options and the descriptor to report to."""
+    """Entry point of the process that `start_detached` starts. `argument`: JSON of the options, with the descriptor to report to."""
     given = json.loads(argument)
     report = os.fdopen(int(given.pop("ready_fd")), "w")
     options = BrokerOptions(**given)
@@ -82,7 +84,7 @@ def run_detached(argument: str) -> int:
 
 
 def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
-    """Return "" after an orderly end, else the sentence that says why there is no broker."""
+    """Return "" after an orderly end, else a sentence with the reason why no broker serves."""
     with ExitStack() as stack:
         try:
             lock = BrokerLock(socket)
@@ -97,7 +99,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             settings = load(options.config_file, _overrides(options))
             set_up_logging(settings.log_level, socket, to_file=ready is not None)
             protect_this_process()
-            # A service may start before the driver is loaded. Where somebody waits for this start, the reason is what they need.
+            # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
             patient = ready is None and is_service_socket(socket)
             backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient))
             specs = device_specs(settings, backend)
@@ -129,7 +131,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
 
 
 def _allow_many_files() -> None:
-    """Raise the soft limit of open files as far as it goes: each kernel takes about eight, and the usual limit is 1024."""
+    """Raise the soft limit of open files: each kernel takes about eight, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -137,7 +139,7 @@ def _allow_many_files() -> None:
 
 
 def _claimed(device_id: str) -> DeviceClaim:
-    """Claim the device. A broker that was killed a moment ago lets go of one thing after the other, its lock first."""
+    """Claim the device. Retry for a moment: a broker that was just killed releases its lock first and its claims later."""
     deadline = time.monotonic() + _LETTING_GO_S
     while True:
         try:
@@ -149,7 +151,7 @@ def _claimed(device_id: str) -> DeviceClaim:
 
 
 def _opened(path: Path, before: Path) -> Ledger:
-    """Open the ledger, with the same patience, after taking along what an earlier version left in its folder."""
+    """Open the ledger, after moving it from an earlier version's folder. Retry for a moment, as in `_claimed`."""
     deadline = time.monotonic() + _LETTING_GO_S
     while True:
         try:
@@ -178,11 +180,12 @@ def _named_settings(text: str) -> dict[str, object]:
 
 
 def _take_turn(lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float) -> NameClaim | str | None:
-    """Return the claim of the socket's name when it is ours to serve, "" when another broker serves (the starter is told).
+    """Return the claim of the socket's name if this process is to serve; "" if another broker serves, which is reported to `ready`.
 
-    None: it is ours to serve, but another user's process holds the claim. Else return why no broker serves.
-    Whoever holds the lock, or the claim, is about to serve, serves, or is stopping: then it is ours after all. A broker that has the
-    claim and not the lock has lost its files: it puts them back, and needs the lock for that.
+    None: this process is to serve, but another user's process holds the claim. Another string: the reason why no broker serves.
+
+    A process that holds the lock or the claim is about to serve, serves, or is stopping; after a stop it is this process's turn. A
+    broker with the claim and without the lock has lost its files: it restores them and needs the lock for that, so give it up.
     """
     deadline = time.monotonic() + patience_s
     while True:

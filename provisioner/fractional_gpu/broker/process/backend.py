@@ -1,4 +1,4 @@
-"""Which devices this broker has: the simulated ones it was asked for, or the machine's own."""
+"""Opens the devices of a broker: the simulated ones of its options, or the machine's."""
 
 import hashlib
 import logging
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
-# Read in terminals, in a server's log and in JupyterLab's dialogs: a variable can be set before any of their programs.
+# Terminals, server logs and JupyterLab's dialogs show this: an environment variable works for all of them.
 _WITHOUT: Final = (
     "to try things out without one, set JUPYTER_GPU_SIMULATE=1x2GiB in the environment before you start Jupyter"
 )
 
 
 class BackendError(Exception):
-    """There are no devices to manage; the sentence says why and what to do."""
+    """There are no devices to manage; the message says why and what to do."""
 
 
 class NoDeviceError(BackendError):
@@ -54,7 +54,7 @@ class Backend:
         return self.monitor.kind == "simulated"
 
     def remove_if_unused(self) -> None:
-        """Remove a simulated host that no process uses any more, and its contents with it."""
+        """Remove a simulated host and its contents, unless a process still uses it."""
         if self.folder is not None:
             try:
                 destroy(self.folder)
@@ -94,7 +94,7 @@ def _found(monitor: Monitor) -> tuple[DeviceInfo, ...]:
 
 
 def _awaited(monitor: Monitor) -> tuple[DeviceInfo, ...]:
-    """Ask for devices until there is one: after a second, then after twice as long each time, up to a minute."""
+    """Retry until there is a device: after a second, then after twice as long each time, up to a minute."""
     said = ""
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -109,5 +109,5 @@ def _awaited(monitor: Monitor) -> tuple[DeviceInfo, ...]:
 
 
 def simulated_folder(socket: str) -> Path:
-    """Return where the simulated host of the broker on this socket lives: the same after a restart."""
+    """Return the folder of the simulated host of the broker on this socket; a restart uses the same one."""
     return choose_directory(hashlib.sha256(os.path.realpath(socket).encode()).hexdigest()[:12])

@@ -1,7 +1,7 @@
 """Starts a broker in the background and reports whether one serves. A kernel's first start waits for this, so it imports little.
 
-The broker is a fresh process in a session of its own, with nothing of the starter's lease in its environment (the starter may be a kernel).
-The starter learns through a pipe whether a broker serves or what went wrong.
+The broker is a new process in a session of its own. Its environment lacks the starter's lease variables: the starter may be a kernel.
+Through a pipe it reports that a broker serves, or what went wrong.
 """
 
 import json
@@ -38,8 +38,10 @@ _OF_A_SHARE = (
 
 
 def resolved(options: BrokerOptions) -> BrokerOptions:
-    """Return the options with what depends on this process's folder and environment. Raises BrokerUnavailableError."""
-    config_file = str(Path(options.config_file).absolute()) if options.config_file else None  # brokers change folders
+    """Return the options with absolute paths and with the values from the environment. Raises BrokerUnavailableError."""
+    config_file = (
+        str(Path(options.config_file).absolute()) if options.config_file else None
+    )  # a detached broker runs in /
     return replace(
         options,
         config_file=config_file,
@@ -59,7 +61,9 @@ def start_detached(options: BrokerOptions) -> int:
     except OSError as error:
         return _failed(cannot_run(socket, error))
     if said == "ready":
-        process.returncode = 0  # it lives on by itself; nobody here waits for it
+        process.returncode = (
+            0  # it runs on; without a return code, Popen would warn about a process that is still running
+        )
         return 0
     process.wait()
     where = Path(socket).with_name("broker.err")
@@ -67,11 +71,11 @@ def start_detached(options: BrokerOptions) -> int:
 
 
 def make_socket_folder(socket: str) -> None:
-    """Make the folder of the socket if need be, and check that no other user could put anything there.
+    """Create the socket's folder if it is missing, and check that no other user could put files there.
 
     Raises BrokerUnavailableError or OSError.
     """
-    # A system service is everybody's; what else is in its folder is private by itself.
+    # All users share a system service; the other files in its folder are private by their own modes.
     if not is_service_socket(socket):
         check_above(Path(socket).absolute().parent)
     mode = 0o755 if os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu") else 0o700
@@ -81,11 +85,11 @@ def make_socket_folder(socket: str) -> None:
 
 def cannot_run(socket: str, error: OSError) -> str:
     """Return the sentence about a system call that failed."""
-    return f"the broker cannot run on {socket}: {error}; mend that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
+    return f"the broker cannot run on {socket}: {error}; fix that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
 
 
 def without_share(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a kernel's environment without what binds it to its share: HAMi-core would show whoever inherits that a smaller device."""
+    """Return a kernel's environment without the variables of its share: with these, HAMi-core would limit the broker, too."""
     others = {name: value for name, value in environment.items() if name not in _OF_A_SHARE}
     ours, preloaded = environment.get(PRELOADED_FOR_US), others.pop(PRELOAD, "")
     kept = [library for library in preloaded.split(":") if library and library != ours]

@@ -1,14 +1,15 @@
-"""Starts the checkpoint worker, and tries again in the background until the driver works or refuses for good.
+"""Starts the checkpoint worker, and retries in the background until the driver works or refuses for good.
 
-The rules:
-- NOT_SUPPORTED and NOT_PERMITTED are final: only a new broker tries again.
-- Every other failure may pass: a fabric manager that still starts (CUDA error 802), a worker that hangs or dies, a lack of memory. The
-  next attempt follows after a second, then after twice as long each time, up to a minute.
-- Until an attempt succeeds the broker serves all the same. Devices are shared and kernels stay on them; `Swaps.off` and the devices'
+Rules:
+
+- NOT_SUPPORTED and NOT_PERMITTED are final: only a new broker retries.
+- Every other failure may be temporary: a fabric manager that is still starting (CUDA error 802), a worker that hangs or dies, a lack of
+  memory. The next attempt follows after a second, then after twice as long each time, up to a minute.
+- Until an attempt succeeds, the broker serves without suspending: kernels share devices and stay on them. `Swaps.off` and the devices'
   `why_not` hold the driver's reason and the time of the next attempt, so status, refusals and the doctor repeat both.
 - When an attempt succeeds, both are cleared, leases that stayed for that reason only may be suspended, leases whose state only the driver
   knows are examined at once, and the self-test runs.
-- While the worker of an earlier broker is still at work nothing is known yet: no reason is given, and the first attempt waits for its end.
+- While the worker of an earlier broker still runs an operation, there is no reason yet, and the first attempt waits for its end.
 """
 
 import asyncio
@@ -38,10 +39,10 @@ _ORPHAN_PATIENCE_S: Final = 2.0
 
 
 class DriverStart:
-    """Attempts to start the worker of one broker. `specs` are the broker's devices by id; their `why_not` is kept up to date there."""
+    """Starts the worker of one broker. `specs`: the broker's devices by id, whose `why_not` it keeps up to date."""
 
     def __init__(self, worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]) -> None:
-        self.off = ""  # why nothing can be suspended now, a sentence; empty: nothing is known against it
+        self.off = ""  # the reason why nothing can be suspended now, a sentence; empty: no reason is known
         self._worker = worker
         self._specs = specs
         self._as_found = dict(specs)
@@ -69,19 +70,19 @@ class DriverStart:
             await self._pause()
             before = self.off
             await self._attempt()
-            self._tell(broker, swaps, before)
+            self._publish(broker, swaps, before)
         if not self.off and broker.monitor.kind != "simulated":
             log.info("%s", await SelfTest(broker, swaps, self._worker, self._specs).run())
         await asyncio.Event().wait()  # a service of the broker: its end would end the broker
 
     async def _is_alone(self) -> bool:
-        """Give the worker of a killed broker a moment to end. One that is in an operation goes on without a broker."""
+        """Wait a moment for the worker of a killed broker to end, and return whether it has. It completes an operation without a broker."""
         try:
             async with asyncio.timeout(_ORPHAN_PATIENCE_S):
                 await self._worker.wait_for_previous_worker()
         except TimeoutError:
             log.warning(
-                "the worker of an earlier broker is still at work: what it works on is unknown until it is done"
+                "the worker of an earlier broker is still running an operation; the state of its kernel is unknown until it is done"
             )
             return False
         return True
@@ -93,8 +94,8 @@ class DriverStart:
         try:
             await self._worker.wait_for_previous_worker()
         except OSError as error:
-            # No locks on this filesystem, say: the attempt meets the same and gives it as its reason.
-            log.warning("whether an earlier checkpoint worker is at work cannot be found out: %s", error)
+            # For example, the filesystem has no locks: the attempt fails with the same error and reports it.
+            log.warning("cannot check for an earlier checkpoint worker: %s", error)
 
     @property
     def _pause_s(self) -> float:
@@ -124,7 +125,7 @@ class DriverStart:
         )
 
     def _describe(self) -> list[str]:
-        """Bring the devices' `why_not` up to date, and return the devices that changed."""
+        """Update the devices' `why_not`, and return the ids of those that changed."""
         changed = []
         for device_id, spec in self._as_found.items():
             told = replace(spec, why_not=spec.why_not or self.off)
@@ -133,8 +134,8 @@ class DriverStart:
                 changed.append(device_id)
         return changed
 
-    def _tell(self, broker: Broker, swaps: Swaps, before: str) -> None:
-        """Have everything that refuses because of `before` go by what is known now."""
+    def _publish(self, broker: Broker, swaps: Swaps, before: str) -> None:
+        """Replace the reason `before` by the present one in swaps, devices and leases."""
         swaps.set_off(self.off)
         views = {view.device_id: view for view in broker.arbiter.devices()}
         for device_id in self._describe():

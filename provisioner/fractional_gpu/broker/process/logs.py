@@ -1,4 +1,4 @@
-"""The broker's log: its own user's alone, without thousands of equal lines, and no trouble for the broker where it cannot be written."""
+"""The broker's log: readable by its own user only, with repeated lines counted, and never a reason for the broker to fail."""
 
 import logging
 import logging.handlers
@@ -22,7 +22,7 @@ _KEPT: Final = 256  # different lines that are remembered
 
 
 class RepeatFilter(logging.Filter):
-    """Lets `_AT_ONCE` equal lines through, and then one a minute, which says how many there were. `clock` returns monotonic seconds."""
+    """Passes `_AT_ONCE` equal lines, and then one a minute with their number. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class RepeatFilter(logging.Filter):
         self._seen: OrderedDict[tuple[int, str], tuple[float, int]] = OrderedDict()  # -> since when, and how many since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the line is written; the one that stands for others says so."""
+        """Return whether the line is written; add the number of repetitions to a line that stands for others."""
         text = record.getMessage()
         key, now_s = (record.levelno, text), self._clock()
         since_s, times = self._seen.get(key, (now_s, 0))
@@ -52,9 +52,9 @@ class RepeatFilter(logging.Filter):
 
 
 class _PrivateLog(logging.handlers.RotatingFileHandler):
-    """A log for its owner only, each new file of it, too; what an earlier broker left is made so.
+    """A log whose files, old and new, only their owner may read.
 
-    Lines that cannot be written, because the disk is full or the folder is gone, are counted, and their number is written once it is
+    Lines that cannot be written, because the disk is full or the folder is missing, are counted; their number is written when it is
     possible again.
     """
 
@@ -66,7 +66,7 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
         return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
     def reopen_if_gone(self) -> bool:
-        """Go on in a new file if this one was deleted; return whether it was. Raises OSError."""
+        """Open a new file if this one was deleted; return whether it was. Raises OSError."""
         if os.path.lexists(self.baseFilename):
             return False
         self.acquire()
@@ -90,13 +90,13 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
             super().emit(lost)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Count a line that could not be written; a defect of ours is told as usual."""
+        """Count a line that could not be written; report other errors as usual."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
             return
         self._lost += 1
-        # What a stream has taken and not written would be tried again with each line.
-        stream, self.stream = self.stream, None  # opened again for the next line
+        # The stream would retry its unwritten buffer with each line: open it again for the next one.
+        stream, self.stream = self.stream, None
         if stream is not None:
             with suppress(OSError, ValueError):
                 stream.close()
@@ -117,7 +117,7 @@ def set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
 
 
 def reopen_logs() -> bool:
-    """Go on in new files where those of the log were deleted; return whether one was. Raises OSError."""
+    """Open new files for deleted log files; return whether there was one. Raises OSError."""
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, _PrivateLog)]
     back = [handler.reopen_if_gone() for handler in handlers]
     return any(back)

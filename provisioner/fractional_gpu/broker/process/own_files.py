@@ -1,16 +1,16 @@
-"""The files that lead to a running broker: it looks after them, and puts back what was deleted.
+"""Restores the files of a running broker after they were deleted: socket, lock, ledger, `broker.json` and log.
 
-Cleaners empty runtime folders, and people delete what they take for leftovers. Once a second the broker compares what has the names of
-its socket, its lock, its ledger and `broker.json` with what it holds open, and makes anew what is gone: with the same owner, mode and
-content, after the same checks of the folder as at the start, for another user may have made a folder of that name meanwhile.
-What was deleted stays open here, so nothing is lost: connections live on, and the ledger is written anew in full.
+Cleaners empty runtime folders, and users delete files that look like leftovers. Once a second the broker compares the files under these
+names with the ones it holds open, and creates missing ones again with the same owner, mode and content. It checks the folder first as at
+its start: another user may have created a folder of that name. The deleted files stay open in this process, so nothing is lost:
+connections stay, and the ledger is written again in full.
 
-A broker without leases and seats that finds the whole folder of its socket deleted ends instead: no kernel's state depends on it, and a
-test suite or a container's user deletes a runtime folder when it is done. A broker with leases puts the folder back, and ends with its
-last lease. A broker that is to serve for ever (`idle_exit: "never"`: a service, a hub's) puts the folder back in any case.
+If the whole folder of the socket was deleted, a broker without leases and seats ends: no kernel's state depends on it, and a test suite
+or a container's user deletes a runtime folder at the end. A broker with leases restores the folder, and ends with its last lease. A
+broker with `idle_exit: "never"` (a service's, a hub's) always restores it.
 
-Another broker cannot take the place meanwhile. A broker claims its socket's name in the abstract namespace, too, where no file is: one
-that is started while the files are gone finds the claim, and waits until this broker serves under its name again.
+No other broker can take its place in the meantime: a broker also claims its socket's name in the abstract namespace, which has no files.
+A broker that starts while the files are missing finds the claim, and waits until this one serves under its name again.
 """
 
 import asyncio
@@ -44,15 +44,15 @@ _FRESH_S = 3600.0  # cleaners of /var/tmp take what was not touched for days
 
 
 class BrokerLock:
-    """The lock beside the socket: the process that holds it is the socket's broker, or about to be."""
+    """The lock beside the socket: its holder is the socket's broker, or about to be."""
 
     def __init__(self, socket: str) -> None:
-        """Open the file, which is made if need be; nothing is locked yet. Raises OSError."""
+        """Open the file, or create it; nothing is locked yet. Raises OSError."""
         self._path = Path(f"{socket}.lock")
         self._descriptor = self._open()
 
     def take(self, *, wait: bool = False) -> bool:
-        """Take the lock, of the file that has the name now, and return whether it is held. With `wait`, block until it is."""
+        """Lock the file that has the name now, and return whether that succeeded. With `wait`, block until it does."""
         if not self._has_name():
             os.close(self._descriptor)
             self._descriptor = self._open()
@@ -63,11 +63,11 @@ class BrokerLock:
         return True
 
     def give_up(self) -> None:
-        """Let another process take it."""
+        """Release the lock."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def put_back(self) -> bool:
-        """Hold the lock of the file that has the name now; return whether that was another one. Raises OSError where it cannot be had."""
+        """Lock the file that has the name now; return whether it is a new one. Raises OSError if it cannot be locked."""
         if self._has_name():
             return False
         descriptor = self._open()
@@ -83,7 +83,7 @@ class BrokerLock:
         return True
 
     def close(self) -> None:
-        """Close the file, and let go of the lock with that."""
+        """Close the file, which releases the lock."""
         os.close(self._descriptor)
 
     def _open(self) -> int:
@@ -97,7 +97,7 @@ class BrokerLock:
 
 
 class OwnFiles:
-    """Looks after the files of one broker while it serves."""
+    """Restores the files of one broker while it serves."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class OwnFiles:
         is_needed: Callable[[], bool],
         stop: Callable[[], None],
     ) -> None:
-        """`is_needed` says whether the broker goes on though its folder was deleted; else `stop` is called."""
+        """`is_needed` returns whether the broker serves on although its folder was deleted; if not, `stop` is called."""
         self._socket = socket
         self._lock = lock
         self._restart = restart
@@ -138,17 +138,17 @@ class OwnFiles:
         self._listener, self._identity = listener, _identity(Path(self._socket))
 
     def leads_here(self) -> bool:
-        """Whether the socket's name leads to this broker."""
+        """Whether the socket's name refers to this broker's listener."""
         return self._identity is not None and _identity(Path(self._socket)) == self._identity
 
     def remove_socket(self) -> None:
-        """Take the socket's name away, if it is still this broker's."""
+        """Remove the socket, if it is still this broker's."""
         if self.leads_here():
             with suppress(OSError):
                 Path(self._socket).unlink()
 
     async def run(self) -> None:
-        """Look after the files until cancelled. Raises LedgerError where the ledger was written anew and cannot be opened."""
+        """Check the files until cancelled. Raises LedgerError if the ledger was written again and cannot be opened."""
         self._guard_folder()
         try:
             while True:
@@ -159,7 +159,7 @@ class OwnFiles:
                 os.close(self._guard)
 
     async def look(self) -> None:
-        """Put back what is gone, or stop the broker. What cannot be put back is tried again at the next call, its reason logged once."""
+        """Restore missing files, or stop the broker. The next call retries what cannot be restored; the reason is logged once."""
         if not self._has_folder():
             self._folder_was_deleted = True
         if self._folder_was_deleted and not self._is_needed():
@@ -168,7 +168,7 @@ class OwnFiles:
             return
         back = self._look_beside_socket()
         failed = not await self._look_at_ledger()
-        # A ledger that cannot be written for want of room is not tried each second: it takes the whole of it.
+        # Do not retry every second to write a whole ledger to a full disk.
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if failed else _LOOK_S
         if back:
             now_s = time.monotonic()
@@ -186,12 +186,12 @@ class OwnFiles:
             Path(self._socket).parent.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # it cannot be seen now
+        except OSError:  # it cannot be examined now
             return True
         return True
 
     def _look_beside_socket(self) -> bool:
-        """Return whether anything was put back. Nothing is, in a folder that another user could have prepared."""
+        """Return whether anything was restored. Restore nothing in a folder that another user could have prepared."""
         try:
             make_socket_folder(self._socket)
         except (OSError, BrokerUnavailableError) as error:
@@ -204,7 +204,7 @@ class OwnFiles:
             ("broker.json", self._restart.put_back),
             ("the log", reopen_logs),
         )
-        back = [self._try(what, act) for what, act in acts]  # each of them, whatever became of the others
+        back = [self._try(what, act) for what, act in acts]  # all of them, even if one fails
         return any(back)
 
     def _put_socket_back(self) -> bool:
@@ -217,7 +217,7 @@ class OwnFiles:
         return True
 
     async def _look_at_ledger(self) -> bool:
-        """Return whether the ledger is in its place, or is again."""
+        """Restore the ledger if its files are missing. Return whether it is in place."""
         ledger = self._broker.writer.ledger
         if ledger.is_in_place():
             self._said.pop("the ledger", None)
@@ -234,28 +234,28 @@ class OwnFiles:
             if not ledger.is_open:
                 raise
             return False
-        log.warning("the ledger %s was deleted, and is written anew with all that it held", ledger.path)
+        log.warning("the ledger %s was deleted; its whole content was written again", ledger.path)
         self._guard_folder()
         return True
 
     def _try(self, what: str, put_back: Callable[[], bool]) -> bool:
-        """Return whether something was put back."""
+        """Return whether something was restored."""
         try:
             done = put_back()
         except (OSError, BrokerUnavailableError) as error:
             self._say(what, error)
             return False
         if self._said.pop(what, None) is not None or done:
-            log.warning("%s was deleted or replaced, and is put back", what)
+            log.warning("%s was deleted or replaced, and was restored", what)
         return done
 
     def _say(self, what: str, error: Exception) -> None:
         if self._said.get(what) != str(error):
             self._said[what] = str(error)
-            log.error("%s was deleted or replaced and cannot be put back: %s; it is tried again", what, error)
+            log.error("%s was deleted or replaced and cannot be restored: %s; retrying", what, error)
 
     def _guard_folder(self) -> None:
-        """Hold a lock on the folder above the state: systemd-tmpfiles spares what is below a locked folder."""
+        """Hold a lock on the folder above the state: systemd-tmpfiles skips everything below a locked folder."""
         base = own_base(self._broker.writer.ledger.path.parent)
         if base is None:
             return
@@ -263,14 +263,14 @@ class OwnFiles:
             descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            log.info("the folder %s cannot be kept from cleaners by a lock: %s", base, error)
+            log.info("cannot lock the folder %s against cleaners: %s", base, error)
             return
         if self._guard >= 0:
             os.close(self._guard)
         self._guard = descriptor
 
     def _touch(self) -> None:
-        """Keep the state fresh for cleaners that go by the time only."""
+        """Update the times of the state's files, for cleaners that go by the time only."""
         folder = self._broker.writer.ledger.path.parent
         if own_base(folder) is None:
             return

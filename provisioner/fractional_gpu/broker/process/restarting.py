@@ -1,6 +1,6 @@
-"""How a broker is started, and what it leaves behind so that it can be started again in the same way.
+"""The options of a broker, and the file `broker.json` with the command that starts it again in the same way.
 
-`broker.json` lies beside the socket, where clients of every version look for it, and in the state folder, which no cleaner empties.
+The file is beside the socket, where clients of every version read it, and in the state folder, which no cleaner empties.
 """
 
 import json
@@ -36,7 +36,7 @@ NOT_INHERITED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerOptions:
-    """What `jupyter gpu broker` was told; None means the configured or default value."""
+    """The options of `jupyter gpu broker`; None means the configured or default value."""
 
     socket: str | None = None
     config_file: str | None = None
@@ -46,11 +46,11 @@ class BrokerOptions:
     state_dir: str | None = None
     log_level: str | None = None
     settings: str | None = None  # JSON: settings by their names, which win over the files
-    stand_by: bool = False  # where another broker serves, wait until it ends, and serve then
+    stand_by: bool = False  # if another broker serves, wait for its end and serve then
 
 
 class RestartFiles:
-    """`broker.json` in both places. It is made when the broker starts, with its options as they were given and found."""
+    """`broker.json` in both places, with the options of the running broker."""
 
     def __init__(self, options: BrokerOptions, socket: str) -> None:
         self._socket = socket
@@ -59,12 +59,12 @@ class RestartFiles:
         self._spare_failed = ""
 
     def write(self) -> None:
-        """Write both, in place of an earlier broker's. Raises OSError where it cannot be written beside the socket."""
+        """Write both; they replace an earlier broker's. Raises OSError if the one beside the socket cannot be written."""
         replace_file(self._beside, self._text)
         self._write_spare()
 
     def put_back(self) -> bool:
-        """Write what is not there; return whether that was anything. Raises OSError."""
+        """Write the missing ones; return whether one was missing. Raises OSError."""
         gone = not os.path.lexists(self._beside)
         if gone:
             replace_file(self._beside, self._text)
@@ -76,20 +76,20 @@ class RestartFiles:
             replace_file(self._spare, self._text)
         except (OSError, BrokerUnavailableError) as error:
             if str(error) != self._spare_failed:
-                log.warning("how to start this broker again is written beside its socket only: %s", error)
+                log.warning("broker.json is beside the socket only, not in the state folder: %s", error)
             self._spare_failed = str(error)
             return False
         return True
 
     def remove(self) -> None:
-        """Leave nothing to be started again: no lease is left."""
+        """Remove both: no lease is left for which the broker would have to start again."""
         for path in (self._beside, self._spare):
             with suppress(OSError):
                 path.unlink()
 
 
 def _content(options: BrokerOptions, socket: str) -> dict[str, object]:
-    # Whoever starts it again wants to know at once that a broker serves.
+    # A starter wants to know at once whether a broker serves, so it must not stand by.
     argument = {name: value for name, value in asdict(replace(options, stand_by=False)).items() if value is not None}
     return {
         "argv": [
