@@ -130,9 +130,8 @@ class PoolSpec:
     fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # on offer; empty = any from 1 to 1000
     oversubscription_milli: int | None = None  # sum of requests over capacity, in thousandths; None = unlimited
     idle_after_ms: int | None = 300_000  # suspend when idle this long; 0 = at once; None = only when room is needed
-    min_residency_ms: int = (
-        10_000  # a busy lease is not preempted before, nor is one suspended that has run nothing since it was let in
-    )
+    # A busy lease is not preempted before, nor is one suspended that has run nothing since it was let in
+    min_residency_ms: int = 10_000
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
     revoked_ttl_ms: int = 86_400_000  # the processes of a lease whose seat has ended are ended after this
     unattached_hold_ms: int = 15_000  # room is kept so long for a kernel that is about to start
@@ -144,17 +143,14 @@ class PoolSpec:
     move_busy: bool = False  # with `may_move`: a busy lease may be moved where that lets a waiting one in
     reserve_by: ReserveBy = ReserveBy.CAP
     headroom_mib: int = 512  # ReserveBy.USE: reserved beyond what is used
-    min_residency_swaps_milli: int = (
-        9000  # minimum residency is at least so many thousandths of the predicted suspend and resume
-    )
+    # Minimum residency is at least so many thousandths of the predicted suspend and resume
+    min_residency_swaps_milli: int = 9000
     preempt_equals: bool = True  # weighted fair share among equal priorities, by preempting busy leases
-    preempt_priorities: bool = (
-        True  # a higher priority preempts busy leases of a lower one after their minimum residency
-    )
+    # A higher priority preempts busy leases of a lower one after their minimum residency
+    preempt_priorities: bool = True
     max_pin_ms: int = 14_400_000  # longest pin; 0: no pins
-    pin_budget_ms: int | None = (
-        28_800_000  # pinned time per user and day, which comes back evenly over a day; None = unlimited
-    )
+    # Pinned time per user and day, which comes back evenly over a day; None = unlimited
+    pin_budget_ms: int | None = 28_800_000
     warn_before_ms: int = 0  # announce an idle suspension so long before it; 0 = not at all
     max_devices: int = 8  # whole devices that one lease may ask for
     max_priority: int = 0  # the highest that a user without administrator rights may request
@@ -166,9 +162,8 @@ class PoolSpec:
     after_kernel: AfterKernel = AfterKernel.KEEP  # what becomes of what an ended kernel left on the device
     suspend_unseen: bool = True  # kernels without our extension, whose use is unknown, may be suspended
     hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none
-    overlap_resume: bool = (
-        False  # a cell runs on while its kernel's resume is under way, and blocks in its first call of the device
-    )
+    # A cell runs on while its kernel's resume is under way, and blocks in its first call of the device
+    overlap_resume: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,9 +208,8 @@ class LeaseView:
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first
     pinned_until_ms: int = 0  # not suspended for others, nor for being idle, before this
     resume_ms: int | None = None  # predicted time to bring it back, for one that is suspended
-    unsuspendable_reason: str = (
-        ""  # why it cannot be suspended for as long as it is resident, a sentence; empty: it can
-    )
+    # Why it cannot be suspended for as long as it is resident, a sentence; empty: it can
+    unsuspendable_reason: str = ""
     gate_closed: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
     at_gate: bool = False  # its next cell waits there
     left_behind: str = ""  # its kernel has ended, and these of its processes have device memory still, for people

@@ -412,9 +412,8 @@ class VictimRanking:
     busy: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when each busy lease has had its residency
     swaps_learnt: int = 0  # version of the forecasts that `busy` was computed with
     highest_priority: int = 0  # of the leases in `busy`
-    yield_candidates: YieldCandidates | None = (
-        None  # those of `busy` that may leave at a cell's end; None: not computed
-    )
+    # Those of `busy` that may leave at a cell's end; None: not computed
+    yield_candidates: YieldCandidates | None = None
     ranked: list[tuple[int, int, str, Lease]] = field(default_factory=list)  # leases that may be suspended now
     ready: list[Lease] = field(default_factory=list)  # the same leases, in the same order
     ready_mib: int = 0  # what they hold together
