@@ -22,7 +22,12 @@ __all__ = ["HubServer", "HubWorld", "Refused", "new_hub"]
 
 _CONFIG = """
 import json, os
+import jupyterhub.spawner
 from fractional_gpu_hub import configure
+from tests.support.ports import free_ports
+# The hub chooses a port that the system hands out, and its server listens there a second later: a kernel of a test beside this one may
+# have got it meanwhile.
+jupyterhub.spawner.random_port = lambda: free_ports(1)[0]
 given = json.loads(os.environ["TEST_HUB"])
 c = get_config()
 configure(c, spawner=given["spawner"], socket=given["socket"], simulate=given["simulate"], **given["settings"])
