@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,7 @@ _HERE = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_HERE))
 
 from tests.support.hub import new_hub  # noqa: E402 - this checkout's
-from tests.support.world import Server, World, new_world  # noqa: E402 - as above
-
-_WRITTEN_S = 0.5  # until each process has written
+from tests.support.world import Server, World, new_world, until  # noqa: E402 - as above
 
 
 class Trace:
@@ -46,19 +43,27 @@ class Trace:
         """Run the way; return the calls by "file:function"."""
         for file in self.folder.glob("*.json"):
             file.unlink()
-        self._set(1)
+        self._turn_flag()
         way()
-        self._set(0)
-        time.sleep(_WRITTEN_S)
+        counting = {file.stem for file in self.folder.glob("*.counts")}
+        self._turn_flag()
+        until(lambda: self._wrote(counting), "each process has written what it counted")
         found: Counter[str] = Counter()
         for file in self.folder.glob("*.json"):
             calls = json.loads(file.read_text())["calls"]
             found.update({name: count for name, count in calls.items() if not name.endswith("/__init__.py:<module>")})
         return found
 
-    def _set(self, value: int) -> None:
+    def _wrote(self, counting: set[str]) -> bool:
+        living = {pid for pid in counting if Path("/proc", pid).exists()}
+        return living <= {file.stem.partition("-")[0] for file in self.folder.glob("*.json")}
+
+    def _turn_flag(self) -> None:
+        """Make the flag odd or even: a number, so that a process that is late still sees that there was a way."""
         with (self.folder / "flag").open("r+b") as file:
-            file.write(bytes([value]))
+            (value,) = file.read(1)
+            file.seek(0)
+            file.write(bytes([(value + 1) % 256]))
 
 
 def measure(folder: Path) -> dict[str, Counter[str]]:

@@ -1,7 +1,8 @@
 """Counts the calls of our own functions in this process while a flag is up: Python imports this where this folder is in PYTHONPATH.
 
-`JUPYTER_GPU_TRACE` names a folder with a file `flag` of one byte, which all processes map. While it is 1, each call of a function in one of
-our packages is counted; when it is 0 again, the process writes what it counted into the folder. tests/benchmarks/ways.py raises the flag.
+`JUPYTER_GPU_TRACE` names a folder with a file `flag` of one byte, which all processes map. While it is odd, each call of a function in one
+of our packages is counted; when it is even again, the process writes what it counted into the folder. A process that counts says so by a
+file `PID.counts`. tests/benchmarks/ways.py turns the flag.
 """
 
 import json
@@ -36,7 +37,7 @@ def _begin(folder: Path) -> None:
         return f"{path[len(_ROOT) + 1 :]}:{code.co_qualname}" if ours else ""
 
     def hook(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and flag[0]:
+        if event == "call" and flag[0] & 1:
             code = frame.f_code
             name = names.get(code)
             if name is None:
@@ -44,14 +45,13 @@ def _begin(folder: Path) -> None:
             if name:
                 calls[name] += 1
 
-    def write() -> None:
-        was = 0
+    def write(was: int) -> None:
         while True:
             time.sleep(_PERIOD_S)
             if flag[0] == was:
                 continue
             was = flag[0]
-            if not was and calls:
+            if not was & 1:
                 part = folder / f"{os.getpid()}.part"
                 part.write_text(json.dumps({"argv": sys.argv, "calls": calls}))
                 part.rename(folder / f"{os.getpid()}-{time.monotonic_ns()}.json")
@@ -59,8 +59,9 @@ def _begin(folder: Path) -> None:
 
     threading.setprofile(hook)
     sys.setprofile(hook)
-    writer = threading.Thread(target=write, daemon=True)
+    writer = threading.Thread(target=write, args=(flag[0],), daemon=True)
     writer.start()
+    (folder / f"{os.getpid()}.counts").touch()
 
 
 if _FOLDER:
