@@ -350,6 +350,7 @@ def test_a_stopped_process_answers_an_error_or_nothing(
 ) -> None:
     kernel.run("cuda.memory_info()")
     os.kill(kernel.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, kernel.pid, os.WSTOPPED | os.WNOWAIT)  # the signal takes effect a moment after the call
     double.set(stopped="999", stopped_state="600")
     with pytest.raises(GPUError) as caught:
         remote.checkpointer.lock(kernel.pid, 100)
