@@ -114,6 +114,7 @@ class Observer:
         if whole:
             for pool in {seen.spec.pool: None for seen in self.leases.values()}:
                 self._note_tickets(pool)
+                self._compare_tickets(pool)
             self._compare()
             self.laws.check(channel_free=len(self.operations) < self.parallel_swaps)
             self.arbiter.validate()
@@ -489,22 +490,30 @@ class Observer:
     # -- who waits -----------------------------------------------------------------------------------------------------------------
 
     def _note_tickets(self, pool: str) -> None:
-        """Take over who waits (in the order of asking), as the arbiter shows it."""
-        waiting = {view.lease_id: view for view in self.arbiter.tickets(pool)}
+        """Take over who waits (in the order of asking), from the queue itself: a view of it forecasts every wait."""
+        waiting = {lease.lease_id: lease.ticket for lease in self.arbiter._books.queue.line(pool)}
         for lease_id, seen in self.leases.items():
             if seen.spec.pool != pool:
                 continue
-            view = waiting.get(lease_id)
-            if view is None:
+            ticket = waiting.get(lease_id)
+            if ticket is None:
                 seen.asked, seen.urgent, seen.passed = -1, False, 0
                 continue
             if seen.asked < 0:
                 self._asked += 1
                 seen.asked, seen.passed = self._asked, 0
-            seen.urgent = view.urgent
-            law(4, view.passed_over <= self.laws.most_k, lease_id, "was passed over", view.passed_over, "times")
+            seen.urgent = ticket.urgent
+            law(4, ticket.passed_over <= self.laws.most_k, lease_id, "was passed over", ticket.passed_over, "times")
 
     # -- does the arbiter say the same? ----------------------------------------------------------------------------------------------
+
+    def _compare_tickets(self, pool: str) -> None:
+        views = {view.lease_id: view for view in self.arbiter.tickets(pool)}
+        waiting = {name: seen for name, seen in self.leases.items() if seen.spec.pool == pool and seen.asked >= 0}
+        law(4, views.keys() == waiting.keys(), "tickets differ:", list(views), list(waiting))
+        for name, view in views.items():
+            law(4, view.urgent == waiting[name].urgent, name, "is urgent, or not, and the arbiter says", view)
+            law(0, view.reason and view.sentence, view, "gives no reason")
 
     def _compare(self) -> None:
         views = {view.spec.lease_id: view for view in self.arbiter.leases()}
