@@ -19,6 +19,7 @@ from fractional_gpu.broker.persistence.audit import (
     AuditLog,
     finished_files,
 )
+from fractional_gpu.broker.services import admin, residency
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat_client import SeatClient
 from fractional_gpu.config import load
@@ -62,7 +63,11 @@ def fresh() -> Iterator[LiveBroker]:
         yield live
 
 
-def test_every_act_of_an_administrator_is_written_with_who_and_for_whom(fresh: LiveBroker) -> None:
+def test_every_act_of_an_administrator_is_written_with_who_and_for_whom(
+    fresh: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for service in (admin, residency):  # the process answers no request, so it counts as busy
+        monkeypatch.setattr(service, "_IDLE_PATIENCE_S", 0.01)
     log = fresh.service.audit.path
     lease = fresh.lease()
     with started_for(lease.lease_id) as process, SeatClient(fresh.socket, acting_for="zoë") as client:

@@ -7,7 +7,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
+
 from fractional_gpu.broker.kernels import ending
+from fractional_gpu.broker.services import admin
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError
 from fractional_gpu.protocol.messages import EvictRequest, MoveRequest
@@ -73,7 +76,9 @@ def test_the_next_kernel_says_who_ended_the_last_one_and_why(live: LiveBroker) -
         assert live.broker.kernels[again.lease_id].notices == [line.sentence], "shown when its extension connects"
 
 
-def test_one_that_does_not_listen_is_made_to_end_with_its_children(live: LiveBroker, monkeypatch: Any) -> None:  # noqa: ANN401
+def test_one_that_does_not_listen_is_made_to_end_with_its_children(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ending, "GRACE_S", 0.1)
     lease = live.lease()
     environment = {"JUPYTER_GPU_LEASE": lease.lease_id}
@@ -150,7 +155,8 @@ with BrokerClient(sys.argv[1]) as client:
     assert done.stdout.splitlines() == ["403 not-admin", "403 not-admin", "unattached"]
 
 
-def test_a_move_that_cannot_be_is_refused_with_the_reason(live: LiveBroker) -> None:
+def test_a_move_that_cannot_be_is_refused_with_the_reason(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "_IDLE_PATIENCE_S", 0.01)  # the process answers no request, so it counts as busy
     lease = live.lease()
     with started_for(lease.lease_id) as process, BrokerClient(live.socket) as client:
         attached(live, process, lease.lease_id, lease.token)
