@@ -65,6 +65,10 @@ class Driver:
         """Give a process a context."""
         self.states[pid], self.mib[pid] = state, mib
 
+    def process_ended(self, pid: int) -> None:
+        """Free the device memory of a process that has ended."""
+        del self.states[pid], self.mib[pid]
+
     # the monitor
 
     def devices(self) -> list[DeviceInfo]:

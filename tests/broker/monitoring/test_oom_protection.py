@@ -395,6 +395,7 @@ async def test_in_a_full_group_the_one_that_filled_it_is_taken_and_told_why(tmp_
                 await protection.apply()
             await asyncio.to_thread(neighbour.ask, f"hold {LIMIT_MIB - sum(SAVED_MIB.values())}")
             taken, others = (neighbour, [first, second]) if protected else (first, [second, neighbour])
+            driver.process_ended(taken.popen.pid)
             await until(broker, taken.lease_id, L.UNATTACHED)
             assert taken.popen.wait(DEADLINE_S) == -9
             (notice,) = broker.kernels[taken.lease_id].notices
@@ -427,6 +428,7 @@ async def test_who_ends_by_itself_is_not_said_to_have_been_killed(tmp_path: Path
             assert victim.popen.wait(DEADLINE_S) == -9
             await sampler.sample()
             one.end()
+            driver.process_ended(one.popen.pid)
             await until(broker, "neighbour", L.UNATTACHED)
             assert broker.kernels["neighbour"].notices == []
 
