@@ -81,12 +81,13 @@ class _Connection(http.client.HTTPConnection):
 class LiveBroker:
     """The broker and ways to talk to it. `on_loop` runs things where the broker runs."""
 
-    def __init__(self, folder: Path, overrides: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, devices: str, overrides: Mapping[str, Any]) -> None:
         # Tests that share a broker leave leases behind whose kernels never start.
         pools = {"default": {"unattached_leases": 512, "unattached_share": "100%"}}
         self._overrides = {"idle_exit": "never", "pools": pools, **overrides}
         self.socket = str(folder / "broker.sock")
         self._folder = folder
+        self._simulated = devices
         self._stop = asyncio.Event()
         self._ready = threading.Event()
         self.disk: Disk
@@ -110,7 +111,7 @@ class LiveBroker:
 
     async def _main(self) -> None:
         host = self._folder / "simulated"
-        create(host, "1x1GiB")
+        create(host, self._simulated)
         monitor = open_monitor(f"simulated:{host}")
         self.disk = Disk.open(self._folder / "ledger.sqlite")
         settings = load(None, self._overrides)
@@ -201,11 +202,11 @@ class LiveBroker:
 
 
 @contextmanager
-def live_broker(**overrides: Any) -> Iterator[LiveBroker]:  # noqa: ANN401 - any setting
-    """A broker for one block, in a folder that other users may enter; `overrides` are settings."""
+def live_broker(devices: str = "1x1GiB", **overrides: Any) -> Iterator[LiveBroker]:  # noqa: ANN401 - any setting
+    """A broker for one block, in a folder that other users may enter, with simulated devices; `overrides` are settings."""
     folder = Path(tempfile.mkdtemp(prefix="jfg-"))
     folder.chmod(0o711)
-    live = LiveBroker(folder, overrides)
+    live = LiveBroker(folder, devices, overrides)
     try:
         live.start()
         yield live

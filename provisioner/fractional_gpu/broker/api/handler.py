@@ -201,7 +201,7 @@ class Handler(web.RequestHandler):
 def _error_for(status: int) -> FractionalGPUError:
     if status == http.HTTPStatus.NOT_FOUND:
         return NotFoundError(
-            "there is no such route; the routes are in provisioner/fractional_gpu/protocol/messages.py",
+            "there is no such route; fractional_gpu/protocol/messages.py lists the routes",
             reason="unknown-route",
         )
     if status == http.HTTPStatus.METHOD_NOT_ALLOWED:

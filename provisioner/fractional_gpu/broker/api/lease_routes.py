@@ -42,7 +42,7 @@ class _Missing(Handler):
     def prepare(self) -> None:
         super().prepare()
         raise NotFoundError(
-            "there is no such route; the routes are in provisioner/fractional_gpu/protocol/messages.py",
+            "there is no such route; fractional_gpu/protocol/messages.py lists the routes",
             reason="unknown-route",
         )
 

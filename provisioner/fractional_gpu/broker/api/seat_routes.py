@@ -38,7 +38,8 @@ def require_admin(handler: Handler) -> None:
     """Raise ForbiddenError unless the peer is an administrator."""
     if not handler.peer.admin:
         raise ForbiddenError(
-            f"uid {handler.peer.credentials.uid} may not do this: seats are given by the hub (root, or the broker's own user)",
+            f"uid {handler.peer.credentials.uid} may not do this: "
+            "only the hub (root, or the broker's own user) gives seats and changes pools",
             reason="not-admin",
         )
 

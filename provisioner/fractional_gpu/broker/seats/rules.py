@@ -83,7 +83,7 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
         )
     if request.ttl_ms < 1 or request.wait_ms < 0:
         raise BadRequestError(
-            f"ttl_ms is {request.ttl_ms} and wait_ms {request.wait_ms}; allowed: 1 or more, 0 or more"
+            f"ttl_ms is {request.ttl_ms} and wait_ms is {request.wait_ms}; allowed: a ttl_ms of 1 or more, a wait_ms of 0 or more"
         )
 
 

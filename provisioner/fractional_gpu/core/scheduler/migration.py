@@ -156,7 +156,10 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
 def _not_movable(changes: Changes, lease: Lease) -> Reason | None:
     pool = changes.books.policy(lease)
     if lease.state is not LeaseState.RESIDENT:
-        return Reason("not-resident", f"the kernel is {lease.state}: only one that is on a device can be moved")
+        return Reason(
+            "not-resident",
+            f"the kernel is on no device (it is {lease.state}): only one that is on a device can be moved",
+        )
     if lease.busy:
         return Reason("busy", "a cell is running: interrupt it, or try again when it has ended")
     if lease.count > 1:
