@@ -196,7 +196,7 @@ def duration_ms(prog: str, text: str, *, also: str = "") -> int:
     if not read_ms:
         words = f", or {also}" if also else ""
         raise ArgumentsError(
-            f"{prog}: {text[:50]!r} is not a duration that it takes; allowed: more than 0, such as 30s, 10m or 1h{words}"
+            f"{prog}: {text[:50]!r} is not a duration greater than 0; allowed: one such as 30s, 10m or 1h{words}"
         )
     return read_ms
 
