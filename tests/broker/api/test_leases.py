@@ -89,9 +89,7 @@ def test_a_lease_of_another_user_is_not_to_be_found_even_with_its_token(live: Li
     ]
     for answer in answers:
         assert (answer.status, answer.error["reason"]) == (404, "unknown-lease")
-        assert (
-            f"there is no lease '{lease.lease_id}' of yours; `jupyter gpu status` lists them" in answer.error["message"]
-        )
+        assert lease.lease_id in answer.error["message"]
     assert ask_as_another("DELETE", target, token=lease.token).body == {"ok": True}, (
         "as for any lease that is not there"
     )
@@ -115,11 +113,9 @@ def test_a_leases_own_routes_need_its_token(live: LiveBroker, route: str) -> Non
     target = f"/v1/leases/{lease.lease_id}/{route}"
     missing = live.call("POST", target, BODIES.get(route, {}))
     assert (missing.status, missing.error["reason"]) == (401, "no-token")
-    assert "this needs the lease's token, in the header `Authorization: Bearer TOKEN`" in missing.error["message"]
     for token in (other.token, "guess", "x" * 4000, "\xe9"):
         foreign = live.call("POST", target, BODIES.get(route, {}), token=token)
         assert (foreign.status, foreign.error["reason"]) == (401, "foreign-token")
-        assert "the token is not this lease's" in foreign.error["message"]
 
 
 @pytest.mark.parametrize("route", OTHER_ROUTES)
@@ -132,8 +128,8 @@ def test_a_foreign_token_opens_nothing_that_none_would_open(live: LiveBroker, ro
 @pytest.mark.parametrize("header", ["guess", "Basic Z3Vlc3M=", "Bearer", "Bearer ", ""])
 def test_an_authorization_of_another_form_is_explained(live: LiveBroker, header: str) -> None:
     answer = live.call("GET", f"/v1/leases/{live.lease().lease_id}", Authorization=header)
-    assert answer.status == 401
-    assert "the header Authorization is not of the form `Bearer TOKEN`" in answer.error["message"]
+    assert (answer.status, answer.error["reason"]) == (401, "unauthorized")
+    assert "Bearer TOKEN" in answer.error["message"]
 
 
 def test_who_asks_for_fresh_figures_is_answered_after_a_sample(
@@ -218,7 +214,7 @@ def test_a_process_of_another_lease_is_refused(live: LiveBroker) -> None:
     with started_for(other.lease_id) as fields:
         answer = attach(live, lease.lease_id, lease.token, fields)
     assert (answer.status, answer.error["reason"]) == (403, "wrong-lease")
-    assert f"process {fields['pid']} was not started for this lease" in answer.error["message"]
+    assert str(fields["pid"]) in answer.error["message"]
     assert live.state(lease.lease_id) == "unattached"
 
 
@@ -234,11 +230,10 @@ def test_a_process_of_another_user_is_refused(live: LiveBroker) -> None:
         with started_for(lease.lease_id, first=BECOME_NOBODY) as fields:
             answer = attach(live, lease.lease_id, lease.token, fields)
         assert answer.error["reason"] == "wrong-uid"
-        assert f"process {fields['pid']} belongs to another user" in answer.error["message"]
+        assert str(fields["pid"]) in answer.error["message"]
     else:
         answer = attach(live, lease.lease_id, lease.token, attach_fields(1))
         assert answer.error["reason"] == "no-permission"
-        assert "the broker may not look at process 1" in answer.error["message"]
     assert answer.status == 403
 
 
@@ -287,7 +282,7 @@ def test_a_thread_is_no_process(live: LiveBroker) -> None:
     )
     answer = attach(live, lease.lease_id, lease.token, {**attach_fields(os.getpid()), "pid": thread})
     assert answer.error["reason"] == "no-process"
-    assert f"give the process id {os.getpid()}" in answer.error["message"]
+    assert str(os.getpid()) in answer.error["message"]
 
 
 def test_a_process_that_has_ended_is_refused(live: LiveBroker) -> None:
@@ -340,10 +335,8 @@ def test_a_lease_without_a_process_has_nothing_to_resume_or_suspend(live: LiveBr
     lease = live.lease()
     resume = live.call("POST", f"/v1/leases/{lease.lease_id}/resume", {})
     assert (resume.status, resume.error["reason"]) == (409, "no-process")
-    assert "the lease has no running kernel; nothing to resume" in resume.error["message"]
     suspend = live.call("POST", f"/v1/leases/{lease.lease_id}/suspend", {})
-    assert suspend.status == 409
-    assert "the kernel was not suspended" in suspend.error["message"]
+    assert (suspend.status, suspend.error["code"]) == (409, "conflict")
 
 
 def test_a_detach_of_nothing_and_an_answer_to_nothing_change_nothing(live: LiveBroker) -> None:
@@ -361,8 +354,7 @@ def test_no_room_now_for_a_kernel_that_must_have_it_says_who_is_in_the_way(live:
     wish = {"fraction_milli": 1000, "gated": False, "wait_ms": 1}
     answer = live.call("POST", "/v1/leases", wish)
     assert (answer.status, answer.error["code"]) == (409, "no-room")
-    assert "no GPU became free within 1 ms" in answer.error["message"]
-    assert "try again later, or with a smaller fraction" in answer.error["message"]
+    assert "1 ms" in answer.error["message"]
     live.call("DELETE", f"/v1/leases/{first.lease_id}")
     again = live.lease(fraction_milli=1000, gated=False, wait_ms=-5)
     assert again.device_id is not None
@@ -398,7 +390,7 @@ def test_a_kernel_without_a_gate_that_starts_late_has_its_device_or_is_told_to_s
             with started_for(late.lease_id) as late_fields:
                 refused = attach(small, late.lease_id, late.token, late_fields)
         assert (refused.status, refused.error["code"]) == (409, "no-room")
-        assert "had not started in time (the pool's unattached_hold)" in refused.error["message"]
+        assert "unattached_hold" in refused.error["message"]
 
 
 def test_a_watch_is_made_of_what_an_attach_accepted(live: LiveBroker) -> None:

@@ -18,36 +18,36 @@ WISH = {"fraction_milli": 250}
 @pytest.mark.parametrize(
     ("change", "status", "code", "says"),
     [
-        ({"pool": "gold"}, 400, "bad-request", ["there is no pool 'gold'", "pools: default"]),
-        ({"fraction_milli": 0}, 400, "bad-request", ["fraction_milli is 0", "allowed: 1 to 1000"]),
-        ({"fraction_milli": 1500}, 400, "bad-request", ["fraction_milli is 1500", "allowed: 1 to 1000"]),
-        ({"fraction_milli": -250}, 400, "bad-request", ["fraction_milli is -250", "allowed: 1 to 1000"]),
-        ({"fraction_milli": "abc"}, 400, "bad-request", ["Expected `int`", "`str`", "$.fraction_milli"]),
-        ({"fraction_milli": 0.25}, 400, "bad-request", ["Expected `int`", "`float`", "$.fraction_milli"]),
-        ({"fraction_milli": True}, 400, "bad-request", ["Expected `int`", "`bool`", "$.fraction_milli"]),
-        ({"fraction_milli": None}, 400, "bad-request", ["Expected `int`", "`null`", "$.fraction_milli"]),
-        ({"fraction_milli": 2**63}, 400, "bad-request", ["$.fraction_milli", "more than 63 bits"]),
-        ({"fraction_milli": 10**500}, 400, "bad-request", ["more than 63 bits"]),
+        ({"pool": "gold"}, 400, "bad-request", ["'gold'", "default"]),
+        ({"fraction_milli": 0}, 400, "bad-request", ["fraction_milli", "0", "1 to 1000"]),
+        ({"fraction_milli": 1500}, 400, "bad-request", ["fraction_milli", "1500", "1 to 1000"]),
+        ({"fraction_milli": -250}, 400, "bad-request", ["fraction_milli", "-250", "1 to 1000"]),
+        ({"fraction_milli": "abc"}, 400, "bad-request", ["`int`", "`str`", "$.fraction_milli"]),
+        ({"fraction_milli": 0.25}, 400, "bad-request", ["`int`", "`float`", "$.fraction_milli"]),
+        ({"fraction_milli": True}, 400, "bad-request", ["`int`", "`bool`", "$.fraction_milli"]),
+        ({"fraction_milli": None}, 400, "bad-request", ["`int`", "`null`", "$.fraction_milli"]),
+        ({"fraction_milli": 2**63}, 400, "bad-request", ["$.fraction_milli", "63 bits"]),
+        ({"fraction_milli": 10**500}, 400, "bad-request", ["63 bits"]),
         ({"fraction_milli": 260}, 409, "no-room", ["0.26", "1/4"]),
-        ({"memory_mib": 0}, 400, "bad-request", ["memory_mib is 0", "allowed: 1 or more"]),
-        ({"memory_mib": 2048}, 400, "bad-request", ["2 GiB was asked", "can give 1 GiB", "ask for that or less"]),
-        ({"memory_mib": 2**62}, 400, "bad-request", ["was asked", "can give 1 GiB", "ask for that or less"]),
-        ({"memory_mib": -1}, 400, "bad-request", ["memory_mib is -1", "allowed: 1 or more"]),
-        ({"devices": 2}, 400, "bad-request", ["devices is 2", "allowed: 1"]),
-        ({"priority": 5000}, 400, "bad-request", ["priority is 5000", "allowed: -1000 to 1000"]),
-        ({"label": "x" * 201}, 413, "too-large", ["label has 201 characters", "allowed: 200"]),
-        ({"kernel_id": "x" * 201}, 413, "too-large", ["kernel_id has 201 characters", "allowed: 200"]),
-        ({"label": "x" * (MAX_STRING + 1)}, 413, "too-large", ["$.label has 4097 characters", "allowed: 4096"]),
-        ({"label": "a\0b"}, 400, "bad-request", ["$.label", "NUL character"]),
-        ({"pool": "x" * 4000}, 400, "bad-request", ["there is no pool 'xxx", "pools: default"]),
-        ({"gated": 1}, 400, "bad-request", ["Expected `bool`", "`int`", "$.gated"]),
+        ({"memory_mib": 0}, 400, "bad-request", ["memory_mib", "0", "1 or more"]),
+        ({"memory_mib": 2048}, 400, "bad-request", ["2 GiB", "1 GiB"]),
+        ({"memory_mib": 2**62}, 400, "bad-request", ["1 GiB"]),
+        ({"memory_mib": -1}, 400, "bad-request", ["memory_mib", "-1", "1 or more"]),
+        ({"devices": 2}, 400, "bad-request", ["devices", "2", "1"]),
+        ({"priority": 5000}, 400, "bad-request", ["priority", "5000", "-1000 to 1000"]),
+        ({"label": "x" * 201}, 413, "too-large", ["label", "201", "200"]),
+        ({"kernel_id": "x" * 201}, 413, "too-large", ["kernel_id", "201", "200"]),
+        ({"label": "x" * (MAX_STRING + 1)}, 413, "too-large", ["$.label", "4097", "4096"]),
+        ({"label": "a\0b"}, 400, "bad-request", ["$.label", "NUL"]),
+        ({"pool": "x" * 4000}, 400, "bad-request", ["'xxx", "default"]),
+        ({"gated": 1}, 400, "bad-request", ["`bool`", "`int`", "$.gated"]),
         (
             {"memmory_mib": 5},
             400,
             "bad-request",
-            ["unknown field 'memmory_mib'", "allowed: devices, fraction_milli", "memory_mib"],
+            ["'memmory_mib'", "devices, fraction_milli", "memory_mib"],
         ),
-        ({"x" * 5000: 5}, 400, "bad-request", ["unknown field 'xxx", "allowed: devices"]),
+        ({"x" * 5000: 5}, 400, "bad-request", ["'xxx", "devices"]),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -65,23 +65,23 @@ def test_a_wish_that_cannot_be_granted_is_refused_with_what_is_allowed(
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        (b"", 400, "missing required field `fraction_milli`"),
-        (b"{", 400, "the body is not JSON"),
-        (b"\xff\xfe", 400, "the body is not JSON"),
-        (b'{"label": "\\ud800"}', 400, "the body is not JSON"),
-        (b'{"fraction_milli": NaN}', 400, "the body is not JSON"),
-        (b'{"fraction_milli": 1e999}', 400, "the body is not JSON"),
-        (b'{"fraction_milli": ' + b"9" * 5000 + b"}", 400, "the body is not JSON"),
-        (b"[" * 100_000, 400, "the body is not JSON"),
-        (b'"250"', 400, "the body is str; allowed: an object with devices, fraction_milli"),
-        (b"null", 400, "the body is NoneType; allowed: an object with"),
-        (b'{"label": ' + b"[" * 50 + b"]" * 50 + b"}", 413, "is nested deeper than 8 levels"),
-        (b'{"label": [' + b"0," * 5000 + b"0]}", 413, "$.label has 5001 entries; allowed: 4096"),
-        (b'{"label": {"' + b"k" * 5000 + b'": 1}}', 413, "has 5000 characters; allowed: 4096"),
-        (b'{"label": {"\\u0000": 1}}', 400, "contains a NUL character"),
-        (b" " * MAX_BODY_BYTES, 400, "the body is not JSON"),
-        (b" " * (MAX_BODY_BYTES + 1), 413, f"the body has more than {MAX_BODY_BYTES} bytes; send less"),
-        (b" " * (8 * MAX_BODY_BYTES), 413, f"the body has more than {MAX_BODY_BYTES} bytes; send less"),
+        (b"", 400, "`fraction_milli`"),
+        (b"{", 400, "not JSON"),
+        (b"\xff\xfe", 400, "not JSON"),
+        (b'{"label": "\\ud800"}', 400, "not JSON"),
+        (b'{"fraction_milli": NaN}', 400, "not JSON"),
+        (b'{"fraction_milli": 1e999}', 400, "not JSON"),
+        (b'{"fraction_milli": ' + b"9" * 5000 + b"}", 400, "not JSON"),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b'"250"', 400, "str; allowed: an object with devices, fraction_milli"),
+        (b"null", 400, "NoneType"),
+        (b'{"label": ' + b"[" * 50 + b"]" * 50 + b"}", 413, "8 levels"),
+        (b'{"label": [' + b"0," * 5000 + b"0]}", 413, "$.label has 5001"),
+        (b'{"label": {"' + b"k" * 5000 + b'": 1}}', 413, "4096"),
+        (b'{"label": {"\\u0000": 1}}', 400, "NUL"),
+        (b" " * MAX_BODY_BYTES, 400, "not JSON"),
+        (b" " * (MAX_BODY_BYTES + 1), 413, str(MAX_BODY_BYTES)),
+        (b" " * (8 * MAX_BODY_BYTES), 413, str(MAX_BODY_BYTES)),
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -110,36 +110,35 @@ def test_a_body_is_json_whatever_it_is_called(live: LiveBroker) -> None:
 def test_headers_have_a_limit(live: LiveBroker) -> None:
     answer = live.call("GET", "/v1/ping", **{"X-Large": "x" * MAX_HEADER_BYTES})
     assert answer.status == 413
-    assert f"allowed: {MAX_HEADER_BYTES}" in answer.error["message"]
+    assert str(MAX_HEADER_BYTES) in answer.error["message"]
     assert live.raw(b"GET /v1/ping HTTP/1.1\r\nHost: b\r\nX: " + b"x" * 8 * MAX_HEADER_BYTES) == b"", "hung up on"
 
 
 @pytest.mark.parametrize(
-    ("method", "target", "status", "reason", "says"),
+    ("method", "target", "status", "reason"),
     [
-        ("GET", "/", 404, "unknown-route", "there is no such route"),
-        ("GET", "/v1/", 404, "unknown-route", "there is no such route"),
-        ("GET", "/v2/ping", 404, "unknown-route", "there is no such route"),
-        ("GET", "/v1/ping/", 404, "unknown-route", "there is no such route"),
-        ("GET", "/v1/leases/../ping", 404, "unknown-route", "there is no such route"),
-        ("GET", "/v1/leases/%00", 404, "unknown-route", "there is no such route"),
-        ("GET", "/v1/leases/" + "x" * 65, 404, "unknown-route", "there is no such route"),
-        ("POST", "/v1/leases/nobody/steal", 404, "unknown-route", "there is no such route"),
-        ("PUT", "/v1/leases", 400, "bad-method", "does not take that method"),
-        ("DELETE", "/v1/ping", 400, "bad-method", "does not take that method"),
-        ("GET", "/v1/leases/nobody/attach", 400, "bad-method", "does not take that method"),
-        ("BREW", "/v1/ping", 400, "bad-method", "does not take that method"),
-        ("GET", "/v1/leases/nobody", 404, "unknown-lease", "there is no lease 'nobody' of yours; `jupyter gpu status`"),
-        ("POST", "/v1/leases/nobody/suspend", 404, "unknown-lease", "there is no lease 'nobody' of yours"),
-        ("POST", "/v1/leases/nobody/acquire", 404, "unknown-lease", "there is no lease 'nobody' of yours"),
+        ("GET", "/", 404, "unknown-route"),
+        ("GET", "/v1/", 404, "unknown-route"),
+        ("GET", "/v2/ping", 404, "unknown-route"),
+        ("GET", "/v1/ping/", 404, "unknown-route"),
+        ("GET", "/v1/leases/../ping", 404, "unknown-route"),
+        ("GET", "/v1/leases/%00", 404, "unknown-route"),
+        ("GET", "/v1/leases/" + "x" * 65, 404, "unknown-route"),
+        ("POST", "/v1/leases/nobody/steal", 404, "unknown-route"),
+        ("PUT", "/v1/leases", 400, "bad-method"),
+        ("DELETE", "/v1/ping", 400, "bad-method"),
+        ("GET", "/v1/leases/nobody/attach", 400, "bad-method"),
+        ("BREW", "/v1/ping", 400, "bad-method"),
+        ("GET", "/v1/leases/nobody", 404, "unknown-lease"),
+        ("POST", "/v1/leases/nobody/suspend", 404, "unknown-lease"),
+        ("POST", "/v1/leases/nobody/acquire", 404, "unknown-lease"),
     ],
 )
 def test_a_route_that_is_not_there_or_not_taken_so_is_an_error(
-    live: LiveBroker, *, method: str, target: str, status: int, reason: str, says: str
+    live: LiveBroker, *, method: str, target: str, status: int, reason: str
 ) -> None:
     answer = live.call(method, target)
     assert (answer.status, answer.error["reason"]) == (status, reason)
-    assert says in answer.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -207,8 +206,8 @@ def test_a_user_has_a_most_leases(live: LiveBroker, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("fractional_gpu.broker.api.lease_service.MAX_LEASES_PER_UID", have + 1)
     live.lease()
     answer = live.call("POST", "/v1/leases", WISH)
-    assert answer.status == 413
-    assert "the most there may be; shut a kernel down" in answer.error["message"]
+    assert (answer.status, answer.error["code"]) == (413, "too-large")
+    assert str(have + 1) in answer.error["message"]
 
 
 def test_a_label_cannot_steer_the_terminal_that_shows_it(live: LiveBroker) -> None:

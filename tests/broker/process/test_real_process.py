@@ -26,7 +26,7 @@ def test_a_lease_lives_and_ends_and_every_refusal_comes_as_its_own_error() -> No
     with new_world() as world:
         world.start_broker()
         with world.client() as client:
-            with pytest.raises(BadRequestError, match=r"there is no pool 'gold'; pools: default"):
+            with pytest.raises(BadRequestError, match=r"'gold'.*default"):
                 client.create_lease(LeaseRequest(fraction_milli=250, pool="gold"))
             with pytest.raises(NoRoomError, match="1/4"):
                 client.create_lease(LeaseRequest(fraction_milli=260))
@@ -35,11 +35,11 @@ def test_a_lease_lives_and_ends_and_every_refusal_comes_as_its_own_error() -> No
             BrokerClient(world.socket, token=lease.token) as own,
             BrokerClient(world.socket, token=other.token) as foreign,
         ):
-            with pytest.raises(UnauthorizedError, match="the token is not this lease's"):
+            with pytest.raises(UnauthorizedError):
                 next(iter(foreign.acquire(lease.lease_id, AcquireRequest())))
             with (
                 started_for(other.lease_id) as fields,
-                pytest.raises(ForbiddenError, match="was not started for this lease"),
+                pytest.raises(ForbiddenError, match=str(fields["pid"])),
             ):
                 own.attach(lease.lease_id, AttachRequest(**fields))
             with started_for(lease.lease_id) as fields:

@@ -74,7 +74,6 @@ def test_a_lease_whose_seat_ended_gets_nothing_until_the_next_seat_of_its_server
         end(live, seat)
         row = leases(live)[lease.lease_id]
         assert (row["revoked"], row["reason"]) == (True, "seat-ended")
-        assert "start that server again with as large a share of pool 'default'" in row["sentence"]
         assert 0 < row["ends_in_ms"] <= 86_400_000
         assert wants(live, lease) == (ProgressKind.REFUSED, "seat-ended")
 

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pwd
+import re
 import subprocess
 import sys
 import time
@@ -93,21 +94,21 @@ def test_a_kernel_gets_owner_and_priority_from_its_seat(live: LiveBroker) -> Non
 
 
 @pytest.mark.parametrize(
-    ("wish", "reason", "sentence"),
+    ("wish", "reason", "named"),
     [
-        ({"fraction_milli": 500}, "seat-full", "a kernel of 1/2 GPU was asked, but this server has 1/4 GPU"),
-        ({"memory_mib": 300}, "seat-memory", "a kernel with 300 MiB was asked"),
-        ({"priority": 5}, "seat-priority", "priority 5 was asked, but this server has 0"),
+        ({"fraction_milli": 500}, "seat-full", ["1/2", "1/4"]),
+        ({"memory_mib": 300}, "seat-memory", ["300 MiB", "256 MiB"]),
+        ({"priority": 5}, "seat-priority", ["priority 5", "0"]),
     ],
 )
 def test_a_kernel_that_asks_for_more_than_its_seat_is_refused(
-    live: LiveBroker, caplog: pytest.LogCaptureFixture, wish: dict[str, Any], reason: str, sentence: str
+    live: LiveBroker, caplog: pytest.LogCaptureFixture, wish: dict[str, Any], reason: str, named: list[str]
 ) -> None:
     seat = take(live)
     with caplog.at_level(logging.WARNING):
         refused = ask(live, seat, **wish).error
     assert refused["reason"] == reason
-    assert sentence in refused["message"]
+    assert all(one in refused["message"] for one in named)
     assert any("seat of 'ada'" in record.getMessage() and reason in record.getMessage() for record in caplog.records)
 
 
@@ -116,7 +117,7 @@ def test_all_kernels_of_a_seat_share_it(live: LiveBroker) -> None:
     assert ask(live, seat).status == 200
     refused = ask(live, seat, fraction_milli=500).error
     assert refused["reason"] == "seat-full"
-    assert "of which its other kernels have 1/4" in refused["message"]
+    assert "1/4" in refused["message"], "what its other kernels have"
     assert ask(live, seat).status == 200
     assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full"
 
@@ -127,7 +128,7 @@ def test_a_kernel_grows_within_its_seat_and_no_further(live: LiveBroker) -> None
     target = f"/v1/leases/{lease['lease_id']}/resize"
     refused = live.call("POST", target, {"fraction_milli": 750}, token=lease["token"]).error
     assert refused["reason"] == "seat-full"
-    assert "a kernel of 3/4 GPU was asked, but this server has 1/2 GPU" in refused["message"]
+    assert re.findall(r"\d/\d", refused["message"]) == ["3/4", "1/2"]
     assert live.call("POST", target, {"memory_mib": 600}, token=lease["token"]).error["reason"] == "seat-memory"
     grown = live.call("POST", target, {"fraction_milli": 500}, token=lease["token"])
     assert (grown.status, grown.body["fraction_milli"]) == (200, 500)
@@ -138,13 +139,12 @@ def test_a_seat_has_so_many_kernels_and_no_more(live: LiveBroker) -> None:
     seat = take(live, fraction_milli=500)
     assert [ask(live, seat, fraction_milli=125).status for _ in range(2)] == [200, 200]
     refused = ask(live, seat, fraction_milli=125).error
-    assert (refused["reason"], "2 kernels with a GPU, the most" in refused["message"]) == ("seat-kernels", True)
+    assert (refused["reason"], "2 kernels" in refused["message"]) == ("seat-kernels", True)
 
 
 def test_without_a_seat_nobody_gets_a_kernel_where_seats_are_required(live: LiveBroker) -> None:
     refused = live.call("POST", "/v1/leases", to_builtins(LeaseRequest(fraction_milli=250))).error
     assert refused["reason"] == "no-seat"
-    assert "choose a GPU when you start your server" in refused["message"]
 
 
 def test_a_foreign_token_or_a_seat_that_is_over_gives_the_same_refusal(live: LiveBroker) -> None:
@@ -184,7 +184,7 @@ def test_a_seat_that_is_not_confirmed_ends_by_itself(live: LiveBroker) -> None:
     live.on_loop(gone)
     with client_of(live) as client:
         assert [seat.seat_id for seat in client.seats().seats] == [kept.seat_id]
-        with pytest.raises(NotFoundError, match="it may have expired"):
+        with pytest.raises(NotFoundError, match=lost.seat_id):
             client.confirm_seat(lost.seat_id)
 
 
@@ -540,44 +540,43 @@ def test_who_gives_up_leaves_the_queue(live: LiveBroker) -> None:
         small.on_loop(left)
         refused = list(hub.take_seat(SeatRequest(owner="eve", pool="default", fraction_milli=1000)))[-1]
         assert (refused.kind, refused.reason) == (ProgressKind.REFUSED, "pool-full")
-        assert "choose a smaller fraction or another pool" in refused.sentence
     assert live.is_alive()
 
 
-REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any], str, list[str]]] = [
     (
         {"groups": {"staff": {}}},
         {"groups": ["students"]},
         "pool-group",
-        "is for members of staff, and you are in students",
+        ["staff", "students"],
     ),
-    ({"groups": {"staff": {}}}, {}, "pool-group", "is for members of staff, and you are in none"),
-    ({"hours": f"{CLOSED} 08:00-08:30"}, {}, "pool-closed", f"opens next on {CLOSED} 08:00"),
-    ({"user_limits": {"fraction": "1/2"}}, {"fraction_milli": 750}, "user-limit", "you may have 1/2 GPU in this pool"),
+    ({"groups": {"staff": {}}}, {}, "pool-group", ["staff", "none"]),
+    ({"hours": f"{CLOSED} 08:00-08:30"}, {}, "pool-closed", [f"{CLOSED} 08:00;"]),
+    ({"user_limits": {"fraction": "1/2"}}, {"fraction_milli": 750}, "user-limit", ["3/4", "1/2"]),
     (
         {"groups": {"staff": {}}, "group_limits": {"staff": {"fraction": "1/8"}}},
         {"groups": ["staff"]},
         "group-limit",
-        "group 'staff' may have 1/8 GPU",
+        ["staff", "1/8"],
     ),
     (
         {"group_limits": {"staff": {"fraction": 1}, "students": {"fraction": "1/8"}}},
         {"groups": ["ghosts", "students"]},
         "group-limit",
-        "group 'students' may have 1/8 GPU",
+        ["students", "1/8"],
     ),
-    ({}, {"memory_mib": 2048}, "larger-than-device", "the largest device of pool 'default' can give 1 GiB"),
+    ({}, {"memory_mib": 2048}, "larger-than-device", ["default", "2 GiB", "1 GiB"]),
 ]
 
 
-@pytest.mark.parametrize(("policy", "wish", "reason", "sentence"), REFUSALS)
+@pytest.mark.parametrize(("policy", "wish", "reason", "named"), REFUSALS)
 def test_who_may_not_have_a_seat_is_told_why(
-    policy: dict[str, Any], wish: dict[str, Any], reason: str, sentence: str
+    policy: dict[str, Any], wish: dict[str, Any], reason: str, named: list[str]
 ) -> None:
     with live_broker(pools={"default": policy}) as live:
         refused = take(live, wait_ms=1000, **wish)
     assert (refused.kind, refused.reason) == (ProgressKind.REFUSED, reason)
-    assert sentence in refused.sentence
+    assert all(one in refused.sentence for one in named)
 
 
 def test_limits_count_the_users_other_servers_and_not_the_one_that_is_replaced() -> None:
@@ -586,7 +585,7 @@ def test_limits_count_the_users_other_servers_and_not_the_one_that_is_replaced()
         assert take(live, server="b").kind == ProgressKind.GRANTED
         refused = take(live, server="c")
         assert refused.reason == "user-limit"
-        assert "your other servers have 1/2 GPU; stop one of them" in refused.sentence
+        assert "1/2" in refused.sentence, "what the other servers have"
         assert take(live, server="b").kind == ProgressKind.GRANTED
         assert take(live, owner="bob", server="a").kind == ProgressKind.GRANTED
 

@@ -139,7 +139,6 @@ def test_pins_have_a_budget_for_each_user(live: LiveBroker) -> None:
             answers.append(live.call("POST", f"/v1/leases/{lease.lease_id}/pin", {"duration_ms": 210 * 60_000}))
         assert [answer.status for answer in answers] == [200, 200, 409]
         assert answers[2].error["reason"] == "pin-budget"
-        assert "unpin another kernel" in answers[2].error["message"]
         live.call("POST", f"/v1/leases/{leases[0].lease_id}/unpin", {})
         assert live.call("POST", f"/v1/leases/{leases[2].lease_id}/pin", {"duration_ms": 3_600_000}).status == 200
         for lease in leases:
@@ -278,11 +277,9 @@ def test_only_administrators_empty_devices(live: LiveBroker) -> None:
             await live.service.lease_control.drain(peer, "0", evict_busy=True)
         with pytest.raises(ForbiddenError):
             await live.service.lease_control.undrain(peer, "0")
-        return str(caught.value)
+        return caught.value.reason
 
-    assert "only an administrator (root, the user who runs the broker, or a member of its admin_group)" in live.on_loop(
-        ask
-    )
+    assert live.on_loop(ask) == "not-admin"
     assert not device_of(live)["draining"]
 
 

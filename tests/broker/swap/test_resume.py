@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 from dataclasses import replace
 
@@ -33,7 +34,8 @@ async def test_a_restore_is_never_tried_to_find_out_whether_there_is_room() -> N
     async with kernel_of(2) as (kernel, _, pids):
         saved(driver, pids)
         outcome, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 600, journal([]))
-    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert outcome is ResumeOutcome.NOT_STARTED
+    assert re.findall(r"\d+ MiB", sentence) == ["500 MiB", "600 MiB"], "what is free, and what is needed"
     assert driver.calls == []
 
 
@@ -44,7 +46,8 @@ async def test_what_nobody_wrote_down_needs_what_is_reserved_for_it() -> None:
     async with kernel_of(2) as (kernel, _, pids):
         saved(driver, pids)
         outcome, sentence = await swaps_of(driver).resume(kernel, resume_of(kernel), 0, journal([]))
-    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert outcome is ResumeOutcome.NOT_STARTED
+    assert re.findall(r"\d+ MiB", sentence) == ["500 MiB", "600 MiB"], "what is free, and what is needed"
     assert driver.calls == []
 
 
@@ -95,7 +98,8 @@ async def test_every_one_of_several_devices_must_have_the_room() -> None:
             from_device_ids=kernel.checkpoint.homes,
         )
         outcome, sentence = await swaps_of(driver).resume(kernel, effect, 600, journal([]))
-    assert (outcome, sentence) == (ResumeOutcome.NOT_STARTED, "the device has 500 MiB free, 600 MiB are needed")
+    assert outcome is ResumeOutcome.NOT_STARTED
+    assert re.findall(r"\d+ MiB", sentence) == ["500 MiB", "600 MiB"], "what is free, and what is needed"
     assert driver.calls == []
 
 

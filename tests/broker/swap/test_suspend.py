@@ -98,7 +98,8 @@ async def test_a_kernel_that_becomes_busy_while_it_is_locked_is_let_go() -> None
         running(driver, pids)
         write = journal([], lambda phase: setattr(quiet, "busy", phase == "locking"))
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), write)
-    assert (outcome, sentence) == (SuspendOutcome.ABORTED, "the kernel became busy")
+    assert outcome is SuspendOutcome.ABORTED
+    assert "busy" in sentence
     assert driver.calls == [("lock", pids[0]), ("unlock", pids[0])]
 
 
@@ -109,7 +110,7 @@ async def test_a_process_that_begins_to_use_cuda_after_the_lock_stops_the_suspen
         write = journal([], lambda phase: driver.has_context(pids[1], S.RUNNING, 10) if phase == "locking" else None)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), write)
     assert outcome is SuspendOutcome.ABORTED
-    assert f"process {pids[1]} began to use CUDA meanwhile" in sentence
+    assert str(pids[1]) in sentence
     assert set(driver.states.values()) == {S.RUNNING}
 
 
@@ -120,8 +121,7 @@ async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytes
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.REFUSED
-    assert "300 MiB would have to be saved" in sentence
-    assert "200 MiB are left (limited by the group of the notebook server)" in sentence
+    assert all(one in sentence for one in ("300 MiB", "200 MiB", "the group of the notebook server"))
     assert driver.calls == []
 
 
@@ -132,7 +132,7 @@ async def test_a_control_group_with_an_odd_name_does_not_spoil_the_sentence(monk
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.REFUSED
-    assert "(limited by group a??[2J)" in sentence
+    assert "a??[2J" in sentence
 
 
 @pytest.mark.parametrize("error", SHORT, ids=str)
@@ -146,7 +146,7 @@ async def test_a_machine_that_cannot_be_looked_at_leaves_nobody_locked(
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.REFUSED
-    assert f"could not be looked at: {error}" in sentence
+    assert str(error) in sentence
     assert [name for name, _ in driver.calls] == (["lock", "lock", "unlock", "unlock"] if look == 2 else [])
     assert set(driver.states.values()) == {S.RUNNING}, "somebody was left locked"
 
